@@ -1,0 +1,42 @@
+"""The sharding engine: torch only. It knows no Lightning, no Transformer Engine and no mixture of experts."""
+
+from lightning_mfsdp.engine.api import fully_shard_units, gather_root, no_sync, refresh_weights, unshard, watch_backward
+from lightning_mfsdp.engine.errors import EngineStateError, ShardingError
+from lightning_mfsdp.engine.fully_shard import fully_shard
+from lightning_mfsdp.engine.gradients import clip_grad_norm_, clip_grad_value_, grad_norm
+from lightning_mfsdp.engine.inspect import (
+    FlatGradient,
+    ParameterView,
+    UnitView,
+    flat_gradients,
+    is_sharded,
+    sharded_parameters,
+    units,
+)
+from lightning_mfsdp.engine.optimizer import ELEMENTWISE_OPTIMIZERS, fully_shard_optimizer
+from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
+
+__all__ = [
+    "ELEMENTWISE_OPTIMIZERS",
+    "EngineStateError",
+    "FlatGradient",
+    "MixedPrecisionPolicy",
+    "ParameterView",
+    "ShardingError",
+    "UnitView",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "flat_gradients",
+    "fully_shard",
+    "fully_shard_optimizer",
+    "fully_shard_units",
+    "gather_root",
+    "grad_norm",
+    "is_sharded",
+    "no_sync",
+    "refresh_weights",
+    "sharded_parameters",
+    "units",
+    "unshard",
+    "watch_backward",
+]

@@ -1,0 +1,167 @@
+"""What users do with a sharded module: hold back reductions, look at full weights, run a root's methods directly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_mfsdp.engine.buffer import FlatBuffer
+from lightning_mfsdp.engine.collectives import resolve_mesh
+from lightning_mfsdp.engine.errors import ShardingError
+from lightning_mfsdp.engine.fully_shard import fully_shard, mesh_device
+from lightning_mfsdp.engine.group import ParameterGroup
+from lightning_mfsdp.engine.inspect import context_of
+from lightning_mfsdp.engine.materialize import Replaced, materialize_module
+from lightning_mfsdp.engine.reduction import Sync
+from lightning_mfsdp.engine.unit import Unit, unit_of
+
+__all__ = ["fully_shard_units", "gather_root", "no_sync", "refresh_weights", "unshard", "watch_backward"]
+
+
+@contextmanager
+def no_sync(module: nn.Module, *, keep_sharded: bool = False) -> Iterator[None]:
+    """Backwards inside do not communicate gradients; the next backward outside reduces everything at once.
+
+    Unreduced gradients are kept full-size in `main_grads_dtype`. They are part of no `.grad` yet: `zero_grad()` does not clear them.
+
+    Args:
+        module: A sharded module; the setting holds for its whole root.
+        keep_sharded: Save that memory where gradients are sharded: reduce over the shard axis in every backward and let only the outer axis of a 2-D
+            mesh wait.
+    """
+    with context_of(module).synchronizing(Sync.SHARD if keep_sharded else Sync.NONE):
+        yield
+
+
+@contextmanager
+def unshard(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
+    """Inside, parameters are full plain tensors of the main weights, under all their names. Collective: enter it on every rank.
+
+    It is meant for looking and for surgery. A forward inside works as usual, on compute weights.
+
+    Args:
+        module: A sharded module or one that contains some; everything in it is gathered at once.
+        writeback: Take over what was written to the full tensors. Every rank keeps its own rows, so write the same on all.
+    """
+    groups: dict[int, ParameterGroup] = {}
+    for child in module.modules():
+        unit = unit_of(child)
+        if unit is not None:
+            unit.release()
+            groups.update({id(group): group for group in unit.all_groups})
+    if not groups:
+        raise ShardingError(f"unshard: {type(module).__name__} has no sharded parameter; expected a module that fully_shard was called on")
+    shown = [_show_full(group) for group in groups.values()]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(groups.values(), shown, strict=True):
+            for index, (entry, parameter) in enumerate(zip(group.entries, parameters, strict=True)):
+                if writeback:
+                    with torch.no_grad():
+                        group.write(index, parameter.detach())
+                entry.resting = entry.sharded
+                entry.install(entry.sharded)
+        if writeback:
+            context_of(module).weights_changed()
+
+
+def _show_full(group: ParameterGroup) -> list[nn.Parameter]:
+    """Gather a group's main weights into memory of their own and show them in the module."""
+    with torch.inference_mode(False), torch.no_grad():
+        full = FlatBuffer.empty(group.layout, group.full_extent, group.spec.main_dtype, group.device)
+        for own, piece in zip(full.part(group.main_extent).segments, group.main.segments, strict=True):
+            own.copy_(piece)
+        if group.placement.outer_main and group.outer_axis is not None:
+            group.outer_axis.gather(full.part(group.inner_extent).segments, full.part(group.main_extent).segments)
+        if group.placement.main:
+            group.shard_axis.gather(full.segments, full.part(group.inner_extent).segments)
+        parameters = [
+            nn.Parameter(view, requires_grad=entry.full.requires_grad) for entry, view in zip(group.entries, full.views(), strict=True)
+        ]
+    for entry, parameter in zip(group.entries, parameters, strict=True):
+        entry.resting = parameter
+        entry.install(parameter)
+    return parameters
+
+
+@contextmanager
+def gather_root(module: nn.Module) -> Iterator[None]:
+    """Show the full parameters of `module`'s own unit while code calls its methods directly (a LightningModule's `training_step`).
+
+    Its forward hooks do not run then. In grad mode the weights stay until the backward of what was computed has ended.
+    """
+    unit = _unit(module, "gather_root")
+    context = unit.context
+    before = context.backwards_finished
+    unit.enter()
+    unit.pinned = True
+    try:
+        yield
+    except BaseException:
+        unit.pinned = False
+        unit.release()
+        raise
+    unit.pinned = False
+    if context.backwards_finished != before:
+        unit.release()
+    else:
+        unit.leave(reshard=True)
+
+
+def watch_backward(module: nn.Module, loss: Tensor) -> None:
+    """Let the engine know when the backward of `loss` begins, for a root whose forward hooks did not run.
+
+    Raises:
+        ShardingError: `module` is not sharded itself.
+    """
+    unit = _unit(module, "watch_backward")
+    if loss.requires_grad:
+        loss.register_hook(lambda _: unit.context.begin_backward())
+
+
+def refresh_weights(module: nn.Module) -> None:
+    """Main weights were written by other means than an optimizer of `fully_shard_optimizer` or `load_state_dict`: use them from the next forward on."""
+    context = context_of(module)
+    context.weights_changed()
+    context.refresh_live()
+
+
+def fully_shard_units(module: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+    """`fully_shard` every unit, then `module`, initialising meta parameters in the order in which their modules were built.
+
+    One unit at a time is whole in memory, and under one seed the values are those of a model built for real.
+
+    Args:
+        module: The root.
+        units: Modules inside it, in any order.
+        mesh: As in `fully_shard`, and so are `options`.
+    """
+    device = mesh_device(resolve_mesh(mesh))
+    wanted, replaced, seen = {id(unit) for unit in units}, Replaced(), set[int]()
+    ignored = {id(parameter) for parameter in options.get("ignored_parameters") or ()}
+
+    def visit(name: str, current: nn.Module) -> None:
+        if id(current) in seen:
+            return
+        seen.add(id(current))
+        materialize_module(name, current, device, replaced, ignored)
+        for key, child in current.named_children():
+            visit(f"{name}.{key}" if name else key, child)
+        if id(current) in wanted and current is not module:
+            fully_shard(current, mesh, **options)
+
+    visit("", module)
+    return fully_shard(module, mesh, **options)
+
+
+def _unit(module: nn.Module, function: str) -> Unit:
+    unit = unit_of(module)
+    if unit is None:
+        raise ShardingError(f"{function}: {type(module).__name__} is not sharded; call fully_shard on it first")
+    return unit

@@ -1,0 +1,95 @@
+"""Every private or version-dependent PyTorch API the package uses, in one place.
+
+Tested with torch 2.11 and 2.13. `tests/engine/test_compat.py` notices when one of them goes away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = [
+    "all_gather_flat",
+    "backward_task",
+    "coalesced",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_mul_",
+    "foreach_norm",
+    "foreach_zero_",
+    "on_backward_end",
+    "premul_sum",
+    "reduce_scatter_flat",
+    "without_torch_function",
+]
+
+
+def backward_task() -> int:
+    """Identity of the backward now running in this thread, or -1 (torch 2.11 to 2.13: `_current_graph_task_id`)."""
+    return torch._C._current_graph_task_id()
+
+
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward now running has finished; valid only inside one (`queue_callback`)."""
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call]
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Inside, tensor subclasses behave as if they did not override `__torch_function__`."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def all_gather_flat(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> None:
+    """Gather equal flat pieces; the name changed in torch 2.13, where the old one warns."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, piece, group=group)
+
+
+def reduce_scatter_flat(piece: Tensor, source: Tensor, op: Any, group: dist.ProcessGroup) -> None:
+    """Reduce a flat tensor and keep this rank's piece; the name changed in torch 2.13, where the old one warns."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(piece, source, op=op, group=group)
+
+
+def coalesced(count: int, group: dist.ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
+    """Issue `count` collectives of one kind as one; a single call needs no coalescing."""
+    if count < 2:
+        return nullcontext()
+    return c10d._coalescing_manager(group, device=device)
+
+
+def premul_sum(factor: float) -> Any:
+    """NCCL reduction that multiplies each input by `factor` before the sum, at no extra pass."""
+    return c10d._make_nccl_premul_sum(factor)
+
+
+def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensor by tensor in one launch, converting dtypes."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def foreach_add_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Add tensor by tensor in one launch where dtypes agree; the target's dtype is kept."""
+    torch._foreach_add_(list(targets), list(sources))
+
+
+def foreach_mul_(targets: Sequence[Tensor], factor: Tensor) -> None:
+    """Scale every tensor by one device scalar."""
+    torch._foreach_mul_(list(targets), factor)
+
+
+def foreach_zero_(targets: Sequence[Tensor]) -> None:
+    """Zero every tensor in one launch."""
+    torch._foreach_zero_(list(targets))
+
+
+def foreach_norm(tensors: Sequence[Tensor], norm_type: float) -> Sequence[Tensor]:
+    """Norm of each tensor, 0-D, in one launch per chunk."""
+    return torch._foreach_norm(list(tensors), norm_type)

@@ -1,0 +1,269 @@
+"""The front door: validate, find parameters, attach a unit."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_mfsdp.engine.collectives import Mesh, resolve_mesh
+from lightning_mfsdp.engine.context import Context
+from lightning_mfsdp.engine.errors import ShardingError
+from lightning_mfsdp.engine.group import GroupSpec, ParameterGroup
+from lightning_mfsdp.engine.materialize import materialize
+from lightning_mfsdp.engine.parameter import ShardedParameter, owner_of
+from lightning_mfsdp.engine.placement import resolve_placement
+from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
+from lightning_mfsdp.engine.tree import map_tensors
+from lightning_mfsdp.engine.unit import Unit, unit_of
+
+__all__ = ["fully_shard", "mesh_device"]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+Named = tuple[str, nn.Parameter, list[tuple[dict[str, Any], str]]]
+
+
+def fully_shard(
+    module: ModuleT,
+    mesh: DeviceMesh | None = None,
+    *,
+    sharding: str | int = "optim_grads_params",
+    outer_sharding: str | int = "no_shard",
+    policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+    ignored_parameters: Iterable[nn.Parameter] | None = None,
+    storage: Literal["pooled", "dynamic"] = "pooled",
+) -> ModuleT:
+    """Shard a module's parameters, gradients and optimizer state over the ranks of a mesh, in place.
+
+    Call it on the units first (the blocks of a transformer, say), then on the module around them. A unit is what is gathered and reduced at
+    once; it owns the parameters inside it that no nested unit owns. Every rank of the mesh must make the same calls in the same order. Values are those
+    of the mesh's first rank; parameters on the meta device are initialised by their modules' `reset_parameters`.
+
+    Args:
+        module: Any module. Its parameter names do not change; at rest its parameters are DTensors of the main weights.
+        mesh: 1-D (shard) or 2-D (outer, shard), or with axes named "outer" and "shard". `None`: all ranks, 1-D.
+        sharding: "no_shard", "optim", "optim_grads" or "optim_grads_params", or 0 to 3: what is sharded on the shard axis.
+        outer_sharding: On the outer axis: "no_shard" (HSDP) or "optim" (HFSDP: main weights and optimizer state sharded there too).
+        policy: Dtypes and reduction; the default keeps the module's dtype for compute and float32 for the rest.
+        reshard_after_forward: Give full weights back between forward and backward (only with sharded weights). The root keeps its own in any case.
+        ignored_parameters: Left as they are: neither sharded nor reduced.
+        storage: "pooled": full-size memory in fixed slots planned from the first training step. "dynamic": from the caching allocator. The
+            root's choice holds for all its units.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ShardingError: What cannot be sharded, with the names of the parameters or axes concerned.
+    """
+    resolved = resolve_mesh(mesh)
+    policy = policy or MixedPrecisionPolicy()
+    if storage not in ("pooled", "dynamic"):
+        raise ShardingError(f'fully_shard: storage: expected "pooled" or "dynamic", got {storage!r}')
+    outer_size = resolved.outer.size if resolved.outer else 1
+    if outer_sharding not in ("no_shard", 0) and resolved.outer is None:
+        raise ShardingError(f"fully_shard: outer_sharding={outer_sharding!r} needs a mesh with an outer axis, got a 1-D mesh of {resolved.shard.size} ranks")
+    placement = resolve_placement(sharding, outer_sharding, resolved.shard.size, outer_size)
+    if unit_of(module) is not None:
+        raise ShardingError(f"fully_shard: {type(module).__name__} is sharded already; call fully_shard once for each module")
+    device = mesh_device(resolved)
+    ignored = {id(parameter) for parameter in ignored_parameters or ()}
+    materialize(module, device, ignored)
+    named, borrowed = _parameters_of(module, ignored)
+    _refuse_unfit(module, named, policy)
+    _check_same_model(module, named, resolved)
+    _move_buffers(module, device)
+    keep_fp32 = _fp32_parameters(module, policy)
+    groups = [
+        ParameterGroup(
+            name=f"{type(module).__name__}[{index}]", named=members, spec=spec, mesh=resolved, placement=placement, policy=policy, device=device
+        )
+        for index, (spec, members) in enumerate(_by_spec(named, policy, keep_fp32))
+    ]
+    unit = Unit(module, groups, policy, reshard_after_forward=reshard_after_forward)
+    _join(module, unit, Context(unit, resolved, device, pooled=storage == "pooled"))
+    _borrow(unit, borrowed)
+    return module
+
+
+def mesh_device(mesh: Mesh) -> torch.device:
+    """Where this rank's shards live."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+# -- which parameters ------------------------------------------------------------------------------------------------------------------
+
+
+def _parameters_of(module: nn.Module, ignored: set[int]) -> tuple[list[Named], list[Named]]:
+    """Parameters that the module will own, and those it shares with a unit that owns them; each once, with all its sites."""
+    own: dict[int, Named] = {}
+    shared: dict[int, Named] = {}
+    for prefix, child in module.named_modules(remove_duplicate=True):
+        inside_unit = child is not module and _is_inside_unit(module, prefix)
+        for key, parameter in child._parameters.items():
+            if parameter is None or id(parameter) in ignored:
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            if owner_of(parameter) is not None:
+                if isinstance(parameter, ShardedParameter):
+                    if not inside_unit:
+                        raise ShardingError(f"fully_shard: parameter {name} of {type(module).__name__} is sharded already, as part of another unit")
+                    continue
+                shared.setdefault(id(parameter), (name, parameter, []))[2].append((child._parameters, key))
+                continue
+            own.setdefault(id(parameter), (name, parameter, []))[2].append((child._parameters, key))
+    return list(own.values()), list(shared.values())
+
+
+def _is_inside_unit(module: nn.Module, prefix: str) -> bool:
+    current = module
+    for part in prefix.split("."):
+        current = getattr(current, part)
+        if unit_of(current) is not None:
+            return True
+    return False
+
+
+def _by_spec(named: Sequence[Named], policy: MixedPrecisionPolicy, keep_fp32: set[int]) -> list[tuple[GroupSpec, list[Named]]]:
+    """Groups of equal dtypes and equal wish for gradients, in order of first appearance."""
+    found: dict[GroupSpec, list[Named]] = {}
+    for item in named:
+        parameter = item[1]
+        compute = policy.compute_dtype or parameter.dtype
+        main = policy.main_params_dtype or parameter.dtype
+        if not parameter.is_floating_point():
+            compute = main = parameter.dtype
+        elif id(parameter) in keep_fp32:
+            compute = torch.float32
+        if not parameter.requires_grad:
+            main = parameter.dtype
+        spec = GroupSpec(compute_dtype=compute, main_dtype=main, trainable=parameter.requires_grad, whole=parameter.dim() == 0)
+        found.setdefault(spec, []).append(item)
+    return list(found.items())
+
+
+def _fp32_parameters(module: nn.Module, policy: MixedPrecisionPolicy) -> set[int]:
+    """Parameters of modules that the policy keeps in float32; hooks cast around those modules."""
+    kept: set[int] = set()
+    if not policy.fp32_modules:
+        return kept
+    for name, child in module.named_modules():
+        own = list(child.parameters(recurse=False))
+        if own and _matches(name, child, policy.fp32_modules) and not any(owner_of(parameter) for parameter in own):
+            kept.update(id(parameter) for parameter in own)
+            child.register_forward_pre_hook(_cast_to_fp32, with_kwargs=True)
+            if policy.compute_dtype is not None:
+                child.register_forward_hook(_Cast(policy.compute_dtype))
+    return kept
+
+
+def _matches(name: str, module: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> bool:
+    return any(fnmatch(name, item) if isinstance(item, str) else isinstance(module, item) for item in wanted)
+
+
+def _cast_to_fp32(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, (args, kwargs))
+
+
+class _Cast:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return map_tensors(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor, output)
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------------------------
+
+
+def _refuse_unfit(module: nn.Module, named: Sequence[Named], policy: MixedPrecisionPolicy) -> None:
+    for name, parameter, _ in named:
+        where = f"fully_shard: parameter {name} of {type(module).__name__}"
+        if isinstance(parameter, DTensor):
+            raise ShardingError(f"{where} is a DTensor already (tensor parallel or FSDP2); expected a plain tensor. Shard it with one engine only")
+        if parameter.is_complex() or (parameter.requires_grad and not parameter.is_floating_point()):
+            raise ShardingError(f"{where} has dtype {parameter.dtype}; expected float64, float32, bfloat16 or float16. Convert it or pass it in ignored_parameters")
+        if parameter.is_floating_point() and parameter.element_size() == 1:
+            raise ShardingError(f"{where} has dtype {parameter.dtype}; 8-bit floats are not supported as parameters. Pass it in ignored_parameters")
+        main = policy.main_params_dtype
+        if parameter.dtype is torch.float64 and parameter.requires_grad and main not in (None, torch.float64):
+            raise ShardingError(
+                f"{where} is float64, and main_params_dtype={main} would lose precision; expected torch.float64. "
+                "Pass MixedPrecisionPolicy(main_params_dtype=torch.float64, main_grads_dtype=torch.float64)"
+            )
+
+
+def _check_same_model(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> None:
+    """Every rank must shard the same parameters, or collectives would mix different ones."""
+    lines = [f"{name}: {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}" for name, parameter, _ in named]
+    digest = hashlib.sha256("\n".join([type(module).__name__, *lines]).encode()).hexdigest()
+    for axis in mesh.axes:
+        if dist.get_backend(axis.group) == "fake":
+            continue
+        digests: list[Any] = [None] * axis.size
+        dist.all_gather_object(digests, digest, group=axis.group)
+        if len(set(digests)) == 1:
+            continue
+        everyone: list[Any] = [None] * axis.size
+        dist.all_gather_object(everyone, [type(module).__name__, *lines], group=axis.group)
+        other = next(rank for rank in range(axis.size) if digests[rank] != digests[0])
+        missing = [line for line in everyone[0] if line not in everyone[other]]
+        extra = [line for line in everyone[other] if line not in everyone[0]]
+        raise ShardingError(
+            f"fully_shard: ranks do not have the same module on axis {axis.name}: rank {other} differs from rank 0. Only on rank 0: {missing[:4]}; "
+            f"only on rank {other}: {extra[:4]}. Build the same model on every rank"
+        )
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Buffers are not sharded; they go where the parameters are."""
+    for child in module.modules():
+        for key, buffer in child._buffers.items():
+            if isinstance(buffer, Tensor) and buffer.device != device and not buffer.is_meta:
+                child._buffers[key] = buffer.to(device)
+
+
+# -- units of one root -----------------------------------------------------------------------------------------------------------------
+
+
+def _join(module: nn.Module, unit: Unit, context: Context) -> None:
+    """Bring nested units into the new root's context, in module order, the root last."""
+    for name, child in module.named_modules():
+        nested = unit_of(child)
+        if nested is None or nested is unit:
+            continue
+        nested.name = name
+        if nested.context is not context:
+            context.has_optimizer |= nested.context.has_optimizer
+        context.add(nested)
+    context.add(unit)
+
+
+def _borrow(unit: Unit, shared: Sequence[Named]) -> None:
+    """Tied weights across units: this unit uses groups that others own, and their parameters show under its names too."""
+    for name, parameter, sites in shared:
+        group = owner_of(parameter)
+        entry = next(entry for entry in group.entries if entry.full is parameter)
+        owner = group.unit()
+        if owner is None or group.mesh.device_mesh != unit.context.mesh.device_mesh:
+            raise ShardingError(
+                f"fully_shard: parameter {name} is shared with {entry.name} of another unit on another mesh, so they cannot be joined; "
+                "shard both on the same mesh, or put both in one unit"
+            )
+        entry.sites.extend(sites)
+        for table, key in sites:
+            table[key] = entry.resting
+        if group not in unit.borrowed:
+            unit.borrowed.append(group)
+            owner.users.append(weakref.ref(unit))

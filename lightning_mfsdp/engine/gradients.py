@@ -1,0 +1,165 @@
+"""Global norm, clipping and finite checks over sharded gradients. Only owned elements count; nothing here waits for the device.
+
+Each number is on exactly the ranks whose shard has it, or on all of them where a gradient is not sharded, so sums are taken over the sharded axes of each
+group and no others. All ranks take part in every sum, whether or not they own anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_mfsdp.engine import compat
+from lightning_mfsdp.engine.collectives import Axis
+from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.group import ParameterGroup
+from lightning_mfsdp.engine.optimizer import entry_of
+
+__all__ = ["clip_grad_norm_", "clip_grad_value_", "grad_norm", "local_gradients"]
+
+
+@dataclass(eq=False)
+class _Owned:
+    """Gradients with one answer to the question which axes they are sharded over: flat pieces of this rank."""
+
+    axes: tuple[Axis, ...] = ()
+    tensors: list[Tensor] = field(default_factory=list)
+    device: torch.device | None = None
+
+
+def clip_grad_norm_(
+    module_or_parameters: nn.Module | Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale gradients in place so that their global norm is at most `max_norm`.
+
+    Same result as `torch.nn.utils.clip_grad_norm_` on one process with the whole model. Collective: call it on every rank.
+
+    Args:
+        module_or_parameters: A sharded module, or parameters (DTensors of the module or an optimizer's local rows).
+        max_norm: Largest norm allowed.
+        norm_type: p of the p-norm; may be infinite.
+        error_if_nonfinite: Raise if the norm is NaN or infinite. Waits for the device.
+
+    Returns:
+        The norm before clipping, 0-D on the gradients' device, equal on all ranks.
+    """
+    owned = _owned_gradients(module_or_parameters)
+    norm = _norm(owned, float(norm_type))
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise EngineStateError(
+            f"clip_grad_norm_: the gradient norm of order {norm_type} is {float(norm)}, so it cannot be clipped; find the parameter with "
+            "NaNGradientReporter, or pass error_if_nonfinite=False"
+        )
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for part in owned:
+        if part.tensors:
+            with torch.no_grad():
+                compat.foreach_mul_(part.tensors, scale)
+    return norm
+
+
+def grad_norm(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor, norm_type: float = 2.0) -> Tensor:
+    """Global p-norm of the gradients, 0-D, equal on all ranks. Collective."""
+    return _norm(_owned_gradients(module_or_parameters), float(norm_type))
+
+
+def clip_grad_value_(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor, clip_value: float) -> None:
+    """Clamp every gradient to `[-clip_value, clip_value]` in place."""
+    with torch.no_grad():
+        for part in _owned_gradients(module_or_parameters):
+            for tensor in part.tensors:
+                tensor.clamp_(-clip_value, clip_value)
+
+
+def local_gradients(group: ParameterGroup, entries: list[int] | None = None) -> list[Tensor]:
+    """What this rank holds of the gradients of a group: whole flat segments if every parameter is wanted and has one, else one tensor for each.
+
+    Cells between parameters are zero in the segments, so norms and finite checks may read them.
+    """
+    context = group.context
+    reducer = context.known_reducer(group) if context is not None else None
+    if reducer is None:
+        return []
+    chosen = range(len(group.entries)) if entries is None else entries
+    faces = reducer.faces
+    present = [index for index in chosen if faces[index] is not None and group.entries[index].local.grad is not None]
+    owned = [index for index in range(len(faces)) if faces[index] is not None]
+    if present == owned and all(group.entries[index].local.grad is faces[index] for index in owned):
+        return reducer.exposed.segments
+    return [grad for index in present if (grad := group.entries[index].local.grad) is not None]
+
+
+def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor) -> list[_Owned]:
+    """This rank's gradients by the axes they are sharded over, in an order that all ranks share."""
+    if isinstance(module_or_parameters, nn.Module):
+        parameters: list[Tensor] = list(module_or_parameters.parameters())
+    elif isinstance(module_or_parameters, Tensor):
+        parameters = [module_or_parameters]
+    else:
+        parameters = list(module_or_parameters)
+    plain = _Owned()
+    wanted: dict[ParameterGroup, list[int]] = {}
+    for parameter in parameters:
+        found = entry_of(parameter)
+        if found is None or not _sharded_axes(found[0]):
+            grad = parameter.grad if found is None else found[1].local.grad
+            if grad is not None:
+                plain.tensors.append(grad)
+                plain.device = grad.device
+            continue
+        group, entry = found
+        index = group.entries.index(entry)
+        indices = wanted.setdefault(group, [])
+        if index not in indices:
+            indices.append(index)
+    parts: dict[tuple[int, ...], _Owned] = {(): plain}
+    for group, indices in wanted.items():
+        axes = _sharded_axes(group)
+        part = parts.setdefault(tuple(id(axis.group) for axis in axes), _Owned(axes=axes))
+        part.device = group.device
+        part.tensors += local_gradients(group, sorted(indices))
+    return list(parts.values())
+
+
+def _sharded_axes(group: ParameterGroup) -> tuple[Axis, ...]:
+    axes = []
+    if group.placement.main:
+        axes.append(group.shard_axis)
+    if group.placement.outer_main and group.outer_axis is not None:
+        axes.append(group.outer_axis)
+    return tuple(axes)
+
+
+def _norm(parts: list[_Owned], norm_type: float) -> Tensor:
+    parts = [part for part in parts if part.device is not None]
+    if not parts:
+        return torch.zeros(())
+    whole = [tensor for part in parts for tensor in part.tensors]
+    if whole and not any(part.axes for part in parts):
+        # Nothing is sharded: the same sum as PyTorch's, parameter by parameter, so that one rank clips to the bit like plain PyTorch.
+        return torch.nn.utils.get_total_norm(whole, norm_type)
+    totals = [_power_sum(part, norm_type) for part in parts]
+    stacked = torch.stack([total.to(totals[0].device) for total in totals])
+    return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
+
+
+def _power_sum(part: _Owned, norm_type: float) -> Tensor:
+    """Sum of |g|^p (or the maximum) over all ranks that hold different pieces; 0-D float32 or better."""
+    highest = max((tensor.dtype for tensor in part.tensors), key=lambda dtype: dtype.itemsize, default=torch.float32)
+    dtype = torch.float64 if highest is torch.float64 else torch.float32
+    infinite = math.isinf(norm_type)
+    tensors = [tensor for tensor in part.tensors if tensor.numel()]
+    if tensors:
+        with torch.no_grad():
+            norms = torch.stack([norm.to(dtype) for norm in compat.foreach_norm(tensors, norm_type)])
+        total = norms.max() if infinite else (norms**norm_type).sum()
+    else:
+        total = torch.zeros((), dtype=dtype, device=part.device)
+    for axis in part.axes:
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=axis.group)
+    return total

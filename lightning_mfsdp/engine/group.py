@@ -1,0 +1,291 @@
+"""ParameterGroup: the parameters of one unit with one dtype, and the buffers they live in.
+
+    main weight      main dtype,     this rank's shard (or sub-shard under HFSDP)     the optimizer's
+    held weight      compute dtype,  this rank's shard, or everything where weights are whole; the main weight itself when dtypes match
+    full weight      compute dtype,  everything: the held weight, or a slot filled by a gather
+    gradients        see reduction.py
+
+The module's parameters are views of the full weight. They are made once for each memory the full weight lives in.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_mfsdp.engine.buffer import FlatBuffer, buffer_numel
+from lightning_mfsdp.engine.collectives import Mesh
+from lightning_mfsdp.engine.layout import Layout, plan_layout
+from lightning_mfsdp.engine.parameter import Entry, ShardedParameter, main_placements, mark_owner
+from lightning_mfsdp.engine.placement import Placement
+from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
+from lightning_mfsdp.engine.storage import Client, Slot, SlotPool
+from lightning_mfsdp.engine.streams import Event, Streams
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.context import Context
+    from lightning_mfsdp.engine.unit import Unit
+
+__all__ = ["GroupSpec", "ParameterGroup"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSpec:
+    """What all parameters of a group have in common.
+
+    Attributes:
+        compute_dtype: Of the full weight.
+        main_dtype: Of the main weight and of the gradient the optimizer sees.
+        trainable: Whether gradients were wanted when the module was sharded.
+        whole: 0-D parameters have no rows to share out, so every rank keeps them.
+    """
+
+    compute_dtype: torch.dtype
+    main_dtype: torch.dtype
+    trainable: bool
+    whole: bool
+
+
+class ParameterGroup:
+    """Born with its parameters, given an address by a layout, gathered and released by its unit.
+
+    Attributes:
+        entries: The parameters, in module order.
+        layout: Where each lies.
+        main: The main weight, extent `main_extent`.
+        held: What stays in memory in the compute dtype: extent `inner`, or everything.
+        stale: The held weight does not show yet what the optimizer wrote.
+        gathered: A gather was started (or none is needed) and the weights were not given back.
+        installed: The module shows full parameters.
+        users_live: How many units are using the full weights.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        named: Sequence[tuple[str, nn.Parameter, list[tuple[dict[str, nn.Parameter | None], str]]]],
+        spec: GroupSpec,
+        mesh: Mesh,
+        placement: Placement,
+        policy: MixedPrecisionPolicy,
+        device: torch.device,
+    ) -> None:
+        self.name = name
+        self.spec = spec
+        self.mesh = mesh
+        self.placement = Placement(weight=False, gradient=False, main=False, outer_main=False) if spec.whole else placement
+        self.policy = policy
+        self.device = device
+        self.shard_axis = mesh.shard
+        self.outer_axis = mesh.outer
+        self._plan([tuple(parameter.shape) for _, parameter, _ in named])
+        self._allocate()
+        self.entries = [self._entry(index, *item) for index, item in enumerate(named)]
+        self._fill()
+        self.client = self._client()
+        self._full: FlatBuffer | None = None
+        self._views_by_slot: weakref.WeakKeyDictionary[Slot, FlatBuffer] = weakref.WeakKeyDictionary()
+        self._gathered_event: Event = None
+        self.gathered = False
+        self.installed = False
+        self.users_live = 0
+        self.stale = True
+        if not self.placement.weight:
+            self._bind(self.held)
+
+    # -- birth ---------------------------------------------------------------------------------------------------------------------
+
+    def _plan(self, shapes: list[tuple[int, ...]]) -> None:
+        """Address space and which shards of it this rank holds. Inner shards are consecutive sub-shards of the outer axis."""
+        shard, outer = self.shard_axis, self.outer_axis
+        inner_count, inner_rank = (shard.size, shard.rank) if self.placement.main else (1, 0)
+        sub_count, sub_rank = (outer.size, outer.rank) if outer and self.placement.outer_main else (1, 0)
+        smallest = min(self.spec.compute_dtype.itemsize, self.spec.main_dtype.itemsize, self.policy.comm_dtype.itemsize)
+        self.layout: Layout = plan_layout(tuple(shapes), inner_count * sub_count, itemsize=smallest)
+        self.full_extent = range(0, inner_count * sub_count)
+        self.inner_extent = range(inner_rank * sub_count, (inner_rank + 1) * sub_count)
+        start = inner_rank * sub_count + sub_rank
+        self.main_extent = range(start, start + 1)
+
+    def _allocate(self) -> None:
+        spec, held_extent = self.spec, self.inner_extent if self.placement.weight else self.full_extent
+        with torch.inference_mode(False):
+            self.held = FlatBuffer.zeros(self.layout, held_extent, spec.compute_dtype, self.device)
+            self.main_is_held = spec.main_dtype == spec.compute_dtype
+            if self.main_is_held:
+                self.main = self.held.part(self.main_extent)
+            else:
+                self.main = FlatBuffer.zeros(self.layout, self.main_extent, spec.main_dtype, self.device)
+
+    def _entry(
+        self, index: int, name: str, parameter: nn.Parameter, sites: list[tuple[dict[str, nn.Parameter | None], str]]
+    ) -> Entry:
+        mesh = self.mesh
+        dims = [False] * mesh.device_mesh.ndim
+        dims[mesh.shard_dim] = self.placement.main
+        if mesh.outer_dim is not None:
+            dims[mesh.outer_dim] = self.placement.outer_main
+        with torch.inference_mode(False):
+            local = nn.Parameter(self.main.view(index), requires_grad=self.spec.trainable)
+            sharded = ShardedParameter.wrap(
+                local, parameter, parameter.shape, mesh.device_mesh, main_placements(mesh.device_mesh, dims), name
+            )
+        entry = Entry(name=name, full=parameter, sites=sites, shape=parameter.shape, sharded=sharded, local=local)
+        for face in (parameter, sharded, local):
+            mark_owner(face, self)
+        return entry
+
+    def _fill(self) -> None:
+        """Cut this rank's rows out of rank 0's values and give the parameters' own memory back, one parameter at a time."""
+        with torch.inference_mode(False), torch.no_grad():
+            for index, entry in enumerate(self.entries):
+                value = entry.full.detach().to(self.device, copy=False).contiguous()
+                for axis in (self.outer_axis, self.shard_axis):
+                    if axis is not None and axis.size > 1:
+                        dist.broadcast(value, group=axis.group, group_src=0)
+                self.write(index, value)
+                entry.full.grad = None
+                entry.full.data = torch.empty(0, dtype=self.spec.compute_dtype, device=self.device)
+                entry.install(entry.sharded)
+
+    def write(self, index: int, value: torch.Tensor) -> None:
+        """Keep this rank's rows of a full `value` (the parameter's global shape, any dtype) as the main weight."""
+        local = self.entries[index].local
+        if local.numel():
+            rows = self.layout.owned_rows(index, self.main_extent.start, len(self.main_extent))
+            local.copy_(value[rows.start : rows.stop] if value.dim() else value)
+        self.stale = True
+
+    def _client(self) -> Client:
+        this = weakref.ref(self)
+
+        def evict() -> bool:
+            group = this()
+            return group is not None and group.give_up_prefetch()
+
+        size_bytes = buffer_numel(self.layout, self.full_extent) * self.spec.compute_dtype.itemsize
+        return Client(name=f"{self.name} weights", kind="weight", size_bytes=size_bytes, evict=evict)
+
+    @property
+    def held_is_only_main(self) -> bool:
+        """Whether the held weight occupies no memory beside the main weight."""
+        return self.main_is_held and self.held.extent == self.main_extent
+
+    def attach(self, unit: Unit, context: Context) -> None:
+        """Join a unit and its root: slots come from the root's pool, and work runs on its streams."""
+        self.unit = weakref.ref(unit)
+        self._context = weakref.ref(context)
+        self._pool, self._streams = context.pool, context.streams
+        if self.placement.weight:
+            self._pool.add(self.client)
+
+    @property
+    def context(self) -> Context | None:
+        """What the units of the root share; `None` once the root is gone."""
+        return self._context()
+
+    # -- weights -------------------------------------------------------------------------------------------------------------------
+
+    def cast_pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(targets, sources) that bring the held weight's own part up to date with the main weight."""
+        if self.main_is_held:
+            return [], []
+        return self.held.part(self.main_extent).segments, self.main.segments
+
+    def start_gather(self, weights_ready: Event, needed: Slot | None = None) -> bool:
+        """Start filling the full weight on the gather stream. Returns whether a collective was issued.
+
+        Args:
+            weights_ready: After the last write to any held weight.
+            needed: The slot that saved tensors of a forward point into.
+        """
+        if self.gathered:
+            return False
+        self.gathered = True
+        outer_first = self.stale and self.placement.outer_main
+        in_place = self.stale and self.placement.main and not self.placement.weight
+        self.stale = False
+        if not (self.placement.weight or outer_first or in_place):
+            return False
+        streams, held = self._streams, self.held
+        with streams.on(streams.gather), torch.no_grad():
+            streams.wait(weights_ready)
+            if outer_first and self.outer_axis is not None:
+                self.outer_axis.gather(held.part(self.inner_extent).segments, held.part(self.main_extent).segments)
+            if self.placement.weight:
+                streams.wait(self._pool.acquire(self.client, needed))
+                self._bind(self._full_in(self.client.slot))
+                self.shard_axis.gather(self._full_segments(), held.segments)
+            elif in_place:
+                self.shard_axis.gather(held.segments, held.part(self.inner_extent).segments)
+            self._gathered_event = streams.record()
+        return True
+
+    def install(self) -> None:
+        """Wait for the gather and show full parameters in the module."""
+        if self._gathered_event is not None:
+            self._streams.wait(self._gathered_event)
+            self._gathered_event = None
+        if not self.installed:
+            self.installed = True
+            for entry in self.entries:
+                entry.install(entry.full)
+
+    def release(self) -> None:
+        """Show sharded parameters again and give the slot back. Saved tensors keep pointing into it; a gather for backward refills it."""
+        if self.installed:
+            self.installed = False
+            for entry in self.entries:
+                entry.install(entry.resting)
+        if self.gathered:
+            self.gathered = False
+            if self.placement.weight:
+                self._streams.wait(self._gathered_event)
+                self._gathered_event = None
+                self._pool.release(self.client, self._streams.record())
+
+    def refill(self, weights_ready: Event) -> None:
+        """Show what the optimizer wrote in weights that are in use."""
+        self.release()
+        self.start_gather(weights_ready)
+        self.install()
+
+    def give_up_prefetch(self) -> bool:
+        """Let another client have the slot if these weights were only gathered in advance."""
+        if self.installed or not self.gathered:
+            return False
+        self.release()
+        return True
+
+    def _full_segments(self) -> list[torch.Tensor]:
+        assert self._full is not None
+        return self._full.segments
+
+    def _full_in(self, slot: Slot) -> FlatBuffer:
+        """The full weight's buffer in a slot's memory, made once per slot."""
+        known = self._views_by_slot.get(slot)
+        if known is None:
+            memory = slot.memory[: self.client.size_bytes].view(self.spec.compute_dtype)
+            known = self._views_by_slot[slot] = FlatBuffer.over(self.layout, self.full_extent, memory)
+        return known
+
+    def _bind(self, full: FlatBuffer) -> None:
+        """Point the module's parameters into `full`."""
+        if self._full is full:
+            return
+        self._full = full
+        with torch.inference_mode(False), torch.no_grad():
+            for entry, view in zip(self.entries, full.views(), strict=True):
+                entry.full.data = view
+
+    @property
+    def slot(self) -> Slot | None:
+        """Where the full weight is now; `None` where it needs no slot."""
+        return self.client.slot if self.placement.weight else None

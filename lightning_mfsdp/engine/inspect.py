@@ -1,0 +1,190 @@
+"""Read-only views of a sharded module, for checkpoints, callbacks, summaries and tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mfsdp.engine.context import Context
+from lightning_mfsdp.engine.errors import ShardingError
+from lightning_mfsdp.engine.gradients import local_gradients
+from lightning_mfsdp.engine.group import ParameterGroup
+from lightning_mfsdp.engine.parameter import Entry
+from lightning_mfsdp.engine.unit import Unit, unit_of
+
+__all__ = ["FlatGradient", "ParameterView", "UnitView", "context_of", "flat_gradients", "is_sharded", "sharded_parameters", "units"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParameterView:
+    """One sharded parameter as this rank sees it.
+
+    Attributes:
+        name: First full name inside the module asked about.
+        names: All names (tied weights have several).
+        shape: Global shape.
+        dtype: Of the main weight.
+        compute_dtype: Of the full weight in forward.
+        rows: Rows of dim 0 this rank owns; a 0-D parameter counts as one row.
+        unit: Name of the unit that owns it.
+        main: The owned rows of the main weight, `[len(rows), *shape[1:]]`.
+        dtensor: What `module.parameters()` gives.
+        local: What an elementwise optimizer holds; shares memory with `main`.
+        requires_grad: Whether it is trained.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    rows: range
+    unit: str
+    main: Tensor
+    dtensor: Tensor
+    local: nn.Parameter
+    requires_grad: bool
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The owned rows of the reduced gradient, if there is one."""
+        return self.local.grad
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitView:
+    """One unit: `name`, class name of its module, number of parameters (elements, global), padding as a fraction, and bytes on this rank."""
+
+    name: str
+    module_class: str
+    num_parameters: int
+    padding_fraction: float
+    main_bytes: int
+    held_bytes: int
+    gradient_bytes: int
+    full_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FlatGradient:
+    """Reduced gradients of one group on this rank. Cells between parameters are zero, so `tensors` may be checked as they are."""
+
+    unit: str
+    tensors: list[Tensor]
+    parameters: list[ParameterView]
+
+
+def context_of(module: nn.Module) -> Context:
+    """The context of a sharded module, or of the sharded modules inside it if they share one.
+
+    Raises:
+        ShardingError: Nothing in it is sharded, or its parts belong to several roots.
+    """
+    found = {id(unit.context): unit.context for child in module.modules() if (unit := unit_of(child)) is not None}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    problem = "no part of it was given to fully_shard" if not found else f"its parts belong to {len(found)} roots"
+    raise ShardingError(f"{type(module).__name__}: expected one sharded module, but {problem}; call fully_shard on the module around them")
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard(module)` was called on this very module."""
+    return unit_of(module) is not None
+
+
+def sharded_parameters(module: nn.Module) -> list[ParameterView]:
+    """Every sharded parameter inside `module`, once each, in module order."""
+    names = _names(module)
+    found = [(group, entry) for unit in _units_in(module) for group in unit.groups for entry in group.entries if id(entry) in names]
+    order = {key: position for position, key in enumerate(names)}
+    return [_view(group, entry, names[id(entry)]) for group, entry in sorted(found, key=lambda pair: order[id(pair[1])])]
+
+
+def units(module: nn.Module) -> list[UnitView]:
+    """Every unit inside `module`, in module order."""
+    return [_unit_view(unit, child) for child in module.modules() if (unit := unit_of(child)) is not None]
+
+
+def flat_gradients(module: nn.Module) -> list[FlatGradient]:
+    """Reduced gradients by group, in the order in which backward reduces them. Groups without a gradient are left out."""
+    names = _names(module)
+    return [
+        FlatGradient(
+            unit=unit.name,
+            tensors=tensors,
+            parameters=[_view(group, entry, names[id(entry)]) for entry in group.entries if id(entry) in names],
+        )
+        for unit in context_of(module).units_in_backward_order
+        for group in unit.groups
+        if (tensors := local_gradients(group))
+    ]
+
+
+def _units_in(module: nn.Module) -> list[Unit]:
+    """Units whose parameters may show inside `module`: nested ones and those they borrow from."""
+    found: dict[int, Unit] = {}
+    for child in module.modules():
+        unit = unit_of(child)
+        if unit is None:
+            continue
+        found.setdefault(id(unit), unit)
+        for group in unit.borrowed:
+            owner = group.unit()
+            if owner is not None:
+                found.setdefault(id(owner), owner)
+    return list(found.values())
+
+
+def _names(module: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Names inside `module` by entry (its id), in module order."""
+    by_site: dict[tuple[int, str], Entry] = {}
+    for unit in _units_in(module):
+        for group in unit.groups:
+            for entry in group.entries:
+                for table, key in entry.sites:
+                    by_site[id(table), key] = entry
+    found: dict[int, tuple[str, ...]] = {}
+    for prefix, child in module.named_modules():
+        for key in child._parameters:
+            entry_here = by_site.get((id(child._parameters), key))
+            if entry_here is not None:
+                name = f"{prefix}.{key}" if prefix else key
+                found[id(entry_here)] = (*found.get(id(entry_here), ()), name)
+    return found
+
+
+def _view(group: ParameterGroup, entry: Entry, names: tuple[str, ...]) -> ParameterView:
+    index = group.entries.index(entry)
+    owner = group.unit()
+    return ParameterView(
+        name=names[0],
+        names=names,
+        shape=entry.shape,
+        dtype=group.spec.main_dtype,
+        compute_dtype=group.spec.compute_dtype,
+        rows=group.layout.owned_rows(index, group.main_extent.start, len(group.main_extent)),
+        unit=owner.name if owner is not None else "",
+        main=entry.local.detach(),
+        dtensor=entry.sharded,
+        local=entry.local,
+        requires_grad=entry.full.requires_grad,
+    )
+
+
+def _unit_view(unit: Unit, module: nn.Module) -> UnitView:
+    layouts = [group.layout for group in unit.groups]
+    total = sum(layout.numel_total for layout in layouts)
+    padded = sum(layout.padded_numel for layout in layouts)
+    reducers = [reducer for group in unit.groups if (reducer := unit.context.known_reducer(group)) is not None]
+    return UnitView(
+        name=unit.name,
+        module_class=type(module).__name__,
+        num_parameters=total,
+        padding_fraction=(padded - total) / total if total else 0.0,
+        main_bytes=sum(group.main.size_bytes for group in unit.groups),
+        held_bytes=sum(0 if group.held_is_only_main else group.held.size_bytes for group in unit.groups),
+        gradient_bytes=sum(reducer.persistent_bytes for reducer in reducers),
+        full_bytes=sum(group.client.size_bytes for group in unit.groups if group.placement.weight),
+    )

@@ -1,0 +1,160 @@
+"""The two faces of one parameter: full inside its unit, sharded everywhere else.
+
+    full      the module's own `nn.Parameter` object, a view of gathered memory; forward and autograd see it
+    sharded   a `DTensor` over this rank's rows of the main weight; `parameters()`, `state_dict()` and checkpoints see it
+    local     the same rows as a plain `nn.Parameter`; elementwise optimizers hold it
+
+`sharded.grad` is a window on `local.grad`: there is one gradient, whoever looks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from lightning_mfsdp.engine import compat
+from lightning_mfsdp.engine.errors import EngineStateError
+
+__all__ = ["Entry", "ShardedParameter", "main_placements", "mark_owner", "owner_of"]
+
+_OWNER = "_mfsdp_owner"
+
+
+@dataclass(eq=False, kw_only=True)
+class Entry:
+    """One parameter of a group.
+
+    Attributes:
+        name: Inside the module given to `fully_shard`; the first one when it is tied.
+        full: The module's own parameter, `shape`.
+        sites: Every place that holds it: the `_parameters` table of a module and the key in it. Tied names are several sites.
+        sharded: Rows of the main weight as a DTensor of the global shape.
+        local: The same rows, plain.
+        resting: What the module shows when its unit is not running: `sharded`, or a stand-in under `unshard`.
+    """
+
+    name: str
+    full: nn.Parameter
+    sites: list[tuple[dict[str, Any], str]]
+    shape: torch.Size
+    sharded: ShardedParameter
+    local: nn.Parameter
+    resting: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.resting = self.sharded
+
+    def install(self, parameter: Any) -> None:
+        """Show `parameter` under all names."""
+        for table, key in self.sites:
+            table[key] = parameter
+
+
+def mark_owner(parameter: Tensor, group: object) -> None:
+    """Remember which group manages a parameter, without keeping the group alive."""
+    setattr(parameter, _OWNER, weakref.ref(group))
+
+
+def owner_of(parameter: Tensor) -> Any:
+    """The group that manages `parameter` (either face), or `None`."""
+    reference = getattr(parameter, _OWNER, None)
+    return reference() if reference is not None else None
+
+
+class ShardedParameter(DTensor):
+    """This rank's rows of a main weight, in the global shape. Rows are whole; their number may differ between ranks or be zero.
+
+    It takes part in elementwise arithmetic and optimizers like any DTensor. Mixed with plain tensors, as in a forward outside its unit, it says so.
+    """
+
+    _local_face: nn.Parameter
+    _full_face: nn.Parameter
+    _name: str
+    _grad_face: DTensor | None
+
+    @classmethod
+    def wrap(
+        cls, local: nn.Parameter, full: nn.Parameter, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement], name: str
+    ) -> ShardedParameter:
+        """A parameter of the global `shape` over `local` (rows of dim 0, main dtype)."""
+        plain = _as_dtensor(local.detach(), shape, mesh, placements)
+        made = cls(local.detach(), plain._spec, requires_grad=full.requires_grad)  # type: ignore[call-arg]
+        made._is_param = True  # type: ignore[attr-defined]
+        made._local_face, made._full_face, made._name, made._grad_face = local, full, name, None
+        return made
+
+    @property
+    def grad(self) -> DTensor | None:  # type: ignore[override]
+        """The reduced gradient of these rows; `None` until a synchronised backward, and where this rank has no rows."""
+        grad = self._local_face.grad
+        if grad is None:
+            return None
+        if self._grad_face is None or self._grad_face._local_tensor is not grad:
+            self._grad_face = _as_dtensor(grad, self.shape, self.device_mesh, self.placements)
+        return self._grad_face
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None and not isinstance(value, DTensor):
+            raise EngineStateError(
+                f"{self._name}.grad: expected a DTensor of shape {tuple(self.shape)} or None, got a plain tensor of shape {tuple(value.shape)}"
+            )
+        self._local_face.grad = None if value is None else value._local_tensor
+        self._grad_face = value
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether forward and backward compute a gradient; shared with the full face."""
+        return self._full_face.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._full_face.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
+        """Turn gradients on or off for both faces."""
+        self._full_face.requires_grad_(requires_grad)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        raise EngineStateError(
+            f"{self._name}: a sharded parameter cannot be deep-copied, because the copy would belong to no unit. Copy the module before fully_shard, "
+            "or copy values with unshard(module)"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for arg in args:
+            if isinstance(arg, Tensor) and not isinstance(arg, DTensor) and arg.dim() > 0:
+                _refuse_mixing(func, args)
+        with compat.without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+
+def _refuse_mixing(func: Any, args: tuple[Any, ...]) -> None:
+    names = ", ".join(arg._name for arg in args if isinstance(arg, ShardedParameter))
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    raise EngineStateError(
+        f"{getattr(func, '__name__', func)} on rank {rank}: parameter {names} is sharded and was used outside its unit's forward, where only this rank's rows "
+        "are there. Call the module that fully_shard was given (not its weight), use the weight inside that module's forward, or read it "
+        "under unshard(module)"
+    )
+
+
+def _as_dtensor(local: Tensor, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def main_placements(mesh: DeviceMesh, sharded_dims: Sequence[bool]) -> list[Placement]:
+    """DTensor placements of a main weight: rows split over the mesh dims marked in `sharded_dims`."""
+    return [Shard(0) if split else Replicate() for split in sharded_dims]

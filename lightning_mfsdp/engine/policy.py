@@ -1,0 +1,82 @@
+"""Which dtype each copy of a parameter has, and how gradients are reduced. A leaf: it knows only torch dtypes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_mfsdp.engine.errors import ShardingError
+
+__all__ = ["MixedPrecisionPolicy"]
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPrecisionPolicy:
+    """Dtypes of weights, gradients and communication for one call of `fully_shard`.
+
+    Attributes:
+        main_params_dtype: What the optimizer updates. `None`: the native weight, as the module was built, is the main weight.
+        main_grads_dtype: What gradients are accumulated in over microbatches.
+        grad_comm_dtype: What gradients are in on the wire. `None`: `main_grads_dtype`. A lower precision gets a bucket of its own
+            that exists only around the reduction.
+        compute_dtype: What forward and backward see, and what is gathered. `None`: as the module was built.
+        fp32_modules: Modules whose own parameters stay in float32: classes, or `fnmatch` patterns of the module's name inside the
+            module given to `fully_shard`. Their floating-point inputs are cast to float32 and their outputs back to the compute dtype.
+        cast_forward_inputs: Cast floating-point inputs of each unit to `compute_dtype`; without effect when that is `None`.
+        grad_reduce: "mean" over all data-parallel ranks, "sum" (per-token losses), or a number: the sum divided by it.
+        high_precision_reduce: Send `grad_comm_dtype`, add in float32: all-to-all, then a local sum.
+
+    Raises:
+        ShardingError: A field that cannot be honoured; names the field, what was expected and what was given.
+
+    Source:
+        The three dtypes are those of Megatron-FSDP 0.6 (NVIDIA/Megatron-LM pull request 3067).
+    """
+
+    main_params_dtype: torch.dtype | None = torch.float32
+    main_grads_dtype: torch.dtype = torch.float32
+    grad_comm_dtype: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None
+    fp32_modules: tuple[type[nn.Module] | str, ...] = ()
+    cast_forward_inputs: bool = True
+    grad_reduce: str | float = "mean"
+    high_precision_reduce: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype", "compute_dtype"):
+            value = getattr(self, field)
+            optional = field != "main_grads_dtype"
+            if not (value in _FLOATS or (optional and value is None)):
+                names = ", ".join(str(dtype) for dtype in _FLOATS) + (" or None" if optional else "")
+                raise ShardingError(f"MixedPrecisionPolicy.{field}: expected one of {names}, got {value!r}")
+        if isinstance(self.fp32_modules, (str, type)):
+            raise ShardingError(
+                f"MixedPrecisionPolicy.fp32_modules: expected a tuple of module classes or name patterns, got {self.fp32_modules!r}; "
+                "write (value,)"
+            )
+        if isinstance(self.grad_reduce, str):
+            if self.grad_reduce not in ("mean", "sum"):
+                raise ShardingError(f'MixedPrecisionPolicy.grad_reduce: expected "mean", "sum" or a divisor, got {self.grad_reduce!r}')
+        elif not (math.isfinite(self.grad_reduce) and self.grad_reduce > 0):
+            raise ShardingError(f"MixedPrecisionPolicy.grad_reduce: expected a positive divisor, got {self.grad_reduce!r}")
+        if self.high_precision_reduce and self.comm_dtype not in (torch.bfloat16, torch.float16):
+            raise ShardingError(
+                "MixedPrecisionPolicy.high_precision_reduce: it sends low precision and sums in float32, so grad_comm_dtype must be "
+                f"torch.bfloat16 or torch.float16, got {self.comm_dtype}; set grad_comm_dtype or leave high_precision_reduce off"
+            )
+
+    @property
+    def comm_dtype(self) -> torch.dtype:
+        """Dtype of gradients on the wire."""
+        return self.grad_comm_dtype or self.main_grads_dtype
+
+    def reduction_factor(self, num_ranks: int) -> float:
+        """What each rank's gradient is multiplied by before the sum over `num_ranks` ranks."""
+        if self.grad_reduce == "mean":
+            return 1.0 / num_ranks
+        return 1.0 if self.grad_reduce == "sum" else 1.0 / float(self.grad_reduce)

@@ -1,0 +1,304 @@
+"""The gradients of one group, from autograd to the optimizer.
+
+    full gradients          compute dtype, left by autograd on the full parameters
+      | copied into the bucket (communication dtype, full size, a slot held around the reduction)
+      | or, without synchronisation, added to `unreduced` (main gradient dtype, full size)
+    reduced over the shard axis
+      | added to `partial` while the outer axis waits for the last microbatch
+    reduced over the outer axis
+      | copied to the main gradient, or added to it if one is there
+    main gradient           main gradient dtype, this rank's shard
+
+What is there and what is not is known exactly: a reduced gradient is copied when the optimizer's gradient was cleared and added otherwise. Adding
+an accumulated gradient back to itself, or reducing a reduced one again, cannot happen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from lightning_mfsdp.engine import compat
+from lightning_mfsdp.engine.buffer import FlatBuffer, buffer_numel
+from lightning_mfsdp.engine.group import ParameterGroup
+from lightning_mfsdp.engine.storage import Client, Slot, SlotPool
+from lightning_mfsdp.engine.streams import Streams
+
+__all__ = ["GradientReducer", "Sync"]
+
+
+class Sync(Enum):
+    """How far gradients of a backward are reduced."""
+
+    NONE = "none"
+    SHARD = "shard"
+    ALL = "all"
+
+
+class GradientReducer:
+    """Accumulates, reduces and exposes the gradients of one group.
+
+    Attributes:
+        main: The main gradient, extent and position as the main weight. Cells that belong to no parameter are zero.
+        exposed: What the optimizer sees: `main`, or its copy in the main weight's dtype where that differs.
+    """
+
+    def __init__(self, group: ParameterGroup, pool: SlotPool, streams: Streams) -> None:
+        self.group = group
+        self._pool, self._streams = pool, streams
+        policy, layout, mesh = group.policy, group.layout, group.mesh
+        self.comm_dtype = policy.comm_dtype
+        self.main_dtype = policy.main_grads_dtype
+        self._factor = policy.reduction_factor(mesh.num_ranks)
+        self._alone = not mesh.axes
+        with torch.inference_mode(False):
+            self.main = FlatBuffer.zeros(layout, group.main_extent, self.main_dtype, group.device)
+            same = self.main_dtype == group.spec.main_dtype
+            self.exposed = self.main if same else FlatBuffer.zeros(layout, group.main_extent, group.spec.main_dtype, group.device)
+        self.faces = [view if view.numel() else None for view in self.exposed.views()]
+        self._exposed_version = self._version_of_exposed()
+        self._unreduced: FlatBuffer | None = None
+        self._kept: FlatBuffer | None = None
+        self._partial: FlatBuffer | None = None
+        size_bytes = buffer_numel(layout, group.full_extent) * self.comm_dtype.itemsize
+        self.client = Client(name=f"{group.name} gradients", kind="bucket", size_bytes=size_bytes, evict=lambda: False)
+        self._buckets: weakref.WeakKeyDictionary[Slot, FlatBuffer] = weakref.WeakKeyDictionary()
+        pool.add(self.client)
+
+    # -- on the compute stream -----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether autograd left a gradient that was not collected yet."""
+        return any(entry.full.grad is not None for entry in self.group.entries)
+
+    def drop(self) -> None:
+        """Forget everything that is not reduced: the backward it belongs to failed."""
+        for entry in self.group.entries:
+            entry.full.grad = None
+        self._unreduced = self._partial = None
+
+    def _take(self) -> list[Tensor | None]:
+        taken: list[Tensor | None] = []
+        for entry in self.group.entries:
+            grad = entry.full.grad
+            entry.full.grad = None
+            taken.append(grad.to_dense() if grad is not None and grad.is_sparse else grad)
+        return taken
+
+    def accumulate(self) -> None:
+        """Keep the gradients of this backward unreduced, in the main gradient dtype."""
+        grads = self._take()
+        first = self._unreduced is None
+        if first and all(grad is None for grad in grads):
+            return
+        if self._unreduced is None:
+            self._unreduced = self._full_size_memory()
+        _add(self._unreduced, grads, overwrite=first)
+
+    def _full_size_memory(self) -> FlatBuffer:
+        """Where unreduced gradients go: the main gradient itself if it is whole and empty; kept for good where gradients are placed whole."""
+        group = self.group
+        if group.main_extent == group.full_extent and self._main_is_free():
+            return self.main
+        if self._kept is not None:
+            return self._kept
+        with torch.inference_mode(False):
+            made = FlatBuffer.empty(group.layout, group.full_extent, self.main_dtype, group.device)
+        if not group.placement.gradient:
+            self._kept = made
+        return made
+
+    def fill(self) -> FlatBuffer:
+        """Bring all gradients not yet reduced into one full-size buffer, ready to be reduced, and take hold of it.
+
+        Parameters without a gradient count as zero, and so do gaps: every cell of the buffer is defined.
+        """
+        group = self.group
+        grads = self._take()
+        if self._unreduced is not None:
+            source, self._unreduced = self._unreduced, None
+            _add(source, grads, overwrite=False)
+            if source.dtype == self.comm_dtype:
+                return source
+            bucket = self._bucket()
+            compat.foreach_copy_(bucket.segments, source.segments)
+            return bucket
+        in_place = group.main_extent == group.full_extent and self.comm_dtype == self.main_dtype and self._main_is_free()
+        target = self.main if in_place else self._bucket()
+        _add(target, grads, overwrite=True)
+        return target
+
+    def _bucket(self) -> FlatBuffer:
+        self._streams.wait(self._pool.acquire(self.client))
+        slot = self.client.slot
+        known = self._buckets.get(slot)
+        if known is None:
+            memory = slot.memory[: self.client.size_bytes].view(self.comm_dtype)
+            known = self._buckets[slot] = FlatBuffer.over(self.group.layout, self.group.full_extent, memory)
+        return known
+
+    @property
+    def holds_bucket(self) -> bool:
+        """Whether a bucket's slot is still held."""
+        return self.client.slot.holder is self.client
+
+    def collect_alone(self) -> None:
+        """One rank: no bucket and no communication. A parameter without a gradient keeps none, as in plain PyTorch."""
+        if self._has_main():
+            self._settle_main()
+        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
+        added: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for entry, grad, view, face in zip(self.group.entries, self._take(), self.main.views(), self.faces, strict=True):
+            if grad is None or face is None:
+                continue
+            targets, sources = fresh if entry.local.grad is None else added
+            targets.append(view)
+            sources.append(grad if self._factor == 1.0 else grad * self._factor)
+            entry.local.grad = face
+        if fresh[0]:
+            compat.foreach_copy_(*fresh)
+        if added[0]:
+            compat.foreach_add_(*added)
+
+    # -- on the reduce stream ------------------------------------------------------------------------------------------------------
+
+    def reduce(self, source: FlatBuffer, sync: Sync) -> bool:
+        """Reduce a full-size buffer; returns whether the main gradient has it (False while the outer axis waits)."""
+        shard, outer = self.group.shard_axis, self.group.outer_axis
+        outer_waits = outer is not None and outer.size > 1
+        factor, result = self._factor, source
+        if shard.size > 1:
+            result = self._over_shard_axis(source, final=not outer_waits, factor=factor)
+            factor = 1.0
+        if outer is not None and outer_waits:
+            if sync is Sync.SHARD:
+                self._keep_partial(result)
+                return False
+            result = self._over_outer_axis(result, factor)
+        self._to_main(result)
+        return True
+
+    def _over_shard_axis(self, source: FlatBuffer, *, final: bool, factor: float) -> FlatBuffer:
+        group, axis, precise = self.group, self.group.shard_axis, self.group.policy.high_precision_reduce
+        if not group.placement.main:
+            (axis.all_reduce_high_precision if precise else axis.all_reduce)(source.segments, factor)
+            return source
+        dtype = torch.float32 if precise else source.dtype
+        result = self._output(group.inner_extent, dtype, final=final)
+        (axis.sum_scatter_high_precision if precise else axis.reduce_scatter)(result.segments, source.segments, factor)
+        return result
+
+    def _over_outer_axis(self, result: FlatBuffer, factor: float) -> FlatBuffer:
+        group, axis, precise = self.group, self.group.outer_axis, self.group.policy.high_precision_reduce
+        assert axis is not None
+        if self._partial is not None:
+            _accumulate_segments(self._partial, result)
+            result, self._partial = self._partial, None
+        if result.dtype != self.comm_dtype:
+            converted = FlatBuffer.empty(group.layout, result.extent, self.comm_dtype, group.device)
+            compat.foreach_copy_(converted.segments, result.segments)
+            result = converted
+        if not group.placement.outer_main:
+            (axis.all_reduce_high_precision if precise else axis.all_reduce)(result.segments, factor)
+            return result
+        output = self._output(group.main_extent, torch.float32 if precise else result.dtype, final=True)
+        (axis.sum_scatter_high_precision if precise else axis.reduce_scatter)(output.segments, result.segments, factor)
+        return output
+
+    def _keep_partial(self, result: FlatBuffer) -> None:
+        """Add a gradient reduced over the shard axis alone; in the main gradient's memory where that has the same extent and is empty."""
+        if self._partial is not None:
+            _accumulate_segments(self._partial, result)
+            return
+        if result is self.main or (self.main.extent == result.extent and self._main_is_free()):
+            self._partial = self.main
+        else:
+            self._partial = FlatBuffer.empty(self.group.layout, result.extent, self.main_dtype, self.group.device)
+        if self._partial is not result:
+            compat.foreach_copy_(self._partial.segments, result.segments)
+
+    def _output(self, extent: range, dtype: torch.dtype, *, final: bool) -> FlatBuffer:
+        """Where a reduce-scatter writes: straight into the main gradient where nothing is there yet, else beside it."""
+        if final and extent == self.main.extent and dtype == self.main.dtype and not self._has_main():
+            return self.main
+        return FlatBuffer.empty(self.group.layout, extent, dtype, self.group.device)
+
+    def _to_main(self, result: FlatBuffer) -> None:
+        """Copy or add a reduced gradient to the main gradient, and show it to the optimizer."""
+        if result is not self.main:
+            if self._has_main():
+                self._settle_main()
+                _accumulate_segments(self.main, result)
+            else:
+                compat.foreach_copy_(self.main.segments, result.segments)
+        for entry, face in zip(self.group.entries, self.faces, strict=True):
+            if entry.local.grad is not face:
+                entry.local.grad = face
+
+    # -- what the optimizer sees ---------------------------------------------------------------------------------------------------
+
+    def _has_main(self) -> bool:
+        """Whether a reduced gradient is there that the optimizer has not cleared, for any parameter."""
+        return any(entry.local.grad is not None for entry in self.group.entries)
+
+    def _main_is_free(self) -> bool:
+        """Whether the main gradient's memory holds nothing anybody still needs."""
+        return not self._has_main() and self._partial is not self.main and self._unreduced is not self.main
+
+    def _settle_main(self) -> None:
+        """Make the main gradient say what the parameters' `.grad` say: zero where cleared, the user's value where replaced."""
+        if self.exposed is not self.main and self._exposed_version != self._version_of_exposed():
+            compat.foreach_copy_(self.main.segments, self.exposed.segments)
+        for entry, face, view in zip(self.group.entries, self.faces, self.main.views(), strict=True):
+            grad = entry.local.grad
+            if face is None or grad is face:
+                continue
+            if grad is None:
+                view.zero_()
+            else:
+                view.copy_(grad)
+                entry.local.grad = face
+
+    def finish(self) -> None:
+        """After the last reduction of a backward, on the compute stream: convert what the optimizer sees where dtypes differ."""
+        if self.exposed is not self.main and self._has_main():
+            compat.foreach_copy_(self.exposed.segments, self.main.segments)
+            self._exposed_version = self._version_of_exposed()
+
+    def _version_of_exposed(self) -> list[int]:
+        return [segment._version for segment in self.exposed.segments]
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the optimizer has a gradient of this group."""
+        return self._has_main()
+
+    @property
+    def persistent_bytes(self) -> int:
+        """Memory of the gradient buffers that stay."""
+        buffers = [self.main, *([] if self.exposed is self.main else [self.exposed]), *([self._kept] if self._kept else [])]
+        return sum(buffer.size_bytes for buffer in buffers)
+
+
+def _add(target: FlatBuffer, grads: Sequence[Tensor | None], *, overwrite: bool) -> None:
+    """Copy or add gradients (full shapes, any float dtype) to a full-size buffer; overwriting defines every cell."""
+    views = target.views()
+    present = [(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None]
+    if overwrite:
+        undefined = target.gaps() + [view for view, grad in zip(views, grads, strict=True) if grad is None]
+        if undefined:
+            compat.foreach_zero_(undefined)
+    if not present:
+        return
+    targets, sources = [view for view, _ in present], [grad for _, grad in present]
+    (compat.foreach_copy_ if overwrite else compat.foreach_add_)(targets, sources)
+
+
+def _accumulate_segments(target: FlatBuffer, addend: FlatBuffer) -> None:
+    for total, piece in zip(target.segments, addend.segments, strict=True):
+        total.add_(piece)

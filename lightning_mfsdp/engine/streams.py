@@ -1,0 +1,47 @@
+"""The streams an engine works on, and events between them. On CPU all of it is a no-op: gloo's calls return when done."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+__all__ = ["Event", "Streams"]
+
+Event = torch.Event | None
+
+
+class Streams:
+    """Compute (whatever stream the caller is on), gather and reduce.
+
+    Memory is allocated on the stream that writes it and given back once the other stream's event has been waited for, so nothing needs
+    `record_stream`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self.gather = self._new_stream()
+        self.reduce = self._new_stream()
+
+    def _new_stream(self) -> Any:
+        # High priority: a collective that starts late holds up every rank.
+        return None if self._module is None else self._module.Stream(self.device, priority=-1)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Issue work on `stream` (`None` on CPU)."""
+        return nullcontext() if stream is None else self._module.stream(stream)
+
+    def record(self) -> Event:
+        """An event after the work issued so far on the current stream."""
+        if self._module is None:
+            return None
+        event = self._module.Event()
+        event.record()
+        return event  # type: ignore[no-any-return]
+
+    def wait(self, event: Event) -> None:
+        """Later work on the current stream starts after `event`."""
+        if event is not None:
+            self._module.current_stream().wait_event(event)

@@ -1,0 +1,59 @@
+"""Find and replace tensors in the arguments and results of a forward: tuples, lists, dicts and dataclasses, nested."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["map_tensors", "tensors_in"]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in `value`, in order."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _collect(item, found)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _collect(item, found)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            _collect(getattr(value, field.name, None), found)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with every tensor replaced by `function(tensor)`. Containers are rebuilt only where something in them changed."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(function, item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        changed = {key: map_tensors(function, item) for key, item in value.items()}
+        if all(changed[key] is item for key, item in value.items()):
+            return value
+        if isinstance(value, dict) and type(value) is not dict:
+            for key, item in changed.items():
+                value[key] = item
+            return value
+        return type(value)(changed)  # type: ignore[call-arg]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        mapped = {name: map_tensors(function, item) for name, item in fields.items()}
+        if all(mapped[name] is item for name, item in fields.items()):
+            return value
+        return dataclasses.replace(value, **mapped)
+    return value

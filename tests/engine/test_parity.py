@@ -1,0 +1,141 @@
+"""Sharded training equals plain PyTorch: bit for bit on one rank, within float tolerance on the concatenated batch on several."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_mfsdp.engine import (
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    fully_shard_optimizer,
+    no_sync,
+    unshard,
+)
+from tests.helpers.distributed import run_distributed
+from tests.helpers.models import Decoder, batch, build, loss_of
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+ROWS = 12  # divides by 1, 2, 3, 4
+
+
+def shard(model: Decoder, mesh=None, own_head: bool = True, **options) -> Decoder:
+    """Blocks and embedding as units; the head with its norm and scale in the root."""
+    fully_shard(model.embedding, mesh, **options)
+    for block in model.blocks:
+        fully_shard(block, mesh, **options)
+    if own_head:
+        fully_shard(model.head, mesh, **options)
+    return fully_shard(model, mesh, **options)
+
+
+def train(model, optimizer, *, steps, accumulation, rank, world, sync="no_sync", clip=None):
+    """Train on this rank's rows of each microbatch; returns losses and norms."""
+    history = []
+    for step in range(steps):
+        for micro in range(accumulation):
+            ids, targets = batch(step * accumulation + micro, ROWS)
+            ids, targets = ids.chunk(world)[rank], targets.chunk(world)[rank]
+            last = micro == accumulation - 1
+            waits = sync != "always" and not last and dist.is_initialized() and world > 0
+            with no_sync(model, keep_sharded=sync == "keep_sharded") if waits else nullcontext():
+                loss = loss_of(model, ids, targets) / accumulation
+                loss.backward()
+            history.append(loss.detach())
+        if clip is not None:
+            history.append(clip_grad_norm_(model, clip) if world else nn.utils.clip_grad_norm_(model.parameters(), clip))
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(history)
+
+
+def reference(steps, accumulation, clip=None, dtype=torch.float32):
+    model = build(dtype=dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    history = []
+    for step in range(steps):
+        for micro in range(accumulation):
+            loss = loss_of(model, *batch(step * accumulation + micro, ROWS)) / accumulation
+            loss.backward()
+            history.append(loss.detach())
+        if clip is not None:
+            history.append(nn.utils.clip_grad_norm_(model.parameters(), clip))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, torch.stack(history)
+
+
+def weights(model):
+    with unshard(model):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def world_one(rank, world, strategy, accumulation):
+    expected, losses = reference(20, accumulation, clip=0.7)
+    model = shard(build(), sharding=strategy)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    seen = train(model, optimizer, steps=20, accumulation=accumulation, rank=0, world=1, clip=0.7, sync="always")
+    assert torch.equal(seen, losses)
+    for name, value in expected.named_parameters():
+        assert torch.equal(weights(model)[name], value), name
+
+
+def all_on_one_rank(rank, world):
+    for strategy, accumulation in product(STRATEGIES, (1, 3)):
+        world_one(rank, world, strategy, accumulation)
+
+
+def test_one_rank_is_bit_equal_to_plain_pytorch_in_fp32_over_20_steps():
+    run_distributed(all_on_one_rank, 1)
+
+
+def same_as_one_process(rank, world, cases):
+    for strategy, accumulation, sync, bf16 in cases:
+        policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16) if bf16 else None
+        # Every rank starts from its own numbers; rank 0's must win.
+        model = shard(build(seed=rank), sharding=strategy, policy=policy)
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        losses = train(model, optimizer, steps=3, accumulation=accumulation, rank=rank, world=world, sync=sync, clip=0.5)
+        dist.all_reduce(losses)
+        expected, expected_losses = reference(3, accumulation, clip=0.5)
+        tolerance = {"rtol": 0.05, "atol": 0.02} if bf16 else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(losses / world, expected_losses, **tolerance, msg=lambda m: f"{strategy} {accumulation} {sync} {bf16}: {m}")
+        tolerance = {"rtol": 0.1, "atol": 0.05} if bf16 else {"rtol": 1e-4, "atol": 2e-5}
+        for name, value in expected.named_parameters():
+            torch.testing.assert_close(weights(model)[name], value.detach(), **tolerance, msg=lambda m: f"{name} {strategy} {sync}: {m}")
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_strategy_equals_one_process_on_the_concatenated_batch(world):
+    cases = [
+        (strategy, accumulation, sync, bf16)
+        for strategy, bf16 in product(STRATEGIES, (False, True))
+        for accumulation, sync in ((1, "always"), (3, "no_sync"), (3, "always"), (3, "keep_sharded"))
+    ]
+    run_distributed(same_as_one_process, world, cases)
+
+
+def hybrid(rank, world):
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    for strategy, outer in product(STRATEGIES, ("no_shard", "optim")):
+        if strategy == "no_shard" and outer == "optim":
+            continue
+        for accumulation, sync in ((1, "always"), (3, "no_sync"), (3, "always"), (3, "keep_sharded")):
+            model = shard(build(seed=rank), mesh, sharding=strategy, outer_sharding=outer)
+            optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+            train(model, optimizer, steps=3, accumulation=accumulation, rank=rank, world=world, sync=sync, clip=0.5)
+            expected, _ = reference(3, accumulation, clip=0.5)
+            for name, value in expected.named_parameters():
+                torch.testing.assert_close(
+                    weights(model)[name], value.detach(), rtol=1e-4, atol=2e-5, msg=lambda m: f"{name} {strategy} {outer} {sync}: {m}"
+                )
+
+
+def test_hsdp_and_hfsdp_on_two_by_two_equal_one_process():
+    run_distributed(hybrid, 4)

@@ -1,0 +1,74 @@
+"""Run a function on several gloo processes and bring back what each rank returned."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT_S = 100
+
+
+class RankError(AssertionError):
+    """A rank failed; carries every failed rank's traceback."""
+
+
+def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo") -> list[Any]:
+    """Call `function(rank, world_size, *args)` in `world_size` processes of one process group.
+
+    The function must be importable (top level of a test module). Ranks meet in a file, so no port can collide.
+
+    Returns:
+        What each rank returned, by rank (through a file: tensors are fine).
+
+    Raises:
+        RankError: Some rank raised or died; with its traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("spawn")
+        processes = [
+            context.Process(target=_main, args=(rank, world_size, folder, backend, function, args), daemon=True) for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(TIMEOUT_S)
+        alive = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+        failures = [Path(folder, f"error-{rank}").read_text() for rank in range(world_size) if Path(folder, f"error-{rank}").exists()]
+        if alive or failures or any(process.exitcode != 0 for process in processes):
+            codes = [process.exitcode for process in processes]
+            raise RankError(f"ranks still running: {alive}; exit codes: {codes}\n" + "\n".join(failures))
+        return [torch.load(Path(folder, f"result-{rank}"), weights_only=False) for rank in range(world_size)]
+
+
+def _main(rank: int, world_size: int, folder: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{folder}/meet",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=TIMEOUT_S - 10),
+            device_id=torch.device("cuda", rank) if backend == "nccl" else None,
+        )
+        result = function(rank, world_size, *args)
+        torch.save(result, Path(folder, f"result-{rank}"))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        Path(folder, f"error-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        raise
