@@ -27,12 +27,13 @@ __all__ = ["fully_shard_units", "gather_root", "no_sync", "refresh_weights", "un
 def no_sync(module: nn.Module, *, keep_sharded: bool = False) -> Iterator[None]:
     """Backwards inside do not communicate gradients; the next backward outside reduces everything at once.
 
-    Unreduced gradients are kept full-size in `main_grads_dtype`. They are part of no `.grad` yet: `zero_grad()` does not clear them.
+    Unreduced gradients are kept full-size in `main_grads_dtype`. They are part of no `.grad` yet: `zero_grad()` does
+    not clear them.
 
     Args:
         module: A sharded module; the setting holds for its whole root.
-        keep_sharded: Save that memory where gradients are sharded: reduce over the shard axis in every backward and let only the outer axis of a 2-D
-            mesh wait.
+        keep_sharded: Save that memory where gradients are sharded: reduce over the shard axis in every backward and let
+            only the outer axis of a 2-D mesh wait.
     """
     with context_of(module).synchronizing(Sync.SHARD if keep_sharded else Sync.NONE):
         yield
@@ -46,7 +47,8 @@ def unshard(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
 
     Args:
         module: A sharded module or one that contains some; everything in it is gathered at once.
-        writeback: Take over what was written to the full tensors. Every rank keeps its own rows, so write the same on all.
+        writeback: Take over what was written to the full tensors. Every rank keeps its own rows, so write the same on
+            all.
     """
     groups: dict[int, ParameterGroup] = {}
     for child in module.modules():
@@ -55,7 +57,10 @@ def unshard(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
             unit.release()
             groups.update({id(group): group for group in unit.all_groups})
     if not groups:
-        raise ShardingError(f"unshard: {type(module).__name__} has no sharded parameter; expected a module that fully_shard was called on")
+        raise ShardingError(
+            f"unshard: {type(module).__name__} has no sharded parameter; expected a module that fully_shard was "
+            "called on"
+        )
     shown = [_show_full(group) for group in groups.values()]
     try:
         yield
@@ -82,7 +87,8 @@ def _show_full(group: ParameterGroup) -> list[nn.Parameter]:
         if group.placement.main:
             group.shard_axis.gather(full.segments, full.part(group.inner_extent).segments)
         parameters = [
-            nn.Parameter(view, requires_grad=entry.full.requires_grad) for entry, view in zip(group.entries, full.views(), strict=True)
+            nn.Parameter(view, requires_grad=entry.full.requires_grad)
+            for entry, view in zip(group.entries, full.views(), strict=True)
         ]
     for entry, parameter in zip(group.entries, parameters, strict=True):
         entry.resting = parameter
@@ -122,17 +128,19 @@ def watch_backward(module: nn.Module, loss: Tensor) -> None:
     """
     unit = _unit(module, "watch_backward")
     if loss.requires_grad:
-        loss.register_hook(lambda _: unit.context.begin_backward())
+        loss.register_hook(lambda _: unit.context.begin_backward())  # type: ignore[no-untyped-call]
 
 
 def refresh_weights(module: nn.Module) -> None:
-    """Main weights were written by other means than an optimizer of `fully_shard_optimizer` or `load_state_dict`: use them from the next forward on."""
+    """Take over what was written to main weights by other means than a sharded optimizer or `load_state_dict`."""
     context = context_of(module)
     context.weights_changed()
     context.refresh_live()
 
 
-def fully_shard_units(module: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+def fully_shard_units(
+    module: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh | None = None, **options: Any
+) -> nn.Module:
     """`fully_shard` every unit, then `module`, initialising meta parameters in the order in which their modules were built.
 
     One unit at a time is whole in memory, and under one seed the values are those of a model built for real.
@@ -140,7 +148,8 @@ def fully_shard_units(module: nn.Module, units: Sequence[nn.Module], mesh: Devic
     Args:
         module: The root.
         units: Modules inside it, in any order.
-        mesh: As in `fully_shard`, and so are `options`.
+        mesh: As in `fully_shard`.
+        **options: As in `fully_shard`.
     """
     device = mesh_device(resolve_mesh(mesh))
     wanted, replaced, seen = {id(unit) for unit in units}, Replaced(), set[int]()

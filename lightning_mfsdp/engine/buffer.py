@@ -2,7 +2,8 @@
 
         segment 0                                segment 1
         | shard 0 | shard 1 | shard 2 | shard 3 ||  shard 0  |  shard 1  |  shard 2  |  shard 3  |     extent 0..4: full
-                  | shard 1 |                   ||           |  shard 1  |                             extent 1..2: what rank 1 keeps
+                  | shard 1 |                   ||           |  shard 1  |                             extent 1..2: what
+                  rank 1 keeps
 
 A buffer holds the same shards of every segment, one segment after the other. A part of a buffer shares its memory.
 """

@@ -1,7 +1,8 @@
 """Gather and reduce over one mesh axis.
 
-Everything here takes lists of flat tensors, one per segment of a group, and issues them as one coalesced call. It runs on the current
-stream and knows nothing of groups, schedules or strategies. On an axis of size 1 callers do not come here at all.
+Everything here takes lists of flat tensors, one per segment of a group, and issues them as one coalesced call. It runs
+on the current stream and knows nothing of groups, schedules or strategies. On an axis of size 1 callers do not come
+here at all.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import ShardingError
@@ -29,7 +30,8 @@ class Axis:
         size: Number of ranks along it.
         rank: This rank's position, `0 <= rank < size`.
         group: Carries the gathers and, unless `reduce_group` is set, the reductions.
-        reduce_group: A communicator of its own for reductions, so that a gather never queues behind one. `None`: share `group`.
+        reduce_group: A communicator of its own for reductions, so that a gather never queues behind one. `None`: share
+            `group`.
     """
 
     name: str
@@ -69,7 +71,8 @@ class Axis:
             factor: Applied once, to the sum.
 
         Source:
-            Megatron-LM pull request 3067 measures what fp32 sums are worth; the all-to-all form needs no help from NCCL.
+            Megatron-LM pull request 3067 measures what fp32 sums are worth; the all-to-all form needs no help from
+            NCCL.
         """
         group = self.reduce_group or self.group
         for piece, source in zip(pieces, sources, strict=True):
@@ -139,7 +142,8 @@ class Mesh:
 def resolve_mesh(mesh: DeviceMesh | None) -> Mesh:
     """Outer and shard axes of the user's mesh, or a 1-D mesh over all ranks.
 
-    Axes named "outer" and "shard" are taken by name in either order; otherwise a 1-D mesh is the shard axis and a 2-D mesh is (outer, shard).
+    Axes named "outer" and "shard" are taken by name in either order; otherwise a 1-D mesh is the shard axis and a 2-D
+    mesh is (outer, shard).
 
     Raises:
         ShardingError: No process group, or a mesh that does not fit; names its axes and sizes.
@@ -147,11 +151,12 @@ def resolve_mesh(mesh: DeviceMesh | None) -> Mesh:
     if mesh is None:
         if not dist.is_initialized():
             raise ShardingError(
-                "fully_shard: torch.distributed has no process group. Start the program with torchrun (or Lightning) and call "
+                "fully_shard: torch.distributed has no process group. Start the program with torchrun (or Lightning) "
+                "and call "
                 "torch.distributed.init_process_group first, also for one process"
             )
         device_type = "cpu" if dist.get_backend() in ("gloo", "mpi") else _accelerator_type()
-        mesh = dist.init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+        mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     names = mesh.mesh_dim_names
     described = ", ".join(f"{names[i] if names else i}={mesh.size(i)}" for i in range(mesh.ndim))
     if mesh.ndim > 2:
@@ -160,7 +165,10 @@ def resolve_mesh(mesh: DeviceMesh | None) -> Mesh:
             'pass the data-parallel part of it, such as mesh["outer", "shard"]'
         )
     if mesh.get_coordinate() is None:
-        raise ShardingError(f"fully_shard: rank {dist.get_rank()} is not part of the mesh ({described}); call it on the mesh's ranks only")
+        raise ShardingError(
+            f"fully_shard: rank {dist.get_rank()} is not part of the mesh ({described}); call it on the mesh's ranks "
+            "only"
+        )
     if mesh.ndim == 1:
         return Mesh(device_mesh=mesh, shard_dim=0, outer_dim=None, shard=_axis(mesh, 0, "shard"), outer=None)
     outer_dim = 1 if names == ("shard", "outer") else 0

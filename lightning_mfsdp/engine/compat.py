@@ -38,7 +38,7 @@ def backward_task() -> int:
 
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward now running has finished; valid only inside one (`queue_callback`)."""
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call]
+    Variable._execution_engine.queue_callback(callback)
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
@@ -67,7 +67,7 @@ def coalesced(count: int, group: dist.ProcessGroup, device: torch.device) -> Abs
 
 def premul_sum(factor: float) -> Any:
     """NCCL reduction that multiplies each input by `factor` before the sum, at no extra pass."""
-    return c10d._make_nccl_premul_sum(factor)
+    return c10d._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

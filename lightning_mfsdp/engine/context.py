@@ -1,8 +1,9 @@
 """Context: what the units of one root share. Streams, slots, the recorded order, the microbatch, and the end of a backward.
 
-Collectives are issued in an order that all ranks share. Gathers follow the program: a unit gathers when it runs, and what is gathered in advance is
-what followed it last time. Reductions follow a list that rank 0 dictates at the first backward: a unit that is ready early waits for its turn, and one
-whose gradients never came (unused on this rank) is reduced as zeros at the end.
+Collectives are issued in an order that all ranks share. Gathers follow the program: a unit gathers when it runs, and
+what is gathered in advance is what followed it last time. Reductions follow a list that rank 0 dictates at the first
+backward: a unit that is ready early waits for its turn, and one whose gradients never came (unused on this rank) is
+reduced as zeros at the end.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Context:
         self._root = weakref.ref(root)
         self._units: list[weakref.ref[Unit]] = []
         self._weights_changed = True
-        self._first_of_pass: Unit | None = None
+        self._first_of_pass: weakref.ref[Unit] | None = None
         self._last_forward: weakref.ref[Unit] | None = None
         self._ends_forward: weakref.ref[Unit] | None = None
         self._last_backward: weakref.ref[Unit] | None = None
@@ -73,7 +74,7 @@ class Context:
         self._reducers: weakref.WeakKeyDictionary[ParameterGroup, GradientReducer] = weakref.WeakKeyDictionary()
         self._reduce_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
-    # -- units ---------------------------------------------------------------------------------------------------------------------
+    # -- units ---------------------------------------------------------------------------------------------------------
 
     @property
     def root(self) -> Unit | None:
@@ -109,7 +110,7 @@ class Context:
         ordered = [unit for reference in self._order if (unit := reference()) is not None]
         return ordered or self.units[::-1]
 
-    # -- weights -------------------------------------------------------------------------------------------------------------------
+    # -- weights -------------------------------------------------------------------------------------------------------
 
     def weights_changed(self) -> None:
         """Main weights were written: held weights are refreshed before the next gather."""
@@ -144,15 +145,16 @@ class Context:
             for group in unit.all_groups:
                 group.refill(self.weights_ready)
 
-    # -- forward -------------------------------------------------------------------------------------------------------------------
+    # -- forward -------------------------------------------------------------------------------------------------------
 
     def note_forward(self, unit: Unit) -> None:
         """A unit's forward begins outside any backward: learn what follows what."""
         if self._in_backward:
             self.recover()
         last = self._last_forward() if self._last_forward is not None else None
-        if self._first_of_pass is None or unit is self._first_of_pass:
-            self._first_of_pass = unit
+        first = self._first_of_pass() if self._first_of_pass is not None else None
+        if first is None or unit is first:
+            self._first_of_pass = weakref.ref(unit)
             unit.previous_forward = None
             if not self.has_optimizer:
                 self.weights_changed()
@@ -165,7 +167,7 @@ class Context:
         """Whether a unit's weights stay between forward and backward: the root's, and those that backward needs first."""
         return unit is self.root or (self._ends_forward is not None and self._ends_forward() is unit)
 
-    # -- backward ------------------------------------------------------------------------------------------------------------------
+    # -- backward ------------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """Called by every unit whose backward begins; the first call of a backward prepares its end."""
@@ -189,7 +191,7 @@ class Context:
         """Fix the order of reductions: reverse of rank 0's first forward, then units that did not run."""
         units = self.units
         chain: list[Unit] = []
-        unit = self._first_of_pass
+        unit = self._first_of_pass() if self._first_of_pass is not None else None
         while unit is not None and unit not in chain:
             chain.append(unit)
             unit = unit.next_forward() if unit.next_forward is not None else None
@@ -231,17 +233,16 @@ class Context:
         if not groups:
             return
         with torch.no_grad():
-            reducers = [self.reducer(group) for group in groups]
-            if not self.mesh.axes:
-                for reducer in reducers:
+            waiting = []
+            for reducer in (self.reducer(group) for group in groups):
+                if reducer.is_alone:
                     reducer.collect_alone()
-                return
-            sharded = [reducer for reducer in reducers if self._reduces(reducer.group)]
-            for reducer in reducers:
-                if reducer not in sharded:
+                elif self._reduces(reducer.group):
+                    waiting.append(reducer)
+                else:
                     reducer.accumulate()
-            if sharded:
-                self._reduce(sharded)
+            if waiting:
+                self._reduce(waiting)
 
     def _reduces(self, group: ParameterGroup) -> bool:
         """Whether this backward communicates the group's gradients."""

@@ -44,20 +44,24 @@ def fully_shard(
 ) -> ModuleT:
     """Shard a module's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
-    Call it on the units first (the blocks of a transformer, say), then on the module around them. A unit is what is gathered and reduced at
-    once; it owns the parameters inside it that no nested unit owns. Every rank of the mesh must make the same calls in the same order. Values are those
-    of the mesh's first rank; parameters on the meta device are initialised by their modules' `reset_parameters`.
+    Call it on the units first (the blocks of a transformer, say), then on the module around them. A unit is what is
+    gathered and reduced at once; it owns the parameters inside it that no nested unit owns. Every rank of the mesh must
+    make the same calls in the same order. Values are those of the mesh's first rank; parameters on the meta device are
+    initialised by their modules' `reset_parameters`.
 
     Args:
         module: Any module. Its parameter names do not change; at rest its parameters are DTensors of the main weights.
         mesh: 1-D (shard) or 2-D (outer, shard), or with axes named "outer" and "shard". `None`: all ranks, 1-D.
-        sharding: "no_shard", "optim", "optim_grads" or "optim_grads_params", or 0 to 3: what is sharded on the shard axis.
-        outer_sharding: On the outer axis: "no_shard" (HSDP) or "optim" (HFSDP: main weights and optimizer state sharded there too).
+        sharding: "no_shard", "optim", "optim_grads" or "optim_grads_params", or 0 to 3: what is sharded on the shard
+            axis.
+        outer_sharding: On the outer axis: "no_shard" (HSDP) or "optim" (HFSDP: main weights and optimizer state sharded
+            there too).
         policy: Dtypes and reduction; the default keeps the module's dtype for compute and float32 for the rest.
-        reshard_after_forward: Give full weights back between forward and backward (only with sharded weights). The root keeps its own in any case.
+        reshard_after_forward: Give full weights back between forward and backward (only with sharded weights). The root
+            keeps its own in any case.
         ignored_parameters: Left as they are: neither sharded nor reduced.
-        storage: "pooled": full-size memory in fixed slots planned from the first training step. "dynamic": from the caching allocator. The
-            root's choice holds for all its units.
+        storage: "pooled": full-size memory in fixed slots planned from the first training step. "dynamic": from the
+            caching allocator. The root's choice holds for all its units.
 
     Returns:
         The same module.
@@ -71,10 +75,15 @@ def fully_shard(
         raise ShardingError(f'fully_shard: storage: expected "pooled" or "dynamic", got {storage!r}')
     outer_size = resolved.outer.size if resolved.outer else 1
     if outer_sharding not in ("no_shard", 0) and resolved.outer is None:
-        raise ShardingError(f"fully_shard: outer_sharding={outer_sharding!r} needs a mesh with an outer axis, got a 1-D mesh of {resolved.shard.size} ranks")
+        raise ShardingError(
+            f"fully_shard: outer_sharding={outer_sharding!r} needs a mesh with an outer axis, got a 1-D mesh of "
+            f"{resolved.shard.size} ranks"
+        )
     placement = resolve_placement(sharding, outer_sharding, resolved.shard.size, outer_size)
     if unit_of(module) is not None:
-        raise ShardingError(f"fully_shard: {type(module).__name__} is sharded already; call fully_shard once for each module")
+        raise ShardingError(
+            f"fully_shard: {type(module).__name__} is sharded already; call fully_shard once for each module"
+        )
     device = mesh_device(resolved)
     ignored = {id(parameter) for parameter in ignored_parameters or ()}
     materialize(module, device, ignored)
@@ -85,7 +94,13 @@ def fully_shard(
     keep_fp32 = _fp32_parameters(module, policy)
     groups = [
         ParameterGroup(
-            name=f"{type(module).__name__}[{index}]", named=members, spec=spec, mesh=resolved, placement=placement, policy=policy, device=device
+            name=f"{type(module).__name__}[{index}]",
+            named=members,
+            spec=spec,
+            mesh=resolved,
+            placement=placement,
+            policy=policy,
+            device=device,
         )
         for index, (spec, members) in enumerate(_by_spec(named, policy, keep_fp32))
     ]
@@ -102,7 +117,7 @@ def mesh_device(mesh: Mesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-# -- which parameters ------------------------------------------------------------------------------------------------------------------
+# -- which parameters --------------------------------------------------------------------------------------------------
 
 
 def _parameters_of(module: nn.Module, ignored: set[int]) -> tuple[list[Named], list[Named]]:
@@ -118,7 +133,10 @@ def _parameters_of(module: nn.Module, ignored: set[int]) -> tuple[list[Named], l
             if owner_of(parameter) is not None:
                 if isinstance(parameter, ShardedParameter):
                     if not inside_unit:
-                        raise ShardingError(f"fully_shard: parameter {name} of {type(module).__name__} is sharded already, as part of another unit")
+                        raise ShardingError(
+                            f"fully_shard: parameter {name} of {type(module).__name__} is sharded already, as part of "
+                            "another unit"
+                        )
                     continue
                 shared.setdefault(id(parameter), (name, parameter, []))[2].append((child._parameters, key))
                 continue
@@ -135,7 +153,9 @@ def _is_inside_unit(module: nn.Module, prefix: str) -> bool:
     return False
 
 
-def _by_spec(named: Sequence[Named], policy: MixedPrecisionPolicy, keep_fp32: set[int]) -> list[tuple[GroupSpec, list[Named]]]:
+def _by_spec(
+    named: Sequence[Named], policy: MixedPrecisionPolicy, keep_fp32: set[int]
+) -> list[tuple[GroupSpec, list[Named]]]:
     """Groups of equal dtypes and equal wish for gradients, in order of first appearance."""
     found: dict[GroupSpec, list[Named]] = {}
     for item in named:
@@ -148,7 +168,9 @@ def _by_spec(named: Sequence[Named], policy: MixedPrecisionPolicy, keep_fp32: se
             compute = torch.float32
         if not parameter.requires_grad:
             main = parameter.dtype
-        spec = GroupSpec(compute_dtype=compute, main_dtype=main, trainable=parameter.requires_grad, whole=parameter.dim() == 0)
+        spec = GroupSpec(
+            compute_dtype=compute, main_dtype=main, trainable=parameter.requires_grad, whole=parameter.dim() == 0
+        )
         found.setdefault(spec, []).append(item)
     return list(found.items())
 
@@ -184,18 +206,27 @@ class _Cast:
         return map_tensors(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor, output)
 
 
-# -- checks ----------------------------------------------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 
 def _refuse_unfit(module: nn.Module, named: Sequence[Named], policy: MixedPrecisionPolicy) -> None:
     for name, parameter, _ in named:
         where = f"fully_shard: parameter {name} of {type(module).__name__}"
         if isinstance(parameter, DTensor):
-            raise ShardingError(f"{where} is a DTensor already (tensor parallel or FSDP2); expected a plain tensor. Shard it with one engine only")
+            raise ShardingError(
+                f"{where} is a DTensor already (tensor parallel or FSDP2); expected a plain tensor. Shard it with one "
+                "engine only"
+            )
         if parameter.is_complex() or (parameter.requires_grad and not parameter.is_floating_point()):
-            raise ShardingError(f"{where} has dtype {parameter.dtype}; expected float64, float32, bfloat16 or float16. Convert it or pass it in ignored_parameters")
+            raise ShardingError(
+                f"{where} has dtype {parameter.dtype}; expected float64, float32, bfloat16 or float16. Convert it or "
+                "pass it in ignored_parameters"
+            )
         if parameter.is_floating_point() and parameter.element_size() == 1:
-            raise ShardingError(f"{where} has dtype {parameter.dtype}; 8-bit floats are not supported as parameters. Pass it in ignored_parameters")
+            raise ShardingError(
+                f"{where} has dtype {parameter.dtype}; 8-bit floats are not supported as parameters. Pass it in "
+                "ignored_parameters"
+            )
         main = policy.main_params_dtype
         if parameter.dtype is torch.float64 and parameter.requires_grad and main not in (None, torch.float64):
             raise ShardingError(
@@ -206,7 +237,10 @@ def _refuse_unfit(module: nn.Module, named: Sequence[Named], policy: MixedPrecis
 
 def _check_same_model(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> None:
     """Every rank must shard the same parameters, or collectives would mix different ones."""
-    lines = [f"{name}: {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}" for name, parameter, _ in named]
+    lines = [
+        f"{name}: {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
+        for name, parameter, _ in named
+    ]
     digest = hashlib.sha256("\n".join([type(module).__name__, *lines]).encode()).hexdigest()
     for axis in mesh.axes:
         if dist.get_backend(axis.group) == "fake":
@@ -221,7 +255,8 @@ def _check_same_model(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> 
         missing = [line for line in everyone[0] if line not in everyone[other]]
         extra = [line for line in everyone[other] if line not in everyone[0]]
         raise ShardingError(
-            f"fully_shard: ranks do not have the same module on axis {axis.name}: rank {other} differs from rank 0. Only on rank 0: {missing[:4]}; "
+            f"fully_shard: ranks do not have the same module on axis {axis.name}: rank {other} differs from rank 0. "
+            f"Only on rank 0: {missing[:4]}; "
             f"only on rank {other}: {extra[:4]}. Build the same model on every rank"
         )
 
@@ -234,7 +269,7 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
                 child._buffers[key] = buffer.to(device)
 
 
-# -- units of one root -----------------------------------------------------------------------------------------------------------------
+# -- units of one root -------------------------------------------------------------------------------------------------
 
 
 def _join(module: nn.Module, unit: Unit, context: Context) -> None:
@@ -243,7 +278,7 @@ def _join(module: nn.Module, unit: Unit, context: Context) -> None:
         nested = unit_of(child)
         if nested is None or nested is unit:
             continue
-        nested.name = name
+        nested.rename(name)
         if nested.context is not context:
             context.has_optimizer |= nested.context.has_optimizer
         context.add(nested)
@@ -258,7 +293,8 @@ def _borrow(unit: Unit, shared: Sequence[Named]) -> None:
         owner = group.unit()
         if owner is None or group.mesh.device_mesh != unit.context.mesh.device_mesh:
             raise ShardingError(
-                f"fully_shard: parameter {name} is shared with {entry.name} of another unit on another mesh, so they cannot be joined; "
+                f"fully_shard: parameter {name} is shared with {entry.name} of another unit on another mesh, so they "
+                "cannot be joined; "
                 "shard both on the same mesh, or put both in one unit"
             )
         entry.sites.extend(sites)

@@ -1,7 +1,8 @@
 """Global norm, clipping and finite checks over sharded gradients. Only owned elements count; nothing here waits for the device.
 
-Each number is on exactly the ranks whose shard has it, or on all of them where a gradient is not sharded, so sums are taken over the sharded axes of each
-group and no others. All ranks take part in every sum, whether or not they own anything.
+Each number is on exactly the ranks whose shard has it, or on all of them where a gradient is not sharded, so sums are
+taken over the sharded axes of each group and no others. All ranks take part in every sum, whether or not they own
+anything.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ class _Owned:
 
 
 def clip_grad_norm_(
-    module_or_parameters: nn.Module | Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    module_or_parameters: nn.Module | Iterable[Tensor] | Tensor,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale gradients in place so that their global norm is at most `max_norm`.
 
-    Same result as `torch.nn.utils.clip_grad_norm_` on one process with the whole model. Collective: call it on every rank.
+    Same result as `torch.nn.utils.clip_grad_norm_` on one process with the whole model. Collective: call it on every
+    rank.
 
     Args:
         module_or_parameters: A sharded module, or parameters (DTensors of the module or an optimizer's local rows).
@@ -52,7 +57,8 @@ def clip_grad_norm_(
     norm = _norm(owned, float(norm_type))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise EngineStateError(
-            f"clip_grad_norm_: the gradient norm of order {norm_type} is {float(norm)}, so it cannot be clipped; find the parameter with "
+            f"clip_grad_norm_: the gradient norm of order {norm_type} is {float(norm)}, so it cannot be clipped; find "
+            "the parameter with "
             "NaNGradientReporter, or pass error_if_nonfinite=False"
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -77,8 +83,9 @@ def clip_grad_value_(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
 
 
 def local_gradients(group: ParameterGroup, entries: list[int] | None = None) -> list[Tensor]:
-    """What this rank holds of the gradients of a group: whole flat segments if every parameter is wanted and has one, else one tensor for each.
+    """What this rank holds of the gradients of a group.
 
+    Whole flat segments if every parameter is wanted and has a gradient, else one tensor for each.
     Cells between parameters are zero in the segments, so norms and finite checks may read them.
     """
     context = group.context
@@ -141,7 +148,8 @@ def _norm(parts: list[_Owned], norm_type: float) -> Tensor:
         return torch.zeros(())
     whole = [tensor for part in parts for tensor in part.tensors]
     if whole and not any(part.axes for part in parts):
-        # Nothing is sharded: the same sum as PyTorch's, parameter by parameter, so that one rank clips to the bit like plain PyTorch.
+        # Nothing is sharded: the same sum as PyTorch's, parameter by parameter, so that one rank clips to the bit like
+        # plain PyTorch.
         return torch.nn.utils.get_total_norm(whole, norm_type)
     totals = [_power_sum(part, norm_type) for part in parts]
     stacked = torch.stack([total.to(totals[0].device) for total in totals])

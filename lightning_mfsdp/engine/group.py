@@ -1,7 +1,8 @@
 """ParameterGroup: the parameters of one unit with one dtype, and the buffers they live in.
 
     main weight      main dtype,     this rank's shard (or sub-shard under HFSDP)     the optimizer's
-    held weight      compute dtype,  this rank's shard, or everything where weights are whole; the main weight itself when dtypes match
+    held weight      compute dtype,  this rank's shard, or everything where weights are whole; the main weight itself
+    when dtypes match
     full weight      compute dtype,  everything: the held weight, or a slot filled by a gather
     gradients        see reduction.py
 
@@ -25,8 +26,8 @@ from lightning_mfsdp.engine.layout import Layout, plan_layout
 from lightning_mfsdp.engine.parameter import Entry, ShardedParameter, main_placements, mark_owner
 from lightning_mfsdp.engine.placement import Placement
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
-from lightning_mfsdp.engine.storage import Client, Slot, SlotPool
-from lightning_mfsdp.engine.streams import Event, Streams
+from lightning_mfsdp.engine.storage import Client, Slot
+from lightning_mfsdp.engine.streams import Event
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.context import Context
@@ -80,7 +81,9 @@ class ParameterGroup:
         self.name = name
         self.spec = spec
         self.mesh = mesh
-        self.placement = Placement(weight=False, gradient=False, main=False, outer_main=False) if spec.whole else placement
+        self.placement = (
+            Placement(weight=False, gradient=False, main=False, outer_main=False) if spec.whole else placement
+        )
         self.policy = policy
         self.device = device
         self.shard_axis = mesh.shard
@@ -100,7 +103,7 @@ class ParameterGroup:
         if not self.placement.weight:
             self._bind(self.held)
 
-    # -- birth ---------------------------------------------------------------------------------------------------------------------
+    # -- birth ---------------------------------------------------------------------------------------------------------
 
     def _plan(self, shapes: list[tuple[int, ...]]) -> None:
         """Address space and which shards of it this rank holds. Inner shards are consecutive sub-shards of the outer axis."""
@@ -109,7 +112,7 @@ class ParameterGroup:
         sub_count, sub_rank = (outer.size, outer.rank) if outer and self.placement.outer_main else (1, 0)
         smallest = min(self.spec.compute_dtype.itemsize, self.spec.main_dtype.itemsize, self.policy.comm_dtype.itemsize)
         self.layout: Layout = plan_layout(tuple(shapes), inner_count * sub_count, itemsize=smallest)
-        self.full_extent = range(0, inner_count * sub_count)
+        self.full_extent = range(inner_count * sub_count)
         self.inner_extent = range(inner_rank * sub_count, (inner_rank + 1) * sub_count)
         start = inner_rank * sub_count + sub_rank
         self.main_extent = range(start, start + 1)
@@ -191,7 +194,7 @@ class ParameterGroup:
         """What the units of the root share; `None` once the root is gone."""
         return self._context()
 
-    # -- weights -------------------------------------------------------------------------------------------------------------------
+    # -- weights -------------------------------------------------------------------------------------------------------
 
     def cast_pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(targets, sources) that bring the held weight's own part up to date with the main weight."""

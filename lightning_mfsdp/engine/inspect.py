@@ -14,7 +14,16 @@ from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.parameter import Entry
 from lightning_mfsdp.engine.unit import Unit, unit_of
 
-__all__ = ["FlatGradient", "ParameterView", "UnitView", "context_of", "flat_gradients", "is_sharded", "sharded_parameters", "units"]
+__all__ = [
+    "FlatGradient",
+    "ParameterView",
+    "UnitView",
+    "context_of",
+    "flat_gradients",
+    "is_sharded",
+    "sharded_parameters",
+    "units",
+]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,7 +64,18 @@ class ParameterView:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitView:
-    """One unit: `name`, class name of its module, number of parameters (elements, global), padding as a fraction, and bytes on this rank."""
+    """One unit on this rank.
+
+    Attributes:
+        name: Full name inside the root, or the class name of the root.
+        module_class: Class name of its module.
+        num_parameters: Elements of all its parameters, whole.
+        padding_fraction: Cells of its address spaces that belong to no parameter, relative to `num_parameters`.
+        main_bytes: Main weights.
+        held_bytes: Compute weights that stay in memory beside them.
+        gradient_bytes: Gradient buffers that stay.
+        full_bytes: Gathered weights while the unit runs.
+    """
 
     name: str
     module_class: str
@@ -86,7 +106,10 @@ def context_of(module: nn.Module) -> Context:
     if len(found) == 1:
         return next(iter(found.values()))
     problem = "no part of it was given to fully_shard" if not found else f"its parts belong to {len(found)} roots"
-    raise ShardingError(f"{type(module).__name__}: expected one sharded module, but {problem}; call fully_shard on the module around them")
+    raise ShardingError(
+        f"{type(module).__name__}: expected one sharded module, but {problem}; call fully_shard on the module around "
+        "them"
+    )
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -97,9 +120,17 @@ def is_sharded(module: nn.Module) -> bool:
 def sharded_parameters(module: nn.Module) -> list[ParameterView]:
     """Every sharded parameter inside `module`, once each, in module order."""
     names = _names(module)
-    found = [(group, entry) for unit in _units_in(module) for group in unit.groups for entry in group.entries if id(entry) in names]
+    found = [
+        (group, entry)
+        for unit in _units_in(module)
+        for group in unit.groups
+        for entry in group.entries
+        if id(entry) in names
+    ]
     order = {key: position for position, key in enumerate(names)}
-    return [_view(group, entry, names[id(entry)]) for group, entry in sorted(found, key=lambda pair: order[id(pair[1])])]
+    return [
+        _view(group, entry, names[id(entry)]) for group, entry in sorted(found, key=lambda pair: order[id(pair[1])])
+    ]
 
 
 def units(module: nn.Module) -> list[UnitView]:

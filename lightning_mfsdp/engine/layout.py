@@ -1,8 +1,8 @@
 """Where each tensor of a group lives: shapes in, offsets out.
 
 A layout gives every tensor one contiguous range of a *segment*. A segment is an address space of
-`num_shards * shard_numel` elements, and shard `k` is its range `[k * shard_numel, (k + 1) * shard_numel)`. One full-size
-buffer per segment is then all it takes to gather weights and reduce gradients without copies::
+`num_shards * shard_numel` elements, and shard `k` is its range `[k * shard_numel, (k + 1) * shard_numel)`. One
+full-size buffer per segment is then all it takes to gather weights and reduce gradients without copies::
 
     segment 0   |--------shard 0--------|--------shard 1--------|--------shard 2--------|
                 [ a: rows 0..3            rows 4..6  ][ b: row 0  rows 1..4  ][ c ]..gap..
@@ -140,8 +140,8 @@ class Layout:
     def owned_rows(self, tensor: int, shard: int, num_shards_spanned: int = 1) -> range:
         """Rows of dim 0 of one tensor inside the shards `[shard, shard + num_shards_spanned)`.
 
-        Over all shards in order the ranges join up to `[0, R)` for a shape `[R, ...]`. Arguments and errors are those of
-        `owned_elements`.
+        Over all shards in order the ranges join up to `[0, R)` for a shape `[R, ...]`. Arguments and errors are those
+        of `owned_elements`.
         """
         start, stop = self.owned_elements(tensor, shard, num_shards_spanned)
         offset, row = self.offset_of[tensor], self.row_numel(tensor)
@@ -260,7 +260,8 @@ def padding_advice(layout: Layout, *, acceptable: float = 0.1) -> str:
         return ""
     world, itemsize = layout.num_shards, layout.itemsize
     text = (
-        f"Padding adds {layout.padding_fraction:.1%} to this group over {world} shards: {layout.padding_bytes / 2**20:,.1f} "
+        f"Padding adds {layout.padding_fraction:.1%} to this group over {world} shards: "
+        f"{layout.padding_bytes / 2**20:,.1f} "
         f"MiB in each full-size buffer of {itemsize} bytes per element. {_padding_cause(layout)}"
     )
     tried = [layout]
@@ -272,7 +273,8 @@ def padding_advice(layout: Layout, *, acceptable: float = 0.1) -> str:
         return text + " Shard over fewer ranks, or shard several modules as one unit so that each rank has more rows."
     return text + (
         f" Cap the shard axis at {best.num_shards} ({best.padding_fraction:.1%}) and replicate over the other "
-        f"{world // best.num_shards} (HSDP: a mesh of outer={world // best.num_shards}, shard={best.num_shards}), or shard "
+        f"{world // best.num_shards} (HSDP: a mesh of outer={world // best.num_shards}, shard={best.num_shards}), or "
+        "shard "
         "several modules as one unit so that each rank has more rows."
     )
 
@@ -289,7 +291,8 @@ def _padding_cause(layout: Layout) -> str:
     share = sum(layout.numel(tensor) for tensor in worst.tensors) / (layout.num_shards * row)
     return (
         f"Rows of dim 0 stay whole and shards are equally long: with shape {layout.shapes[tensor]} a shard takes "
-        f"{worst.shard_numel} elements, {worst.shard_numel / row:.3g} of its rows, where {share:.3g} would hold the segment."
+        f"{worst.shard_numel} elements, {worst.shard_numel / row:.3g} of its rows, where {share:.3g} would hold the "
+        "segment."
     )
 
 

@@ -16,8 +16,8 @@ Replaced = dict[int, tuple[nn.Parameter, nn.Parameter]]
 def materialize(module: nn.Module, device: torch.device, ignored: set[int] | None = None) -> None:
     """Initialise every meta parameter and buffer of `module`, module by module in registration order.
 
-    That is the order in which `__init__` built them, so under one seed the numbers are those of a module built for real on `device`. Tied parameters stay
-    tied.
+    That is the order in which `__init__` built them, so under one seed the numbers are those of a module built for real
+    on `device`. Tied parameters stay tied.
 
     Args:
         module: Parameters on the meta device belong to modules with `reset_parameters()`.
@@ -57,7 +57,8 @@ def materialize_module(
     reset = getattr(module, "reset_parameters", None)
     if not callable(reset):
         raise ShardingError(
-            f"{name or type(module).__name__} ({type(module).__name__}) has {', '.join([*fresh, *buffers])} on the meta device and no "
+            f"{name or type(module).__name__} ({type(module).__name__}) has {', '.join([*fresh, *buffers])} on the "
+            "meta device and no "
             "reset_parameters() to initialise them; add that method, or build this module on a real device"
         )
     with torch.no_grad():

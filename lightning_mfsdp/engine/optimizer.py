@@ -1,9 +1,11 @@
 """Who writes main weights, and the refresh of compute weights after a step.
 
-An elementwise optimizer does to each number what it would do to it in the whole tensor, so it can work on plain local rows: no DTensor dispatch, and
-fused kernels. Others (Muon, Shampoo, LAMB, Adafactor: norms or matrices of the whole tensor) keep DTensors.
+An elementwise optimizer does to each number what it would do to it in the whole tensor, so it can work on plain local
+rows: no DTensor dispatch, and fused kernels. Others (Muon, Shampoo, LAMB, Adafactor: norms or matrices of the whole
+tensor) keep DTensors.
 
-Source of the list: the update rules in `torch.optim`; a class is taken only if it is exactly one of these, since a subclass may do anything.
+Source of the list: the update rules in `torch.optim`; a class is taken only if it is exactly one of these, since a
+subclass may do anything.
 """
 
 from __future__ import annotations
@@ -56,31 +58,36 @@ def fully_shard_optimizer(
 ) -> Optimizer:
     """Let an optimizer step sharded parameters.
 
-    Elementwise optimizers get plain local rows in their `param_groups`, and their state (if any yet) is keyed by them; others keep DTensors. After each
-    step the weights that forward uses are refreshed. No step is taken here: step counters and weight decay start where the user starts.
+    Elementwise optimizers get plain local rows in their `param_groups`, and their state (if any yet) is keyed by them;
+    others keep DTensors. After each step the weights that forward uses are refreshed. No step is taken here: step
+    counters and weight decay start where the user starts.
 
     Args:
         optimizer: Built from `module.parameters()`, before or after `fully_shard`.
         elementwise: Overrides the list, for an optimizer of your own.
-        grad_scaler: Needed (any object) when parameters compute in float16: without loss scaling their gradients underflow.
+        grad_scaler: Needed (any object) when parameters compute in float16: without loss scaling their gradients
+            underflow.
 
     Returns:
         The same optimizer.
 
     Raises:
-        ShardingError: The optimizer holds no sharded parameter, cannot work on shards, or float16 is used without a scaler.
+        ShardingError: The optimizer holds no sharded parameter, cannot work on shards, or float16 is used without a
+            scaler.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, _WHOLE_VECTOR_OPTIMIZERS) and elementwise is None:
         raise ShardingError(
-            f"fully_shard_optimizer: {name} works on all parameters as one vector or on sparse gradients and cannot run on shards; "
+            f"fully_shard_optimizer: {name} works on all parameters as one vector or on sparse gradients and cannot "
+            "run on shards; "
             "use an elementwise optimizer such as torch.optim.AdamW, or sharding without this engine"
         )
     local = type(optimizer) in ELEMENTWISE_OPTIMIZERS if elementwise is None else elementwise
     contexts = _adopt_parameters(optimizer, local=local, grad_scaler=grad_scaler)
     if not contexts:
         raise ShardingError(
-            f"fully_shard_optimizer: {name} holds no parameter of a sharded module; call fully_shard(module) first and build the optimizer "
+            f"fully_shard_optimizer: {name} holds no parameter of a sharded module; call fully_shard(module) first "
+            "and build the optimizer "
             "from module.parameters()"
         )
     references = [weakref.ref(context) for context in contexts]
@@ -109,7 +116,8 @@ def _adopt_parameters(optimizer: Optimizer, *, local: bool, grad_scaler: object 
             owner, entry = found
             if owner.spec.compute_dtype is torch.float16 and grad_scaler is None:
                 raise ShardingError(
-                    f"fully_shard_optimizer: parameter {entry.name} computes in float16 and there is no loss scaling, so small gradients become "
+                    f"fully_shard_optimizer: parameter {entry.name} computes in float16 and there is no loss scaling, "
+                    "so small gradients become "
                     "zero; pass grad_scaler=torch.amp.GradScaler(...) and use it, or compute in bfloat16"
                 )
             face = entry.local if local else entry.sharded
@@ -126,7 +134,8 @@ def _shard_state(state: dict[str, Any], group: ParameterGroup, entry: Entry, *, 
     """State of a whole parameter, cut to this rank's rows."""
     if not local:
         raise ShardingError(
-            f"fully_shard_optimizer: the optimizer already has state for {entry.name} from before sharding, and DTensor optimizers cannot take it over; "
+            f"fully_shard_optimizer: the optimizer already has state for {entry.name} from before sharding, and "
+            "DTensor optimizers cannot take it over; "
             "shard before the first step"
         )
     index = group.entries.index(entry)

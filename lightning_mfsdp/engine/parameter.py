@@ -1,7 +1,8 @@
 """The two faces of one parameter: full inside its unit, sharded everywhere else.
 
     full      the module's own `nn.Parameter` object, a view of gathered memory; forward and autograd see it
-    sharded   a `DTensor` over this rank's rows of the main weight; `parameters()`, `state_dict()` and checkpoints see it
+    sharded   a `DTensor` over this rank's rows of the main weight; `parameters()`, `state_dict()` and checkpoints see
+    it
     local     the same rows as a plain `nn.Parameter`; elementwise optimizers hold it
 
 `sharded.grad` is a window on `local.grad`: there is one gradient, whoever looks.
@@ -34,7 +35,8 @@ class Entry:
     Attributes:
         name: Inside the module given to `fully_shard`; the first one when it is tied.
         full: The module's own parameter, `shape`.
-        sites: Every place that holds it: the `_parameters` table of a module and the key in it. Tied names are several sites.
+        sites: Every place that holds it: the `_parameters` table of a module and the key in it. Tied names are several
+            sites.
         sharded: Rows of the main weight as a DTensor of the global shape.
         local: The same rows, plain.
         resting: What the module shows when its unit is not running: `sharded`, or a stand-in under `unshard`.
@@ -71,7 +73,8 @@ def owner_of(parameter: Tensor) -> Any:
 class ShardedParameter(DTensor):
     """This rank's rows of a main weight, in the global shape. Rows are whole; their number may differ between ranks or be zero.
 
-    It takes part in elementwise arithmetic and optimizers like any DTensor. Mixed with plain tensors, as in a forward outside its unit, it says so.
+    It takes part in elementwise arithmetic and optimizers like any DTensor. Mixed with plain tensors, as in a forward
+    outside its unit, it says so.
     """
 
     _local_face: nn.Parameter
@@ -81,17 +84,23 @@ class ShardedParameter(DTensor):
 
     @classmethod
     def wrap(
-        cls, local: nn.Parameter, full: nn.Parameter, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement], name: str
+        cls,
+        local: nn.Parameter,
+        full: nn.Parameter,
+        shape: torch.Size,
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        name: str,
     ) -> ShardedParameter:
         """A parameter of the global `shape` over `local` (rows of dim 0, main dtype)."""
         plain = _as_dtensor(local.detach(), shape, mesh, placements)
-        made = cls(local.detach(), plain._spec, requires_grad=full.requires_grad)  # type: ignore[call-arg]
-        made._is_param = True  # type: ignore[attr-defined]
+        made = cls(local.detach(), plain._spec, requires_grad=full.requires_grad)
+        made._is_param = True
         made._local_face, made._full_face, made._name, made._grad_face = local, full, name, None
         return made
 
     @property
-    def grad(self) -> DTensor | None:  # type: ignore[override]
+    def grad(self) -> DTensor | None:
         """The reduced gradient of these rows; `None` until a synchronised backward, and where this rank has no rows."""
         grad = self._local_face.grad
         if grad is None:
@@ -104,13 +113,14 @@ class ShardedParameter(DTensor):
     def grad(self, value: Tensor | None) -> None:
         if value is not None and not isinstance(value, DTensor):
             raise EngineStateError(
-                f"{self._name}.grad: expected a DTensor of shape {tuple(self.shape)} or None, got a plain tensor of shape {tuple(value.shape)}"
+                f"{self._name}.grad: expected a DTensor of shape {tuple(self.shape)} or None, got a plain tensor of "
+                f"shape {tuple(value.shape)}"
             )
         self._local_face.grad = None if value is None else value._local_tensor
         self._grad_face = value
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether forward and backward compute a gradient; shared with the full face."""
         return self._full_face.requires_grad
 
@@ -125,7 +135,8 @@ class ShardedParameter(DTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         raise EngineStateError(
-            f"{self._name}: a sharded parameter cannot be deep-copied, because the copy would belong to no unit. Copy the module before fully_shard, "
+            f"{self._name}: a sharded parameter cannot be deep-copied, because the copy would belong to no unit. Copy "
+            "the module before fully_shard, "
             "or copy values with unshard(module)"
         )
 
@@ -144,8 +155,10 @@ def _refuse_mixing(func: Any, args: tuple[Any, ...]) -> None:
     names = ", ".join(arg._name for arg in args if isinstance(arg, ShardedParameter))
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     raise EngineStateError(
-        f"{getattr(func, '__name__', func)} on rank {rank}: parameter {names} is sharded and was used outside its unit's forward, where only this rank's rows "
-        "are there. Call the module that fully_shard was given (not its weight), use the weight inside that module's forward, or read it "
+        f"{getattr(func, '__name__', func)} on rank {rank}: parameter {names} is sharded and was used outside its "
+        "unit's forward, where only this rank's rows "
+        "are there. Call the module that fully_shard was given (not its weight), use the weight inside that module's "
+        "forward, or read it "
         "under unshard(module)"
     )
 

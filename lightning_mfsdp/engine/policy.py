@@ -20,14 +20,18 @@ class MixedPrecisionPolicy:
     """Dtypes of weights, gradients and communication for one call of `fully_shard`.
 
     Attributes:
-        main_params_dtype: What the optimizer updates. `None`: the native weight, as the module was built, is the main weight.
+        main_params_dtype: What the optimizer updates. `None`: the native weight, as the module was built, is the main
+            weight.
         main_grads_dtype: What gradients are accumulated in over microbatches.
-        grad_comm_dtype: What gradients are in on the wire. `None`: `main_grads_dtype`. A lower precision gets a bucket of its own
-            that exists only around the reduction.
+        grad_comm_dtype: What gradients are in on the wire. `None`: `main_grads_dtype`. A lower precision gets a bucket
+            of its own that exists only around the reduction.
         compute_dtype: What forward and backward see, and what is gathered. `None`: as the module was built.
-        fp32_modules: Modules whose own parameters stay in float32: classes, or `fnmatch` patterns of the module's name inside the
-            module given to `fully_shard`. Their floating-point inputs are cast to float32 and their outputs back to the compute dtype.
-        cast_forward_inputs: Cast floating-point inputs of each unit to `compute_dtype`; without effect when that is `None`.
+        fp32_modules: Modules whose own parameters stay in float32: classes, or `fnmatch` patterns of the module's name
+        inside the
+            module given to `fully_shard`. Their floating-point inputs are cast to float32 and their outputs back to the
+            compute dtype.
+        cast_forward_inputs: Cast floating-point inputs of each unit to `compute_dtype`; without effect when that is
+            `None`.
         grad_reduce: "mean" over all data-parallel ranks, "sum" (per-token losses), or a number: the sum divided by it.
         high_precision_reduce: Send `grad_comm_dtype`, add in float32: all-to-all, then a local sum.
 
@@ -54,20 +58,27 @@ class MixedPrecisionPolicy:
             if not (value in _FLOATS or (optional and value is None)):
                 names = ", ".join(str(dtype) for dtype in _FLOATS) + (" or None" if optional else "")
                 raise ShardingError(f"MixedPrecisionPolicy.{field}: expected one of {names}, got {value!r}")
-        if isinstance(self.fp32_modules, (str, type)):
+        if not isinstance(self.fp32_modules, tuple):
             raise ShardingError(
-                f"MixedPrecisionPolicy.fp32_modules: expected a tuple of module classes or name patterns, got {self.fp32_modules!r}; "
+                "MixedPrecisionPolicy.fp32_modules: expected a tuple of module classes or name patterns, got "
+                f"{self.fp32_modules!r}; "
                 "write (value,)"
             )
         if isinstance(self.grad_reduce, str):
             if self.grad_reduce not in ("mean", "sum"):
-                raise ShardingError(f'MixedPrecisionPolicy.grad_reduce: expected "mean", "sum" or a divisor, got {self.grad_reduce!r}')
+                raise ShardingError(
+                    f'MixedPrecisionPolicy.grad_reduce: expected "mean", "sum" or a divisor, got {self.grad_reduce!r}'
+                )
         elif not (math.isfinite(self.grad_reduce) and self.grad_reduce > 0):
-            raise ShardingError(f"MixedPrecisionPolicy.grad_reduce: expected a positive divisor, got {self.grad_reduce!r}")
+            raise ShardingError(
+                f"MixedPrecisionPolicy.grad_reduce: expected a positive divisor, got {self.grad_reduce!r}"
+            )
         if self.high_precision_reduce and self.comm_dtype not in (torch.bfloat16, torch.float16):
             raise ShardingError(
-                "MixedPrecisionPolicy.high_precision_reduce: it sends low precision and sums in float32, so grad_comm_dtype must be "
-                f"torch.bfloat16 or torch.float16, got {self.comm_dtype}; set grad_comm_dtype or leave high_precision_reduce off"
+                "MixedPrecisionPolicy.high_precision_reduce: it sends low precision and sums in float32, so "
+                "grad_comm_dtype must be "
+                f"torch.bfloat16 or torch.float16, got {self.comm_dtype}; set grad_comm_dtype or leave "
+                "high_precision_reduce off"
             )
 
     @property

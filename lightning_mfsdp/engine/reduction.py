@@ -9,8 +9,8 @@
       | copied to the main gradient, or added to it if one is there
     main gradient           main gradient dtype, this rank's shard
 
-What is there and what is not is known exactly: a reduced gradient is copied when the optimizer's gradient was cleared and added otherwise. Adding
-an accumulated gradient back to itself, or reducing a reduced one again, cannot happen.
+What is there and what is not is known exactly: a reduced gradient is copied when the optimizer's gradient was cleared
+and added otherwise. Adding an accumulated gradient back to itself, or reducing a reduced one again, cannot happen.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class GradientReducer:
 
     Attributes:
         main: The main gradient, extent and position as the main weight. Cells that belong to no parameter are zero.
+        is_alone: There is no other rank: nothing to communicate.
         exposed: What the optimizer sees: `main`, or its copy in the main weight's dtype where that differs.
     """
 
@@ -54,11 +55,13 @@ class GradientReducer:
         self.comm_dtype = policy.comm_dtype
         self.main_dtype = policy.main_grads_dtype
         self._factor = policy.reduction_factor(mesh.num_ranks)
-        self._alone = not mesh.axes
+        self.is_alone = not mesh.axes
         with torch.inference_mode(False):
             self.main = FlatBuffer.zeros(layout, group.main_extent, self.main_dtype, group.device)
             same = self.main_dtype == group.spec.main_dtype
-            self.exposed = self.main if same else FlatBuffer.zeros(layout, group.main_extent, group.spec.main_dtype, group.device)
+            self.exposed = (
+                self.main if same else FlatBuffer.zeros(layout, group.main_extent, group.spec.main_dtype, group.device)
+            )
         self.faces = [view if view.numel() else None for view in self.exposed.views()]
         self._exposed_version = self._version_of_exposed()
         self._unreduced: FlatBuffer | None = None
@@ -69,7 +72,7 @@ class GradientReducer:
         self._buckets: weakref.WeakKeyDictionary[Slot, FlatBuffer] = weakref.WeakKeyDictionary()
         pool.add(self.client)
 
-    # -- on the compute stream -----------------------------------------------------------------------------------------------------
+    # -- on the compute stream -----------------------------------------------------------------------------------------
 
     @property
     def has_arrived(self) -> bool:
@@ -101,7 +104,10 @@ class GradientReducer:
         _add(self._unreduced, grads, overwrite=first)
 
     def _full_size_memory(self) -> FlatBuffer:
-        """Where unreduced gradients go: the main gradient itself if it is whole and empty; kept for good where gradients are placed whole."""
+        """Where unreduced gradients go.
+
+        The main gradient itself if it is whole and empty. Other memory stays where gradients are placed whole.
+        """
         group = self.group
         if group.main_extent == group.full_extent and self._main_is_free():
             return self.main
@@ -128,7 +134,9 @@ class GradientReducer:
             bucket = self._bucket()
             compat.foreach_copy_(bucket.segments, source.segments)
             return bucket
-        in_place = group.main_extent == group.full_extent and self.comm_dtype == self.main_dtype and self._main_is_free()
+        in_place = (
+            group.main_extent == group.full_extent and self.comm_dtype == self.main_dtype and self._main_is_free()
+        )
         target = self.main if in_place else self._bucket()
         _add(target, grads, overwrite=True)
         return target
@@ -153,7 +161,9 @@ class GradientReducer:
             self._settle_main()
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for entry, grad, view, face in zip(self.group.entries, self._take(), self.main.views(), self.faces, strict=True):
+        for entry, grad, view, face in zip(
+            self.group.entries, self._take(), self.main.views(), self.faces, strict=True
+        ):
             if grad is None or face is None:
                 continue
             targets, sources = fresh if entry.local.grad is None else added
@@ -165,7 +175,7 @@ class GradientReducer:
         if added[0]:
             compat.foreach_add_(*added)
 
-    # -- on the reduce stream ------------------------------------------------------------------------------------------------------
+    # -- on the reduce stream ------------------------------------------------------------------------------------------
 
     def reduce(self, source: FlatBuffer, sync: Sync) -> bool:
         """Reduce a full-size buffer; returns whether the main gradient has it (False while the outer axis waits)."""
@@ -240,7 +250,7 @@ class GradientReducer:
             if entry.local.grad is not face:
                 entry.local.grad = face
 
-    # -- what the optimizer sees ---------------------------------------------------------------------------------------------------
+    # -- what the optimizer sees ---------------------------------------------------------------------------------------
 
     def _has_main(self) -> bool:
         """Whether a reduced gradient is there that the optimizer has not cleared, for any parameter."""
@@ -281,7 +291,11 @@ class GradientReducer:
     @property
     def persistent_bytes(self) -> int:
         """Memory of the gradient buffers that stay."""
-        buffers = [self.main, *([] if self.exposed is self.main else [self.exposed]), *([self._kept] if self._kept else [])]
+        buffers = [
+            self.main,
+            *([] if self.exposed is self.main else [self.exposed]),
+            *([self._kept] if self._kept else []),
+        ]
         return sum(buffer.size_bytes for buffer in buffers)
 
 

@@ -1,14 +1,17 @@
 """Where full-size memory comes from: the caching allocator, or fixed slots planned from a recorded step.
 
-A `Slot` is a place for one full-size buffer (the gathered weights of a group, or its bucket of gradients). Every `Client` has a slot of its
-own whose memory exists only while it is held. In pooled mode the holding times of one training step are recorded and coloured, and from then on
-clients share a few fixed slots: addresses never change, the allocator is never called, and reserved memory is peak memory.
+A `Slot` is a place for one full-size buffer (the gathered weights of a group, or its bucket of gradients). Every
+`Client` has a slot of its own whose memory exists only while it is held. In pooled mode the holding times of one
+training step are recorded and coloured, and from then on clients share a few fixed slots: addresses never change, the
+allocator is never called, and reserved memory is peak memory.
 
-The plan is a preference, not a script: nothing replays a recorded sequence. Whoever finds its fixed slot taken (a validation pass, a skipped
-layer, a second forward) holds its own slot instead, and the next full step is recorded again.
+The plan is a preference, not a script: nothing replays a recorded sequence. Whoever finds its fixed slot taken (a
+validation pass, a skipped layer, a second forward) holds its own slot instead, and the next full step is recorded
+again.
 
-Alternatives considered: a private CUDA memory pool (frees fragmentation, keeps the allocator calls and gives no static addresses); a trace that is
-replayed call by call (Megatron-FSDP's trace pool: a forward-only pass between two steps breaks it).
+Alternatives considered: a private CUDA memory pool (frees fragmentation, keeps the allocator calls and gives no static
+addresses); a trace that is replayed call by call (Megatron-FSDP's trace pool: a forward-only pass between two steps
+breaks it).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.streams import Event
 
@@ -79,7 +83,8 @@ class Client:
         name: For messages.
         kind: "weight" and "bucket" never share slots: their memory is written on different streams.
         size_bytes: How much.
-        evict: Called when another client must have the slot; gives it up if it only holds it in advance, and says whether it did.
+        evict: Called when another client must have the slot; gives it up if it only holds it in advance, and says
+            whether it did.
     """
 
     name: str
@@ -105,7 +110,8 @@ class SlotPool:
         self._last_release: dict[str, Event] = {}
 
     def add(self, client: Client) -> None:
-        """Make a client known; it starts with a slot of its own. It may come from the pool of a root that became a nested unit."""
+        """Make a client known; it starts with a slot of its own. It may come from the pool of a root that became a
+        nested unit."""
         client.planned = None
         client.private = client.slot = Slot(client.size_bytes, self._device, fixed=False)
         self._clients.append(client)
@@ -138,11 +144,13 @@ class SlotPool:
         if slot.holder is not None and slot.holder is not client and not slot.holder.evict():
             if needed is not None:
                 raise EngineStateError(
-                    f"{client.name}: its backward needs the memory its forward used, but {slot.holder.name} holds it. This step runs units "
+                    f"{client.name}: its backward needs the memory its forward used, but {slot.holder.name} holds it. "
+                    "This step runs units "
                     'together that ran one after another when the slots were planned; pass storage="dynamic" to fully_shard'
                 )
             slot = client.private
-            self._recording = self.pooled
+            if torch.is_grad_enabled() or compat.backward_task() != -1:
+                self._recording = self.pooled
         slot.holder = client
         client.slot = slot
         slot.materialize()
@@ -163,18 +171,21 @@ class SlotPool:
             self._intervals[client][-1][1] = self._clock
 
     def finish_step(self, event: Event) -> None:
-        """A training step is complete and nothing is held for it any more: plan fixed slots if they are wanted and not there yet.
+        """A training step is complete and nothing is held for it any more: plan fixed slots if they are wanted and not
+        there yet.
 
         Args:
             event: After all work issued so far; fixed memory may be reused blocks that earlier kernels still read.
         """
         if not self._recording or any(client.slot.holder is client for client in self._clients):
             return
-        intervals = self._intervals
-        self._intervals, self._clock, self._recording, self._fixed = {}, 0, False, []
+        # Intervals of earlier recordings stay: a plan must suit every kind of step seen so far.
+        intervals, self._recording, self._fixed = self._intervals, False, []
         for kind in ("weight", "bucket"):
             clients = [client for client in intervals if client.kind == kind]
-            colors = color_intervals([client.size_bytes for client in clients], [intervals[client] for client in clients])
+            colors = color_intervals(
+                [client.size_bytes for client in clients], [intervals[client] for client in clients]
+            )
             for members in colors:
                 size = max(clients[index].size_bytes for index in members)
                 slot = Slot(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, self._device, fixed=True)
@@ -189,7 +200,8 @@ def color_intervals(sizes_bytes: Sequence[int], intervals: Sequence[Sequence[Seq
     """Partition clients so that no two of one part hold memory at the same time; each part will share a slot.
 
     Args:
-        sizes_bytes: Per client. Large ones are placed first, so that a slot is as large as its first member and little is wasted.
+        sizes_bytes: Per client. Large ones are placed first, so that a slot is as large as its first member and little
+            is wasted.
         intervals: Per client, its holding times `[start, stop]`; times are distinct integers, an open end is infinite.
 
     Returns:

@@ -15,8 +15,8 @@ Event = torch.Event | None
 class Streams:
     """Compute (whatever stream the caller is on), gather and reduce.
 
-    Memory is allocated on the stream that writes it and given back once the other stream's event has been waited for, so nothing needs
-    `record_stream`.
+    Memory is allocated on the stream that writes it and given back once the other stream's event has been waited for,
+    so nothing needs `record_stream`.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,12 +1,14 @@
 """Unit: what a sharded module does before and after its forward and its backward.
 
-    pre-forward     gather (already under way if the order was known), start the next unit's gather, show full parameters
+    pre-forward     gather (already under way if the order was known), start the next unit's gather, show full
+    parameters
     post-forward    show sharded parameters, give the slot back; listen for the backward of the outputs
     pre-backward    gather into the same slot, start the gather of the unit that comes next in backward
-    post-backward   give the slot back; once no other call of the unit is outstanding, its gradients are ready to be reduced
+    post-backward   give the slot back; once no other call of the unit is outstanding, its gradients are ready to be
+    reduced
 
-Post-backward is an autograd node on the unit's inputs, so it runs when everything inside the unit has run. A unit whose inputs need no gradient
-has no such node; the end of the backward completes it.
+Post-backward is an autograd node on the unit's inputs, so it runs when everything inside the unit has run. A unit whose
+inputs need no gradient has no such node; the end of the backward completes it.
 """
 
 from __future__ import annotations
@@ -51,7 +53,12 @@ class Unit:
     """
 
     def __init__(
-        self, module: nn.Module, groups: list[ParameterGroup], policy: MixedPrecisionPolicy, *, reshard_after_forward: bool
+        self,
+        module: nn.Module,
+        groups: list[ParameterGroup],
+        policy: MixedPrecisionPolicy,
+        *,
+        reshard_after_forward: bool,
     ) -> None:
         self.name = type(module).__name__
         self.groups = groups
@@ -71,9 +78,16 @@ class Unit:
         this = weakref.ref(self)
         module.register_forward_pre_hook(_calling(this, Unit.pre_forward), with_kwargs=True)
         module.register_forward_hook(_calling(this, Unit.post_forward), always_call=True)
-        module.register_state_dict_pre_hook(lambda *_: _rest(this))
-        module.register_load_state_dict_pre_hook(lambda *_: _rest(this))
-        module.register_load_state_dict_post_hook(lambda *_: _weights_changed(this))
+        module.register_state_dict_pre_hook(lambda *_: _rest(this))  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(lambda *_: _rest(this))  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(lambda *_: _weights_changed(this))  # type: ignore[no-untyped-call]
+
+    def rename(self, name: str) -> None:
+        """Take the full name inside a root."""
+        self.name = name
+        for index, group in enumerate(self.groups):
+            group.name = f"{name}[{index}]"
+            group.client.name = f"{group.name} weights"
 
     @property
     def all_groups(self) -> list[ParameterGroup]:
@@ -90,7 +104,7 @@ class Unit:
         """Whether no call of it, or of a module that shares its parameters, is waiting for its backward."""
         return all((user := reference()) is None or user.pending == 0 for reference in self.users)
 
-    # -- weights -------------------------------------------------------------------------------------------------------------------
+    # -- weights -------------------------------------------------------------------------------------------------------
 
     def start_gather(self, slots: list[Slot | None] | None = None) -> None:
         """Start the gather of every group that is not there yet. `slots`: where saved tensors expect the weights."""
@@ -123,9 +137,11 @@ class Unit:
             if group.users_live == 0:
                 group.release()
 
-    # -- forward -------------------------------------------------------------------------------------------------------------------
+    # -- forward -------------------------------------------------------------------------------------------------------
 
-    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Forward pre-hook."""
         self.enter()
         dtype = self.policy.compute_dtype
@@ -155,24 +171,28 @@ class Unit:
         """After forward: give weights back, unless they are needed again at once or nobody would bring them back for backward."""
         if compat.backward_task() != -1:
             return
-        keep = torch.is_grad_enabled() and (not self.reshard_after_forward or not reshard or self.context.keeps_after_forward(self))
+        keep = torch.is_grad_enabled() and (
+            not self.reshard_after_forward or not reshard or self.context.keeps_after_forward(self)
+        )
         if not keep:
             self.release()
 
     def _is_recomputed(self) -> bool:
         """Inside a backward, a call whose original one still waits for its backward: activation recomputation without reentrance.
 
-        The recomputed graph is thrown away, so nothing may listen to it. Under reentrant checkpointing the original call ran without
-        gradients and the recomputed graph is the one that counts.
+        The recomputed graph is thrown away, so nothing may listen to it. Under reentrant checkpointing the original
+        call ran without gradients and the recomputed graph is the one that counts.
         """
         return compat.backward_task() != -1 and self.pending > 0
 
-    def _listen_to_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _listen_to_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not tensors or not self.all_groups:
             return args, kwargs
         this = weakref.ref(self)
-        marked = iter(_PostBackward.apply(lambda: _run(this, Unit.post_backward), *tensors))
+        marked = iter(_PostBackward.apply(lambda: _run(this, Unit.post_backward), *tensors))  # type: ignore[no-untyped-call]
         return map_tensors(lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs))  # type: ignore[no-any-return]
 
     def listen_to_outputs(self, outputs: list[Tensor]) -> bool:
@@ -191,10 +211,10 @@ class Unit:
                 unit.pre_backward(slots)
 
         for tensor in differentiable:
-            tensor.register_hook(begin)
+            tensor.register_hook(begin)  # type: ignore[no-untyped-call]
         return True
 
-    # -- backward ------------------------------------------------------------------------------------------------------------------
+    # -- backward ------------------------------------------------------------------------------------------------------
 
     def pre_backward(self, slots: list[Slot | None] | None = None) -> None:
         """A gradient of an output is there; the unit's own nodes run next."""

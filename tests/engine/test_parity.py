@@ -49,7 +49,9 @@ def train(model, optimizer, *, steps, accumulation, rank, world, sync="no_sync",
                 loss.backward()
             history.append(loss.detach())
         if clip is not None:
-            history.append(clip_grad_norm_(model, clip) if world else nn.utils.clip_grad_norm_(model.parameters(), clip))
+            history.append(
+                clip_grad_norm_(model, clip) if world else nn.utils.clip_grad_norm_(model.parameters(), clip)
+            )
         optimizer.step()
         optimizer.zero_grad()
     return torch.stack(history)
@@ -101,14 +103,20 @@ def same_as_one_process(rank, world, cases):
         # Every rank starts from its own numbers; rank 0's must win.
         model = shard(build(seed=rank), sharding=strategy, policy=policy)
         optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-        losses = train(model, optimizer, steps=3, accumulation=accumulation, rank=rank, world=world, sync=sync, clip=0.5)
+        losses = train(
+            model, optimizer, steps=3, accumulation=accumulation, rank=rank, world=world, sync=sync, clip=0.5
+        )
         dist.all_reduce(losses)
         expected, expected_losses = reference(3, accumulation, clip=0.5)
         tolerance = {"rtol": 0.05, "atol": 0.02} if bf16 else {"rtol": 1e-5, "atol": 1e-6}
-        torch.testing.assert_close(losses / world, expected_losses, **tolerance, msg=lambda m: f"{strategy} {accumulation} {sync} {bf16}: {m}")
+        torch.testing.assert_close(
+            losses / world, expected_losses, **tolerance, msg=lambda m: f"{strategy} {accumulation} {sync} {bf16}: {m}"
+        )
         tolerance = {"rtol": 0.1, "atol": 0.05} if bf16 else {"rtol": 1e-4, "atol": 2e-5}
         for name, value in expected.named_parameters():
-            torch.testing.assert_close(weights(model)[name], value.detach(), **tolerance, msg=lambda m: f"{name} {strategy} {sync}: {m}")
+            torch.testing.assert_close(
+                weights(model)[name], value.detach(), **tolerance, msg=lambda m: f"{name} {strategy} {sync}: {m}"
+            )
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -133,7 +141,11 @@ def hybrid(rank, world):
             expected, _ = reference(3, accumulation, clip=0.5)
             for name, value in expected.named_parameters():
                 torch.testing.assert_close(
-                    weights(model)[name], value.detach(), rtol=1e-4, atol=2e-5, msg=lambda m: f"{name} {strategy} {outer} {sync}: {m}"
+                    weights(model)[name],
+                    value.detach(),
+                    rtol=1e-4,
+                    atol=2e-5,
+                    msg=lambda m: f"{name} {strategy} {outer} {sync}: {m}",
                 )
 
 

@@ -35,7 +35,8 @@ def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, b
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
         processes = [
-            context.Process(target=_main, args=(rank, world_size, folder, backend, function, args), daemon=True) for rank in range(world_size)
+            context.Process(target=_main, args=(rank, world_size, folder, backend, function, args), daemon=True)
+            for rank in range(world_size)
         ]
         for process in processes:
             process.start()
@@ -44,14 +45,20 @@ def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, b
         alive = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:
             process.kill()
-        failures = [Path(folder, f"error-{rank}").read_text() for rank in range(world_size) if Path(folder, f"error-{rank}").exists()]
+        failures = [
+            Path(folder, f"error-{rank}").read_text()
+            for rank in range(world_size)
+            if Path(folder, f"error-{rank}").exists()
+        ]
         if alive or failures or any(process.exitcode != 0 for process in processes):
             codes = [process.exitcode for process in processes]
             raise RankError(f"ranks still running: {alive}; exit codes: {codes}\n" + "\n".join(failures))
         return [torch.load(Path(folder, f"result-{rank}"), weights_only=False) for rank in range(world_size)]
 
 
-def _main(rank: int, world_size: int, folder: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _main(
+    rank: int, world_size: int, folder: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     if backend == "nccl":

@@ -45,7 +45,9 @@ class Decoder(nn.Module):
         return self.head(self.norm(x)) * self.scale
 
 
-def build(seed: int = 0, *, dim: int = 10, layers: int = 3, tied: bool = False, dtype: torch.dtype = torch.float32) -> Decoder:
+def build(
+    seed: int = 0, *, dim: int = 10, layers: int = 3, tied: bool = False, dtype: torch.dtype = torch.float32
+) -> Decoder:
     """The same model for the same seed."""
     torch.manual_seed(seed)
     return Decoder(dim, layers, tied).to(dtype)

@@ -1,0 +1,160 @@
+"""The engine on GPUs with NCCL: parity with one process, memory, and no host synchronisation in a step."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_mfsdp import (
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    fully_shard_optimizer,
+    no_sync,
+    units,
+    unshard,
+)
+from lightning_mfsdp.engine.inspect import context_of
+from tests.helpers.distributed import run_distributed
+from tests.helpers.models import batch, build, loss_of
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+ROWS = 12
+
+
+def _shard(model, mesh=None, **options):
+    for unit in (model.embedding, *model.blocks, model.head, model):
+        fully_shard(unit, mesh, **options)
+    return model
+
+
+def _train(model, optimizer, rank, world, *, accumulation=1, steps=4, waits=False, clip=1.0):
+    losses = []
+    for step in range(steps):
+        for micro in range(accumulation):
+            ids, targets = (part.cuda().chunk(world)[rank] for part in batch(step * accumulation + micro, ROWS))
+            with no_sync(model) if waits and micro < accumulation - 1 else nullcontext():
+                loss = loss_of(model, ids, targets) / accumulation
+                loss.backward()
+            losses.append(loss.detach())
+        if world:
+            clip_grad_norm_(model, clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses)
+
+
+def _reference(accumulation, steps=4):
+    model = build().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    for step in range(steps):
+        for micro in range(accumulation):
+            ids, targets = (part.cuda() for part in batch(step * accumulation + micro, ROWS))
+            (loss_of(model, ids, targets) / accumulation).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def equals_one_process(rank, world):
+    meshes = [(None, "no_shard")]
+    if world == 4:
+        hybrid = dist.init_device_mesh("cuda", (2, 2), mesh_dim_names=("outer", "shard"))
+        meshes += [(hybrid, "no_shard"), (hybrid, "optim")]
+    for strategy, (mesh, outer), storage in product(STRATEGIES, meshes, ("pooled", "dynamic")):
+        if strategy == "no_shard" and outer == "optim":
+            continue
+        for accumulation, waits in ((1, False), (3, True), (3, False)):
+            model = _shard(build(seed=rank).cuda(), mesh, sharding=strategy, outer_sharding=outer, storage=storage)
+            optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+            _train(model, optimizer, rank, world, accumulation=accumulation, waits=waits)
+            expected = _reference(accumulation)
+            with unshard(model):
+                for name, parameter in model.named_parameters():
+                    difference = (parameter - expected[name]).abs().max().item()
+                    assert difference < 2e-4, f"{strategy} {outer} {storage} {accumulation} {waits} {name}: {difference}"
+
+
+def step_without_host_sync(rank, world):
+    policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16, high_precision_reduce=True)
+    model = _shard(build().cuda(), policy=policy)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+    _train(model, optimizer, rank, world, steps=3)
+    data = [tuple(part.cuda().chunk(world)[rank] for part in batch(step, ROWS)) for step in range(3)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for ids, targets in data:
+            loss_of(model, ids, targets).backward()
+            clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def memory_is_sharded_and_freed(rank, world):
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model = _shard(build(dim=512, layers=4).cuda(), policy=MixedPrecisionPolicy(compute_dtype=torch.bfloat16))
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+    _train(model, optimizer, rank, world)
+    total = sum(unit.num_parameters for unit in units(model))
+    # fp32 main weight, gradient and two moments, bf16 shard, and the fixed slots; a little for norms and the allocator's rounding.
+    expected = total / world * (4 + 4 + 8 + 2) + context_of(model).pool.allocated_bytes
+    used = torch.cuda.memory_allocated() - before
+    assert used < 1.1 * expected + 2**20, (used, expected)
+    del model, optimizer
+    assert torch.cuda.memory_allocated() - before < 2**20
+
+
+def pooled_addresses_stay(rank, world):
+    model = _shard(build().cuda())
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+    seen = []
+    for _ in range(4):
+        _train(model, optimizer, rank, world, steps=1)
+        with torch.no_grad():
+            model(batch(0, ROWS)[0].cuda())
+        seen.append([group.slot.memory.data_ptr() for unit in context_of(model).units for group in unit.groups if group.slot])
+    assert seen[1] == seen[2] == seen[3]
+
+
+def everything(rank, world):
+    equals_one_process(rank, world)
+    step_without_host_sync(rank, world)
+    if world > 1:
+        memory_is_sharded_and_freed(rank, world)
+        pooled_addresses_stay(rank, world)
+
+
+def _needs(count):
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return pytest.mark.skipif(available < count, reason=f"needs {count} CUDA devices, found {available}")
+
+
+@pytest.mark.gpu
+@_needs(1)
+def test_one_gpu_trains_like_plain_pytorch():
+    run_distributed(everything, 1, backend="nccl")
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus2
+@_needs(2)
+def test_two_gpus_train_like_one_process():
+    run_distributed(everything, 2, backend="nccl")
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus4
+@_needs(4)
+def test_four_gpus_train_like_one_process():
+    run_distributed(everything, 4, backend="nccl")
