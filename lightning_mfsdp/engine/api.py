@@ -16,7 +16,7 @@ from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.fully_shard import fully_shard, mesh_device
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.inspect import context_of
-from lightning_mfsdp.engine.materialize import Replaced, materialize_module
+from lightning_mfsdp.engine.materialize import Replaced, children_first, materialize_module
 from lightning_mfsdp.engine.reduction import Sync
 from lightning_mfsdp.engine.unit import Unit, unit_of
 
@@ -152,20 +152,12 @@ def fully_shard_units(
         **options: As in `fully_shard`.
     """
     device = mesh_device(resolve_mesh(mesh))
-    wanted, replaced, seen = {id(unit) for unit in units}, Replaced(), set[int]()
+    wanted, replaced = {id(unit) for unit in units}, Replaced()
     ignored = {id(parameter) for parameter in options.get("ignored_parameters") or ()}
-
-    def visit(name: str, current: nn.Module) -> None:
-        if id(current) in seen:
-            return
-        seen.add(id(current))
-        materialize_module(name, current, device, replaced, ignored)
-        for key, child in current.named_children():
-            visit(f"{name}.{key}" if name else key, child)
-        if id(current) in wanted and current is not module:
-            fully_shard(current, mesh, **options)
-
-    visit("", module)
+    for name, child in children_first(module):
+        materialize_module(name, child, device, replaced, ignored)
+        if id(child) in wanted and child is not module:
+            fully_shard(child, mesh, **options)
     return fully_shard(module, mesh, **options)
 
 

@@ -169,6 +169,11 @@ def resolve_mesh(mesh: DeviceMesh | None) -> Mesh:
             f"fully_shard: rank {dist.get_rank()} is not part of the mesh ({described}); call it on the mesh's ranks "
             "only"
         )
+    if names and mesh.ndim == 2 and set(names) != {"outer", "shard"} and (names[0] == "shard" or names[1] == "outer"):
+        raise ShardingError(
+            f'fully_shard: expected a 2-D mesh (outer, shard), or axes named both "outer" and "shard", got ({described}), '
+            "whose names contradict their places; rename the axes or pass the part of the mesh that is meant"
+        )
     if mesh.ndim == 1:
         return Mesh(device_mesh=mesh, shard_dim=0, outer_dim=None, shard=_axis(mesh, 0, "shard"), outer=None)
     outer_dim = 1 if names == ("shard", "outer") else 0

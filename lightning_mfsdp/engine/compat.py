@@ -59,8 +59,8 @@ def reduce_scatter_flat(piece: Tensor, source: Tensor, op: Any, group: dist.Proc
 
 
 def coalesced(count: int, group: dist.ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
-    """Issue `count` collectives of one kind as one; a single call needs no coalescing."""
-    if count < 2:
+    """Issue `count` collectives of one kind as one, where the backend can and there is more than one."""
+    if count < 2 or dist.get_backend(group) != "nccl":
         return nullcontext()
     return c10d._coalescing_manager(group, device=device)
 

@@ -188,7 +188,10 @@ class Context:
         self._last_backward = weakref.ref(unit)
 
     def _agree_on_order(self) -> None:
-        """Fix the order of reductions: reverse of rank 0's first forward, then units that did not run."""
+        """Fix the order of reductions: reverse of rank 0's first forward; then units that did not run.
+
+        Units that others borrow from come last: weights tied between the two ends of a model are done when all is.
+        """
         units = self.units
         chain: list[Unit] = []
         unit = self._first_of_pass() if self._first_of_pass is not None else None
@@ -197,6 +200,7 @@ class Context:
             unit = unit.next_forward() if unit.next_forward is not None else None
         order = [units.index(unit) for unit in reversed(chain)]
         order += [index for index in reversed(range(len(units))) if units[index] not in chain]
+        order.sort(key=lambda index: len(units[index].users) > 1)
         message = [order]
         for axis in self.mesh.axes:
             if dist.get_backend(axis.group) != "fake":
@@ -221,7 +225,7 @@ class Context:
         self._done.add(id(unit))
         while self._turn < len(self._order):
             current = self._order[self._turn]()
-            if current is not None and not (id(current) in self._done and current.is_done):
+            if current is not None and current.is_trainable and not (id(current) in self._done and current.is_done):
                 return
             self._turn += 1
             if current is not None:
@@ -288,12 +292,10 @@ class Context:
         self._rest()
         self.pool.finish_step(self.streams.record())
 
-    def _rest(self) -> None:
+    def _rest(self, *, forget: bool = False) -> None:
         """Nobody holds weights, nobody waits."""
         for unit in self.units:
-            unit.pending = 0
-            if not unit.pinned:
-                unit.release()
+            unit.rest(forget=forget)
         self.backwards_finished += 1
         self._done.clear()
         self._in_backward = False
@@ -307,7 +309,7 @@ class Context:
             self._retire()
         for reducer in self._reducers.values():
             reducer.drop()
-        self._rest()
+        self._rest(forget=True)
 
     @contextmanager
     def synchronizing(self, sync: Sync) -> Iterator[None]:

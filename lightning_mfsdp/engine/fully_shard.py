@@ -22,7 +22,7 @@ from lightning_mfsdp.engine.materialize import materialize
 from lightning_mfsdp.engine.parameter import ShardedParameter, owner_of
 from lightning_mfsdp.engine.placement import resolve_placement
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
-from lightning_mfsdp.engine.tree import map_tensors
+from lightning_mfsdp.engine.tree import map_tensors, tensors_in
 from lightning_mfsdp.engine.unit import Unit, unit_of
 
 __all__ = ["fully_shard", "mesh_device"]
@@ -90,7 +90,7 @@ def fully_shard(
     named, borrowed = _parameters_of(module, ignored)
     _refuse_unfit(module, named, policy)
     _check_same_model(module, named, resolved)
-    _move_buffers(module, device)
+    _share_buffers(module, resolved, device)
     keep_fp32 = _fp32_parameters(module, policy)
     groups = [
         ParameterGroup(
@@ -134,8 +134,9 @@ def _parameters_of(module: nn.Module, ignored: set[int]) -> tuple[list[Named], l
                 if isinstance(parameter, ShardedParameter):
                     if not inside_unit:
                         raise ShardingError(
-                            f"fully_shard: parameter {name} of {type(module).__name__} is sharded already, as part of "
-                            "another unit"
+                            f"fully_shard: parameter {name} of {type(module).__name__} on rank {dist.get_rank()} is sharded "
+                            "already, by a call on a module around it; expected a plain parameter. Shard nested units first, "
+                            "the modules around them after"
                         )
                     continue
                 shared.setdefault(id(parameter), (name, parameter, []))[2].append((child._parameters, key))
@@ -184,9 +185,7 @@ def _fp32_parameters(module: nn.Module, policy: MixedPrecisionPolicy) -> set[int
         own = list(child.parameters(recurse=False))
         if own and _matches(name, child, policy.fp32_modules) and not any(owner_of(parameter) for parameter in own):
             kept.update(id(parameter) for parameter in own)
-            child.register_forward_pre_hook(_cast_to_fp32, with_kwargs=True)
-            if policy.compute_dtype is not None:
-                child.register_forward_hook(_Cast(policy.compute_dtype))
+            _compute_in_fp32(child, policy.compute_dtype)
     return kept
 
 
@@ -194,16 +193,21 @@ def _matches(name: str, module: nn.Module, wanted: Sequence[type[nn.Module] | st
     return any(fnmatch(name, item) if isinstance(item, str) else isinstance(module, item) for item in wanted)
 
 
-def _cast_to_fp32(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, (args, kwargs))
+def _compute_in_fp32(module: nn.Module, outside: torch.dtype | None) -> None:
+    """Cast a module's inputs to float32, and its outputs back to `outside` or to the dtype the inputs came in."""
+    entered: list[torch.dtype | None] = []
 
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        floats = [tensor.dtype for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
+        entered.append(outside or next(iter(floats), None))
+        return map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, (args, kwargs))
 
-class _Cast:
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def after(_: nn.Module, args: Any, output: Any) -> Any:
+        dtype = entered.pop()
+        return map_tensors(lambda tensor: tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor, output)
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return map_tensors(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor, output)
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, always_call=True)
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -241,32 +245,47 @@ def _check_same_model(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> 
         f"{name}: {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
         for name, parameter, _ in named
     ]
+    if not mesh.axes or dist.get_backend(mesh.shard.group) == "fake":
+        return
     digest = hashlib.sha256("\n".join([type(module).__name__, *lines]).encode()).hexdigest()
+    digests = _from_all_ranks(digest, mesh)
+    if len(set(digests)) == 1:
+        return
+    everyone = _from_all_ranks([type(module).__name__, *lines], mesh)
+    other = next(rank for rank in range(len(digests)) if digests[rank] != digests[0])
+    missing = [line for line in everyone[0] if line not in everyone[other]]
+    extra = [line for line in everyone[other] if line not in everyone[0]]
+    raise ShardingError(
+        f"fully_shard: ranks do not have the same module: rank {other} of the mesh differs from rank 0. Expected, as on "
+        f"rank 0: {missing[:4]}; got on rank {other}: {extra[:4]}. Build the same model on every rank"
+    )
+
+
+def _from_all_ranks(value: Any, mesh: Mesh) -> list[Any]:
+    """What every rank of the mesh passed, the same list on all of them."""
+    collected: list[Any] = [value]
     for axis in mesh.axes:
-        if dist.get_backend(axis.group) == "fake":
-            continue
-        digests: list[Any] = [None] * axis.size
-        dist.all_gather_object(digests, digest, group=axis.group)
-        if len(set(digests)) == 1:
-            continue
-        everyone: list[Any] = [None] * axis.size
-        dist.all_gather_object(everyone, [type(module).__name__, *lines], group=axis.group)
-        other = next(rank for rank in range(axis.size) if digests[rank] != digests[0])
-        missing = [line for line in everyone[0] if line not in everyone[other]]
-        extra = [line for line in everyone[other] if line not in everyone[0]]
-        raise ShardingError(
-            f"fully_shard: ranks do not have the same module on axis {axis.name}: rank {other} differs from rank 0. "
-            f"Only on rank 0: {missing[:4]}; "
-            f"only on rank {other}: {extra[:4]}. Build the same model on every rank"
-        )
+        pieces: list[Any] = [None] * axis.size
+        dist.all_gather_object(pieces, collected, group=axis.group)
+        collected = [item for piece in pieces for item in piece]
+    return collected
 
 
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Buffers are not sharded; they go where the parameters are."""
-    for child in module.modules():
+def _share_buffers(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
+    """Buffers are not sharded; they go where the parameters are, with the values of the mesh's first rank."""
+    for prefix, child in module.named_modules():
+        if prefix and _is_inside_unit(module, prefix):
+            continue
         for key, buffer in child._buffers.items():
-            if isinstance(buffer, Tensor) and buffer.device != device and not buffer.is_meta:
-                child._buffers[key] = buffer.to(device)
+            if not isinstance(buffer, Tensor):
+                continue
+            value = buffer.to(device).contiguous()
+            for axis in mesh.axes:
+                dist.broadcast(value, group=axis.group, group_src=0)
+            if buffer.device == device:
+                buffer.copy_(value)
+            else:
+                child._buffers[key] = value
 
 
 # -- units of one root -------------------------------------------------------------------------------------------------
@@ -288,8 +307,9 @@ def _join(module: nn.Module, unit: Unit, context: Context) -> None:
 def _borrow(unit: Unit, shared: Sequence[Named]) -> None:
     """Tied weights across units: this unit uses groups that others own, and their parameters show under its names too."""
     for name, parameter, sites in shared:
-        group = owner_of(parameter)
-        entry = next(entry for entry in group.entries if entry.full is parameter)
+        found = owner_of(parameter)
+        assert found is not None, "only owned parameters are shared"
+        group, entry = found
         owner = group.unit()
         if owner is None or group.mesh.device_mesh != unit.context.mesh.device_mesh:
             raise ShardingError(

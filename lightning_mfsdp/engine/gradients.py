@@ -19,7 +19,7 @@ from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.collectives import Axis
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.group import ParameterGroup
-from lightning_mfsdp.engine.optimizer import entry_of
+from lightning_mfsdp.engine.parameter import owner_of
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "grad_norm", "local_gradients"]
 
@@ -112,7 +112,7 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
     plain = _Owned()
     wanted: dict[ParameterGroup, list[int]] = {}
     for parameter in parameters:
-        found = entry_of(parameter)
+        found = owner_of(parameter)
         if found is None or not _sharded_axes(found[0]):
             grad = parameter.grad if found is None else found[1].local.grad
             if grad is not None:

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
 from lightning_mfsdp.engine.buffer import FlatBuffer, buffer_numel
 from lightning_mfsdp.engine.collectives import Mesh
 from lightning_mfsdp.engine.layout import Layout, plan_layout
-from lightning_mfsdp.engine.parameter import Entry, ShardedParameter, main_placements, mark_owner
+from lightning_mfsdp.engine.parameter import Entry, ShardedParameter, mark_owner
 from lightning_mfsdp.engine.placement import Placement
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.storage import Client, Slot
@@ -130,20 +132,22 @@ class ParameterGroup:
     def _entry(
         self, index: int, name: str, parameter: nn.Parameter, sites: list[tuple[dict[str, nn.Parameter | None], str]]
     ) -> Entry:
-        mesh = self.mesh
-        dims = [False] * mesh.device_mesh.ndim
-        dims[mesh.shard_dim] = self.placement.main
-        if mesh.outer_dim is not None:
-            dims[mesh.outer_dim] = self.placement.outer_main
         with torch.inference_mode(False):
             local = nn.Parameter(self.main.view(index), requires_grad=self.spec.trainable)
-            sharded = ShardedParameter.wrap(
-                local, parameter, parameter.shape, mesh.device_mesh, main_placements(mesh.device_mesh, dims), name
-            )
-        entry = Entry(name=name, full=parameter, sites=sites, shape=parameter.shape, sharded=sharded, local=local)
+            sharded = ShardedParameter.wrap(self, index, name, local, parameter)
         for face in (parameter, sharded, local):
-            mark_owner(face, self)
-        return entry
+            mark_owner(face, self, index)
+        return Entry(name=name, full=parameter, sites=sites, shape=parameter.shape, sharded=sharded, local=local)
+
+    @property
+    def dtensor_placements(self) -> list[DTensorPlacement]:
+        """How the main weight lies on the user's mesh, for DTensor."""
+        dims: list[DTensorPlacement] = [Replicate()] * self.mesh.device_mesh.ndim
+        if self.placement.main:
+            dims[self.mesh.shard_dim] = Shard(0)
+        if self.placement.outer_main and self.mesh.outer_dim is not None:
+            dims[self.mesh.outer_dim] = Shard(0)
+        return dims
 
     def _fill(self) -> None:
         """Cut this rank's rows out of rank 0's values and give the parameters' own memory back, one parameter at a time."""
@@ -261,11 +265,14 @@ class ParameterGroup:
         self.install()
 
     def give_up_prefetch(self) -> bool:
-        """Let another client have the slot if these weights were only gathered in advance."""
-        if self.installed or not self.gathered:
+        """Let another client have the slot if these weights were only gathered or kept in advance."""
+        if not self.gathered:
             return False
-        self.release()
-        return True
+        if not self.installed:
+            self.release()
+            return True
+        unit = self.unit()
+        return self.users_live == 1 and unit is not None and unit.release_if_idle()
 
     def _full_segments(self) -> list[torch.Tensor]:
         assert self._full is not None
@@ -287,6 +294,31 @@ class ParameterGroup:
         with torch.inference_mode(False), torch.no_grad():
             for entry, view in zip(self.entries, full.views(), strict=True):
                 entry.full.data = view
+
+    def gather_rows(self, index: int, rows: torch.Tensor) -> torch.Tensor:
+        """The whole of something shaped like one parameter, from every rank's rows of it. Collective.
+
+        Args:
+            index: Which parameter.
+            rows: This rank's rows, `[len(owned), *shape[1:]]`.
+
+        Returns:
+            A new tensor of the parameter's global shape on every rank.
+        """
+        layout, shape = self.layout, self.entries[index].shape
+        counts = [
+            len(layout.owned_rows(index, shard)) * layout.row_numel(index) if shape else 1
+            for shard in range(layout.num_shards)
+        ]
+        piece = rows.new_zeros(max(counts))
+        piece[: rows.numel()].copy_(rows.flatten())
+        for axis, split in ((self.outer_axis, self.placement.outer_main), (self.shard_axis, self.placement.main)):
+            if split and axis is not None:
+                gathered = piece.new_empty(axis.size * piece.numel())
+                axis.gather([gathered], [piece])
+                piece = gathered
+        pieces = piece.view(layout.num_shards, -1)
+        return torch.cat([pieces[shard, :count] for shard, count in enumerate(counts)]).view(shape)
 
     @property
     def slot(self) -> Slot | None:

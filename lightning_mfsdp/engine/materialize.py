@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
 from lightning_mfsdp.engine.errors import ShardingError
 
-__all__ = ["Replaced", "materialize", "materialize_module"]
+__all__ = ["Replaced", "children_first", "materialize", "materialize_module"]
 
 # Meta parameter and its real successor, by the id of the first, which is kept so that the id stays its own.
 Replaced = dict[int, tuple[nn.Parameter, nn.Parameter]]
 
 
 def materialize(module: nn.Module, device: torch.device, ignored: set[int] | None = None) -> None:
-    """Initialise every meta parameter and buffer of `module`, module by module in registration order.
+    """Initialise every meta parameter and buffer of `module`, children before their parents, in registration order.
 
-    That is the order in which `__init__` built them, so under one seed the numbers are those of a module built for real
-    on `device`. Tied parameters stay tied.
+    That is the order in which modules are built (a constructor makes its children and then resets its own parameters),
+    so under one seed the numbers are those of a module built for real on `device`. Tied parameters stay tied.
 
     Args:
         module: Parameters on the meta device belong to modules with `reset_parameters()`.
@@ -28,8 +30,19 @@ def materialize(module: nn.Module, device: torch.device, ignored: set[int] | Non
         ShardingError: A module with meta parameters cannot initialise itself; names it and them.
     """
     replaced: Replaced = {}
-    for name, child in module.named_modules():
+    for name, child in children_first(module):
         materialize_module(name, child, device, replaced, ignored or set())
+
+
+def children_first(module: nn.Module, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """Every module inside `module` once, with its name, each after its children; `module` itself comes last."""
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for key, child in module.named_children():
+        yield from children_first(child, f"{name}.{key}" if name else key, seen)
+    yield name, module
 
 
 def materialize_module(
@@ -54,7 +67,7 @@ def materialize_module(
         module._buffers[key] = torch.empty_like(buffer, device=device)
     if not fresh and not buffers:
         return
-    reset = getattr(module, "reset_parameters", None)
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if not callable(reset):
         raise ShardingError(
             f"{name or type(module).__name__} ({type(module).__name__}) has {', '.join([*fresh, *buffers])} on the "

@@ -11,7 +11,6 @@ subclass may do anything.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.parameter import Entry, owner_of
 
-__all__ = ["ELEMENTWISE_OPTIMIZERS", "entry_of", "fully_shard_optimizer"]
+__all__ = ["ELEMENTWISE_OPTIMIZERS", "fully_shard_optimizer"]
 
 ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -39,18 +38,8 @@ ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
 )
 
-_WHOLE_VECTOR_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.SparseAdam)
-
-
-def entry_of(parameter: Tensor) -> tuple[ParameterGroup, Entry] | None:
-    """Group and entry of a parameter, whichever of its faces is given; `None` if the engine does not manage it."""
-    group: ParameterGroup | None = owner_of(parameter)
-    if group is None:
-        return None
-    for entry in group.entries:
-        if parameter is entry.sharded or parameter is entry.local or parameter is entry.full:
-            return group, entry
-    return None
+# LBFGS takes all parameters as one vector, SparseAdam sparse gradients, Muon products of whole matrices.
+_UNFIT_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
 
 
 def fully_shard_optimizer(
@@ -76,10 +65,9 @@ def fully_shard_optimizer(
             scaler.
     """
     name = type(optimizer).__name__
-    if isinstance(optimizer, _WHOLE_VECTOR_OPTIMIZERS) and elementwise is None:
+    if isinstance(optimizer, _UNFIT_OPTIMIZERS) and elementwise is None:
         raise ShardingError(
-            f"fully_shard_optimizer: {name} works on all parameters as one vector or on sparse gradients and cannot "
-            "run on shards; "
+            f"fully_shard_optimizer: {name} needs whole vectors or matrices, or sparse gradients, and cannot run on shards; "
             "use an elementwise optimizer such as torch.optim.AdamW, or sharding without this engine"
         )
     local = type(optimizer) in ELEMENTWISE_OPTIMIZERS if elementwise is None else elementwise
@@ -110,7 +98,7 @@ def _adopt_parameters(optimizer: Optimizer, *, local: bool, grad_scaler: object 
     contexts: list[Context] = []
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
-            found = entry_of(parameter)
+            found = owner_of(parameter)
             if found is None:
                 continue
             owner, entry = found
@@ -147,13 +135,3 @@ def _rows(value: Any, entry: Entry, rows: range) -> Any:
     if isinstance(value, Tensor) and value.shape == entry.shape and value.dim():
         return value[rows.start : rows.stop].clone()
     return value
-
-
-def unique_entries(parameters: Iterable[Tensor]) -> list[tuple[ParameterGroup, Entry]]:
-    """Groups and entries behind parameters, each once, in order; parameters the engine does not manage are left out."""
-    found: dict[int, tuple[ParameterGroup, Entry]] = {}
-    for parameter in parameters:
-        pair = entry_of(parameter)
-        if pair is not None:
-            found.setdefault(id(pair[1]), pair)
-    return list(found.values())

@@ -13,19 +13,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError
 
-__all__ = ["Entry", "ShardedParameter", "main_placements", "mark_owner", "owner_of"]
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.group import ParameterGroup
 
-_OWNER = "_mfsdp_owner"
+__all__ = ["Entry", "ShardedParameter", "mark_owner", "owner_of"]
+
+_OWNER = "_owner"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -59,18 +62,33 @@ class Entry:
             table[key] = parameter
 
 
-def mark_owner(parameter: Tensor, group: object) -> None:
-    """Remember which group manages a parameter, without keeping the group alive."""
-    setattr(parameter, _OWNER, weakref.ref(group))
+def mark_owner(parameter: Tensor, group: ParameterGroup, index: int) -> None:
+    """Remember which group manages a parameter and where in it, without keeping the group alive."""
+    setattr(parameter, _OWNER, (weakref.ref(group), index))
 
 
-def owner_of(parameter: Tensor) -> Any:
-    """The group that manages `parameter` (either face), or `None`."""
-    reference = getattr(parameter, _OWNER, None)
-    return reference() if reference is not None else None
+def owner_of(parameter: Tensor) -> tuple[ParameterGroup, Entry] | None:
+    """Group and entry of a parameter, whichever of its faces is given; `None` if the engine does not manage it."""
+    reference, index = getattr(parameter, _OWNER, (None, 0))
+    group = reference() if reference is not None else None
+    return None if group is None else (group, group.entries[index])
 
 
-class ShardedParameter(DTensor):
+class _Rows(DTensor):
+    """Rows of a tensor, shared out as a layout says and not in equal parts, which DTensor's own gather would assume."""
+
+    _owner: tuple[weakref.ref[ParameterGroup], int]
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The whole tensor, plain and without history. Collective."""
+        group = self._owner[0]()
+        if group is None:
+            raise EngineStateError(f"full_tensor: the module of this {tuple(self.shape)} tensor is gone; keep it alive")
+        with torch.no_grad(), compat.without_torch_function():
+            return group.gather_rows(self._owner[1], self._local_tensor.detach())
+
+
+class ShardedParameter(_Rows):
     """This rank's rows of a main weight, in the global shape. Rows are whole; their number may differ between ranks or be zero.
 
     It takes part in elementwise arithmetic and optimizers like any DTensor. Mixed with plain tensors, as in a forward
@@ -84,18 +102,14 @@ class ShardedParameter(DTensor):
 
     @classmethod
     def wrap(
-        cls,
-        local: nn.Parameter,
-        full: nn.Parameter,
-        shape: torch.Size,
-        mesh: DeviceMesh,
-        placements: Sequence[Placement],
-        name: str,
+        cls, group: ParameterGroup, index: int, name: str, local: nn.Parameter, full: nn.Parameter
     ) -> ShardedParameter:
-        """A parameter of the global `shape` over `local` (rows of dim 0, main dtype)."""
-        plain = _as_dtensor(local.detach(), shape, mesh, placements)
+        """Parameter `index` of a group, over `local` (rows of dim 0, main dtype); `full` still has the global shape."""
+        mesh, placements = group.mesh.device_mesh, group.dtensor_placements
+        plain = _as_dtensor(local.detach(), full.shape, mesh, placements)
         made = cls(local.detach(), plain._spec, requires_grad=full.requires_grad)
         made._is_param = True
+        made._owner = (weakref.ref(group), index)
         made._local_face, made._full_face, made._name, made._grad_face = local, full, name, None
         return made
 
@@ -106,7 +120,9 @@ class ShardedParameter(DTensor):
         if grad is None:
             return None
         if self._grad_face is None or self._grad_face._local_tensor is not grad:
-            self._grad_face = _as_dtensor(grad, self.shape, self.device_mesh, self.placements)
+            plain = _as_dtensor(grad, self.shape, self.device_mesh, self.placements)
+            self._grad_face = _Rows(grad, plain._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            self._grad_face._owner = self._owner
         return self._grad_face
 
     @grad.setter
@@ -144,11 +160,29 @@ class ShardedParameter(DTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+            _weights_changed(args)
         for arg in args:
             if isinstance(arg, Tensor) and not isinstance(arg, DTensor) and arg.dim() > 0:
                 _refuse_mixing(func, args)
         with compat.without_torch_function():
             return func(*args, **(kwargs or {}))
+
+
+# In-place operators whose names do not end in one underscore.
+_IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+
+
+def _weights_changed(args: tuple[Any, ...]) -> None:
+    """Main weights are written through their DTensors: forward must see it."""
+    written = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
+    for parameter in written:
+        if isinstance(parameter, ShardedParameter):
+            group = parameter._owner[0]()
+            context = group.context if group is not None else None
+            if context is not None:
+                context.weights_changed()
 
 
 def _refuse_mixing(func: Any, args: tuple[Any, ...]) -> None:
@@ -166,8 +200,3 @@ def _refuse_mixing(func: Any, args: tuple[Any, ...]) -> None:
 def _as_dtensor(local: Tensor, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def main_placements(mesh: DeviceMesh, sharded_dims: Sequence[bool]) -> list[Placement]:
-    """DTensor placements of a main weight: rows split over the mesh dims marked in `sharded_dims`."""
-    return [Shard(0) if split else Replicate() for split in sharded_dims]

@@ -247,7 +247,7 @@ class GradientReducer:
             else:
                 compat.foreach_copy_(self.main.segments, result.segments)
         for entry, face in zip(self.group.entries, self.faces, strict=True):
-            if entry.local.grad is not face:
+            if entry.local.grad is not face and entry.full.requires_grad:
                 entry.local.grad = face
 
     # -- what the optimizer sees ---------------------------------------------------------------------------------------

@@ -110,8 +110,7 @@ class SlotPool:
         self._last_release: dict[str, Event] = {}
 
     def add(self, client: Client) -> None:
-        """Make a client known; it starts with a slot of its own. It may come from the pool of a root that became a
-        nested unit."""
+        """Make a client known, maybe from the pool of a root that became a nested unit; it starts with its own slot."""
         client.planned = None
         client.private = client.slot = Slot(client.size_bytes, self._device, fixed=False)
         self._clients.append(client)
@@ -171,8 +170,7 @@ class SlotPool:
             self._intervals[client][-1][1] = self._clock
 
     def finish_step(self, event: Event) -> None:
-        """A training step is complete and nothing is held for it any more: plan fixed slots if they are wanted and not
-        there yet.
+        """A training step is complete: plan fixed slots if they are wanted, not there yet, and nothing is held.
 
         Args:
             event: After all work issued so far; fixed memory may be reused blocks that earlier kernels still read.

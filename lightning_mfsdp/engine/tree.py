@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,7 +34,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with every tensor replaced by `function(tensor)`. Containers are rebuilt only where something in them changed."""
+    """`value` with every tensor replaced by `function(tensor)`. Containers in which something changed are rebuilt, never written to."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (tuple, list)):
@@ -45,15 +46,19 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         changed = {key: map_tensors(function, item) for key, item in value.items()}
         if all(changed[key] is item for key, item in value.items()):
             return value
-        if isinstance(value, dict) and type(value) is not dict:
-            for key, item in changed.items():
-                value[key] = item
-            return value
-        return type(value)(changed)  # type: ignore[call-arg]
+        if type(value) is dict:
+            return changed
+        rebuilt = copy.copy(value)
+        for key, item in changed.items():
+            rebuilt[key] = item  # type: ignore[index]
+        return rebuilt
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
         mapped = {name: map_tensors(function, item) for name, item in fields.items()}
         if all(mapped[name] is item for name, item in fields.items()):
             return value
-        return dataclasses.replace(value, **mapped)
+        renewed = copy.copy(value)
+        for name, item in mapped.items():
+            object.__setattr__(renewed, name, item)  # frozen dataclasses too
+        return renewed
     return value

@@ -7,12 +7,14 @@
     post-backward   give the slot back; once no other call of the unit is outstanding, its gradients are ready to be
     reduced
 
-Post-backward is an autograd node on the unit's inputs, so it runs when everything inside the unit has run. A unit whose
-inputs need no gradient has no such node; the end of the backward completes it.
+Post-backward listens to the gradients of the unit's inputs: autograd runs what was recorded last first, so when they are
+there, everything inside the unit has run. A unit whose inputs need no gradient, or that overwrites them, is completed at
+the end of the backward.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -49,7 +51,6 @@ class Unit:
         context: Shared by all units of a root.
         live: Shows full parameters.
         pinned: Stays so through the end of a backward, because code around it is still running (`gather_root`).
-        pending: Calls in grad mode whose backward has not come through the unit's inputs.
     """
 
     def __init__(
@@ -67,13 +68,16 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.context: Context
         self.users: list[weakref.ref[Unit]] = [weakref.ref(self)]
-        self.pending = 0
         self.live = False
         self.pinned = False
         self.next_forward: weakref.ref[Unit] | None = None
         self.previous_forward: weakref.ref[Unit] | None = None
         self.next_backward: weakref.ref[Unit] | None = None
-        self._slots: list[Slot | None] = []
+        self._calls: list[weakref.ref[_Call]] = []
+        self._open_calls: list[_Call | None] = []
+        self._running = 0
+        self._idle = False
+        self._hears_parameters = False
         module.__dict__[_UNIT] = self
         this = weakref.ref(self)
         module.register_forward_pre_hook(_calling(this, Unit.pre_forward), with_kwargs=True)
@@ -106,11 +110,18 @@ class Unit:
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def start_gather(self, slots: list[Slot | None] | None = None) -> None:
-        """Start the gather of every group that is not there yet. `slots`: where saved tensors expect the weights."""
+    def start_gather(self, slots: list[Slot | None] | None = None, *, in_advance: bool = False) -> None:
+        """Start the gather of every group that is not there yet.
+
+        Args:
+            slots: Where saved tensors expect the weights, by group.
+            in_advance: Leave it for later if somebody else is in that memory.
+        """
         self.context.refresh()
         for index, group in enumerate(self.all_groups):
             needed = slots[index] if slots else None
+            if in_advance and needed is not None and needed.holder not in (None, group.client):
+                continue
             if needed is not None and group.gathered and group.slot is not needed:
                 group.release()
             if group.start_gather(self.context.weights_ready, needed):
@@ -125,7 +136,9 @@ class Unit:
         self.live = True
 
     def release(self) -> None:
-        """Show sharded parameters and give slots back, unless another unit that shares a group still uses it."""
+        """Show sharded parameters and give slots back, unless they are pinned or a unit that shares a group uses it."""
+        if self.pinned:
+            return
         if not self.live:
             for group in self.all_groups:
                 if group.users_live == 0:
@@ -147,121 +160,196 @@ class Unit:
         dtype = self.policy.compute_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = map_tensors(lambda tensor: _cast(tensor, dtype), (args, kwargs))
-        if torch.is_grad_enabled() and not self._is_recomputed():
-            args, kwargs = self._listen_to_inputs(args, kwargs)
+        call = _Call() if torch.is_grad_enabled() and self.all_groups and not self._is_recomputed() else None
+        self._open_calls.append(call)
+        if call is not None:
+            args, kwargs = self._listen_to_inputs(call, args, kwargs)
         return args, kwargs
 
     def enter(self) -> None:
         """Have full parameters there, and the next unit's on their way."""
-        recomputing = compat.backward_task() != -1
-        if not recomputing:
+        self._idle = False
+        if compat.backward_task() != -1:
+            self.start_gather(self._latest_slots())
+        else:
             self.context.note_forward(self)
-        self.start_gather(self._slots if recomputing and self.pending else None)
-        if not recomputing:
-            _prefetch(self.next_forward)
+            self.start_gather()
         self.install()
+        following = self.next_forward() if self.next_forward is not None else None
+        if following is not None and compat.backward_task() == -1:
+            following.start_gather()
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook; also runs when forward raised, with `output` None."""
-        recomputed = self._is_recomputed()
-        heard = torch.is_grad_enabled() and not recomputed and self.listen_to_outputs(tensors_in(output))
-        self.leave(reshard=heard or not torch.is_grad_enabled())
+        call = self._open_calls.pop()
+        outputs = tensors_in(output)
+        if call is not None:
+            self._listen_to_outputs(call, outputs)
+        raised = output is None and sys.exc_info()[0] is not None
+        self.leave(reshard=raised or bool(outputs) or call is None)
 
     def leave(self, *, reshard: bool) -> None:
-        """After forward: give weights back, unless they are needed again at once or nobody would bring them back for backward."""
-        if compat.backward_task() != -1:
+        """After forward: give weights back, unless they are needed again at once.
+
+        Args:
+            reshard: False where a backward may come that nobody would notice: the module returned no tensor to listen to.
+        """
+        if compat.backward_task() != -1 or self._open_calls:
             return
-        keep = torch.is_grad_enabled() and (
-            not self.reshard_after_forward or not reshard or self.context.keeps_after_forward(self)
-        )
-        if not keep:
+        context = self.context
+        if not torch.is_grad_enabled() or (
+            reshard and self.reshard_after_forward and not context.keeps_after_forward(self)
+        ):
             self.release()
+        else:
+            self._idle = self is not context.root
 
     def _is_recomputed(self) -> bool:
-        """Inside a backward, a call whose original one still waits for its backward: activation recomputation without reentrance.
+        """Whether this call, inside a backward, repeats one that still waits for its backward.
 
-        The recomputed graph is thrown away, so nothing may listen to it. Under reentrant checkpointing the original
-        call ran without gradients and the recomputed graph is the one that counts.
+        That is activation recomputation without reentrance: the recomputed graph is thrown away, so nothing may listen
+        to it. Under reentrant checkpointing the original call ran without gradients and the recomputed graph counts.
         """
         return compat.backward_task() != -1 and self.pending > 0
 
     def _listen_to_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Have `post_backward` run when gradients of all inputs are there."""
         tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        if not tensors or not self.all_groups:
+        if not tensors:
             return args, kwargs
         this = weakref.ref(self)
-        marked = iter(_PostBackward.apply(lambda: _run(this, Unit.post_backward), *tensors))  # type: ignore[no-untyped-call]
+        call.has_end = True
+
+        def end(_: Any) -> None:
+            unit = this()
+            if unit is not None:
+                unit.post_backward(call)
+
+        # Views of its own: an input shared by many units (an encoder's memory) is finished for each of them separately.
+        views = [tensor.view_as(tensor) for tensor in tensors]
+        if len(views) == 1:
+            views[0].register_hook(end)  # type: ignore[no-untyped-call]
+        else:
+            torch.autograd.graph.register_multi_grad_hook(views, end)
+        marked = iter(views)
         return map_tensors(lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs))  # type: ignore[no-any-return]
 
-    def listen_to_outputs(self, outputs: list[Tensor]) -> bool:
-        """Have `pre_backward` run when the backward of this call begins; returns whether any output can tell."""
+    def _listen_to_outputs(self, call: _Call, outputs: list[Tensor]) -> None:
+        """Have `pre_backward` run when the backward of this call begins."""
         differentiable = [tensor for tensor in outputs if tensor.requires_grad]
-        if not differentiable or not self.all_groups:
-            return not self.all_groups
-        slots = [group.slot for group in self.all_groups]
-        self._slots = slots
-        self.pending += 1
+        if not differentiable:
+            if not outputs:
+                self._listen_to_parameters()
+            return
+        call.slots = [group.slot for group in self.all_groups]
+        self._calls.append(weakref.ref(call))
         this = weakref.ref(self)
 
         def begin(_: Tensor) -> None:
             unit = this()
             if unit is not None:
-                unit.pre_backward(slots)
+                unit.pre_backward(call)
 
         for tensor in differentiable:
             tensor.register_hook(begin)  # type: ignore[no-untyped-call]
-        return True
+
+    def _listen_to_parameters(self) -> None:
+        """Where a result hides its tensors, notice a backward by the gradients it leaves."""
+        if self._hears_parameters:
+            return
+        self._hears_parameters = True
+        this = weakref.ref(self)
+
+        def begin(_: Tensor) -> None:
+            unit = this()
+            if unit is not None:
+                unit.context.begin_backward()
+
+        for group in self.all_groups:
+            for entry in group.entries:
+                if entry.full.requires_grad:
+                    entry.full.register_post_accumulate_grad_hook(begin)  # type: ignore[no-untyped-call]
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def pre_backward(self, slots: list[Slot | None] | None = None) -> None:
-        """A gradient of an output is there; the unit's own nodes run next."""
+    @property
+    def pending(self) -> int:
+        """Calls whose backward has not come through the unit's inputs. A call whose graph is gone does not count."""
+        self._calls = [reference for reference in self._calls if reference() is not None]
+        return len(self._calls)
+
+    def pre_backward(self, call: _Call) -> None:
+        """A gradient of an output is there; the call's own nodes run next."""
+        if call.running:
+            return
+        call.running = True
+        self._running += call.has_end
+        self._idle = False
         self.context.begin_backward()
         self.context.note_backward(self)
-        self.start_gather(slots)
-        successor = self.next_backward or self.previous_forward
-        _prefetch(successor, for_backward=True)
+        self.start_gather(call.slots)
         self.install()
+        reference = self.next_backward or self.previous_forward
+        following = reference() if reference is not None else None
+        if following is not None:
+            following.prefetch_for_backward()
 
-    def post_backward(self) -> None:
-        """All gradients of the unit's inputs are there, so all of its parameters' are."""
-        self.pending = max(0, self.pending - 1)
-        if self.pending:
-            return
-        self.release()
-        self.context.unit_done(self)
+    def post_backward(self, call: _Call) -> None:
+        """All gradients of the call's inputs are there, so its share of the parameters' gradients is."""
+        self._calls = [reference for reference in self._calls if reference() not in (None, call)]
+        if call.running:
+            call.running = False
+            self._running -= 1
+        if self._running == 0:
+            self.release()
+        if not self._calls:
+            self.context.unit_done(self)
 
     def prefetch_for_backward(self) -> None:
-        """Start the gather for a backward that is expected next."""
-        if self.pending:
-            self.start_gather(self._slots)
+        """Start the gather for a backward that is expected next, if its memory is free."""
+        slots = self._latest_slots()
+        if slots is not None:
+            self.start_gather(slots, in_advance=True)
+
+    def _latest_slots(self) -> list[Slot | None] | None:
+        """Where the last call that waits for its backward left saved tensors; `None` if no call waits."""
+        call = self._calls[-1]() if self.pending else None
+        return call.slots if call is not None else None
+
+    def rest(self, *, forget: bool) -> None:
+        """After a backward: calls that began are done. `forget`: so are all others, because the backward failed."""
+        self._running = 0
+        calls = [call for reference in self._calls if (call := reference()) is not None]
+        for call in calls:
+            if call.running or forget:
+                call.running = False
+                self._calls = [reference for reference in self._calls if reference() is not call]
+        self.release()
+
+    def release_if_idle(self) -> bool:
+        """Give weights back that were only kept because their backward was thought to come next."""
+        if self._idle:
+            self.release()
+        return self._idle
 
 
-class _PostBackward(torch.autograd.Function):
-    """Identity; its backward runs once gradients of all given inputs are there."""
+class _Call:
+    """One forward in grad mode. Autograd's nodes keep it alive, so it lives as long as its graph.
 
-    @staticmethod
-    def forward(ctx: Any, callback: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.callback = callback
-        ctx.set_materialize_grads(False)
-        return tensors
+    Attributes:
+        slots: Where its saved tensors expect the weights, by group.
+        has_end: Some input needs a gradient, so its backward has a visible end.
+        running: Its backward has begun and not ended.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ctx.callback()
-        return (None, *grads)
+    __slots__ = ("__weakref__", "has_end", "running", "slots")
 
-
-def _prefetch(reference: weakref.ref[Unit] | None, *, for_backward: bool = False) -> None:
-    unit = reference() if reference is not None else None
-    if unit is None:
-        return
-    if for_backward:
-        unit.prefetch_for_backward()
-    else:
-        unit.start_gather()
+    def __init__(self) -> None:
+        self.slots: list[Slot | None] = []
+        self.has_end = False
+        self.running = False
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -276,12 +364,6 @@ def _calling(this: weakref.ref[Unit], method: Callable[..., Any]) -> Callable[..
         return None if unit is None else method(unit, *args)
 
     return hook
-
-
-def _run(this: weakref.ref[Unit], method: Callable[[Unit], None]) -> None:
-    unit = this()
-    if unit is not None:
-        method(unit)
 
 
 def _rest(this: weakref.ref[Unit]) -> None:
