@@ -110,9 +110,14 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
     else:
         parameters = list(module_or_parameters)
     plain = _Owned()
+    seen: set[int] = set()
     wanted: dict[ParameterGroup, list[int]] = {}
     for parameter in parameters:
         found = owner_of(parameter)
+        key = id(parameter if found is None else found[1])
+        if key in seen:
+            continue
+        seen.add(key)
         if found is None or not _sharded_axes(found[0]):
             grad = parameter.grad if found is None else found[1].local.grad
             if grad is not None:
@@ -120,10 +125,7 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
                 plain.device = grad.device
             continue
         group, entry = found
-        index = group.entries.index(entry)
-        indices = wanted.setdefault(group, [])
-        if index not in indices:
-            indices.append(index)
+        wanted.setdefault(group, []).append(group.entries.index(entry))
     parts: dict[tuple[int, ...], _Owned] = {(): plain}
     for group, indices in wanted.items():
         axes = _sharded_axes(group)

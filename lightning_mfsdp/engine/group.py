@@ -206,12 +206,13 @@ class ParameterGroup:
             return [], []
         return self.held.part(self.main_extent).segments, self.main.segments
 
-    def start_gather(self, weights_ready: Event, needed: Slot | None = None) -> bool:
+    def start_gather(self, weights_ready: Event, needed: Slot | None = None, *, apart: bool = False) -> bool:
         """Start filling the full weight on the gather stream. Returns whether a collective was issued.
 
         Args:
             weights_ready: After the last write to any held weight.
             needed: The slot that saved tensors of a forward point into.
+            apart: Keep out of shared slots, see `SlotPool.acquire`.
         """
         if self.gathered:
             return False
@@ -227,7 +228,7 @@ class ParameterGroup:
             if outer_first and self.outer_axis is not None:
                 self.outer_axis.gather(held.part(self.inner_extent).segments, held.part(self.main_extent).segments)
             if self.placement.weight:
-                streams.wait(self._pool.acquire(self.client, needed))
+                streams.wait(self._pool.acquire(self.client, needed, apart=apart))
                 self._bind(self._full_in(self.client.slot))
                 self.shard_axis.gather(self._full_segments(), held.segments)
             elif in_place:

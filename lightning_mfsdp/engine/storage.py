@@ -126,12 +126,13 @@ class SlotPool:
         """All full-size memory at the moment."""
         return self.fixed_bytes + sum(client.private.allocated_bytes for client in self._clients)
 
-    def acquire(self, client: Client, needed: Slot | None = None) -> Event:
+    def acquire(self, client: Client, needed: Slot | None = None, *, apart: bool = False) -> Event:
         """Give the client a slot (`client.slot`); the memory is allocated on the current stream.
 
         Args:
             client: Holds no slot now.
             needed: The one slot that will do, because saved tensors of a forward point into it.
+            apart: Keep out of shared slots: saved tensors of an earlier forward still wait for their backward there.
 
         Returns:
             An event to wait for before writing.
@@ -139,7 +140,9 @@ class SlotPool:
         Raises:
             EngineStateError: `needed` is in use by somebody else.
         """
-        slot = needed or client.planned or client.private
+        slot = needed or (client.private if apart else client.planned) or client.private
+        if apart:
+            self._record_again()
         if slot.holder is not None and slot.holder is not client and not slot.holder.evict():
             if needed is not None:
                 raise EngineStateError(
@@ -149,7 +152,7 @@ class SlotPool:
                 )
             slot = client.private
             if torch.is_grad_enabled() or compat.backward_task() != -1:
-                self._recording = self.pooled
+                self._record_again()
         slot.holder = client
         client.slot = slot
         slot.materialize()
@@ -157,6 +160,9 @@ class SlotPool:
             self._clock += 1
             self._intervals.setdefault(client, []).append([self._clock, float("inf")])
         return slot.released if slot.fixed else self._last_release.get(client.kind)
+
+    def _record_again(self) -> None:
+        self._recording = self.pooled
 
     def release(self, client: Client, event: Event) -> None:
         """Take the slot back. `event` comes after the last use of the memory."""

@@ -118,13 +118,14 @@ class Unit:
             in_advance: Leave it for later if somebody else is in that memory.
         """
         self.context.refresh()
+        apart = slots is None and self.pending > 0
         for index, group in enumerate(self.all_groups):
             needed = slots[index] if slots else None
             if in_advance and needed is not None and needed.holder not in (None, group.client):
                 continue
             if needed is not None and group.gathered and group.slot is not needed:
                 group.release()
-            if group.start_gather(self.context.weights_ready, needed):
+            if group.start_gather(self.context.weights_ready, needed, apart=apart):
                 self.context.gathers_started += 1
 
     def install(self) -> None:
