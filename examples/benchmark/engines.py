@@ -88,7 +88,7 @@ def ddp(options: Options, device: torch.device) -> Engine:
 
 
 def fsdp2(options: Options, device: torch.device, *, tuned: bool = False) -> Engine:
-    """torch's `fully_shard`. Tuned: embedding and head as units of their own, explicit prefetch two deep."""
+    """Torch's `fully_shard`. Tuned: embedding and head as units of their own, explicit prefetch two deep."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = build(options, device)

@@ -110,8 +110,7 @@ def gather_root(module: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        unit.pinned = False
-        unit.release()
+        unit.abandon()
         raise
     unit.pinned = False
     if context.backwards_finished != before:

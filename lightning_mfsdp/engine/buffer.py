@@ -96,7 +96,8 @@ class FlatBuffer:
     def views(self) -> list[Tensor]:
         """`view` of every tensor of the layout, in its order; made once."""
         if self._views is None:
-            self._views = [self.view(tensor) for tensor in range(len(self.layout.shapes))]
+            with torch.inference_mode(False):
+                self._views = [self.view(tensor) for tensor in range(len(self.layout.shapes))]
         return self._views
 
     def gaps(self) -> list[Tensor]:

@@ -307,6 +307,10 @@ class Context:
         """Forget a backward that raised: its gradients are incomplete, so those not yet reduced are dropped."""
         while self._in_flight:
             self._retire()
+        for unit in self.units:
+            for group in unit.groups:
+                for entry in group.entries:
+                    entry.full.grad = None
         for reducer in self._reducers.values():
             reducer.drop()
         self._rest(forget=True)

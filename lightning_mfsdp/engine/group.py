@@ -283,8 +283,9 @@ class ParameterGroup:
         """The full weight's buffer in a slot's memory, made once per slot."""
         known = self._views_by_slot.get(slot)
         if known is None:
-            memory = slot.memory[: self.client.size_bytes].view(self.spec.compute_dtype)
-            known = self._views_by_slot[slot] = FlatBuffer.over(self.layout, self.full_extent, memory)
+            with torch.inference_mode(False):
+                memory = slot.memory[: self.client.size_bytes].view(self.spec.compute_dtype)
+                known = self._views_by_slot[slot] = FlatBuffer.over(self.layout, self.full_extent, memory)
         return known
 
     def _bind(self, full: FlatBuffer) -> None:

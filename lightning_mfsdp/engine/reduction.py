@@ -81,8 +81,6 @@ class GradientReducer:
 
     def drop(self) -> None:
         """Forget everything that is not reduced: the backward it belongs to failed."""
-        for entry in self.group.entries:
-            entry.full.grad = None
         self._unreduced = self._partial = None
 
     def _take(self) -> list[Tensor | None]:

@@ -16,6 +16,7 @@ breaks it).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -38,17 +39,25 @@ class Slot:
     Attributes:
         size_bytes: Room in it.
         fixed: Planned and shared (memory stays), or private to one client (memory only while held).
-        holder: Who holds it now.
         released: After the last use of the memory; whoever writes next waits for it.
     """
 
     def __init__(self, size_bytes: int, device: torch.device, *, fixed: bool) -> None:
         self.size_bytes = size_bytes
         self.fixed = fixed
-        self.holder: Client | None = None
+        self._holder: weakref.ref[Client] | None = None
         self.released: Event = None
         self._device = device
         self._memory: Tensor | None = None
+
+    @property
+    def holder(self) -> Client | None:
+        """Who holds the slot; not kept alive by it."""
+        return self._holder() if self._holder is not None else None
+
+    @holder.setter
+    def holder(self, client: Client | None) -> None:
+        self._holder = None if client is None else weakref.ref(client)
 
     @property
     def memory(self) -> Tensor:

@@ -186,8 +186,10 @@ class Unit:
         outputs = tensors_in(output)
         if call is not None:
             self._listen_to_outputs(call, outputs)
-        raised = output is None and sys.exc_info()[0] is not None
-        self.leave(reshard=raised or bool(outputs) or call is None)
+        if output is None and sys.exc_info()[0] is not None and compat.backward_task() == -1:
+            self.abandon()
+        else:
+            self.leave(reshard=bool(outputs) or call is None)
 
     def leave(self, *, reshard: bool) -> None:
         """After forward: give weights back, unless they are needed again at once.
@@ -204,6 +206,14 @@ class Unit:
             self.release()
         else:
             self._idle = self is not context.root
+
+    def abandon(self) -> None:
+        """Forward raised: give back at once what it used, and at the root also what it had gathered in advance."""
+        self.pinned = False
+        self.release()
+        if self is self.context.root:
+            for unit in self.context.units:
+                unit.release()
 
     def _is_recomputed(self) -> bool:
         """Whether this call, inside a backward, repeats one that still waits for its backward.

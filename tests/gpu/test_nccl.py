@@ -78,11 +78,15 @@ def equals_one_process(rank, world):
             with unshard(model):
                 for name, parameter in model.named_parameters():
                     difference = (parameter - expected[name]).abs().max().item()
-                    assert difference < 2e-4, f"{strategy} {outer} {storage} {accumulation} {waits} {name}: {difference}"
+                    assert difference < 2e-4, (
+                        f"{strategy} {outer} {storage} {accumulation} {waits} {name}: {difference}"
+                    )
 
 
 def step_without_host_sync(rank, world):
-    policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16, high_precision_reduce=True)
+    policy = MixedPrecisionPolicy(
+        compute_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16, high_precision_reduce=True
+    )
     model = _shard(build().cuda(), policy=policy)
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
     _train(model, optimizer, rank, world, steps=3)
@@ -123,7 +127,9 @@ def pooled_addresses_stay(rank, world):
         _train(model, optimizer, rank, world, steps=1)
         with torch.no_grad():
             model(batch(0, ROWS)[0].cuda())
-        seen.append([group.slot.memory.data_ptr() for unit in context_of(model).units for group in unit.groups if group.slot])
+        seen.append(
+            [group.slot.memory.data_ptr() for unit in context_of(model).units for group in unit.groups if group.slot]
+        )
     assert seen[1] == seen[2] == seen[3]
 
 

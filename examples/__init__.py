@@ -1,0 +1,1 @@
+"""Runnable examples; the tests and benchmarks share their decoder and their text."""

@@ -1,0 +1,153 @@
+"""The reference decoder as a LightningModule, its text as a LightningDataModule, and sampling from it.
+
+Nothing here mentions sharding: the same classes train under any strategy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from examples.decoder import PRESETS, Decoder, DecoderConfig, next_token_loss
+from examples.text import BYTES, ByteText
+
+
+class LightningDecoder(LightningModule):
+    """Trains a decoder to predict the next byte.
+
+    Args:
+        config: Sizes, or the name of a preset: tiny, 300m, 1b, 8b.
+        learning_rate: Peak of the schedule: linear warm-up, then a cosine down to a tenth.
+        weight_decay: Applied to matrices only.
+        warmup_steps: Optimizer steps of linear warm-up.
+        total_steps: Optimizer steps over which the schedule runs; None takes them from the Trainer. Give it when a run
+            is meant to be stopped and continued.
+        meta: Build on the meta device, without memory; the strategy then fills in the weights as it shards them.
+
+    Raises:
+        ValueError: There is no preset of that name.
+    """
+
+    def __init__(
+        self,
+        config: str | DecoderConfig = "tiny",
+        learning_rate: float = 2e-3,
+        weight_decay: float = 0.1,
+        warmup_steps: int = 20,
+        total_steps: int | None = None,
+        meta: bool = False,
+    ) -> None:
+        super().__init__()
+        if isinstance(config, str) and config not in PRESETS:
+            raise ValueError(f"no preset {config!r}; the presets are {', '.join(PRESETS)}")
+        self.config = PRESETS[config] if isinstance(config, str) else config
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.warmup_steps = warmup_steps
+        self.total_steps = total_steps
+        self.meta = meta
+        self.decoder: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        """Build the decoder. Lightning calls this once per fit, validate, test and predict."""
+        if self.decoder is None:
+            with torch.device("meta") if self.meta else contextlib.nullcontext():
+                self.decoder = Decoder(self.config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of shape [B, S, V] for `tokens` of shape [B, S]."""
+        return self.decoder(tokens)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """Mean loss of the microbatch, in nats."""
+        loss = next_token_loss(self.decoder(batch[:, :-1]), batch[:, 1:])
+        self.log("bits_per_byte", loss.detach() / math.log(2), prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+        """Log the held-out loss, in bits per byte, averaged over all batches and ranks."""
+        loss = next_token_loss(self.decoder(batch[:, :-1]), batch[:, 1:])
+        self.log("val_bits_per_byte", loss / math.log(2), prog_bar=True, sync_dist=True, batch_size=len(batch))
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW with weight decay on matrices, and the learning rate as a function of the optimizer step."""
+        matrices = [p for p in self.parameters() if p.ndim >= 2]
+        others = [p for p in self.parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        # Under loss scaling a fused optimizer removes the scale inside its step, too late for clipping.
+        fused = not str(self.trainer.precision).startswith("16")
+        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95), fused=fused)
+        total = self.total_steps or int(self.trainer.estimated_stepping_batches)
+
+        def scale(step: int) -> float:
+            progress = min(step / total, 1.0)
+            return min(1.0, (step + 1) / self.warmup_steps) * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class TextDataModule(LightningDataModule):
+    """Windows of the standard library's source, shuffled for training.
+
+    Args:
+        seq: Bytes per window.
+        batch_size: Windows per microbatch and process.
+        held_out_windows: Windows of held-out text used for validation, over all processes.
+    """
+
+    def __init__(self, seq: int = 128, batch_size: int = 8, held_out_windows: int = 128) -> None:
+        super().__init__()
+        self.seq = seq
+        self.batch_size = batch_size
+        self.held_out_windows = held_out_windows
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Shuffled windows; Lightning gives each process its own share."""
+        return DataLoader(ByteText("train", self.seq), self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        """The same held-out windows every time."""
+        return DataLoader(self.held_out(), self.batch_size)
+
+    def held_out(self) -> ByteText:
+        """The windows that validation reads."""
+        return ByteText("held_out", self.seq, self.held_out_windows)
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module, prompt: Tensor, length: int, *, context: int, temperature: float = 0.0, seed: int = 0
+) -> Tensor:
+    """Continue `prompt` by `length` bytes.
+
+    Every rank must call this together with the same arguments: each forward of a sharded model is a collective. Every
+    rank draws the same bytes, because all seed alike.
+
+    Args:
+        model: Maps tokens [B, S] to logits [B, S, V].
+        prompt: Bytes to continue, int64, 1-D, at least one.
+        length: Bytes to add.
+        context: Longest input the model is shown, in bytes.
+        temperature: Zero takes the likeliest byte; larger values draw more freely.
+        seed: Of the draws.
+
+    Returns:
+        Prompt and continuation, int64, 1-D, on the device of `prompt`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = prompt
+    for _ in range(length):
+        logits = model(tokens[None, -context:])[0, -1, :BYTES].float().cpu()
+        if temperature > 0:
+            following = torch.multinomial((logits / temperature).softmax(dim=0), 1, generator=generator)
+        else:
+            following = logits.argmax(dim=0, keepdim=True)
+        tokens = torch.cat((tokens, following.to(tokens.device)))
+    return tokens

@@ -1,0 +1,48 @@
+"""Megatron-style fully sharded training for any LightningModule: `Trainer(strategy="mfsdp")`.
+
+Importing this package registers "mfsdp", "mfsdp_optim_grads", "mfsdp_optim" and "mfsdp_no_shard" with Lightning.
+"""
+
+from lightning_mfsdp.engine import (
+    EngineStateError,
+    MixedPrecisionPolicy,
+    ShardingError,
+    clip_grad_norm_,
+    clip_grad_value_,
+    flat_gradients,
+    fully_shard,
+    fully_shard_optimizer,
+    fully_shard_units,
+    grad_norm,
+    no_sync,
+    refresh_weights,
+    sharded_parameters,
+    units,
+    unshard,
+)
+from lightning_mfsdp.precision import MFSDPPrecision
+from lightning_mfsdp.strategy import MFSDPStrategy, register_strategies
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EngineStateError",
+    "MFSDPPrecision",
+    "MFSDPStrategy",
+    "MixedPrecisionPolicy",
+    "ShardingError",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "flat_gradients",
+    "fully_shard",
+    "fully_shard_optimizer",
+    "fully_shard_units",
+    "grad_norm",
+    "no_sync",
+    "refresh_weights",
+    "sharded_parameters",
+    "units",
+    "unshard",
+]
+
+register_strategies()

@@ -1,0 +1,5 @@
+"""What watches or adjusts training from outside."""
+
+from lightning_mfsdp.callbacks.nan_gradients import NaNGradientReporter, NonFiniteGradientError
+
+__all__ = ["NaNGradientReporter", "NonFiniteGradientError"]

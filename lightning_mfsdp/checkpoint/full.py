@@ -1,0 +1,87 @@
+"""Reading single-file checkpoints into a sharded model: every rank maps the file and copies the rows it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mfsdp.checkpoint.sharded import ParameterIndex, check_names, restore_optimizer
+from lightning_mfsdp.engine import ParameterView, refresh_weights
+
+__all__ = ["load_model", "load_optimizers"]
+
+
+def load_model(path: Path, saved: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
+    """Copy whole tensors by name into the rows this rank owns.
+
+    Raises:
+        RuntimeError: Names or shapes differ; all of them are listed.
+    """
+    index = ParameterIndex(module)
+    present = module.state_dict()
+    shapes = {name: value.shape for name, value in saved.items() if isinstance(value, Tensor)}
+    check_names(path, present, list(saved), shapes, strict=strict)
+    rest = {}
+    with torch.no_grad():
+        for name, value in saved.items():
+            view = index.views.get(name)
+            if view is not None:
+                view.main.copy_(_rows(value, view))
+            elif name in present:
+                rest[name] = value
+    module.load_state_dict(rest, strict=False)
+    refresh_weights(module)
+
+
+def load_optimizers(
+    path: Path, saved: Sequence[Mapping[str, Any]], module: nn.Module, optimizers: Sequence[Optimizer]
+) -> list[bool]:
+    """Restore optimizers from states numbered by parameter, as an unsharded `Optimizer.state_dict()` has them.
+
+    Returns:
+        For each optimizer whether there was a state for it.
+
+    Raises:
+        RuntimeError: Another number of optimizers, parameter groups or parameters.
+    """
+    if not saved or not optimizers:
+        return [False] * len(optimizers)
+    if len(saved) != len(optimizers):
+        raise RuntimeError(
+            f"{path} holds {len(saved)} optimizer states but {len(optimizers)} optimizers are configured; make them agree"
+        )
+    index = ParameterIndex(module)
+    for number, (state, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
+        names_by_group = index.names_by_group(optimizer)
+        theirs = [list(group["params"]) for group in state["param_groups"]]
+        if list(map(len, theirs)) != list(map(len, names_by_group)):
+            raise RuntimeError(
+                f"{path}: optimizer {number} has parameter groups of {list(map(len, theirs))} parameters, here they have "
+                f"{list(map(len, names_by_group))}; configure the optimizers as they were when the checkpoint was saved"
+            )
+        by_name: dict[str, dict[str, Any]] = {}
+        for ids, names in zip(theirs, names_by_group, strict=True):
+            for key, name in zip(ids, names, strict=True):
+                view = index.views.get(name)
+                if key in state["state"] and (view is None or view.local.numel()):
+                    by_name[name] = {part: _state_rows(value, view) for part, value in state["state"][key].items()}
+        options = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
+        restore_optimizer(optimizer, by_name, options, names_by_group)
+    return [True] * len(optimizers)
+
+
+def _rows(value: Tensor, view: ParameterView) -> Tensor:
+    if not value.dim():
+        return value if view.rows else value.reshape(1)[:0]
+    return value[view.rows.start : view.rows.stop]
+
+
+def _state_rows(value: Any, view: ParameterView | None) -> Any:
+    if isinstance(value, Tensor) and view is not None and value.dim() and value.shape == view.shape:
+        return _rows(value, view).clone()
+    return value.clone() if isinstance(value, Tensor) else value

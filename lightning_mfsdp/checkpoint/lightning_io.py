@@ -1,0 +1,96 @@
+"""What a Lightning checkpoint dictionary becomes on disk, and back."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_mfsdp.checkpoint import full, sharded
+from lightning_mfsdp.checkpoint.sharded import META_FILE, is_sharded_checkpoint, optimizer_state
+
+__all__ = ["load", "optimizer_state", "save"]
+
+
+def save(path: Path, module: nn.Module, checkpoint: dict[str, Any], *, is_rank_zero: bool) -> None:
+    """Write a Lightning checkpoint as a directory. A file of that name is replaced; all ranks call it.
+
+    Raises:
+        IsADirectoryError: `path` is a directory with something else in it.
+    """
+    if path.is_dir() and not is_sharded_checkpoint(path) and any(path.iterdir()):
+        raise IsADirectoryError(
+            f"{path} is a directory with other content; a sharded checkpoint would mix with it. Choose another path"
+        )
+    rest = dict(checkpoint)
+    model_state = rest.pop("state_dict")
+    optimizer_states = rest.pop("optimizer_states", [])
+    if is_rank_zero:
+        if path.is_file():
+            path.unlink()
+        path.mkdir(parents=True, exist_ok=True)
+    sharded.save(path, module, model_state, optimizer_states)
+    if is_rank_zero:
+        torch.save(rest, path / META_FILE)
+
+
+def load(
+    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    """Read a checkpoint into a sharded module and its optimizers; all ranks call it.
+
+    Args:
+        path: A directory written by `save`, or a single file written by Lightning without sharding.
+        module: Sharded.
+        optimizers: Empty unless training resumes.
+        strict: Names must match exactly.
+        weights_only: As for `torch.load`.
+
+    Returns:
+        What neither weights nor optimizer states are: loops, callbacks, schedulers, hyperparameters.
+
+    Raises:
+        ValueError: The path holds no checkpoint.
+        RuntimeError: The checkpoint does not fit.
+    """
+    if is_sharded_checkpoint(path):
+        rest = _torch_load(path / META_FILE, weights_only)
+        sharded.load_model(path, module, strict=strict)
+        restored = [
+            sharded.load_optimizer(path, module, optimizer, number) for number, optimizer in enumerate(optimizers)
+        ]
+    elif path.is_file():
+        rest = _torch_load(path, weights_only)
+        full.load_model(path, rest.pop("state_dict"), module, strict=strict)
+        restored = full.load_optimizers(path, rest.pop("optimizer_states", []), module, optimizers)
+    else:
+        raise ValueError(
+            f"ckpt_path={str(path)!r}: expected a directory with {META_FILE} in it, as this strategy writes, or a single Lightning "
+            "checkpoint file; "
+            + ("the directory has no such file" if path.is_dir() else "there is nothing at that path")
+        )
+    if optimizers and not all(restored):
+        rank_zero_warn(
+            f"{path} holds no state for {restored.count(False)} of {len(restored)} optimizers, which start afresh"
+        )
+        # Lightning insists on the key; there is nothing to restore schedulers from.
+        rest.setdefault("lr_schedulers", [])
+    return rest
+
+
+def _torch_load(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    try:
+        loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise RuntimeError(
+            f"{path} holds Python objects that torch.load refuses by default. If you trust it, allow their classes with "
+            "torch.serialization.add_safe_globals, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 "
+            "(Lightning does not hand weights_only on to strategies that load after setup)"
+        ) from error
+    return loaded

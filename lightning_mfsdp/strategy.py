@@ -1,0 +1,420 @@
+"""MFSDPStrategy: Lightning's calls become engine calls. It moves no gradient and computes no weight itself.
+
+    setup_environment   process group, device mesh (shard) or (outer, shard)
+    setup               dtype of the module, units, fully_shard, buffers to the device, optimizers
+    *_step              the root unit's weights are there: Lightning calls these methods directly, so forward hooks do not fire
+    backward            the engine learns that a backward starts; gradients are final when it returns
+    checkpoints         one directory, every rank writes the rows it owns
+
+Numbers are the engine's business, dtypes those of `precision.py`, files those of `checkpoint/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_mfsdp.arguments import (
+    check_choice,
+    check_policy,
+    check_sizes,
+    check_state_dict_type,
+    ignored_parameters,
+)
+from lightning_mfsdp.checkpoint import lightning_io
+from lightning_mfsdp.engine import (
+    MixedPrecisionPolicy,
+    fully_shard_optimizer,
+    fully_shard_units,
+    gather_root,
+    no_sync,
+    units,
+    watch_backward,
+)
+from lightning_mfsdp.engine.placement import resolve_placement
+from lightning_mfsdp.engine.unit import unit_of
+from lightning_mfsdp.precision import MFSDPPrecision, translate_precision
+from lightning_mfsdp.processes import ProcessStrategy
+from lightning_mfsdp.unit_selection import UnitsArgument, describe_units, select_units, validate_units
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins import Precision
+
+__all__ = ["MFSDPStrategy", "register_strategies"]
+
+_REGISTERED = {
+    "mfsdp": ("optim_grads_params", "weights, gradients and optimizer state sharded"),
+    "mfsdp_optim_grads": ("optim_grads", "gradients and optimizer state sharded"),
+    "mfsdp_optim": ("optim", "optimizer state sharded"),
+    "mfsdp_no_shard": ("no_shard", "everything replicated"),
+}
+
+
+class MFSDPStrategy(ProcessStrategy):
+    """Fully sharded training of any LightningModule on CPU or CUDA, any number of devices and nodes.
+
+    Args:
+        sharding: What is sharded on the shard axis: "no_shard", "optim", "optim_grads", "optim_grads_params", or 0 to 3.
+        outer_sharding: On the outer axis: "no_shard" (HSDP) or "optim" (HFSDP).
+        policy: Dtypes of weights, gradients and communication. `None`: what `Trainer(precision=...)` stands for; if given, it wins.
+        units: "auto", a list of module classes or class names, or a callable: which modules are gathered as one. See `select_units`.
+        data_parallel_size: Number of ranks that see different data. "auto" or `None`: all ranks, the only number this version takes.
+        outer_size: Size of the outer axis; it must divide the number of ranks. Neighbouring ranks share the shard axis.
+        mesh: A device mesh of your own instead of `outer_size`: one axis, or two, outer first unless they are named "outer" and "shard".
+        reshard_after_forward: Give weights back between forward and backward. `False` saves a gather and costs memory.
+        ignored_parameters: Parameters, or `fnmatch` patterns of their names, that stay whole on every rank and whose gradients are not
+            reduced.
+        storage: "pooled": full weights live in fixed slots; "dynamic": in the caching allocator.
+        accumulation: With `accumulate_grad_batches`, "local": no communication until the last microbatch, for a full-size gradient in
+            memory. "sharded": strategies with sharded gradients reduce each microbatch over the shard axis; the outer axis waits.
+        state_dict_type: "sharded" is the only kind this version writes. It reads single-file Lightning checkpoints as well.
+        timeout: Of collectives. `None`: PyTorch's own, 10 minutes for NCCL and 30 for gloo.
+        process_group_backend: `None`: NCCL for CUDA, gloo for CPU.
+        accelerator: As for every Lightning strategy, usually set by the Trainer; likewise the next four.
+        parallel_devices: One device for each local rank.
+        cluster_environment: Where ranks and addresses come from.
+        checkpoint_io: Not supported; every rank writes its own part through torch.distributed.checkpoint.
+        precision_plugin: `MFSDPPrecision`, or a plugin that can be translated into one.
+
+    Raises:
+        ValueError: An argument out of its range, or two that contradict each other.
+        TypeError: An argument of the wrong kind.
+    """
+
+    strategy_name = "mfsdp"
+
+    def __init__(
+        self,
+        *,
+        sharding: str | int = "optim_grads_params",
+        outer_sharding: str | int = "no_shard",
+        policy: MixedPrecisionPolicy | None = None,
+        units: UnitsArgument = "auto",
+        data_parallel_size: int | Literal["auto"] | None = "auto",
+        outer_size: int = 1,
+        mesh: DeviceMesh | None = None,
+        reshard_after_forward: bool = True,
+        ignored_parameters: Sequence[str | nn.Parameter] = (),
+        storage: Literal["pooled", "dynamic"] = "pooled",
+        accumulation: Literal["local", "sharded"] = "local",
+        state_dict_type: Literal["sharded"] = "sharded",
+        timeout: timedelta | None = None,
+        process_group_backend: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        resolve_placement(sharding, outer_sharding, 1, 1)
+        validate_units(units)
+        check_choice("storage", storage, ("pooled", "dynamic"))
+        check_choice("accumulation", accumulation, ("local", "sharded"))
+        check_state_dict_type(state_dict_type)
+        check_policy(policy)
+        check_sizes(data_parallel_size, outer_size, mesh)
+        self._policy = policy
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+            timeout=timeout,
+            process_group_backend=process_group_backend,
+        )
+        if checkpoint_io is not None:
+            self.checkpoint_io = checkpoint_io
+        self.sharding = sharding
+        self.outer_sharding = outer_sharding
+        self.accumulation = accumulation
+        self._units: UnitsArgument = units
+        self._data_parallel_size = data_parallel_size
+        self._outer_size = outer_size
+        self._mesh = mesh
+        self._reshard_after_forward = reshard_after_forward
+        self._ignored_parameters = tuple(ignored_parameters)
+        self._storage = storage
+
+    # -- where we are --------------------------------------------------------------------------------------------------
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Axes ("shard",) or ("outer", "shard").
+
+        Raises:
+            RuntimeError: Processes are not connected yet.
+        """
+        if self._mesh is None:
+            raise RuntimeError(
+                "MFSDPStrategy.device_mesh: there is no mesh before processes are connected. Use it from LightningModule.setup or "
+                "configure_model on, also as self.device_mesh"
+            )
+        return self._mesh
+
+    @property
+    def precision_plugin(self) -> MFSDPPrecision:
+        """The precision, translated from whatever Lightning built."""
+        if isinstance(self._precision_plugin, MFSDPPrecision):
+            return self._precision_plugin
+        return MFSDPPrecision(policy=self._policy)
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = (
+            None if precision_plugin is None else translate_precision(precision_plugin, self._policy)
+        )
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Removes checkpoints; writing and reading do not go through it."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        if type(io) is not TorchCheckpointIO:
+            raise TypeError(
+                f"MFSDPStrategy does not use a CheckpointIO, so {type(io).__name__} would be ignored: every rank writes its own part of a "
+                "checkpoint through torch.distributed.checkpoint. Remove the plugin"
+            )
+        self._checkpoint_io = io
+
+    # -- the mesh ------------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Connect the processes and build the mesh, once; later entry points find both."""
+        super().setup_environment()
+        assert self.lightning_module is not None
+        self._check_world()
+        if self._mesh is None:
+            self._mesh = self._make_mesh()
+        self.lightning_module._device_mesh = self._mesh
+
+    def _check_world(self) -> None:
+        expected = {"data_parallel_size": self._data_parallel_size, "mesh": self._mesh.size() if self._mesh else None}
+        for argument, size in expected.items():
+            if size not in (None, "auto", self.world_size):
+                raise ValueError(
+                    f"{argument} covers {size} ranks but there are {self.world_size}; in this version every rank is a data-parallel rank"
+                )
+        if self.world_size % self._outer_size:
+            raise ValueError(f"outer_size={self._outer_size} does not divide the {self.world_size} ranks")
+
+    def _make_mesh(self) -> DeviceMesh:
+        device_type = self.root_device.type
+        # HFSDP is asked for by name; on one node its outer axis has size 1 and costs nothing.
+        if self._outer_size == 1 and self.outer_sharding in ("no_shard", 0):
+            return init_device_mesh(device_type, (self.world_size,), mesh_dim_names=("shard",))
+        shape = (self._outer_size, self.world_size // self._outer_size)
+        return init_device_mesh(device_type, shape, mesh_dim_names=("outer", "shard"))
+
+    # -- the model -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Tensors in the dtype of the precision; on meta if `empty_init`, to be materialised unit by unit in `setup`."""
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shard the model unless it is, bring the rest to the device, and make optimizers for fitting."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.model = self.lightning_module
+        self._shard(self.lightning_module)
+        self.model_to_device()
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            for optimizer in self.optimizers:
+                if not isinstance(optimizer, _MockOptimizer):
+                    fully_shard_optimizer(optimizer, grad_scaler=self.precision_plugin.scaler)
+
+    def _shard(self, module: LightningModule) -> None:
+        policy = self.precision_plugin.policy
+        root = unit_of(module)
+        if root is not None:
+            if root.policy != policy:
+                rank_zero_warn(
+                    f"{type(module).__name__} is already sharded and keeps its policy {root.policy}; this Trainer's precision stands for "
+                    f"{policy}. Give both the same precision, or MFSDPStrategy(policy=...) the one you sharded with"
+                )
+            return
+        chosen: list[nn.Module] = []
+        if any(unit_of(part) is not None for part in module.modules()):
+            if self._units != "auto":
+                raise ValueError(
+                    f"units={self._units!r}, but {type(module).__name__} already contains modules given to fully_shard. Leave units out, "
+                    "or do not call fully_shard in configure_model"
+                )
+        else:
+            if self._layer_sync is not None:
+                self._layer_sync.apply(module)
+            self.precision_plugin.convert_module(module)
+            chosen = select_units(module, self._units)
+        fully_shard_units(
+            module,
+            chosen,
+            mesh=self.device_mesh,
+            sharding=self.sharding,
+            outer_sharding=self.outer_sharding,
+            policy=policy,
+            reshard_after_forward=self._reshard_after_forward,
+            ignored_parameters=ignored_parameters(module, self._ignored_parameters),
+            storage=self._storage,
+        )
+        rank_zero_info(describe_units(units(module)))
+
+    def model_to_device(self) -> None:
+        """Move what the engine does not manage: buffers, ignored parameters, metrics."""
+        assert self.lightning_module is not None
+        device = self.root_device
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric):
+                module.to(device)
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.device != device:
+                    setattr(module, name, buffer.to(device))
+            for parameter in module.parameters(recurse=False):
+                if parameter.device != device:
+                    parameter.data = parameter.data.to(device)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """`LightningModule.training_step` with the root unit's weights there."""
+        with self._step_context() as module:
+            return module.training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """`LightningModule.validation_step` with the root unit's weights there."""
+        with self._step_context() as module:
+            return module.validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """`LightningModule.test_step` with the root unit's weights there."""
+        with self._step_context() as module:
+            return module.test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """`LightningModule.predict_step` with the root unit's weights there."""
+        with self._step_context() as module:
+            return module.predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _step_context(self) -> Generator[LightningModule, None, None]:
+        assert self.lightning_module is not None
+        with self.precision_plugin.forward_context(), gather_root(self.lightning_module):
+            yield self.lightning_module
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Have the engine notice the backward of this loss."""
+        assert self.lightning_module is not None
+        watch_backward(self.lightning_module, closure_loss)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Backwards inside keep gradients local, or sharded with `accumulation="sharded"`."""
+        assert self.lightning_module is not None
+        with no_sync(self.lightning_module, keep_sharded=self.accumulation == "sharded"):
+            yield
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Weights are read straight into shards."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """`load_checkpoint` restores optimizers."""
+        return False
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """State by parameter name, of the rows this rank owns."""
+        assert self.lightning_module is not None
+        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return lightning_io.optimizer_state(self.lightning_module, plain)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a directory; every rank its rows, rank 0 the rest.
+
+        Raises:
+            TypeError: `storage_options` were given: they belong to a CheckpointIO.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                "MFSDPStrategy.save_checkpoint: storage_options belong to a CheckpointIO, which this strategy does not use"
+            )
+        assert self.lightning_module is not None
+        lightning_io.save(
+            Path(self.broadcast(filepath)), self.lightning_module, checkpoint, is_rank_zero=self.is_global_zero
+        )
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read weights, and optimizer states when fitting, in place; returns what is left for Lightning.
+
+        Raises:
+            ValueError: Nothing that can be read lies at the path.
+            RuntimeError: The checkpoint does not fit the model or the optimizers.
+        """
+        assert self.lightning_module is not None
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        return lightning_io.load(
+            Path(self.broadcast(checkpoint_path)),
+            self.lightning_module,
+            self.optimizers if fitting else [],
+            strict=self.lightning_module.strict_loading,
+            weights_only=weights_only,
+        )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing is left to do: `load_checkpoint` read the weights."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing is left to do: `load_checkpoint` read the states."""
+
+    def teardown(self) -> None:
+        """Give back what this strategy made. The model stays sharded on its device, ready for the next entry point."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Add the strategy's names to a Lightning registry; calling it again changes nothing."""
+        for name, (sharding, description) in _REGISTERED.items():
+            strategy_registry.register(
+                name, cls, description=f"Fully sharded: {description}", override=True, sharding=sharding
+            )
+
+
+def register_strategies() -> None:
+    """Make `Trainer(strategy="mfsdp")` and its variants known to `lightning.pytorch`."""
+    MFSDPStrategy.register_strategies(StrategyRegistry)

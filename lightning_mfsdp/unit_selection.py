@@ -1,0 +1,187 @@
+"""Which modules become units when the user does not say: the parts of a model that run one after the other.
+
+It reads module trees only; sharding them is the engine's work.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, TypeAlias
+
+from torch import nn
+
+from lightning_mfsdp.engine import UnitView
+
+__all__ = ["UnitsArgument", "describe_units", "select_units", "validate_units"]
+
+UnitsArgument: TypeAlias = "Literal['auto'] | Sequence[str | type[nn.Module]] | Callable[[nn.Module], bool]"
+
+# An embedding or head of this share of the model is worth gathering on its own, once it is not tiny; a huge one always is.
+_LARGE_SHARE = 1 / 32
+_LARGE_SHARE_MIN_NUMEL = 2**20
+_LARGE_NUMEL = 2**26
+
+
+def validate_units(units: UnitsArgument) -> None:
+    """Check the `units` argument where it is given, long before there is a model.
+
+    Raises:
+        TypeError: Neither "auto", nor class names and classes, nor a callable.
+    """
+    if units == "auto" or (callable(units) and not isinstance(units, type)):
+        return
+    entries = units if isinstance(units, Sequence) and not isinstance(units, str) else None
+    if entries is None or not all(isinstance(entry, str) or _is_module_class(entry) for entry in entries):
+        raise TypeError(
+            f'units={units!r}: expected "auto", a list of module classes or class names such as ["Block"], or a callable that takes a '
+            "module and returns whether it is a unit"
+        )
+
+
+def select_units(root: nn.Module, units: UnitsArgument) -> list[nn.Module]:
+    """The modules inside `root` to shard as units, in registration order; `root` itself takes what is left.
+
+    Args:
+        root: The whole model, not sharded yet.
+        units: "auto": repeated blocks of `ModuleList` and `Sequential`, classes a Hugging Face model names in `_no_split_modules`, and
+            large embeddings and heads. Class names, classes or a callable: exactly those.
+
+    Raises:
+        ValueError: A name or class that matches no module with parameters.
+    """
+    if callable(units):
+        return [module for module in _inside(root) if units(module) and _numel(module)]
+    if units == "auto":
+        return _select_automatically(root)
+    return _select_by_class(root, units)
+
+
+def describe_units(views: Sequence[UnitView]) -> str:
+    """A table of units, equal ones in one line.
+
+    Columns: name of the first, class, how many, parameters of each, padding, and for each of them what this rank keeps (weights, main and
+    compute) and what it holds while the unit is gathered.
+    """
+    rows: list[tuple[str, ...]] = [("unit", "class", "count", "parameters", "padding", "kept here", "gathered")]
+    alike: dict[tuple[str, ...], list[UnitView]] = {}
+    for view in views:
+        kept, gathered = _readable_bytes(view.main_bytes + view.held_bytes), _readable_bytes(view.full_bytes)
+        key = (view.module_class, f"{view.num_parameters:,}", f"{view.padding_fraction:.1%}", kept, gathered)
+        alike.setdefault(key, []).append(view)
+    for (kind, *figures), members in alike.items():
+        rows.append((members[0].name or "(root)", kind, str(len(members)), *figures))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    total = sum(view.num_parameters for view in views)
+    kept = _readable_bytes(sum(view.main_bytes + view.held_bytes for view in views))
+    return "\n".join([f"mfsdp: {len(views)} units, {total:,} parameters, {kept} of weights kept on this rank", *lines])
+
+
+def _readable_bytes(size_bytes: int) -> str:
+    size, unit = float(size_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _select_by_class(root: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> list[nn.Module]:
+    def matches(module: nn.Module, entry: str | type[nn.Module]) -> bool:
+        return type(module).__name__ == entry if isinstance(entry, str) else isinstance(module, entry)
+
+    candidates = [module for module in _inside(root) if _numel(module)]
+    for entry in wanted:
+        if not any(matches(module, entry) for module in candidates):
+            counts = Counter(type(module).__name__ for module in candidates)
+            known = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
+            raise ValueError(
+                f"units={list(wanted)!r}: no module with parameters matches {entry!r}. The model has: {known or 'no such module'}"
+            )
+    return [module for module in candidates if any(matches(module, entry) for entry in wanted)]
+
+
+def _select_automatically(root: nn.Module) -> list[nn.Module]:
+    large = _large_numel(root)
+    owners = _parameter_owners(root)
+    no_split = _no_split_names(root)
+    chosen: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        blocks = _repeated(module)
+        for child in module.children():
+            is_block = (child in blocks and not _is_stage(child)) or type(child).__name__ in no_split
+            is_table = isinstance(child, (nn.Embedding, nn.Linear)) and _own_numel(child) >= large
+            is_leaf = next(child.children(), None) is None
+            if (is_table or (is_block and (not is_leaf or _numel(child) >= large))) and _keeps_to_itself(child, owners):
+                chosen.append(child)
+            else:
+                visit(child)
+
+    visit(root)
+    # A module registered twice is visited twice.
+    return list(dict.fromkeys(chosen))
+
+
+def _repeated(container: nn.Module) -> list[nn.Module]:
+    """Entries of a list or sequence that have at least one sibling of the same class; they can be called and have parameters."""
+    if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+        return []
+    entries = [
+        entry for entry in container.children() if _numel(entry) and type(entry).forward is not nn.Module.forward
+    ]
+    counts = Counter(type(entry) for entry in entries)
+    return [entry for entry in entries if counts[type(entry)] >= 2]
+
+
+def _is_stage(module: nn.Module) -> bool:
+    """A plain sequence of blocks: its blocks are the units, not the sequence."""
+    return type(module) is nn.Sequential and any(
+        next(block.children(), None) is not None for block in _repeated(module)
+    )
+
+
+def _no_split_names(root: nn.Module) -> frozenset[str]:
+    """Class names that Hugging Face models in `root` say must stay whole."""
+    names: set[str] = set()
+    for module in root.modules():
+        declared = getattr(module, "_no_split_modules", None)
+        if isinstance(declared, (list, tuple, set)):
+            names.update(name for name in declared if isinstance(name, str))
+    return frozenset(names)
+
+
+def _parameter_owners(root: nn.Module) -> dict[int, set[int]]:
+    """Identities of the modules that hold each parameter, by the parameter's identity."""
+    owners: dict[int, set[int]] = {}
+    for module in root.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(module))
+    return owners
+
+
+def _keeps_to_itself(module: nn.Module, owners: dict[int, set[int]]) -> bool:
+    """Whether no parameter of `module` is tied to one outside it."""
+    inside = {id(part) for part in module.modules()}
+    return all(owners[id(parameter)] <= inside for parameter in module.parameters())
+
+
+def _large_numel(root: nn.Module) -> int:
+    return min(_LARGE_NUMEL, max(_LARGE_SHARE_MIN_NUMEL, int(_numel(root) * _LARGE_SHARE)))
+
+
+def _inside(root: nn.Module) -> Iterator[nn.Module]:
+    return (module for module in root.modules() if module is not root and type(module).forward is not nn.Module.forward)
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _own_numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
+
+
+def _is_module_class(entry: object) -> bool:
+    return isinstance(entry, type) and issubclass(entry, nn.Module)

@@ -1,0 +1,58 @@
+"""Many small distributed cases in one start of processes: each case passes or fails by itself."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from tests.helpers.distributed import run_distributed
+
+Case = Callable[[int, int], None]
+
+
+class Problems:
+    """Collects what is wrong and says so at the end, so that a rank never leaves the others inside a collective."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def expect(self, condition: bool, what: str) -> None:
+        if not condition:
+            self.found.append(what)
+
+    def close(self, got: Any, expected: Any, what: str, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+        if got is None or got.shape != expected.shape:
+            self.found.append(
+                f"{what}: expected shape {tuple(expected.shape)}, got {got if got is None else got.shape}"
+            )
+        elif (
+            got.numel() and not (got.double() - expected.double()).abs().le(atol + rtol * expected.double().abs()).all()
+        ):
+            worst = (got.double() - expected.double()).abs().max()
+            self.found.append(f"{what}: largest difference {worst:.3g}, expected about {expected.abs().max():.3g}")
+
+    def finish(self) -> None:
+        assert not self.found, "\n".join(self.found)
+
+
+def run_cases(cases: Mapping[str, Case], world: int) -> dict[str, str]:
+    """Run every case on `world` ranks; returns the tracebacks of all ranks by case, empty where it passed."""
+    outcomes = run_distributed(_run_all, world, dict(cases))
+    return {
+        name: "\n".join(f"rank {rank}: {outcome[name]}" for rank, outcome in enumerate(outcomes) if outcome[name])
+        for name in cases
+    }
+
+
+def _run_all(rank: int, world: int, cases: dict[str, Case]) -> dict[str, str]:
+    outcome = {}
+    for name, case in cases.items():
+        try:
+            case(rank, world)
+            outcome[name] = ""
+        except (Exception, pytest.fail.Exception):
+            outcome[name] = traceback.format_exc()
+    return outcome

@@ -1,0 +1,265 @@
+"""How many collectives a step costs: exact per unit, per microbatch and per mesh axis, and none that is not needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import product
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mfsdp.engine import fully_shard, no_sync
+from lightning_mfsdp.engine.unit import unit_of
+from tests.engine.worlds import by_world, check
+from tests.helpers.chain import STRATEGIES, adamw, context
+
+ROWS = (48, 80, 112, 144)  # full and half length of every unit are unlike those of the others
+DIM = 8
+LAYERS = tuple(f"layers.{index}" for index in range(len(ROWS)))
+LAST = LAYERS[-1]
+UNITS = (*LAYERS, "root")
+SYNCS = ("always", "no_sync", "keep_sharded")
+Counts = Counter  # (operation, axis, unit) -> number
+
+
+class Funnel(nn.Module):
+    """Units that all differ in size, so that a collective's length tells whose it is. A scale belongs to the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, rows, bias=False) for rows in ROWS)
+        self.scale = nn.Parameter(torch.ones(DIM))
+        self.reentrant: bool | None = None
+        self.regions = [[0], [1], [2], [3]]
+
+    def region(self, x: Tensor, indices: list[int]) -> Tensor:
+        for index in indices:
+            x = torch.tanh(self.layers[index](x).unflatten(-1, (DIM, -1)).mean(-1))
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        for indices in self.regions:
+            keep = self.reentrant is None
+            x = self.region(x, indices) if keep else checkpoint(self.region, x, indices, use_reentrant=self.reentrant)
+        return x * self.scale
+
+
+def build(mesh=None, **options) -> Funnel:
+    torch.manual_seed(0)
+    model = Funnel()
+    for layer in model.layers:
+        fully_shard(layer, mesh, **options)
+    return fully_shard(model, mesh, **options)
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts what reaches c10d's operators, whichever Python function led there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
+class Observer:
+    """Counts calls of torch.distributed's own functions by operation, axis and unit."""
+
+    def __init__(self, model: Funnel) -> None:
+        self.counts: Counts = Counter()
+        self.context = context(model)
+        mesh = self.context.mesh
+        self.axes = {id(axis.group): axis.name for axis in mesh.axes}
+        self.unit_by_numel: dict[int, str] = {}
+        for name in UNITS:
+            unit = unit_of(model if name == "root" else model.get_submodule(name))
+            (group,) = unit.groups
+            (segment,) = group.layout.segments
+            full = segment.shard_numel * len(group.full_extent)
+            for numel in {full, full // (mesh.shard.size if mesh.outer else 1)}:
+                assert self.unit_by_numel.setdefault(numel, name) == name, "sizes must tell units apart"
+
+    def note(self, operation: str, longest: Tensor, group: dist.ProcessGroup) -> None:
+        self.counts[operation, self.axes[id(group)], self.unit_by_numel[longest.numel()]] += 1
+
+    @contextmanager
+    def watching(self) -> Iterator[Counts]:
+        """Inside, count; leaves with the context's own counters checked against what was seen."""
+        self.counts = Counter()
+        gathers, reductions = self.context.gathers_started, self.context.reductions_started
+        with Dispatched() as dispatched, self._wrapped():
+            yield self.counts
+        assert dispatched.calls == self.counts.total()
+        seen = Counter()
+        for (operation, axis, unit), number in self.counts.items():
+            # Under HFSDP one gather goes over both axes after a step, and one reduction over both: the counters count it once.
+            if not (operation == "gather" and axis == "outer") and not (operation != "gather" and axis == "outer"):
+                seen[operation == "gather", unit] += number
+        assert self.context.gathers_started - gathers == sum(n for (is_gather, _), n in seen.items() if is_gather)
+        assert self.context.reductions_started - reductions == sum(
+            n for (is_gather, _), n in seen.items() if not is_gather
+        )
+
+    @contextmanager
+    def _wrapped(self) -> Iterator[None]:
+        new = hasattr(dist, "all_gather_single")
+        names = {
+            "gather": "all_gather_single" if new else "all_gather_into_tensor",
+            "reduce_scatter": "reduce_scatter_single" if new else "reduce_scatter_tensor",
+            "all_reduce": "all_reduce",
+        }
+        with mock.patch.multiple(dist, **{name: self._counted(op, getattr(dist, name)) for op, name in names.items()}):
+            yield
+
+    def _counted(self, operation, original):
+        def call(*tensors, group, **options):
+            self.note(operation, max(tensors, key=Tensor.numel), group)
+            return original(*tensors, group=group, **options)
+
+        return call
+
+
+def step(model, optimizer, rank, *, microbatches, sync) -> None:
+    for micro in range(microbatches):
+        waits = sync != "always" and micro < microbatches - 1
+        with no_sync(model, keep_sharded=sync == "keep_sharded") if waits else nullcontext():
+            x = torch.randn(2, DIM, generator=torch.Generator().manual_seed(10 * micro + rank))
+            model(x.requires_grad_()).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def steady_step(model, rank, *, microbatches, sync) -> Counts:
+    """Counts of a step after two that taught the engine what follows what."""
+    optimizer, observer = adamw(model), Observer(model)
+    for _ in range(2):
+        step(model, optimizer, rank, microbatches=microbatches, sync=sync)
+    with observer.watching() as counts:
+        step(model, optimizer, rank, microbatches=microbatches, sync=sync)
+    return counts
+
+
+def expected_on_one_axis(sharding: str, microbatches: int, sync: str) -> Counts:
+    """From the definition of each strategy, not from the engine."""
+    level = STRATEGIES.index(sharding)
+    expected: Counts = Counter()
+    for unit in UNITS:
+        if level in (1, 2):
+            expected["gather", "shard", unit] = 1  # whole weights, written in parts by the optimizer
+        elif level == 3:
+            # Forward and backward; what backward needs first never left.
+            expected["gather", "shard", unit] = microbatches * (1 if unit in ("root", LAST) else 2)
+        every = sync == "always" or (sync == "keep_sharded" and level >= 2)
+        operation = "all_reduce" if level == 0 else "reduce_scatter"
+        expected[operation, "shard", unit] = microbatches if every else 1
+    return expected
+
+
+def gathers_and_reductions_are_exact_for_every_strategy(rank, world):
+    for sharding, sync, microbatches in product(STRATEGIES, SYNCS, (1, 3) if world < 3 else (2,)):
+        found = steady_step(build(sharding=sharding), rank, microbatches=microbatches, sync=sync)
+        expected = expected_on_one_axis(sharding, microbatches, sync) if world > 1 else Counter()
+        assert found == expected, (
+            f"{sharding} {sync} x{microbatches}: {found - expected} over, {expected - found} missing"
+        )
+
+
+def expected_on_two_axes(sharding: str, outer: str, microbatches: int, sync: str) -> Counts:
+    expected = expected_on_one_axis(sharding, microbatches, sync)
+    shard_is_reduced_each_time = sync == "always" or (sync == "keep_sharded" and STRATEGIES.index(sharding) >= 2)
+    assert not (shard_is_reduced_each_time and sharding in ("no_shard", "optim")) or sync == "always"
+    for unit in UNITS:
+        operation = "reduce_scatter" if outer == "optim" else "all_reduce"
+        expected[operation, "outer", unit] = microbatches if sync == "always" else 1
+        if outer == "optim":
+            expected["gather", "outer", unit] = 1
+    return expected
+
+
+def outer_axis_is_used_on_the_last_microbatch_only(rank, world):
+    """HSDP: one all-reduce per unit. HFSDP: (microbatches + 1) reduce-scatters per unit, no all-reduce, one outer gather."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    for sharding, outer, sync in product(STRATEGIES, ("no_shard", "optim"), SYNCS):
+        if sharding == "no_shard" and outer == "optim":
+            continue
+        model = build(mesh, sharding=sharding, outer_sharding=outer)
+        found = steady_step(model, rank, microbatches=3, sync=sync)
+        expected = expected_on_two_axes(sharding, outer, 3, sync)
+        assert found == expected, f"{sharding} {outer} {sync}: {found - expected} over, {expected - found} missing"
+
+
+def checkpointing_costs_one_gather_in_forward_and_one_in_backward(rank, world):
+    for reentrant, regions in product((False, True), ([[0], [1], [2], [3]], [[0, 1], [2, 3]])):
+        model = build()
+        optimizer, observer = adamw(model), Observer(model)
+        for _ in range(2):
+            model.reentrant, model.regions = reentrant, regions
+            step(model, optimizer, rank, microbatches=1, sync="always")
+        case = f"reentrant={reentrant} {regions}"
+        x = torch.ones(2, DIM, requires_grad=True)
+        with observer.watching() as counts:
+            loss = model(x).sum()
+        assert counts == Counter({("gather", "shard", unit): 1 for unit in UNITS}), f"{case}: {counts}"
+        with observer.watching() as counts:
+            loss.backward()
+        # Reentrant forwards run without gradients, so even the last unit was given back.
+        gathered = LAYERS if reentrant else LAYERS[:-1]
+        expected = Counter({("gather", "shard", unit): 1 for unit in gathered})
+        expected.update({("reduce_scatter", "shard", unit): 1 for unit in UNITS})
+        assert counts == expected, f"{case}: {counts - expected} over, {expected - counts} missing"
+
+
+def passes_without_gradients_gather_once_and_reduce_nothing(rank, world):
+    for sharding in STRATEGIES:
+        level = STRATEGIES.index(sharding)
+        model = build(sharding=sharding)
+        optimizer, observer = adamw(model), Observer(model)
+        for _ in range(2):
+            step(model, optimizer, rank, microbatches=1, sync="always")
+        x = torch.ones(2, DIM)
+        for number, mode in enumerate((torch.no_grad, torch.inference_mode, torch.no_grad)):
+            with observer.watching() as counts, mode():
+                model(x)
+            # The first pass after a step brings whole weights up to date; later ones find them so.
+            gathers = 1 if level == 3 or (level > 0 and number == 0) else 0
+            assert counts == Counter({("gather", "shard", unit): gathers for unit in UNITS}), f"{sharding}: {counts}"
+        with observer.watching() as counts:
+            step(model, optimizer, rank, microbatches=1, sync="always")
+        expected = expected_on_one_axis(sharding, 1, "always")
+        if level in (1, 2):
+            expected.subtract({("gather", "shard", unit): 1 for unit in UNITS})
+        assert counts == expected, f"{sharding} after validation: {counts}"
+
+
+def keeping_weights_after_forward_saves_the_gather_of_backward(rank, world):
+    model = build(reshard_after_forward=False)
+    found = steady_step(model, rank, microbatches=2, sync="no_sync")
+    expected = expected_on_one_axis("optim_grads_params", 2, "no_sync")
+    expected.update({("gather", "shard", unit): -2 for unit in UNITS if unit not in ("root", LAST)})
+    assert found == expected, found
+
+
+WORLDS = {
+    1: (gathers_and_reductions_are_exact_for_every_strategy,),
+    2: (
+        gathers_and_reductions_are_exact_for_every_strategy,
+        checkpointing_costs_one_gather_in_forward_and_one_in_backward,
+        passes_without_gradients_gather_once_and_reduce_nothing,
+        keeping_weights_after_forward_saves_the_gather_of_backward,
+    ),
+    3: (gathers_and_reductions_are_exact_for_every_strategy,),
+    4: (outer_axis_is_used_on_the_last_microbatch_only,),
+}
+
+
+@by_world(WORLDS)
+def test_collectives(world, case):
+    check(WORLDS, world, case)

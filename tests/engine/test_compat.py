@@ -1,0 +1,175 @@
+"""Each private PyTorch API of compat.py exists in this version and does what the engine relies on."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_mfsdp.engine import compat
+from tests.engine.cases import run_cases
+
+
+def test_the_torch_version_is_one_the_package_allows():
+    assert (2, 11) <= tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14)
+
+
+def test_a_backward_has_an_identity_and_there_is_none_outside():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    assert compat.backward_task() == -1
+    for _ in range(2):
+        y = x * 2
+        y.register_hook(lambda _: seen.append(compat.backward_task()))
+        y.sum().backward()
+    assert compat.backward_task() == -1
+    assert len(set(seen)) == 2
+    assert min(seen) >= 0
+
+
+def test_a_callback_runs_once_after_the_last_node_of_the_backward_and_after_gradients_are_there():
+    events = []
+    x = torch.ones(2, requires_grad=True)
+    early, late = x * 1, x * 2
+    x.register_hook(lambda _: events.append("leaf"))
+    late.register_hook(lambda _: compat.on_backward_end(lambda: events.append(("end", x.grad is not None))))
+    early.register_hook(lambda _: events.append("early"))
+    (early + late).sum().backward()
+    assert events[-1] == ("end", True)
+    assert events.count(("end", True)) == 1
+    assert "early" in events
+    assert "leaf" in events
+
+
+def test_a_callback_outside_a_backward_is_refused():
+    with pytest.raises(RuntimeError, match="backward"):
+        compat.on_backward_end(lambda: None)
+
+
+def test_a_subclass_behaves_as_a_plain_tensor_without_torch_function():
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError("called")
+
+    loud = torch.ones(2).as_subclass(Loud)
+    with pytest.raises(AssertionError, match="called"):
+        torch.add(loud, 1)
+    with compat.without_torch_function():
+        assert torch.add(loud, 1).sum() == 4
+
+
+def test_foreach_functions_convert_and_keep_the_target_dtype():
+    low = [torch.zeros(3, dtype=torch.bfloat16), torch.zeros((), dtype=torch.bfloat16)]
+    high = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor(4.0)]
+    compat.foreach_copy_(low, high)
+    assert [tensor.dtype for tensor in low] == [torch.bfloat16] * 2
+    compat.foreach_add_(high, low)
+    assert [tensor.tolist() for tensor in high] == [[2.0, 4.0, 6.0], 8.0]
+    assert high[0].dtype is torch.float32
+    compat.foreach_add_(low, high)
+    assert low[0].dtype is torch.bfloat16
+    assert low[0].tolist() == [3.0, 6.0, 9.0]
+    compat.foreach_mul_([*high, *low], torch.tensor(0.5))
+    assert [tensor.tolist() for tensor in high] == [[1.0, 2.0, 3.0], 4.0]
+    assert low[1].item() == 6.0
+    norms = compat.foreach_norm([torch.tensor([3.0, -4.0]), torch.tensor([[1.0, 1.0]])], float("inf"))
+    assert [norm.item() for norm in norms] == [4.0, 1.0]
+    compat.foreach_zero_([*high, *low])
+    assert not any(tensor.any() for tensor in [*high, *low])
+
+
+def test_a_parameter_may_point_into_other_memory_and_saved_tensors_follow_a_refill():
+    """What the gather relies on: `.data = view` keeps the version counter, and refilling the memory is no in-place change."""
+    memory = torch.arange(6.0)
+    weight = nn.Parameter(torch.empty(0))
+    weight.data = memory[:6].view(2, 3)
+    y = (weight * weight).sum()
+    memory.zero_()
+    memory.copy_(torch.ones(6))
+    y.backward()
+    assert torch.equal(weight.grad, torch.full((2, 3), 2.0))
+
+
+def test_a_storage_can_be_emptied_and_refilled_at_views_that_stay():
+    memory = torch.empty(16, dtype=torch.uint8)
+    view = memory.view(torch.float32)[1:3]
+    memory.untyped_storage().resize_(0)
+    assert memory.untyped_storage().size() == 0
+    memory.untyped_storage().resize_(16)
+    memory.view(torch.float32).copy_(torch.arange(4.0))
+    assert view.tolist() == [1.0, 2.0]
+
+
+def collectives(count: int, rank: int, world: int) -> None:
+    group = dist.group.WORLD
+    pieces = [torch.full((2,), float(rank + index)) for index in range(count)]
+    gathered = [torch.empty(2 * world) for _ in range(count)]
+    with compat.coalesced(count, group, torch.device("cpu")):
+        for output, piece in zip(gathered, pieces, strict=True):
+            compat.all_gather_flat(output, piece, group)
+    for index, output in enumerate(gathered):
+        assert output.tolist() == [float(other + index) for other in range(world) for _ in range(2)]
+    sums = [torch.empty(2) for _ in range(count)]
+    with compat.coalesced(count, group, torch.device("cpu")):
+        for piece, source in zip(sums, gathered, strict=True):
+            compat.reduce_scatter_flat(piece, source, dist.ReduceOp.SUM, group)
+    for index, piece in enumerate(sums):
+        assert piece.tolist() == [float(world * (rank + index))] * 2
+
+
+def gather_in_place(rank: int, world: int) -> None:
+    """A rank's piece may be its own part of the output."""
+    output = torch.zeros(2 * world)
+    piece = output[2 * rank : 2 * rank + 2]
+    piece.fill_(rank + 1.0)
+    compat.all_gather_flat(output, piece, dist.group.WORLD)
+    assert output.tolist() == [other + 1.0 for other in range(world) for _ in range(2)]
+
+
+def uneven_dtensor(rank: int, world: int) -> None:
+    """A DTensor over uneven, row-aligned local rows of one memory, and its private `_local_tensor` and `_spec`."""
+    mesh = dist.init_device_mesh("cpu", (world,))
+    local = torch.ones(3 if rank else 1, 2)
+    tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size([4, 2]), stride=(2, 1))
+    assert tensor.shape == (4, 2)
+    assert tensor._local_tensor.data_ptr() == local.data_ptr()
+    assert DTensor(local, tensor._spec, requires_grad=True).requires_grad
+
+
+CASES = {
+    "flat collectives": partial(collectives, 1),
+    "coalesced collectives, also where the backend has none": partial(collectives, 3),
+    "gather in place": gather_in_place,
+    "uneven DTensor": uneven_dtensor,
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return run_cases(CASES, 2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_distributed_apis_do_what_is_relied_on(outcomes, case):
+    assert not outcomes[case], outcomes[case]
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a build with NCCL")
+def test_nccl_can_scale_before_the_sum():
+    assert compat.premul_sum(0.5) is not None
+
+
+def test_every_function_of_compat_is_tested_here():
+    tested = {
+        node.attr
+        for node in ast.walk(ast.parse(inspect.getsource(inspect.getmodule(collectives))))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "compat"
+    }
+    assert set(compat.__all__) <= tested, sorted(set(compat.__all__) - tested)

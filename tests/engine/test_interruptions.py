@@ -1,0 +1,319 @@
+"""A step that is broken off, passes without gradients in between, and forwards and backwards in unusual numbers."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_mfsdp.engine import no_sync, sharded_parameters
+from lightning_mfsdp.engine.unit import unit_of
+from tests.engine.worlds import by_world, check
+from tests.helpers.chain import (
+    STRATEGIES,
+    Chain,
+    adamw,
+    assert_same_weights,
+    context,
+    inputs,
+    loss_of,
+    plain_chain,
+    sharded_chain,
+    train,
+    weights,
+)
+
+STORAGES = ("pooled", "dynamic")
+
+
+class Broken(Exception):  # noqa: N818
+    """What the tests raise in the middle of a step."""
+
+
+class RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        raise Broken
+
+
+def breaking(model: Chain, index: int, where: str):
+    """A call of a layer that fails before it, inside it, after it, or in its backward."""
+
+    def call(layer: nn.Module, x: Tensor) -> Tensor:
+        if layer is not model.layers[index]:
+            return layer(x)
+        if where == "before":
+            raise Broken
+        if where == "inside":
+            return layer(x[:, :-1])  # a shape that does not fit
+        if where == "after":
+            layer(x)
+            raise Broken
+        return RaisesInBackward.apply(layer(x))
+
+    return call
+
+
+def break_once(model: Chain, index: int, where: str, rank: int, sync=nullcontext) -> None:
+    usual, model.wrap = model.wrap, breaking(model, index, where)
+    with pytest.raises((Broken, RuntimeError)), sync():
+        loss_of(model, inputs(60, rank)).backward()
+    model.wrap = usual
+
+
+def assert_at_rest(model: nn.Module, case: str) -> None:
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), f"{case}: shows full parameters"
+    for name, parameter in model.named_parameters():
+        assert parameter.to_local().dtype is torch.float32, name
+
+
+def failed_steps_leave_no_trace(where: str, rank: int) -> None:
+    """Three good steps, a failure, three good steps: as six good steps, to the bit."""
+    for sharding, storage in product(STRATEGIES, STORAGES):
+        expected = sharded_chain(sharding=sharding, storage=storage)
+        optimizer = adamw(expected)
+        losses = train(expected, optimizer, range(6), rank)
+        for index, early in ((0, False), (2, True), (3, False)):
+            case = f"{sharding} {storage} {where} layer {index}"
+            model = sharded_chain(sharding=sharding, storage=storage)
+            optimizer = adamw(model)
+            found = []
+            if early:  # before anything is known of the order
+                break_once(model, index, where, rank)
+                optimizer.zero_grad()
+            found += train(model, optimizer, range(3), rank)
+            for _ in range(2):
+                break_once(model, index, where, rank)
+                optimizer.zero_grad()
+            found += train(model, optimizer, range(3, 6), rank)
+            assert torch.equal(torch.stack(found), torch.stack(losses)), case
+            assert_same_weights(model, expected, case)
+            assert_at_rest(model, case)
+
+
+def exception_before_a_unit(rank, world):
+    failed_steps_leave_no_trace("before", rank)
+
+
+def exception_inside_a_unit(rank, world):
+    failed_steps_leave_no_trace("inside", rank)
+
+
+def exception_after_a_unit(rank, world):
+    failed_steps_leave_no_trace("after", rank)
+
+
+def exception_inside_backward(rank, world):
+    failed_steps_leave_no_trace("backward", rank)
+
+
+def failed_forward_is_at_rest_at_once(rank, world):
+    for where in ("before", "inside", "after"):
+        model = sharded_chain(storage="dynamic")
+        optimizer = adamw(model)
+        for step in range(2):
+            break_once(model, 2, where, rank)
+            assert_at_rest(model, where)
+            if world > 1:
+                assert context(model).pool.allocated_bytes == 0, where
+            train(model, optimizer, [step], rank)
+
+
+def evaluation_right_after_a_failed_backward(rank, world):
+    for sharding in STRATEGIES:
+        model, expected = sharded_chain(sharding=sharding), sharded_chain(sharding=sharding)
+        for one in (model, expected):
+            train(one, adamw(one), range(2), rank)
+        break_once(model, 1, "backward", rank)
+        with torch.no_grad():
+            assert torch.equal(model(inputs(1, rank)), expected(inputs(1, rank)))
+        break_once(model, 1, "backward", rank)
+        assert_same_weights(model, expected)  # through unshard
+        break_once(model, 1, "backward", rank)
+        model.load_state_dict(model.state_dict())
+        assert_at_rest(model, sharding)
+
+
+def failure_in_one_microbatch_can_be_dropped_with_the_step(rank, world):
+    """Gradients of earlier microbatches held back by no_sync do not leak into the next step."""
+    for sharding, keep in product(STRATEGIES, (False, True)):
+        model, expected = sharded_chain(sharding=sharding), sharded_chain(sharding=sharding)
+        optimizer = adamw(model)
+        with no_sync(model, keep_sharded=keep):
+            loss_of(model, inputs(50, rank)).backward()
+        break_once(model, 1, "backward", rank, lambda model=model, keep=keep: no_sync(model, keep_sharded=keep))
+        optimizer.zero_grad()
+        found = train(model, optimizer, range(3), rank)
+        reference = train(expected, adamw(expected), range(3), rank)
+        assert torch.equal(torch.stack(found), torch.stack(reference)), f"{sharding} {keep=}"
+        assert_same_weights(model, expected, f"{sharding} {keep=}")
+
+
+def passes_without_gradients_change_nothing(rank, world):
+    for sharding, storage, first in product(STRATEGIES, STORAGES, (False, True)):
+        expected = sharded_chain(sharding=sharding, storage=storage)
+        losses = train(expected, adamw(expected), range(4), rank)
+        model = sharded_chain(sharding=sharding, storage=storage)
+        optimizer, found = adamw(model), []
+        for step in range(4):
+            for mode in (torch.inference_mode, torch.no_grad) if first or step else ():
+                with mode():
+                    output = model(inputs(70, rank))
+                    assert not output.requires_grad
+                    # One unit alone, as in text generation or feature extraction.
+                    model.layers[1](inputs(71, rank))
+                assert_at_rest(model, f"{sharding} {storage}")
+            found += train(model, optimizer, [step], rank)
+        assert torch.equal(torch.stack(found), torch.stack(losses)), f"{sharding} {storage} {first=}"
+        assert_same_weights(model, expected, f"{sharding} {storage} {first=}")
+
+
+def evaluation_sees_the_weights_of_the_last_step(rank, world):
+    for sharding in STRATEGIES:
+        model, plain = sharded_chain(sharding=sharding), plain_chain()
+        optimizer = adamw(model)
+        for step in range(3):
+            train(model, optimizer, [step], rank)
+            plain.load_state_dict(weights(model))
+            for mode in (torch.inference_mode, torch.no_grad, nullcontext):
+                with mode():
+                    assert torch.equal(model(inputs(80)), plain(inputs(80))), f"{sharding} {mode}"
+
+
+def reference_gradients(world: int, numbers: list[float]) -> dict[str, Tensor]:
+    """Mean over ranks of the sum of `factor * loss` over inputs 0, 1, ... on one process."""
+    plain = plain_chain()
+    for step, factor in enumerate(numbers):
+        for rank in range(world):
+            (factor * loss_of(plain, inputs(step, rank)) / world).backward()
+    return {name: parameter.grad for name, parameter in plain.named_parameters()}
+
+
+def assert_gradients(model: nn.Module, expected: dict[str, Tensor], case: str) -> None:
+    for view in sharded_parameters(model):
+        rows = expected[view.name][view.rows.start : view.rows.stop]
+        if len(view.rows):
+            torch.testing.assert_close(
+                view.grad, rows, rtol=2e-5, atol=1e-6, msg=lambda m, n=view.name: f"{case} {n}: {m}"
+            )
+
+
+def held_back(model: Chain, sync: str):
+    return nullcontext() if sync == "always" else no_sync(model, keep_sharded=sync == "keep_sharded")
+
+
+def forwards_then_backwards(model, rank, order, sync) -> None:
+    """All forwards first, then their backwards in `order`; only the last one synchronises."""
+    losses = [loss_of(model, inputs(step, rank)) for step in range(len(order))]
+    for index in order[:-1]:
+        with held_back(model, sync):
+            losses[index].backward()
+    losses[order[-1]].backward()
+
+
+def any_number_of_forwards_and_backwards(rank, world):
+    """Every way to bring two or three losses to one gradient gives the same sum, whatever ran before."""
+
+    def joint(model: Chain, sync: str) -> None:
+        sum(loss_of(model, inputs(step, rank)) for step in range(3)).backward()
+
+    def one_after_the_other(model: Chain, sync: str) -> None:
+        for step in range(3):
+            with held_back(model, sync) if step < 2 else nullcontext():
+                loss_of(model, inputs(step, rank)).backward()
+
+    def retained(model: Chain, sync: str) -> None:
+        for step in range(3):
+            loss = loss_of(model, inputs(step, rank)) / 2
+            with held_back(model, sync):
+                loss.backward(retain_graph=True)
+            with held_back(model, sync) if step < 2 else nullcontext():
+                loss.backward()
+
+    def lost_in_between(model: Chain, sync: str) -> None:
+        for step in range(3):
+            kept = loss_of(model, inputs(90, rank))
+            loss = loss_of(model, inputs(step, rank))
+            loss_of(model, inputs(91, rank))
+            with held_back(model, sync) if step < 2 else nullcontext():
+                loss.backward()
+            del kept
+
+    ways = {
+        "joint": joint,
+        "one after the other": one_after_the_other,
+        "retained graphs": retained,
+        "forwards without backward": lost_in_between,
+        "backwards in order": lambda model, sync: forwards_then_backwards(model, rank, (0, 1, 2), sync),
+        "backwards in reverse": lambda model, sync: forwards_then_backwards(model, rank, (2, 1, 0), sync),
+        "backwards mixed": lambda model, sync: forwards_then_backwards(model, rank, (1, 2, 0), sync),
+    }
+    expected = reference_gradients(world, [1.0, 1.0, 1.0])
+    for sharding, sync in product(STRATEGIES, ("always", "no_sync", "keep_sharded")):
+        for name, way in ways.items():
+            model = sharded_chain(sharding=sharding)
+            for warm in (False, True):
+                if warm:  # the plan and the order are those of ordinary steps
+                    fresh = plain_chain().state_dict()
+                    optimizer = adamw(model)
+                    train(model, optimizer, range(2), rank)
+                    restore(model, fresh)
+                way(model, sync)
+                assert_gradients(model, expected, f"{sharding} {sync} {name} {warm=}")
+                model.zero_grad()
+
+
+def restore(model: Chain, values: dict[str, Tensor]) -> None:
+    """Write plain full values back into a sharded model."""
+    for view in sharded_parameters(model):
+        with torch.no_grad():
+            view.dtensor.to_local().copy_(values[view.name][view.rows.start : view.rows.stop])
+    model.load_state_dict(model.state_dict())
+
+
+def part_of_the_ranks_may_skip_units(rank, world):
+    """Units without a gradient on some ranks count as zero there; a step broken off before does not disturb that."""
+    model, plain = sharded_chain(sharding="optim_grads"), plain_chain()
+    break_once(model, 1, "backward", rank)
+    model.zero_grad()
+
+    def partial(one: Chain, who: int, x: Tensor) -> Tensor:
+        one.wrap = lambda layer, y: y if layer is one.layers[who % 4] else layer(y)
+        return loss_of(one, x)
+
+    partial(model, rank, inputs(0, rank)).backward()
+    for other in range(world):
+        (partial(plain, other, inputs(0, other)) / world).backward()
+    assert_gradients(model, {name: p.grad for name, p in plain.named_parameters()}, "skipped on a rank")
+    assert not any(unit_of(layer).live for layer in model.layers)
+    dist.barrier()
+
+
+CASES = (
+    exception_before_a_unit,
+    exception_inside_a_unit,
+    exception_after_a_unit,
+    exception_inside_backward,
+    failed_forward_is_at_rest_at_once,
+    evaluation_right_after_a_failed_backward,
+    failure_in_one_microbatch_can_be_dropped_with_the_step,
+    passes_without_gradients_change_nothing,
+    evaluation_sees_the_weights_of_the_last_step,
+    any_number_of_forwards_and_backwards,
+    part_of_the_ranks_may_skip_units,
+)
+WORLDS = {1: CASES[:-1], 2: CASES}
+
+
+@by_world(WORLDS)
+def test_interruptions(world, case):
+    check(WORLDS, world, case)

@@ -1,0 +1,264 @@
+"""Bytes: what stays, what is there at the peak of a step, and that nothing is left when a model is deleted."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_mfsdp.engine import MixedPrecisionPolicy, sharded_parameters, units
+from lightning_mfsdp.engine.unit import unit_of
+from tests.engine.worlds import by_world, check
+from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, sharded_chain, train
+
+BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+DIM = 64  # one layer: 64 * 64 + 64 = 4160 numbers, 130 blocks of 32: few cells of padding on 1, 2 and 4 ranks
+LAYER = DIM * DIM + DIM
+
+
+def storages(*tensors: Tensor) -> int:
+    """Bytes of the distinct storages behind tensors."""
+    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(found.values())
+
+
+def groups_of(model: nn.Module):
+    return [group for child in model.modules() if (unit := unit_of(child)) for group in unit.groups]
+
+
+def about(found: int, expected: float) -> bool:
+    """Equal but for padding of a few rows."""
+    return expected <= found <= 1.06 * expected + 256
+
+
+def persistent_buffers_have_the_size_their_strategy_says(rank, world):
+    for sharding, policy in product(STRATEGIES, (None, BF16)):
+        model = sharded_chain(sharding=sharding, policy=policy, dim=DIM)
+        optimizer = adamw(model)
+        train_wide(model, optimizer, 2, rank)
+        level = STRATEGIES.index(sharding)
+        low = 2 if policy else 4
+        main = 4 * LAYER / (world if level >= 1 else 1)
+        held = low * LAYER / (world if level >= 3 else 1)
+        gradient = main
+        for view in units(model)[1:]:
+            case = f"{sharding} bf16={policy is not None} {view}"
+            assert view.num_parameters == LAYER
+            assert view.padding_fraction < 0.06, case
+            assert about(view.main_bytes, main) or (not policy and level in (1, 2)), case
+            same = policy is None and (level in (0, 3) or world == 1)
+            assert about(view.held_bytes, held) if not same else view.held_bytes == 0, case
+            assert about(view.gradient_bytes, gradient), case
+            assert about(view.full_bytes, low * LAYER) if level == 3 and world > 1 else view.full_bytes == 0, case
+        # The same from the memory itself: whatever is reachable from the groups.
+        tensors = []
+        for group in groups_of(model):
+            reducer = context(model).known_reducer(group)
+            tensors += [*group.main.segments, *group.held.segments, *reducer.main.segments, *reducer.exposed.segments]
+        views = units(model)
+        whole_main_is_inside_held = policy is None and level in (1, 2) and world > 1
+        expected = sum(view.held_bytes + view.gradient_bytes for view in views)
+        expected += 0 if whole_main_is_inside_held else sum(view.main_bytes for view in views)
+        assert storages(*tensors) == expected, sharding
+
+
+def train_wide(model, optimizer, steps, rank) -> None:
+    for step in range(steps):
+        loss_of(model, inputs(step, rank, dim=DIM)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def main_weight_is_the_held_weight_where_dtypes_match(rank, world):
+    native = MixedPrecisionPolicy(main_params_dtype=None)
+    for sharding, (policy, aliased) in product(STRATEGIES, ((None, True), (native, True), (BF16, False))):
+        model = sharded_chain(sharding=sharding, policy=policy)
+        for group in groups_of(model):
+            same = (
+                group.main.segments[0].untyped_storage().data_ptr()
+                == group.held.segments[0].untyped_storage().data_ptr()
+            )
+            assert same is aliased, f"{sharding} {policy}"
+        # All faces of a parameter are one memory.
+        for view in sharded_parameters(model):
+            if view.local.numel():
+                assert view.local.data_ptr() == view.main.data_ptr() == view.dtensor.to_local().data_ptr()
+
+
+def at_rest_no_full_parameter_has_memory(rank, world):
+    model = sharded_chain(dim=DIM, storage="dynamic")
+    train_wide(model, adamw(model), 2, rank)
+    for group in groups_of(model):
+        for entry in group.entries:
+            assert entry.full.untyped_storage().nbytes() == 0, entry.name
+            assert entry.full.grad is None
+    assert context(model).pool.allocated_bytes == 0
+
+
+def peak_is_three_weights_and_two_buckets_of_a_chain(rank, world):
+    for layers in (3, 8):
+        model = sharded_chain(dim=DIM, layers=layers, policy=BF16)
+        optimizer = adamw(model)
+        train_wide(model, optimizer, 3, rank)
+        full = max(group.client.size_bytes for group in groups_of(model))
+        pool = context(model).pool
+        clients = {kind: [c for c in pool._clients if c.kind == kind] for kind in ("weight", "bucket")}
+        slots = {kind: {id(c.planned): c.planned for c in clients[kind]} for kind in clients}
+        large = {kind: [s for s in slots[kind].values() if s.size_bytes > full / 2] for kind in slots}
+        assert len(large["weight"]) <= 3, layers
+        assert len(large["bucket"]) <= 2, layers
+        weights = sum(slot.size_bytes for slot in slots["weight"].values())
+        buckets = sum(slot.size_bytes for slot in slots["bucket"].values())
+        assert weights <= 3.1 * full
+        assert buckets <= 2.2 * 2 * full, "a bucket is float32, twice the compute weight"
+        assert pool.fixed_bytes == weights + buckets == pool.allocated_bytes
+
+
+def peak_without_slots_is_no_higher(rank, world):
+    """Dynamic storage, watched at every layer of forward and backward, from the second step on."""
+    model = sharded_chain(dim=DIM, layers=8, storage="dynamic")
+    optimizer = adamw(model)
+    train_wide(model, optimizer, 2, rank)
+    full = max(group.client.size_bytes for group in groups_of(model))
+    pool, seen = context(model).pool, []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *_: seen.append(pool.allocated_bytes))
+        layer.register_full_backward_hook(lambda *_: seen.append(pool.allocated_bytes))
+    x = inputs(0, rank, dim=DIM).requires_grad_()
+    loss_of(model, x).backward()
+    optimizer.step()
+    assert len(seen) == 16
+    # root, this layer, the next one; the last one of forward stays; two buckets in float32
+    assert max(seen) <= 5.2 * full, max(seen) / full
+
+
+def frozen_units_are_given_back_after_forward(rank, world):
+    model = sharded_chain(layers=6)
+    model.layers[:4].requires_grad_(False)
+    optimizer, live = adamw(model), []
+    model.wrap = lambda layer, x: (live.append(sum(unit_of(one).live for one in model.layers)), layer(x))[1]
+    train(model, optimizer, range(3), rank)
+    assert max(live) <= 1, live
+
+
+def flat_memory(model: nn.Module) -> list[weakref.ref]:
+    """Weak references to the units' flat storages and everything the engine hangs on a model."""
+    found = [weakref.ref(model), weakref.ref(context(model))]
+    for group in groups_of(model):
+        found += [weakref.ref(group), weakref.ref(group.main), weakref.ref(group.held)]
+        found += [weakref.ref(segment.untyped_storage()) for segment in (*group.main.segments, *group.held.segments)]
+        reducer = context(model).known_reducer(group)
+        if reducer is not None:
+            found += [weakref.ref(reducer), *(weakref.ref(s.untyped_storage()) for s in reducer.main.segments)]
+    for client in context(model).pool._clients:
+        found += [weakref.ref(client), weakref.ref(client.private)]
+        if client.planned is not None:
+            found += [weakref.ref(client.planned), weakref.ref(client.planned.memory.untyped_storage())]
+    return found
+
+
+def still_alive(watched: list[weakref.ref]) -> list[str]:
+    """What outlived its model on any rank. Gloo's threads let go of the last tensors a moment after `wait` returns."""
+    for _ in range(50):
+        names = [type(thing).__name__ for reference in watched if (thing := reference()) is not None]
+        anywhere = torch.tensor(len(names))
+        dist.all_reduce(anywhere)
+        if not anywhere:
+            break
+    return names if names or not anywhere else ["something on another rank"]
+
+
+def deletion_frees_everything_without_the_cycle_collector(rank, world):
+    gc.collect()
+    gc.disable()
+    try:
+        for sharding, storage, when in product(
+            STRATEGIES, ("pooled", "dynamic"), ("untouched", "forward", "backward", "trained")
+        ):
+            model = sharded_chain(sharding=sharding, storage=storage, policy=BF16)
+            optimizer, loss = adamw(model), None
+            if when == "trained":
+                train(model, optimizer, range(3), rank)
+            elif when != "untouched":
+                loss = loss_of(model, inputs(0, rank))
+                if when == "backward":
+                    loss.backward()
+            watched = flat_memory(model)
+            assert all(reference() is not None for reference in watched)
+            del model, optimizer, loss
+            alive = still_alive(watched)
+            assert not alive, f"{sharding} {storage} {when}: {alive}"
+    finally:
+        gc.enable()
+
+
+def an_optimizer_keeps_its_rows_and_nothing_else(rank, world):
+    gc.collect()
+    gc.disable()
+    try:
+        model = sharded_chain(policy=BF16)
+        optimizer = adamw(model)
+        train(model, optimizer, range(3), rank)
+        watched = [weakref.ref(model), weakref.ref(context(model))]
+        watched += [weakref.ref(group) for group in groups_of(model)]
+        watched += [weakref.ref(s.untyped_storage()) for group in groups_of(model) for s in group.held.segments]
+        watched += [weakref.ref(client.planned.memory.untyped_storage()) for client in context(model).pool._clients]
+        assert all(reference() is not None for reference in watched)
+        del model
+        assert not still_alive(watched)
+        optimizer.step()  # of no use to anybody, and no error
+    finally:
+        gc.enable()
+
+
+def gradients_are_freed_or_zero_as_asked(rank, world):
+    for sharding in STRATEGIES:
+        model = sharded_chain(sharding=sharding)
+        optimizer = adamw(model)
+        loss_of(model, inputs(0, rank)).backward()
+        for view in sharded_parameters(model):
+            assert (view.grad is None) == (len(view.rows) == 0)
+        optimizer.zero_grad()
+        assert all(view.grad is None and view.dtensor.grad is None for view in sharded_parameters(model))
+
+
+def whole_step_is_balanced_over_ranks(rank, world):
+    """Equal shard lengths: no rank keeps more than another."""
+    model = sharded_chain(dim=DIM)
+    train_wide(model, adamw(model), 1, rank)
+    mine = torch.tensor([[view.main_bytes, view.held_bytes, view.gradient_bytes] for view in units(model)])
+    lowest, highest = mine.clone(), mine.clone()
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    assert torch.equal(lowest, highest)
+
+
+WORLDS = {
+    1: (
+        persistent_buffers_have_the_size_their_strategy_says,
+        main_weight_is_the_held_weight_where_dtypes_match,
+        deletion_frees_everything_without_the_cycle_collector,
+    ),
+    2: (
+        persistent_buffers_have_the_size_their_strategy_says,
+        main_weight_is_the_held_weight_where_dtypes_match,
+        at_rest_no_full_parameter_has_memory,
+        peak_is_three_weights_and_two_buckets_of_a_chain,
+        peak_without_slots_is_no_higher,
+        frozen_units_are_given_back_after_forward,
+        deletion_frees_everything_without_the_cycle_collector,
+        an_optimizer_keeps_its_rows_and_nothing_else,
+        gradients_are_freed_or_zero_as_asked,
+        whole_step_is_balanced_over_ranks,
+    ),
+    4: (persistent_buffers_have_the_size_their_strategy_says,),
+}
+
+
+@by_world(WORLDS)
+def test_memory(world, case):
+    check(WORLDS, world, case)

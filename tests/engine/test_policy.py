@@ -1,0 +1,357 @@
+"""Every field of MixedPrecisionPolicy does what it says; test_errors.py has those that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import FrozenInstanceError, fields
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_mfsdp.engine import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_optimizer,
+    no_sync,
+    sharded_parameters,
+    units,
+    unshard,
+)
+from tests.engine.cases import Problems, run_cases
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+DIM, ROWS = 6, 12
+
+
+class Probe(nn.Module):
+    """Remembers the dtypes its forward saw."""
+
+    def __init__(self, dtype: torch.dtype = F32) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, 9, dtype=dtype)
+        self.norm = nn.LayerNorm(9, dtype=dtype)
+        self.down = nn.Linear(9, 1, dtype=dtype)
+        self.seen: dict[str, torch.dtype] = {}
+        for name, child in self.named_children():
+            child.register_forward_hook(partial(self.note, name))
+
+    def note(self, name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        self.seen |= {
+            f"{name}.input": args[0].dtype,
+            f"{name}.weight": module.weight.dtype,
+            f"{name}.output": output.dtype,
+        }
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
+        self.seen |= {"x": x.dtype} | ({"scale": scale.dtype, "ids": ids.dtype} if scale is not None else {})
+        return self.down(torch.tanh(self.norm(self.up(x)))).flatten()
+
+
+class WireTap(TorchDispatchMode):
+    """Notes dtype and kind of every collective that carries gradients or weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func)
+        if name.startswith("c10d") and any(kind in name for kind in ("reduce", "alltoall", "gather")):
+            kind = next(kind for kind in ("reduce_scatter", "allreduce", "alltoall", "gather") if kind in name)
+            self.seen.append((kind, next(tensor.dtype for tensor in flat_tensors(args))))
+        return func(*args, **(kwargs or {}))
+
+
+def flat_tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from flat_tensors(item)
+
+
+def inputs(step: int = 0, rows: int = ROWS) -> Tensor:
+    return torch.randn(rows, DIM, generator=torch.Generator().manual_seed(step))
+
+
+def sharded(policy: MixedPrecisionPolicy, strategy: str = "optim_grads_params", dtype: torch.dtype = F32) -> Probe:
+    torch.manual_seed(0)
+    return fully_shard(Probe(dtype), policy=policy, sharding=strategy)
+
+
+def one_process(dtype: torch.dtype = F32) -> Probe:
+    torch.manual_seed(0)
+    return Probe(dtype)
+
+
+def rows_of(reference: nn.Module, view, attribute: str = "grad") -> Tensor:
+    parameter = dict(reference.named_parameters())[view.name]
+    value = parameter.grad if attribute == "grad" else parameter.detach()
+    return value[view.rows.start : view.rows.stop]
+
+
+# -- dtypes ------------------------------------------------------------------------------------------------------------
+
+# (module dtype, policy, forward dtype, main weight, dtypes on the wire: weights, gradients)
+DTYPES: dict[
+    str, tuple[torch.dtype, MixedPrecisionPolicy, tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]]
+] = {
+    "default": (F32, MixedPrecisionPolicy(), (F32, F32, F32, F32)),
+    "bf16 compute": (F32, MixedPrecisionPolicy(compute_dtype=BF16), (BF16, F32, BF16, F32)),
+    "bf16 module, fp32 main weights": (BF16, MixedPrecisionPolicy(), (BF16, F32, BF16, F32)),
+    "bf16 module is its own main weight": (BF16, MixedPrecisionPolicy(main_params_dtype=None), (BF16, BF16, BF16, F32)),
+    "all bf16": (BF16, MixedPrecisionPolicy(main_params_dtype=BF16, main_grads_dtype=BF16), (BF16, BF16, BF16, BF16)),
+    "bf16 main gradients": (F32, MixedPrecisionPolicy(main_grads_dtype=BF16), (F32, F32, F32, BF16)),
+    "bf16 on the wire": (F32, MixedPrecisionPolicy(grad_comm_dtype=BF16), (F32, F32, F32, BF16)),
+    "fp32 on the wire, bf16 kept": (
+        F32,
+        MixedPrecisionPolicy(main_grads_dtype=BF16, grad_comm_dtype=F32),
+        (F32, F32, F32, F32),
+    ),
+    "double": (F64, MixedPrecisionPolicy(main_params_dtype=F64, main_grads_dtype=F64), (F64, F64, F64, F64)),
+    "float main weights of a bf16 compute": (
+        BF16,
+        MixedPrecisionPolicy(compute_dtype=F32),
+        (F32, F32, F32, F32),
+    ),
+}
+
+
+def dtypes(name: str, strategy: str, rank: int, world: int) -> None:
+    problems = Problems()
+    module_dtype, policy, (compute, main, weight_wire, grad_wire) = DTYPES[name]
+    model, reference = sharded(policy, strategy, module_dtype), one_process(module_dtype).to(F64)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+    low = BF16 in (compute, main, grad_wire, policy.main_grads_dtype, module_dtype)
+    rtol, atol = (0.1, 0.03) if low else (1e-4, 1e-5)
+    wires = []
+    for step in range(3):
+        x = inputs(step).to(compute)
+        with WireTap() as tap:
+            model(x.chunk(world)[rank]).double().square().mean().backward()
+        wires += tap.seen
+        reference(x.double()).square().mean().backward()
+        problems.expect(model.seen["up.weight"] is compute and model.seen["x"] is compute, f"forward saw {model.seen}")
+        for view in sharded_parameters(model):
+            problems.expect(
+                view.dtype is main and view.main.dtype is main, f"{view.name}: main weight {view.main.dtype}"
+            )
+            problems.expect(view.compute_dtype is compute, f"{view.name}: compute {view.compute_dtype}")
+            if view.main.numel():
+                problems.expect(view.grad.dtype is main, f"{view.name}: optimizer's gradient {view.grad.dtype}")
+                problems.close(view.grad, rows_of(reference, view), f"step {step} gradient {view.name}", rtol, atol)
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    with unshard(model):
+        for key, value in model.named_parameters():
+            problems.expect(value.dtype is main, f"unshard shows {value.dtype}")
+            problems.close(value, dict(reference.named_parameters())[key], f"weight {key}", rtol, atol)
+    reductions = {dtype for kind, dtype in wires if kind != "gather"}
+    gathers = {dtype for kind, dtype in wires if kind == "gather"}
+    problems.expect(reductions == {grad_wire}, f"gradients on the wire: {reductions}")
+    expected = set() if strategy == "no_shard" else {weight_wire}
+    problems.expect(gathers == expected, f"weights on the wire: {gathers}")
+    problems.finish()
+
+
+def buckets(strategy: str, rank: int, world: int) -> None:
+    """A low-precision wire has memory of its own only around the reduction; gradients that wait stay in fp32."""
+    policy, problems = MixedPrecisionPolicy(grad_comm_dtype=BF16), Problems()
+    torch.manual_seed(0)
+    model = fully_shard(Probe(), policy=policy, sharding=strategy, storage="dynamic")
+    plain = fully_shard(Probe(), sharding=strategy, storage="dynamic")
+    with no_sync(model), no_sync(plain):
+        for module in (model, plain):
+            module(inputs().chunk(world)[rank]).square().mean().backward()
+    for module in (model, plain):
+        module(inputs(1).chunk(world)[rank]).square().mean().backward()
+    got, wanted = (units(module)[0].gradient_bytes for module in (model, plain))
+    problems.expect(got == wanted, f"persistent gradient memory: {got} bytes with a bf16 wire, {wanted} without")
+    left = model._mfsdp_unit.context.pool.allocated_bytes
+    problems.expect(left == 0, f"{left} bytes of buckets are left")
+    for view, other in zip(sharded_parameters(model), sharded_parameters(plain), strict=True):
+        problems.expect(view.grad is None or view.grad.dtype is F32, f"{view.name}: {view.dtype}")
+        problems.expect(other.grad is None or other.grad.dtype is F32, f"{other.name}: {other.dtype}")
+    problems.finish()
+
+
+def small_updates_survive(rank: int, world: int) -> None:
+    """fp32 main weights of a bf16 module keep updates that bf16 would lose; a native main weight loses them."""
+    moved = {}
+    for name, main in (("fp32", F32), ("native", None)):
+        model = sharded(MixedPrecisionPolicy(main_params_dtype=main), dtype=BF16)
+        with unshard(model):
+            before = model.up.weight.detach().clone()
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1e-6))
+        for _ in range(3):
+            model(inputs().to(BF16).chunk(world)[rank]).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with unshard(model):
+            moved[name] = (model.up.weight.double() - before.double()).abs().max().item()
+    assert moved["fp32"] > 0
+    assert moved["native"] == 0
+
+
+# -- what stays in fp32, what is cast ----------------------------------------------------------------------------------
+
+
+def fp32_modules(wanted: object, dtype: torch.dtype, compute: torch.dtype | None, rank: int, world: int) -> None:
+    problems = Problems()
+    model = sharded(MixedPrecisionPolicy(compute_dtype=compute, fp32_modules=(wanted,)), dtype=dtype)
+    x = inputs().to(BF16)
+    model(x.chunk(world)[rank]).float().square().mean().backward()
+    seen = model.seen
+    problems.expect(seen["norm.weight"] is F32 and seen["norm.input"] is F32, f"the norm saw {seen}")
+    problems.expect(seen["up.weight"] is BF16 and seen["down.weight"] is BF16, f"the linears saw {seen}")
+    problems.expect(seen["down.input"] is BF16, f"the norm's output was not cast back: {seen}")
+    reference = one_process(dtype).to(F32)
+    reference(x.float()).square().mean().backward()
+    for view in sharded_parameters(model):
+        if view.main.numel():
+            problems.close(view.grad, rows_of(reference, view), view.name, rtol=0.1, atol=0.03)
+    problems.finish()
+
+
+def input_casts(rank: int, world: int) -> None:
+    problems = Problems()
+    for cast, expected in ((True, BF16), (False, F32)):
+        model = fully_shard(Probe(), policy=MixedPrecisionPolicy(compute_dtype=BF16, cast_forward_inputs=cast))
+        x, batch = inputs(), {"scale": torch.ones(2), "ids": torch.ones(2, dtype=torch.int64)}
+        with torch.autocast("cpu", BF16):
+            model(x, **batch)
+        problems.expect(model.seen["x"] is expected, f"cast={cast}: x is {model.seen['x']}")
+        problems.expect(model.seen["scale"] is expected, f"cast={cast}: a keyword is {model.seen['scale']}")
+        problems.expect(model.seen["ids"] is torch.int64, "integers were cast")
+        problems.expect(x.dtype is F32 and batch["scale"].dtype is F32, "the caller's tensors changed")
+    problems.finish()
+
+
+# -- reduction ---------------------------------------------------------------------------------------------------------
+
+
+def reduce_factor(strategy: str, grad_reduce: str | float, comm: torch.dtype | None, rank: int, world: int) -> None:
+    problems, policy = Problems(), MixedPrecisionPolicy(grad_reduce=grad_reduce, grad_comm_dtype=comm)
+    model, reference = sharded(policy, strategy), one_process()
+    for step in range(3):  # accumulated: the factor applies once to each
+        with no_sync(model) if step == 1 else nullcontext():
+            model(inputs(step).chunk(world)[rank]).square().sum().backward()
+        reference(inputs(step)).square().sum().backward()
+    divisor = {"mean": world, "sum": 1.0}.get(grad_reduce, grad_reduce)
+    tolerance = (0.02, 0.5) if comm is BF16 else (1e-4, 1e-5)
+    for view in sharded_parameters(model):
+        if view.main.numel():
+            problems.close(view.grad, rows_of(reference, view) / divisor, view.name, *tolerance)
+    problems.finish()
+
+
+def per_token_loss(strategy: str, rank: int, world: int) -> None:
+    """Ranks with different numbers of tokens: each divides by the global count, "sum" adds up to the mean over all tokens."""
+    problems, model, reference = Problems(), sharded(MixedPrecisionPolicy(grad_reduce="sum"), strategy), one_process()
+    x, target = inputs(), torch.linspace(-1, 1, ROWS)
+    counts = [1, 3, 8][:world] if world == 3 else [1, 11]
+    mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    F.mse_loss(reference(x), target).backward()
+    (F.mse_loss(model(x[mine]), target[mine], reduction="sum") / ROWS).backward()
+    for view in sharded_parameters(model):
+        if view.main.numel():
+            problems.close(view.grad, rows_of(reference, view), view.name)
+    problems.finish()
+
+
+class Given(nn.Module):
+    """The gradient of `weight` is exactly the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(40, 24))
+
+    def forward(self, grad: Tensor) -> Tensor:
+        return (self.weight * grad).sum()
+
+
+def high_precision(strategy: str, factor: str, rank: int, world: int) -> None:
+    """The sum is the fp32 sum of the bf16 values: exact where it stays fp32, one rounding where it travels again."""
+    problems = Problems()
+    pieces = [torch.randn(40, 24, generator=torch.Generator().manual_seed(other)) for other in range(world)]
+    exact = torch.stack([piece.to(BF16).double() for piece in pieces]).sum(0) / (world if factor == "mean" else 1)
+    errors = {}
+    for precise in (True, False):
+        policy = MixedPrecisionPolicy(grad_comm_dtype=BF16, high_precision_reduce=precise, grad_reduce=factor)
+        model = fully_shard(Given(), policy=policy, sharding=strategy)
+        with WireTap() as tap:
+            model(pieces[rank]).backward()
+        (view,) = sharded_parameters(model)
+        expected = exact[view.rows.start : view.rows.stop]
+        total = torch.zeros((), dtype=F64)
+        if view.grad is not None:
+            total = (view.grad.double() - expected).abs().sum()
+            if precise:
+                limit = 1e-6 if strategy != "no_shard" else 2.0**-8
+                problems.close(view.grad, expected, "high precision", rtol=limit, atol=1e-6)
+        dist.all_reduce(total)
+        errors[precise] = total.item()
+        problems.expect({dtype for _, dtype in tap.seen} <= {BF16, F32}, f"on the wire: {tap.seen}")
+        if precise:
+            problems.expect(("alltoall", BF16) in tap.seen, f"on the wire: {tap.seen}")
+            problems.expect(not any("reduce" in kind for kind, _ in tap.seen), f"on the wire: {tap.seen}")
+    problems.expect(
+        errors[True] < errors[False], f"error {errors[True]} with fp32 sums, {errors[False]} with bf16 sums"
+    )
+    problems.finish()
+
+
+def crossed(
+    title: str, case: Callable[..., None], *values: tuple[object, ...]
+) -> dict[str, Callable[[int, int], None]]:
+    return {f"{title} [{', '.join(map(label, items))}]": partial(case, *items) for items in product(*values)}
+
+
+def label(item: object) -> str:
+    return item.__name__ if isinstance(item, type) else str(item).removeprefix("torch.")
+
+
+CASES = {
+    **crossed("dtypes", dtypes, tuple(DTYPES), STRATEGIES),
+    **crossed("a bucket around the reduction only", buckets, STRATEGIES),
+    "small updates survive in fp32 main weights": small_updates_survive,
+    **crossed("fp32 modules", fp32_modules, (nn.LayerNorm, "norm", "n*m"), (F32,), (BF16,)),
+    **crossed("fp32 modules", fp32_modules, (nn.LayerNorm,), (BF16,), (None, BF16)),
+    "inputs are cast if asked": input_casts,
+    **crossed("factor", reduce_factor, STRATEGIES, ("mean", "sum", 5.0), (None, BF16)),
+    **crossed("per-token loss", per_token_loss, STRATEGIES),
+    **crossed("high precision", high_precision, STRATEGIES, ("mean", "sum")),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return run_cases(CASES, 3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_field_is_honoured(outcomes, case):
+    assert not outcomes[case], outcomes[case]
+
+
+def test_every_field_has_a_test_here():
+    source = Path(__file__).read_text()
+    assert [field.name for field in fields(MixedPrecisionPolicy) if f"{field.name}=" not in source] == []
+
+
+def test_a_policy_cannot_change():
+    with pytest.raises(FrozenInstanceError):
+        MixedPrecisionPolicy().compute_dtype = BF16
+    assert MixedPrecisionPolicy() == MixedPrecisionPolicy()
+    assert hash(MixedPrecisionPolicy()) == hash(MixedPrecisionPolicy())

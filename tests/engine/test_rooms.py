@@ -1,0 +1,227 @@
+"""Lower rooms never import upper ones, and a few habits the engine must not fall into. Read from the source, function-local imports too."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_mfsdp
+import lightning_mfsdp.engine as engine
+
+PACKAGE = Path(lightning_mfsdp.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+ENGINE = sorted((PACKAGE / "engine").rglob("*.py"))
+
+# What each room may import besides the standard library. Rooms not listed are upper ones and may import everything.
+ALLOWED = {
+    "engine": {"torch", "lightning_mfsdp.engine"},
+    "ops": {"torch", "triton", "lightning_mfsdp.ops"},
+    "te": {"torch", "transformer_engine", "lightning_mfsdp.te", "lightning_mfsdp.engine"},
+    "moe": {"torch", "triton", "lightning_mfsdp.moe", "lightning_mfsdp.engine", "lightning_mfsdp.ops"},
+    "checkpoint": {"torch", "lightning_mfsdp.checkpoint", "lightning_mfsdp.engine"},
+    "recompute": {"torch", "lightning_mfsdp.recompute", "lightning_mfsdp.engine"},
+}
+# The one file of a lower room that turns towards Lightning.
+EXCEPTIONS = {"checkpoint/lightning_io.py": {"lightning", "lightning_utilities"}}
+# These run in every step: a host sync there costs every user.
+HOT = ("buffer", "collectives", "context", "gradients", "group", "optimizer", "reduction", "storage", "streams", "unit")
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    package = ("lightning_mfsdp", *path.relative_to(PACKAGE).parent.parts)
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            yield node.lineno, ".".join([*base, *([node.module] if node.module else [])])
+
+
+def calls(path: Path) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call))
+
+
+def is_attribute_call(call: ast.Call, *names: str) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr in names
+
+
+def is_function_call(call: ast.Call, *names: str) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id in names
+
+
+def where(path: Path, line: int) -> str:
+    return f"{path.relative_to(PACKAGE.parent)}:{line}"
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_room_imports_no_room_above_it(path):
+    allowed = ALLOWED.get(room_of(path))
+    if allowed is None:
+        return
+    allowed = allowed | EXCEPTIONS.get(name_of(path), set())
+    wrong = [
+        f"{where(path, line)} imports {module}"
+        for line, module in imports(path)
+        if module.split(".")[0] not in sys.stdlib_module_names
+        and not any(module == name or module.startswith(f"{name}.") for name in allowed)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_import_check_sees_local_and_relative_imports(tmp_path, monkeypatch):
+    source = "def f():\n    from ..strategy import MFSDPStrategy\n    import lightning.pytorch\nfrom . import units\n"
+    (tmp_path / "engine").mkdir()
+    path = tmp_path / "engine" / "bad.py"
+    path.write_text(source)
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    assert sorted(module for _, module in imports(path)) == [
+        "lightning.pytorch",
+        "lightning_mfsdp.engine",
+        "lightning_mfsdp.strategy",
+    ]
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.name != "compat.py"], ids=name_of)
+def test_private_torch_apis_are_used_in_compat_only(path):
+    if room_of(path) != "engine":
+        return
+    wrong = [
+        where(path, node.lineno)
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and ast.unparse(node.value).split(".")[0] in ("torch", "dist", "nn", "c10d")
+    ]
+    assert not wrong, f"private torch API outside compat.py: {wrong}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_hasattr_state_no_print_no_bare_except(path):
+    wrong = [
+        where(path, call.lineno)
+        for call in calls(path)
+        if is_function_call(call, "print")
+        or (is_function_call(call, "hasattr") and ast.unparse(call.args[0]) in ("self", "module"))
+    ]
+    wrong += [
+        where(path, node.lineno)
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ExceptHandler) and node.type is None
+    ]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("path", [path for path in ENGINE if path.stem in HOT], ids=name_of)
+def test_a_training_step_does_not_wait_for_the_device(path):
+    """Nor does it use `record_stream`. Converting a tensor to a Python number waits as well; the one allowed is opt-in."""
+    wrong = [
+        f"{where(path, call.lineno)}: {ast.unparse(call)}"
+        for call in calls(path)
+        if is_attribute_call(call, "item", "tolist", "cpu", "numpy", "synchronize", "record_stream", "nonzero")
+    ]
+    assert not wrong, wrong
+
+
+def test_every_hot_file_exists():
+    assert set(HOT) <= {path.stem for path in ENGINE}
+
+
+def set_expressions(tree: ast.AST) -> set[str]:
+    """Names and attributes that are assigned a set, so that loops over them can be found."""
+    found = set()
+    for node in ast.walk(tree):
+        value = getattr(node, "value", None)
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith(("set", "frozenset")):
+            found.add(ast.unparse(node.target))
+        elif isinstance(node, ast.Assign) and is_set(value, set()):
+            found.update(ast.unparse(target) for target in node.targets)
+    return found
+
+
+def is_set(node: ast.AST | None, known: set[str]) -> bool:
+    if isinstance(node, (ast.Set, ast.SetComp)):
+        return True
+    if isinstance(node, ast.Call):
+        function = ast.unparse(node.func)
+        return function.split("[")[0] in ("set", "frozenset")
+    return node is not None and ast.unparse(node) in known
+
+
+def loops_over_sets(tree: ast.AST) -> list[int]:
+    known = set_expressions(tree)
+    to_a_set = {id(loop) for node in ast.walk(tree) if isinstance(node, ast.SetComp) for loop in node.generators}
+    return [
+        node.iter.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.For, ast.comprehension)) and id(node) not in to_a_set and is_set(node.iter, known)
+    ]
+
+
+@pytest.mark.parametrize("path", ENGINE, ids=name_of)
+def test_nothing_iterates_a_set(path):
+    """Ranks would disagree on the order of collectives (upstream: Megatron-LM 6336)."""
+    assert not loops_over_sets(tree_of(path))
+
+
+@pytest.mark.parametrize(
+    "source", ["for x in set(y): pass", "s = {1}\nfor x in s: pass", "a.b: set[int] = f()\n[x for x in a.b]"]
+)
+def test_the_set_check_can_fail(source):
+    assert loops_over_sets(ast.parse(source))
+
+
+@pytest.mark.parametrize("module", [lightning_mfsdp, engine], ids=["lightning_mfsdp", "engine"])
+def test_public_names_are_sorted_and_importable(module):
+    assert module.__all__ == sorted(set(module.__all__))
+    assert [name for name in module.__all__ if getattr(module, name, None) is None] == []
+
+
+@pytest.mark.parametrize("path", [path for path in ENGINE if path.name != "__init__.py"], ids=name_of)
+def test_every_engine_file_names_what_it_offers(path):
+    names = (
+        {node.name for node in tree_of(path).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        | {
+            target.id
+            for node in tree_of(path).body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        | {
+            node.target.id
+            for node in tree_of(path).body
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        }
+    )
+    offered = next(
+        (
+            ast.literal_eval(node.value)
+            for node in tree_of(path).body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        ),
+        None,
+    )
+    if offered is not None:
+        assert set(offered) <= names
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_files_stay_small_enough_to_read(path):
+    assert len(path.read_text().splitlines()) <= 400

@@ -1,0 +1,324 @@
+"""Fixed slots: planned from one step, at the same addresses ever after, and never a reason for another result or an error."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import combinations, product
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard, no_sync
+from lightning_mfsdp.engine.storage import color_intervals
+from lightning_mfsdp.engine.unit import unit_of
+from tests.engine.worlds import by_world, check
+from tests.helpers.chain import (
+    DIM,
+    STRATEGIES,
+    Chain,
+    adamw,
+    assert_same_weights,
+    context,
+    inputs,
+    loss_of,
+    sharded_chain,
+    train,
+)
+
+# -- colouring -------------------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def holdings(draw) -> tuple[list[int], list[list[list[float]]]]:
+    """Clients that take and give back memory at distinct times; some still hold it at the end."""
+    count = draw(st.integers(1, 9))
+    sizes = [draw(st.integers(1, 5)) * 512 for _ in range(count)]
+    owners = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=40)) + list(range(count))
+    intervals: list[list[list[float]]] = [[] for _ in range(count)]
+    for time, owner in enumerate(owners):
+        mine = intervals[owner]
+        if mine and mine[-1][1] == float("inf"):
+            mine[-1][1] = time
+        else:
+            mine.append([time, float("inf")])
+    return sizes, intervals
+
+
+def held_at(intervals: list[list[float]], time: float) -> bool:
+    return any(start <= time < stop for start, stop in intervals)
+
+
+@settings(max_examples=300, deadline=None)
+@given(holdings())
+def test_coloring_gives_every_client_one_slot_and_never_two_holders_at_once(case):
+    sizes, intervals = case
+    slots = color_intervals(sizes, intervals)
+    assert sorted(index for members in slots for index in members) == list(range(len(sizes)))
+    times = range(60)
+    for members in slots:
+        for one, other in combinations(members, 2):
+            assert not any(held_at(intervals[one], t) and held_at(intervals[other], t) for t in times)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 4))
+def test_coloring_of_a_chain_of_equal_clients_needs_only_as_many_slots_as_are_held_at_once(count, overlap):
+    forward = [[index, index + overlap - 0.5] for index in range(count)]
+    backward = [[1000 - index, 1000 - index + overlap - 0.5] for index in range(count)]
+    slots = color_intervals([512] * count, [list(pair) for pair in zip(forward, backward, strict=True)])
+    assert len(slots) == min(count, overlap)
+
+
+@settings(max_examples=200, deadline=None)
+@given(holdings())
+def test_coloring_wastes_nothing_on_the_largest_client_of_a_slot(case):
+    sizes, intervals = case
+    for members in color_intervals(sizes, intervals):
+        assert sizes[members[0]] == max(sizes[index] for index in members)
+
+
+# -- addresses -------------------------------------------------------------------------------------------------------------------------
+
+
+def addresses(model: nn.Module) -> dict[str, list[int]]:
+    """Where a step puts full weights (read in forward and in backward) and buckets."""
+    seen: dict[str, list[int]] = {}
+    originals = {name: unit_of(layer) for name, layer in model.named_modules() if unit_of(layer)}
+
+    def look(name: str, module: nn.Module) -> None:
+        seen.setdefault(name, []).extend(parameter.data_ptr() for parameter in module.parameters(recurse=False))
+
+    handles = [
+        model.get_submodule(name).register_forward_hook(lambda m, *_, name=name: look(name, m), prepend=True)
+        for name in originals
+    ]
+    handles += [
+        model.get_submodule(name).register_full_backward_hook(lambda m, *_, name=name: look(f"{name} backward", m))
+        for name in originals
+        if name
+    ]
+    loss_of(model, inputs(50).requires_grad_()).backward()
+    for handle in handles:
+        handle.remove()
+    shared = context(model)
+    for name, unit in originals.items():
+        for group in unit.groups:
+            reducer = shared.known_reducer(group)
+            slot = reducer.client.slot
+            seen[f"{name} bucket"] = [slot.memory.data_ptr()] if slot.allocated_bytes else []
+    return seen
+
+
+def addresses_never_change_after_the_first_step(rank, world):
+    for sharding in STRATEGIES:
+        model = sharded_chain(sharding=sharding)
+        optimizer = adamw(model)
+        train(model, optimizer, [0], rank)
+        pool = context(model).pool
+        fixed = pool.fixed_bytes
+        if world > 1 and sharding == "optim_grads_params":
+            assert fixed > 0, "one training step is enough for the plan"
+        expected = addresses(model)
+        for step in range(1, 4):
+            optimizer.step()
+            optimizer.zero_grad()
+            train(model, optimizer, [step], rank)
+            with torch.no_grad():
+                model(inputs(step, rank))
+            assert addresses(model) == expected, f"{sharding} step {step}"
+            assert pool.fixed_bytes == fixed
+            assert pool.allocated_bytes == fixed, "everything full-size is in fixed slots"
+
+
+def neighbours_share_few_slots(rank, world):
+    model = sharded_chain(layers=9)
+    optimizer = adamw(model)
+    train(model, optimizer, range(3), rank)
+    seen = addresses(model)
+    weights = {seen[f"layers.{index}"][0] for index in range(9)}
+    buckets = {seen[f"layers.{index} bucket"][0] for index in range(9)}
+    assert len(weights) == 2, weights
+    assert len(buckets) <= 2, buckets
+
+
+# -- whatever comes, the result is that of dynamic storage -------------------------------------------------------------------------------
+
+
+def step_with(model, optimizer, rank, *, before=None, forward=loss_of, microbatches=1) -> list[torch.Tensor]:
+    losses = []
+    for micro in range(microbatches):
+        last = micro == microbatches - 1
+        with nullcontext() if last else no_sync(model):
+            loss = forward(model, inputs(20 + micro, rank))
+            if before is not None:
+                before(model)
+            loss.backward()
+        losses.append(loss.detach())
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses
+
+
+def validate(model: Chain) -> None:
+    model.eval()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            model(inputs(9))
+    model.train()
+
+
+def skipping(*skipped: int):
+    def forward(model: Chain, x: torch.Tensor) -> torch.Tensor:
+        called, model.wrap = model.wrap, lambda layer, x: x if layer in [model.layers[i] for i in skipped] else layer(x)
+        loss = loss_of(model, x)
+        model.wrap = called
+        return loss
+
+    return forward
+
+
+def in_order(*order: int):
+    def forward(model: Chain, x: torch.Tensor) -> torch.Tensor:
+        for index in order:
+            x = x + torch.tanh(model.layers[index](x))
+        return x.square().mean()
+
+    return forward
+
+
+def parallel_layers(model: Chain, x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    return torch.stack([layer(x) for layer in model.layers]).tanh().sum(0).square().mean()
+
+
+def twice(model: Chain, x: torch.Tensor) -> torch.Tensor:
+    return loss_of(model, x) + loss_of(model, 2 * x)
+
+
+def retained(model: Chain, x: torch.Tensor) -> torch.Tensor:
+    loss = loss_of(model, x)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+DISTURBANCES = {
+    "validation between steps": lambda m, o, r: (validate(m), step_with(m, o, r))[1],
+    "validation between forward and backward": lambda m, o, r: step_with(m, o, r, before=validate),
+    "three microbatches": lambda m, o, r: step_with(m, o, r, microbatches=3),
+    "first layer skipped": lambda m, o, r: step_with(m, o, r, forward=skipping(0)),
+    "middle layer skipped": lambda m, o, r: step_with(m, o, r, forward=skipping(2)),
+    "two layers skipped": lambda m, o, r: step_with(m, o, r, forward=skipping(1, 2)),
+    "last layer skipped": lambda m, o, r: step_with(m, o, r, forward=skipping(3)),
+    "layers in another order": lambda m, o, r: step_with(m, o, r, forward=in_order(2, 0, 3, 1)),
+    "a layer used three times": lambda m, o, r: step_with(m, o, r, forward=in_order(0, 2, 0, 1, 2, 0, 3)),
+    "layers side by side": lambda m, o, r: step_with(m, o, r, forward=parallel_layers),
+    "second forward before backward": lambda m, o, r: step_with(m, o, r, forward=twice),
+    "forward thrown away": lambda m, o, r: (loss_of(m, inputs(8, r)), step_with(m, o, r))[1],
+    "graph retained": lambda m, o, r: step_with(m, o, r, forward=retained),
+}
+
+
+def disturbed(storage, sharding, disturbance, rank, world):
+    model = sharded_chain(storage=storage, sharding=sharding)
+    optimizer = adamw(model)
+    losses = train(model, optimizer, range(2), rank)
+    for _ in range(2):
+        losses += disturbance(model, optimizer, rank)
+        losses += train(model, optimizer, [4], rank)
+    # Disturbed from the very first step, before anything is planned.
+    early = sharded_chain(storage=storage, sharding=sharding)
+    optimizer = adamw(early)
+    losses += disturbance(early, optimizer, rank)
+    losses += train(early, optimizer, range(2), rank)
+    return model, early, torch.stack(losses)
+
+
+def make_disturbance_case(name: str):
+    def case(rank, world):
+        for sharding in ("optim_grads", "optim_grads_params"):
+            model, early, losses = disturbed("pooled", sharding, DISTURBANCES[name], rank, world)
+            expected, expected_early, expected_losses = disturbed("dynamic", sharding, DISTURBANCES[name], rank, world)
+            assert torch.equal(losses, expected_losses), (sharding, losses, expected_losses)
+            assert_same_weights(model, expected, sharding)
+            assert_same_weights(early, expected_early, sharding)
+
+    case.__name__ = case.__qualname__ = name.replace(" ", "_")
+    return case
+
+
+DISTURBED = tuple(make_disturbance_case(name) for name in DISTURBANCES)
+globals().update({case.__name__: case for case in DISTURBED})  # spawned processes find them by name
+
+
+def pooled_equals_dynamic_bit_for_bit(rank, world):
+    policies = (None, MixedPrecisionPolicy(compute_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16))
+    for sharding, policy in product(STRATEGIES, policies):
+        runs = []
+        for storage in ("pooled", "dynamic"):
+            model = sharded_chain(storage=storage, sharding=sharding, policy=policy)
+            runs.append((model, train(model, adamw(model), range(5), rank)))
+        assert torch.equal(torch.stack(runs[0][1]), torch.stack(runs[1][1])), sharding
+        assert_same_weights(runs[0][0], runs[1][0], sharding)
+
+
+def dynamic_storage_holds_nothing_between_steps(rank, world):
+    model = sharded_chain(storage="dynamic")
+    optimizer = adamw(model)
+    for step in range(3):
+        train(model, optimizer, [step], rank)
+        assert context(model).pool.allocated_bytes == 0
+        assert context(model).pool.fixed_bytes == 0
+
+
+def two_models_in_one_loop_do_not_meet(rank, world):
+    together = [sharded_chain(seed) for seed in (1, 2)]
+    optimizers = [adamw(model) for model in together]
+    for step in range(4):
+        x = inputs(step, rank)
+        # One backward through both, the first one's output going into the second, as in distillation or a GAN.
+        hidden = together[0].layers[0](x)
+        (loss_of(together[0], x) + loss_of(together[1], x + hidden[:, :DIM])).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    alone = [sharded_chain(seed, storage="dynamic") for seed in (1, 2)]
+    optimizers = [adamw(model) for model in alone]
+    for step in range(4):
+        x = inputs(step, rank)
+        hidden = alone[0].layers[0](x)
+        (loss_of(alone[0], x) + loss_of(alone[1], x + hidden[:, :DIM])).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(together, alone, strict=True):
+        assert_same_weights(one, other)
+
+
+def a_sharded_model_may_become_part_of_another_after_training(rank, world):
+    inner = sharded_chain(1)
+    train(inner, adamw(inner), range(3), rank)
+    outer = fully_shard(nn.Sequential(nn.Linear(DIM, DIM), inner))
+    train(outer, adamw(outer), range(3), rank)
+    assert context(outer) is context(inner)
+    assert context(outer).pool.fixed_bytes > 0
+
+
+WORLDS = {
+    1: (addresses_never_change_after_the_first_step,),
+    2: (
+        addresses_never_change_after_the_first_step,
+        neighbours_share_few_slots,
+        pooled_equals_dynamic_bit_for_bit,
+        dynamic_storage_holds_nothing_between_steps,
+        two_models_in_one_loop_do_not_meet,
+        a_sharded_model_may_become_part_of_another_after_training,
+        *DISTURBED,
+    ),
+}
+
+
+@by_world(WORLDS)
+def test_slots(world, case):
+    check(WORLDS, world, case)

@@ -1,0 +1,34 @@
+"""Tests named by case and world size whose cases share one start of the processes per world size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.engine.cases import Case, run_cases
+
+__all__ = ["by_world", "check"]
+
+Worlds = Mapping[int, Sequence[Case]]
+
+
+def by_world(worlds: Worlds) -> Any:
+    """Parametrize a test by `(world, case)`; ids are the names of the case functions."""
+    pairs = [(world, case) for world, cases in worlds.items() for case in cases]
+    return pytest.mark.parametrize(
+        ("world", "case"), pairs, ids=[f"{case.__name__}-world{world}" for world, case in pairs]
+    )
+
+
+def check(worlds: Worlds, world: int, case: Case) -> None:
+    """Fail with every rank's traceback if the case failed; the first check of a world runs all its cases."""
+    errors = _outcome(world, tuple(worlds[world]))[case.__name__]
+    assert not errors, errors
+
+
+@cache
+def _outcome(world: int, cases: tuple[Case, ...]) -> dict[str, str]:
+    return run_cases({case.__name__: case for case in cases}, world)

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
+
+from examples import plain_loop
+from examples.lightning_decoder import LightningDecoder, TextDataModule
+from lightning_mfsdp import MFSDPStrategy, unshard
+from tests.helpers.distributed import run_distributed
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "examples/configs").glob("*.yaml"))
+# LightningCLI of Lightning 2.6 calls jsonargparse in ways that its newest versions call outdated.
+QUIET_JSONARGPARSE = {"JSONARGPARSE_DEPRECATION_WARNINGS": "off"}
+SHORT = ["--steps", "8", "--interval", "2", "--micro-batch", "2", "--sample-bytes", "4"]
+
+
+def run_script(name: str, *arguments: str, folder: Path) -> str:
+    """Run an example as a user would, warnings being errors, and return what it printed."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LOCAL_", "MASTER_"))}
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *arguments],
+        cwd=folder,
+        env={**kept, **QUIET_JSONARGPARSE, "PYTHONWARNINGS": "error", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def curve(path: Path, split: str) -> list[tuple[int, float]]:
+    with (path / "curve.csv").open() as file:
+        return [
+            (int(row["step"]), float(row["bits_per_byte"])) for row in csv.DictReader(file) if row["split"] == split
+        ]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Folder and output of a short run in two phases."""
+    folder = tmp_path_factory.mktemp("pretrain")
+    return folder / "out", run_script("pretrain.py", *SHORT, "--output", "out", folder=folder)
+
+
+def test_pretraining_leaves_a_picture_sharded_checkpoints_a_sample_and_a_verdict(resumed: tuple[Path, str]) -> None:
+    output, printed = resumed
+    assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for step in (4, 8):
+        checkpoint = output / f"checkpoints/step-{step:06d}.ckpt"
+        assert len(list(checkpoint.glob("*.distcp"))) == 2  # one for each process
+    for expected in ("resume at step 4", "def read_lines(path):", "unigram baseline", "held-out text", "verdict"):
+        assert expected in printed
+
+
+def test_a_resumed_run_continues_the_curve_of_one_that_was_never_interrupted(
+    resumed: tuple[Path, str], tmp_path: Path
+) -> None:
+    output, _ = resumed
+    run_script("pretrain.py", *SHORT, "--no-resume-demo", "--output", "out", folder=tmp_path)
+    for split, steps in (("train", list(range(1, 9))), ("held_out", [2, 4, 6, 8])):
+        in_two_phases, in_one = curve(output, split), curve(tmp_path / "out", split)
+        assert [step for step, _ in in_two_phases] == steps
+        assert [loss for _, loss in in_two_phases] == pytest.approx([loss for _, loss in in_one], rel=1e-5)
+
+
+def test_pretraining_takes_other_strategies_by_name(tmp_path: Path) -> None:
+    options = ["--strategy", "mfsdp_optim", "--accumulate", "2", "--no-checkpoint", "--precision", "bf16-mixed"]
+    run_script("pretrain.py", *SHORT, *options, "--output", "out", folder=tmp_path)
+    losses = [loss for _, loss in curve(tmp_path / "out", "train")]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+    assert not (tmp_path / "out/checkpoints").exists()
+
+
+def losses_of_the_plain_loop(rank: int, world_size: int) -> list[float]:
+    return plain_loop.train(8, torch.device("cpu"))
+
+
+def test_the_plain_loop_learns_and_all_ranks_agree() -> None:
+    first, second = run_distributed(losses_of_the_plain_loop, 2)
+    assert first == second
+    assert first[-1] < first[0] - 1
+
+
+def weights_after_two_steps(rank: int, world_size: int, meta: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    module = LightningDecoder("tiny", total_steps=2, meta=meta)
+    trainer = Trainer(
+        strategy="mfsdp",
+        accelerator="cpu",
+        devices=1,
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        limit_val_batches=0,
+    )
+    torch.manual_seed(0)
+    trainer.fit(module, TextDataModule(batch_size=1))
+    with unshard(module):
+        return {name: value.detach().clone() for name, value in module.named_parameters()}
+
+
+def test_a_module_built_on_the_meta_device_trains_like_one_that_was_not() -> None:
+    (real,), (meta,) = (run_distributed(weights_after_two_steps, 1, meta) for meta in (False, True))
+    assert real.keys() == meta.keys()
+    assert all(torch.equal(real[name], meta[name]) for name in real)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
+def test_a_yaml_file_builds_the_strategy_it_names(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in QUIET_JSONARGPARSE.items():
+        monkeypatch.setenv(name, value)
+    here = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.num_nodes=1"]
+    monkeypatch.setattr(sys, "argv", ["cli.py", f"--config={config}", *here])
+    cli = LightningCLI(
+        LightningDecoder, TextDataModule, run=False, save_config_callback=None, seed_everything_default=False
+    )
+    assert isinstance(cli.trainer.strategy, MFSDPStrategy)
+    assert cli.trainer.strategy.sharding == "optim_grads_params"
+
+
+def test_the_command_line_trains_from_a_yaml_file(tmp_path: Path) -> None:
+    options = ["--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1", "--data.batch_size=2"]
+    run_script("cli.py", "fit", f"--config={ROOT / 'examples/configs/cpu.yaml'}", *options, folder=tmp_path)
+    assert list((tmp_path / "mfsdp-runs/cli/checkpoints").glob("*.ckpt"))

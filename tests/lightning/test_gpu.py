@@ -1,0 +1,113 @@
+"""The Lightning face on CUDA with NCCL."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mfsdp import MFSDPStrategy
+from lightning_mfsdp.callbacks import NaNGradientReporter
+from lightning_mfsdp.engine.inspect import context_of
+from tests.helpers.distributed import run_distributed
+from tests.lightning.models import Classifier, full_state, loader, make_trainer, seeded, strict_warnings, train_plainly
+from tests.lightning.test_checkpoint import assert_same, local_state
+from tests.lightning.test_nan_gradients import Poisoned
+
+STEPS = 4
+
+one_gpu = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")]
+two_gpus = [pytest.mark.gpus2, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
+
+
+class Fused(Classifier):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.1, fused=True)
+
+
+def cuda_trainer(world_size: int, **options: Any) -> Any:
+    settings = {"accelerator": "cuda", "max_epochs": -1, "max_steps": STEPS, "strategy": MFSDPStrategy(units=["Block"])}
+    return make_trainer(tempfile.gettempdir(), world_size, **{**settings, **options})
+
+
+def fit_resume_and_report(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    strict_warnings()
+    found: dict[str, Any] = {}
+    data = loader(8 // world_size, 8 * STEPS, rank, world_size)
+    for precision in ("32-true", "bf16-mixed", "bf16-true", "16-mixed"):
+        model = seeded(Fused)
+        trainer = cuda_trainer(world_size, precision=precision)
+        trainer.fit(model, data)
+        found[precision] = full_state(model)
+        if precision == "bf16-mixed":
+            trainer.save_checkpoint(f"{folder}/fused.ckpt")
+            again_model = seeded(Fused)
+            again = cuda_trainer(world_size, precision=precision)
+            again.fit(again_model, data, ckpt_path=f"{folder}/fused.ckpt")
+            found["saved"], found["loaded"] = local_state(trainer, model), local_state(again, again_model)
+            found["val_loss"] = trainer.validate(model, data, verbose=False)[0]["val_loss"]
+    poisoned = seeded(Poisoned)
+    reporter = NaNGradientReporter("skip")
+    with pytest.warns(UserWarning, match="blocks.1.linear.weight") if rank == 0 else nullcontext():
+        cuda_trainer(world_size, callbacks=[reporter]).fit(poisoned, data)
+    found["skipped"] = reporter.steps, all(bool(tensor.isfinite().all()) for tensor in full_state(poisoned).values())
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("cuda")
+    return run_distributed(fit_resume_and_report, 2, str(folder), backend="nccl")
+
+
+def assert_near(state: dict[str, Tensor], reference: nn.Module, tolerance: float) -> None:
+    for name, tensor in reference.named_parameters():
+        torch.testing.assert_close(state[name].float(), tensor.detach(), rtol=tolerance, atol=tolerance, msg=name)
+
+
+class TestTwoGpus:
+    pytestmark = two_gpus
+
+    # Adam divides by the size of a gradient, so a rounding of a tiny one moves its weight by a good part of lr * steps.
+    @pytest.mark.parametrize(
+        ("precision", "tolerance"), [("32-true", 1e-4), ("bf16-mixed", 0.1), ("bf16-true", 0.1), ("16-mixed", 0.1)]
+    )
+    def test_training_is_near_one_cpu_process(self, ranks: Any, precision: str, tolerance: float) -> None:
+        assert_near(ranks[0][precision], train_plainly(seeded(), 8, STEPS), tolerance)
+
+    def test_resume_is_bit_equal(self, ranks: Any) -> None:
+        for found in ranks:
+            assert_same(found["loaded"], found["saved"])
+
+    def test_a_poisoned_step_is_skipped_on_both(self, ranks: Any) -> None:
+        assert [found["skipped"] for found in ranks] == [(1, True), (1, True)]
+
+
+def check_without_waiting(rank: int, world_size: int) -> bool:
+    """Everything the callback does while gradients are finite, with host waits turned into errors."""
+    strict_warnings()
+    model = seeded()
+    reporter = NaNGradientReporter("raise")
+    trainer = cuda_trainer(world_size, callbacks=[reporter])
+    trainer.fit(model, loader(8, 8 * STEPS))
+    context = context_of(model)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            reporter.on_after_backward(trainer, model)
+            reporter.on_before_backward(trainer, model, torch.zeros(()))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return context.device.type == "cuda"
+
+
+class TestOneGpu:
+    pytestmark = one_gpu
+
+    def test_the_finite_check_never_synchronizes(self) -> None:
+        assert run_distributed(check_without_waiting, 1, backend="nccl") == [True]

@@ -1,0 +1,216 @@
+"""NaNGradientReporter: what it names, when, and what each action does."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import Logger
+from torch import Tensor, nn
+
+from lightning_mfsdp import MFSDPStrategy
+from lightning_mfsdp.callbacks import NaNGradientReporter, NonFiniteGradientError
+from lightning_mfsdp.callbacks.nan_gradients import _nonfinite_flag
+from tests.helpers.distributed import run_distributed
+from tests.lightning.models import (
+    FOREIGN_WARNINGS,
+    Classifier,
+    full_state,
+    loader,
+    make_trainer,
+    seeded,
+    strict_warnings,
+)
+
+STEPS = 3
+BAD_STEP = 1
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in FOREIGN_WARNINGS]
+
+
+class Poisoned(Classifier):
+    """Adds NaN or Inf to the gradient of two elements of one block, on rank 1 alone, in one microbatch."""
+
+    def __init__(self, *, bad_batch: int = BAD_STEP, value: float = float("nan")) -> None:
+        super().__init__()
+        self.bad_batch = bad_batch
+        self.value = value
+        self.completed: list[int] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx != self.bad_batch or torch.distributed.get_rank() != 1:
+            return super().training_step(batch, batch_idx)
+        with self.blocks[1].register_forward_pre_hook(self._poison_weight):
+            return super().training_step(batch, batch_idx)
+
+    def _poison_weight(self, block: nn.Module, _: Any) -> None:
+        def poison(grad: Tensor) -> Tensor:
+            handle.remove()
+            grad = grad.clone()
+            grad[0, 0] = grad[11, 3] = self.value
+            return grad
+
+        handle = block.linear.weight.register_hook(poison)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.completed.append(self.trainer.global_step)
+
+
+class Recorder(Logger):
+    """Keeps the counts it is given."""
+
+    name = version = "recorder"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[float] = []
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.counts += [value for name, value in metrics.items() if name == "nan_gradients/steps"]
+
+
+def run(
+    rank: int,
+    world_size: int,
+    action: str,
+    *,
+    accumulate: int = 1,
+    kind: str = "local",
+    logger: Any = False,
+    **options: Any,
+) -> Any:
+    """Returns (error or warning text, completed steps, weights, count)."""
+    reporter = NaNGradientReporter(action)  # type: ignore[arg-type]
+    model = seeded(Poisoned, **options)
+    trainer = make_trainer(
+        tempfile.gettempdir(),
+        world_size,
+        strategy=MFSDPStrategy(units=["Block"], accumulation=kind),  # type: ignore[arg-type]
+        callbacks=[reporter],
+        accumulate_grad_batches=accumulate,
+        logger=logger,
+    )
+    text = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(model, loader(8 // world_size, 8 * STEPS * accumulate, rank, world_size))
+        except NonFiniteGradientError as error:
+            text = str(error)
+    text += "".join(str(item.message) for item in caught if "non-finite" in str(item.message))
+    return {"text": text, "completed": model.completed, "weights": full_state(model), "steps": reporter.steps}
+
+
+def scenarios(rank: int, world_size: int) -> dict[str, Any]:
+    strict_warnings()
+    results = {action: run(rank, world_size, action) for action in ("raise", "warn", "skip")}
+    results["inf"] = run(rank, world_size, "warn", value=float("inf"))
+    results["sharded accumulation"] = run(rank, world_size, "raise", accumulate=3, kind="sharded", bad_batch=4)
+    results["local accumulation"] = run(rank, world_size, "raise", accumulate=3, bad_batch=4)
+    results["last step"] = run(rank, world_size, "raise", bad_batch=STEPS - 1)
+    results["finite"] = run(rank, world_size, "raise", bad_batch=-1)
+    logger = Recorder()
+    run(rank, world_size, "warn", logger=logger)
+    results["metrics"] = logger.counts
+    return results
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return run_distributed(scenarios, 2)
+
+
+def test_raise_names_parameter_unit_counts_and_finite_range_on_all_ranks(two_ranks: Any) -> None:
+    for results in two_ranks:
+        text = results["raise"]["text"]
+        assert f"step {BAD_STEP}, microbatch 0" in text
+        assert "first unit in backward order: blocks.1" in text
+        lines = [line for line in text.splitlines() if "blocks.1.linear.weight" in line]
+        # Rows 0 and 11 lie on different ranks, whose shards are reported each.
+        assert len(lines) == 2
+        assert all(
+            "unit blocks.1" in line and "1 NaN and 0 Inf of" in line and "finite part in [" in line for line in lines
+        )
+        assert "head.weight" not in text
+    assert two_ranks[0]["raise"]["text"] == two_ranks[1]["raise"]["text"]
+
+
+def test_raise_stops_before_the_next_backward(two_ranks: Any) -> None:
+    for results in two_ranks:
+        assert results["raise"]["completed"] == [1, 2]
+
+
+def test_warn_reports_once_on_rank_zero_and_training_goes_on(two_ranks: Any) -> None:
+    first, second = (results["warn"] for results in two_ranks)
+    assert "step 1" in first["text"]
+    assert second["text"] == ""
+    assert first["completed"] == [1, 2, 3]
+    # The bad step was taken, so everything is NaN from there on.
+    assert first["steps"] == second["steps"] == STEPS - BAD_STEP
+
+
+def test_skip_leaves_weights_as_if_the_step_had_not_been(two_ranks: Any) -> None:
+    model = seeded(Poisoned, bad_batch=-1)
+    optimizer = model.configure_optimizers()
+    for index, batch in enumerate(loader(8, 8 * STEPS)):
+        optimizer.zero_grad()
+        model.loss(batch).backward()
+        if index != BAD_STEP:
+            optimizer.step()
+    for results in two_ranks:
+        found = results["skip"]
+        assert found["steps"] == 1
+        for name, tensor in model.named_parameters():
+            torch.testing.assert_close(found["weights"][name], tensor.detach(), rtol=1e-5, atol=1e-6)
+    assert "this optimizer step is skipped" in two_ranks[0]["skip"]["text"]
+
+
+def test_infinite_gradients_are_counted_as_such(two_ranks: Any) -> None:
+    assert "0 NaN and 1 Inf of" in two_ranks[0]["inf"]["text"]
+
+
+@pytest.mark.parametrize(("kind", "microbatch"), [("sharded accumulation", 1), ("local accumulation", 2)])
+def test_the_microbatch_is_the_first_whose_reduced_gradients_are_bad(
+    two_ranks: Any, kind: str, microbatch: int
+) -> None:
+    assert f"step 1, microbatch {microbatch}" in two_ranks[0][kind]["text"]
+
+
+def test_the_last_step_of_training_is_checked_too(two_ranks: Any) -> None:
+    assert f"step {STEPS - 1}" in two_ranks[0]["last step"]["text"]
+
+
+def test_finite_gradients_report_nothing(two_ranks: Any) -> None:
+    assert two_ranks[0]["finite"]["text"] == ""
+    assert two_ranks[0]["finite"]["steps"] == 0
+
+
+def test_the_count_is_logged_at_start_and_when_it_changes(two_ranks: Any) -> None:
+    assert two_ranks[0]["metrics"] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_the_flag_sees_a_single_bad_element_anywhere(value: float) -> None:
+    device = torch.device("cpu")
+    good = [torch.randn(7), torch.randn(33, 3), torch.zeros(0)]
+    assert float(_nonfinite_flag(good, device)) == 0.0
+    good[1][20, 2] = value
+    assert float(_nonfinite_flag(good, device)) == 1.0
+    assert float(_nonfinite_flag([torch.full((4,), 3e38)], device)) == 0.0
+    assert float(_nonfinite_flag([], device)) == 0.0
+
+
+def test_an_unknown_action_is_refused() -> None:
+    with pytest.raises(ValueError, match='expected "raise", "skip" or "warn"'):
+        NaNGradientReporter("ignore")  # type: ignore[arg-type]
+
+
+def test_another_strategy_is_refused(tmp_path: Any) -> None:
+    trainer = make_trainer(tmp_path, 1, strategy="auto", callbacks=[NaNGradientReporter()])
+    with pytest.raises(TypeError, match="SingleDeviceStrategy"):
+        trainer.fit(seeded(), loader(8))

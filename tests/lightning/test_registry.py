@@ -1,0 +1,149 @@
+"""The names Lightning knows, and what the constructor accepts."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
+
+import lightning_mfsdp
+from lightning_mfsdp import MFSDPStrategy, MixedPrecisionPolicy, ShardingError
+from tests.helpers.distributed import run_distributed
+from tests.lightning.models import loader, make_trainer, seeded, strict_warnings
+
+NAMES = {
+    "mfsdp": "optim_grads_params",
+    "mfsdp_optim_grads": "optim_grads",
+    "mfsdp_optim": "optim",
+    "mfsdp_no_shard": "no_shard",
+}
+
+
+@pytest.mark.parametrize(("name", "sharding"), NAMES.items())
+def test_a_name_gives_its_sharding_strategy(name: str, sharding: str, tmp_path: Any) -> None:
+    trainer = make_trainer(tmp_path, 2, strategy=name)
+    assert isinstance(trainer.strategy, MFSDPStrategy)
+    assert trainer.strategy.sharding == sharding
+    assert trainer.world_size == 2
+    assert trainer.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 0}
+
+
+def test_registering_again_changes_nothing() -> None:
+    before = {name: dict(entry) for name, entry in StrategyRegistry.items()}
+    lightning_mfsdp.register_strategies()
+    assert {name: dict(entry) for name, entry in StrategyRegistry.items()} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"sharding": "zero3"},
+            ShardingError,
+            "sharding: expected one of no_shard, optim, optim_grads, optim_grads_params or 0 to 3",
+        ),
+        ({"sharding": 4}, ShardingError, "got 4"),
+        ({"outer_sharding": "optim_grads"}, ShardingError, "HFSDP"),
+        ({"units": 3}, TypeError, 'expected "auto"'),
+        ({"units": "Block"}, TypeError, "a list of module classes or class names"),
+        ({"units": [int]}, TypeError, "units="),
+        ({"storage": "heap"}, ValueError, "'pooled', 'dynamic'"),
+        ({"accumulation": "none"}, ValueError, "'local', 'sharded'"),
+        ({"state_dict_type": "full"}, ValueError, "comes with a later one"),
+        ({"policy": "bf16"}, TypeError, "expected a MixedPrecisionPolicy"),
+        ({"data_parallel_size": 0}, ValueError, "expected a positive number"),
+        ({"outer_size": "two"}, ValueError, "outer_size='two'"),
+        ({"checkpoint_io": AsyncCheckpointIO()}, TypeError, "AsyncCheckpointIO would be ignored"),
+    ],
+)
+def test_a_wrong_argument_is_refused_at_once(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        MFSDPStrategy(**arguments)
+
+
+@pytest.mark.parametrize("units", ["auto", ["Block"], [nn.Linear, "Block"], lambda module: False])
+def test_units_may_be_auto_names_classes_or_a_callable(units: Any) -> None:
+    MFSDPStrategy(units=units)
+
+
+def test_the_mesh_is_not_there_before_the_processes_are() -> None:
+    with pytest.raises(RuntimeError, match="before processes are connected"):
+        _ = MFSDPStrategy().device_mesh
+
+
+def test_a_checkpoint_plugin_that_would_be_ignored_is_refused_by_the_trainer(tmp_path: Any) -> None:
+    make_trainer(tmp_path, 1, plugins=[TorchCheckpointIO()])
+    with pytest.raises(TypeError, match="would be ignored"):
+        make_trainer(tmp_path, 1, plugins=[AsyncCheckpointIO()])
+
+
+def test_the_timeout_and_backend_reach_the_process_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    seen: dict[str, Any] = {}
+
+    def stop(backend: str, **settings: Any) -> None:
+        seen.update(settings, backend=backend)
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", stop)
+    strategy = MFSDPStrategy(timeout=timedelta(seconds=7), process_group_backend="gloo")
+    trainer = make_trainer(tmp_path, 1, strategy=strategy)
+    with pytest.raises(InterruptedError):
+        trainer.validate(seeded(), loader(4))
+    assert seen["timeout"] == timedelta(seconds=7)
+    assert seen["backend"] == "gloo"
+
+
+def meshes(rank: int, world_size: int) -> dict[str, Any]:
+    strict_warnings()
+    found: dict[str, Any] = {}
+
+    def fit(**arguments: Any) -> Trainer:
+        model = seeded()
+        trainer = make_trainer(".", world_size, max_steps=1, strategy=MFSDPStrategy(units=["Block"], **arguments))
+        trainer.fit(model, loader(4, 16, rank, world_size))
+        assert model.device_mesh is trainer.strategy.device_mesh  # type: ignore[attr-defined]
+        return trainer
+
+    for key, arguments in {
+        "plain": {},
+        "hsdp": {"outer_size": 2},
+        "hfsdp": {"outer_size": 2, "outer_sharding": "optim"},
+        "hfsdp on one group": {"outer_sharding": "optim"},
+    }.items():
+        mesh = fit(**arguments).strategy.device_mesh  # type: ignore[attr-defined]
+        found[key] = mesh.mesh_dim_names, tuple(mesh.shape)
+    own = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2))
+    assert fit(mesh=own).strategy.device_mesh is own  # type: ignore[attr-defined]
+    for key, arguments in {"size": {"data_parallel_size": 2}, "outer": {"outer_size": 3}}.items():
+        with pytest.raises(ValueError) as info:  # noqa: PT011  what it says is compared below
+            fit(**arguments)
+        found[key] = str(info.value)
+    return found
+
+
+def test_meshes_have_named_axes_and_sizes_that_must_fit() -> None:
+    found = run_distributed(meshes, 4)[0]
+    assert found["plain"] == (("shard",), (4,))
+    assert found["hsdp"] == (("outer", "shard"), (2, 2))
+    assert found["hfsdp"] == (("outer", "shard"), (2, 2))
+    assert found["hfsdp on one group"] == (("outer", "shard"), (1, 4))
+    assert "data_parallel_size covers 2 ranks but there are 4" in found["size"]
+    assert "outer_size=3 does not divide the 4 ranks" in found["outer"]
+
+
+def test_a_policy_is_given_once() -> None:
+    policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="two policies"):
+        MFSDPStrategy(
+            policy=policy,
+            precision_plugin=lightning_mfsdp.MFSDPPrecision(policy=MixedPrecisionPolicy(grad_reduce="sum")),
+        )
+    strategy = MFSDPStrategy(policy=policy, precision_plugin=lightning_mfsdp.MFSDPPrecision("bf16-mixed"))
+    assert strategy.precision_plugin.policy is policy
+    assert strategy.precision_plugin.precision == "bf16-mixed"

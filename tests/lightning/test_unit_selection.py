@@ -1,0 +1,145 @@
+"""Which modules are chosen as units, on real model shapes without their memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mfsdp.engine import UnitView
+from lightning_mfsdp.unit_selection import describe_units, select_units
+from tests.lightning.models import Block, Classifier
+
+
+def names(root: nn.Module, units: Any = "auto") -> list[str]:
+    known = {id(module): name for name, module in root.named_modules()}
+    return [known[id(module)] for module in select_units(root, units)]
+
+
+class Decoder(nn.Module):
+    """Table, blocks, head."""
+
+    def __init__(self, *, vocab: int, dim: int, layers: int, tied: bool) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.embed = nn.Embedding(vocab, dim)
+            self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(dim, 1, 4 * dim) for _ in range(layers))
+            self.norm = nn.LayerNorm(dim)
+            self.head = nn.Linear(dim, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_blocks_and_large_tables_are_units_and_the_norm_stays_in_the_root() -> None:
+    assert names(Decoder(vocab=32_000, dim=256, layers=3, tied=False)) == ["embed", *BLOCKS, "head"]
+
+
+def test_tied_tables_stay_in_the_root() -> None:
+    assert names(Decoder(vocab=32_000, dim=256, layers=3, tied=True)) == BLOCKS
+
+
+def test_small_tables_stay_in_the_root() -> None:
+    assert names(Decoder(vocab=50, dim=256, layers=3, tied=False)) == BLOCKS
+
+
+def test_a_huge_table_is_a_unit_however_large_the_model() -> None:
+    root = Decoder(vocab=128_000, dim=1024, layers=0, tied=False)
+    with torch.device("meta"):
+        root.blocks.extend(nn.Linear(65_536, 65_536) for _ in range(3))
+    assert names(root) == ["embed", *BLOCKS, "head"]
+
+
+def test_stages_of_sequences_give_their_blocks() -> None:
+    root = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()), nn.Linear(4, 2)
+    )
+    assert names(root) == ["1.0", "1.1", "2.0", "2.1"]
+
+
+def test_a_plain_stack_of_small_layers_is_not_cut_up() -> None:
+    assert names(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))) == []
+
+
+def test_lists_of_lists_give_what_can_be_called() -> None:
+    root = nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(2))
+    assert names(root) == ["0.0", "0.1", "1.0", "1.1"]
+
+
+def test_a_single_entry_and_entries_without_parameters_are_no_units() -> None:
+    assert names(nn.ModuleDict({"a": nn.ModuleList([Block()]), "b": nn.Sequential(nn.ReLU(), nn.ReLU())})) == []
+
+
+def test_blocks_that_share_a_parameter_stay_together() -> None:
+    root = nn.ModuleList(Block() for _ in range(3))
+    root[2].linear.weight = root[0].linear.weight
+    assert names(root) == ["1"]
+
+
+def test_a_block_listed_twice_is_one_unit() -> None:
+    block = Block()
+    assert names(nn.ModuleList([block, Block(), block])) == ["0", "1"]
+
+
+def test_classes_hugging_face_models_name_are_units() -> None:
+    class Layer(Block):
+        pass
+
+    class PreTrained(nn.Module):
+        _no_split_modules = ("Layer",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Layer(), Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x))
+
+    assert names(nn.ModuleDict({"model": PreTrained()})) == ["model.first"]
+    PreTrained._no_split_modules = None  # type: ignore[assignment]
+    assert names(nn.ModuleDict({"model": PreTrained()})) == []
+
+
+def test_names_classes_and_callables_choose_exactly_what_they_say() -> None:
+    model = Classifier()
+    assert names(model, ["Block"]) == ["blocks.0", "blocks.1"]
+    assert names(model, [Block, nn.Linear]) == [
+        "inputs",
+        "blocks.0",
+        "blocks.0.linear",
+        "blocks.1",
+        "blocks.1.linear",
+        "head",
+    ]
+    assert names(model, lambda module: isinstance(module, nn.Linear) and module.out_features == 5) == ["head"]
+
+
+def test_a_name_that_matches_nothing_lists_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"no module with parameters matches 'Layer'.*Linear \(4\)"):
+        select_units(Classifier(), ["Block", "Layer"])
+
+
+def test_the_table_joins_equal_units_and_says_what_a_rank_keeps() -> None:
+    def view(name: str, kind: str, size: int) -> UnitView:
+        return UnitView(
+            name=name,
+            module_class=kind,
+            num_parameters=size,
+            padding_fraction=0.013,
+            main_bytes=2 * size,
+            held_bytes=size,
+            gradient_bytes=0,
+            full_bytes=4 * size,
+        )
+
+    text = describe_units([view("", "GPT", 50), view("blocks.0", "Block", 1000), view("blocks.1", "Block", 1000)])
+    assert text.splitlines() == [
+        "mfsdp: 3 units, 2,050 parameters, 6.0 KiB of weights kept on this rank",
+        "unit      class  count  parameters  padding  kept here  gathered",
+        "(root)    GPT    1      50          1.3%     150 B      200 B",
+        "blocks.0  Block  2      1,000       1.3%     2.9 KiB    3.9 KiB",
+    ]
