@@ -1,4 +1,4 @@
-"""Checks of what users pass to MFSDPStrategy, made where it is passed, long before there are processes or a model."""
+"""What users pass to MFSDPStrategy: checked where it is passed, and turned into a mesh and parameters once those exist."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy
 
-__all__ = ["check_choice", "check_policy", "check_sizes", "check_state_dict_type", "ignored_parameters"]
+__all__ = [
+    "build_mesh",
+    "check_choice",
+    "check_policy",
+    "check_sizes",
+    "check_state_dict_type",
+    "check_world",
+    "ignored_parameters",
+]
 
 
 def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
@@ -45,6 +53,27 @@ def check_sizes(data_parallel_size: int | str | None, outer_size: int, mesh: Dev
         raise ValueError(f"outer_size={outer_size} and mesh={mesh}: a mesh already has its axes; give one of the two")
     if mesh is not None and mesh.ndim not in (1, 2):
         raise ValueError(f"mesh={mesh}: expected one axis (shard) or two (outer, shard), got {mesh.ndim}")
+
+
+def check_world(
+    world_size: int, data_parallel_size: int | str | None, outer_size: int, mesh: DeviceMesh | None
+) -> None:
+    """Raise a ValueError where sizes do not fit the number of connected ranks."""
+    for argument, size in {"data_parallel_size": data_parallel_size, "mesh": mesh.size() if mesh is not None else None}.items():
+        if size not in (None, "auto", world_size):
+            raise ValueError(
+                f"{argument} covers {size} ranks but there are {world_size}; in this version every rank is a data-parallel rank"
+            )
+    if world_size % outer_size:
+        raise ValueError(f"outer_size={outer_size} does not divide the {world_size} ranks")
+
+
+def build_mesh(device_type: str, world_size: int, outer_size: int, outer_sharding: str | int) -> DeviceMesh:
+    """One axis "shard", or ("outer", "shard") where an outer axis is asked for. Neighbouring ranks share the shard axis."""
+    # HFSDP is asked for by name; on one node its outer axis may have size 1, which costs nothing.
+    if outer_size == 1 and outer_sharding in ("no_shard", 0):
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (outer_size, world_size // outer_size), mesh_dim_names=("outer", "shard"))
 
 
 def ignored_parameters(module: nn.Module, wanted: Sequence[str | nn.Parameter]) -> list[nn.Parameter]:

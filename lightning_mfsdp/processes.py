@@ -86,7 +86,8 @@ class ProcessStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
+        # One process needs nobody to start it, which lets notebooks in.
+        if not self.cluster_environment.creates_processes_externally and self.num_nodes * self.num_processes > 1:
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:

@@ -24,15 +24,17 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_mfsdp.arguments import (
+    build_mesh,
     check_choice,
     check_policy,
     check_sizes,
     check_state_dict_type,
+    check_world,
     ignored_parameters,
 )
 from lightning_mfsdp.checkpoint import lightning_io
@@ -87,15 +89,12 @@ class MFSDPStrategy(ProcessStrategy):
         state_dict_type: "sharded" is the only kind this version writes. It reads single-file Lightning checkpoints as well.
         timeout: Of collectives. `None`: PyTorch's own, 10 minutes for NCCL and 30 for gloo.
         process_group_backend: `None`: NCCL for CUDA, gloo for CPU.
-        accelerator: As for every Lightning strategy, usually set by the Trainer; likewise the next four.
-        parallel_devices: One device for each local rank.
-        cluster_environment: Where ranks and addresses come from.
+        accelerator, parallel_devices, cluster_environment: As for every Lightning strategy; the Trainer sets them.
         checkpoint_io: Not supported; every rank writes its own part through torch.distributed.checkpoint.
         precision_plugin: `MFSDPPrecision`, or a plugin that can be translated into one.
 
     Raises:
-        ValueError: An argument out of its range, or two that contradict each other.
-        TypeError: An argument of the wrong kind.
+        ValueError, TypeError: An argument out of its range, of the wrong kind, or in contradiction to another.
     """
 
     strategy_name = "mfsdp"
@@ -169,6 +168,11 @@ class MFSDPStrategy(ProcessStrategy):
         return self._mesh
 
     @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
     def precision_plugin(self) -> MFSDPPrecision:
         """The precision, translated from whatever Lightning built."""
         if isinstance(self._precision_plugin, MFSDPPrecision):
@@ -200,29 +204,10 @@ class MFSDPStrategy(ProcessStrategy):
     def setup_environment(self) -> None:
         """Connect the processes and build the mesh, once; later entry points find both."""
         super().setup_environment()
-        assert self.lightning_module is not None
-        self._check_world()
+        check_world(self.world_size, self._data_parallel_size, self._outer_size, self._mesh)
         if self._mesh is None:
-            self._mesh = self._make_mesh()
-        self.lightning_module._device_mesh = self._mesh
-
-    def _check_world(self) -> None:
-        expected = {"data_parallel_size": self._data_parallel_size, "mesh": self._mesh.size() if self._mesh else None}
-        for argument, size in expected.items():
-            if size not in (None, "auto", self.world_size):
-                raise ValueError(
-                    f"{argument} covers {size} ranks but there are {self.world_size}; in this version every rank is a data-parallel rank"
-                )
-        if self.world_size % self._outer_size:
-            raise ValueError(f"outer_size={self._outer_size} does not divide the {self.world_size} ranks")
-
-    def _make_mesh(self) -> DeviceMesh:
-        device_type = self.root_device.type
-        # HFSDP is asked for by name; on one node its outer axis has size 1 and costs nothing.
-        if self._outer_size == 1 and self.outer_sharding in ("no_shard", 0):
-            return init_device_mesh(device_type, (self.world_size,), mesh_dim_names=("shard",))
-        shape = (self._outer_size, self.world_size // self._outer_size)
-        return init_device_mesh(device_type, shape, mesh_dim_names=("outer", "shard"))
+            self._mesh = build_mesh(self.root_device.type, self.world_size, self._outer_size, self.outer_sharding)
+        self._module._device_mesh = self._mesh
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
@@ -235,10 +220,9 @@ class MFSDPStrategy(ProcessStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Shard the model unless it is, bring the rest to the device, and make optimizers for fitting."""
         assert self.accelerator is not None
-        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self.model = self.lightning_module
-        self._shard(self.lightning_module)
+        self.model = self._module
+        self._shard(self._module)
         self.model_to_device()
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
@@ -287,9 +271,8 @@ class MFSDPStrategy(ProcessStrategy):
 
     def model_to_device(self) -> None:
         """Move what the engine does not manage: buffers, ignored parameters, metrics."""
-        assert self.lightning_module is not None
         device = self.root_device
-        for module in self.lightning_module.modules():
+        for module in self._module.modules():
             if isinstance(module, Metric):
                 module.to(device)
             for name, buffer in module.named_buffers(recurse=False):
@@ -323,20 +306,17 @@ class MFSDPStrategy(ProcessStrategy):
 
     @contextmanager
     def _step_context(self) -> Generator[LightningModule, None, None]:
-        assert self.lightning_module is not None
-        with self.precision_plugin.forward_context(), gather_root(self.lightning_module):
-            yield self.lightning_module
+        with gather_root(self._module), self.precision_plugin.forward_context():
+            yield self._module
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Have the engine notice the backward of this loss."""
-        assert self.lightning_module is not None
-        watch_backward(self.lightning_module, closure_loss)
+        watch_backward(self._module, closure_loss)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Backwards inside keep gradients local, or sharded with `accumulation="sharded"`."""
-        assert self.lightning_module is not None
-        with no_sync(self.lightning_module, keep_sharded=self.accumulation == "sharded"):
+        with no_sync(self._module, keep_sharded=self.accumulation == "sharded"):
             yield
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -353,9 +333,8 @@ class MFSDPStrategy(ProcessStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """State by parameter name, of the rows this rank owns."""
-        assert self.lightning_module is not None
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return lightning_io.optimizer_state(self.lightning_module, plain)
+        return lightning_io.optimizer_state(self._module, plain)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -369,10 +348,7 @@ class MFSDPStrategy(ProcessStrategy):
             raise TypeError(
                 "MFSDPStrategy.save_checkpoint: storage_options belong to a CheckpointIO, which this strategy does not use"
             )
-        assert self.lightning_module is not None
-        lightning_io.save(
-            Path(self.broadcast(filepath)), self.lightning_module, checkpoint, is_rank_zero=self.is_global_zero
-        )
+        lightning_io.save(Path(self.broadcast(filepath)), self._module, checkpoint, is_rank_zero=self.is_global_zero)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read weights, and optimizer states when fitting, in place; returns what is left for Lightning.
@@ -381,13 +357,12 @@ class MFSDPStrategy(ProcessStrategy):
             ValueError: Nothing that can be read lies at the path.
             RuntimeError: The checkpoint does not fit the model or the optimizers.
         """
-        assert self.lightning_module is not None
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         return lightning_io.load(
             Path(self.broadcast(checkpoint_path)),
-            self.lightning_module,
+            self._module,
             self.optimizers if fitting else [],
-            strict=self.lightning_module.strict_loading,
+            strict=self._module.strict_loading,
             weights_only=weights_only,
         )
 

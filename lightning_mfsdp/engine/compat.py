@@ -67,7 +67,7 @@ def coalesced(count: int, group: dist.ProcessGroup, device: torch.device) -> Abs
 
 def premul_sum(factor: float) -> Any:
     """NCCL reduction that multiplies each input by `factor` before the sum, at no extra pass."""
-    return c10d._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+    return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

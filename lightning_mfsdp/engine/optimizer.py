@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mfsdp.engine.context import Context
@@ -132,6 +133,8 @@ def _shard_state(state: dict[str, Any], group: ParameterGroup, entry: Entry, *, 
 
 
 def _rows(value: Any, entry: Entry, rows: range) -> Any:
+    if isinstance(value, DTensor):
+        return value.to_local()
     if isinstance(value, Tensor) and value.shape == entry.shape and value.dim():
         return value[rows.start : rows.stop].clone()
     return value

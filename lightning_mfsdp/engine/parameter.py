@@ -98,7 +98,9 @@ class ShardedParameter(_Rows):
     _local_face: nn.Parameter
     _full_face: nn.Parameter
     _name: str
-    _grad_face: DTensor | None
+    _grad_face: _Rows | None
+    # Where this rank has no rows the local face never has a gradient (fused optimizers), and this says what other ranks' say.
+    has_empty_grad: bool
 
     @classmethod
     def wrap(
@@ -110,15 +112,18 @@ class ShardedParameter(_Rows):
         made = cls(local.detach(), plain._spec, requires_grad=full.requires_grad)
         made._is_param = True
         made._owner = (weakref.ref(group), index)
+        made.has_empty_grad = False
         made._local_face, made._full_face, made._name, made._grad_face = local, full, name, None
         return made
 
     @property
     def grad(self) -> DTensor | None:
-        """The reduced gradient of these rows; `None` until a synchronised backward, and where this rank has no rows."""
+        """The reduced gradient of these rows; `None` until a synchronised backward."""
         grad = self._local_face.grad
         if grad is None:
-            return None
+            if not self.has_empty_grad:
+                return None
+            grad = self._local_face.detach()
         if self._grad_face is None or self._grad_face._local_tensor is not grad:
             plain = _as_dtensor(grad, self.shape, self.device_mesh, self.placements)
             self._grad_face = _Rows(grad, plain._spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -132,8 +137,9 @@ class ShardedParameter(_Rows):
                 f"{self._name}.grad: expected a DTensor of shape {tuple(self.shape)} or None, got a plain tensor of "
                 f"shape {tuple(value.shape)}"
             )
-        self._local_face.grad = None if value is None else value._local_tensor
-        self._grad_face = value
+        self._local_face.grad = None if value is None or not value._local_tensor.numel() else value._local_tensor
+        self.has_empty_grad = value is not None and not value._local_tensor.numel()
+        self._grad_face = value if isinstance(value, _Rows) else None
 
     @property
     def requires_grad(self) -> bool:

@@ -245,7 +245,11 @@ class GradientReducer:
             else:
                 compat.foreach_copy_(self.main.segments, result.segments)
         for entry, face in zip(self.group.entries, self.faces, strict=True):
-            if entry.local.grad is not face and entry.full.requires_grad:
+            if not entry.full.requires_grad:
+                continue
+            if face is None:
+                entry.sharded.has_empty_grad = True
+            elif entry.local.grad is not face:
                 entry.local.grad = face
 
     # -- what the optimizer sees ---------------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ def assert_like_plain(model: Chain, plain: Chain, case: str, world: int) -> None
 
 def elementwise_optimizers_hold_local_rows_and_train_like_plain_pytorch(rank, world):
     for kind, sharding in product(ELEMENTWISE_OPTIMIZERS, ("optim_grads", "optim_grads_params")):
+        case = f"{kind.__name__} {sharding}"
         plain = plain_chain()
         losses = run(plain, kind(plain.parameters(), lr=1e-2))
         model = sharded_chain(sharding=sharding)
@@ -82,14 +83,16 @@ def elementwise_optimizers_hold_local_rows_and_train_like_plain_pytorch(rank, wo
         held = optimizer.param_groups[0]["params"]
         assert [id(p) for p in held] == [id(view.local) for view in sharded_parameters(model)]
         assert not any(isinstance(p, DTensor) for p in held)
-        torch.testing.assert_close(run(model, optimizer), losses, rtol=1e-4, atol=1e-5, msg=lambda m: f"{kind}: {m}")
-        assert_like_plain(model, plain, f"{kind.__name__} {sharding}", world)
+        torch.testing.assert_close(
+            run(model, optimizer), losses, rtol=1e-4, atol=1e-5, msg=lambda m, case=case: f"{case}: {m}"
+        )
+        assert_like_plain(model, plain, case, world)
         for view in sharded_parameters(model):
             state = optimizer.state.get(view.local, {})
             assert view.dtensor not in optimizer.state
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim():
-                    assert value.shape == view.local.shape, f"{kind.__name__} {key}: state of this rank's rows only"
+                    assert value.shape == view.local.shape, f"{case} {key}: state of this rank's rows only"
 
 
 def other_optimizers_hold_dtensors_and_see_whole_norms(rank, world):
