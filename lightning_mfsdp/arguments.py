@@ -59,7 +59,8 @@ def check_world(
     world_size: int, data_parallel_size: int | str | None, outer_size: int, mesh: DeviceMesh | None
 ) -> None:
     """Raise a ValueError where sizes do not fit the number of connected ranks."""
-    for argument, size in {"data_parallel_size": data_parallel_size, "mesh": mesh.size() if mesh is not None else None}.items():
+    mesh_size = mesh.size() if mesh is not None else None
+    for argument, size in (("data_parallel_size", data_parallel_size), ("mesh", mesh_size)):
         if size not in (None, "auto", world_size):
             raise ValueError(
                 f"{argument} covers {size} ranks but there are {world_size}; in this version every rank is a data-parallel rank"

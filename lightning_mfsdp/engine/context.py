@@ -135,6 +135,17 @@ class Context:
             with torch.no_grad():
                 compat.foreach_copy_(targets, sources)
         self.weights_ready = self.streams.record()
+        self._gather_whole_weights()
+
+    def _gather_whole_weights(self) -> None:
+        """Weights that stay whole are gathered once after a change, all of them now, in an order that all ranks share.
+
+        Each rank may then run its units in an order of its own, or leave some out.
+        """
+        for unit in reversed(self.units_in_backward_order):
+            for group in unit.groups:
+                if not group.placement.weight:
+                    self.gathers_started += group.start_gather(self.weights_ready)
 
     def refresh_live(self) -> None:
         """Weights changed while a unit shows full parameters (manual optimization): refill them at once."""

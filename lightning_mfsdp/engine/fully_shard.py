@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
@@ -18,6 +19,7 @@ from lightning_mfsdp.engine.collectives import Mesh, resolve_mesh
 from lightning_mfsdp.engine.context import Context
 from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.group import GroupSpec, ParameterGroup
+from lightning_mfsdp.engine.layout import padding_advice
 from lightning_mfsdp.engine.materialize import materialize
 from lightning_mfsdp.engine.parameter import ShardedParameter, owner_of
 from lightning_mfsdp.engine.placement import resolve_placement
@@ -104,6 +106,7 @@ def fully_shard(
         )
         for index, (spec, members) in enumerate(_by_spec(named, policy, keep_fp32))
     ]
+    _advise_on_padding(groups)
     unit = Unit(module, groups, policy, reshard_after_forward=reshard_after_forward)
     _join(module, unit, Context(unit, resolved, device, pooled=storage == "pooled"))
     _borrow(unit, borrowed)
@@ -286,6 +289,14 @@ def _share_buffers(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
                 buffer.copy_(value)
             else:
                 child._buffers[key] = value
+
+
+def _advise_on_padding(groups: Sequence[ParameterGroup]) -> None:
+    """Say on one rank, once for each kind of group, where more ranks than rows waste memory."""
+    for layout in {group.layout: None for group in groups}:
+        advice = padding_advice(layout) if dist.get_rank() == 0 else ""
+        if advice:
+            warnings.warn(f"fully_shard: {advice}", stacklevel=3)
 
 
 # -- units of one root -------------------------------------------------------------------------------------------------

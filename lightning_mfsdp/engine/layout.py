@@ -261,8 +261,8 @@ def padding_advice(layout: Layout, *, acceptable: float = 0.1) -> str:
     world, itemsize = layout.num_shards, layout.itemsize
     text = (
         f"Padding adds {layout.padding_fraction:.1%} to this group over {world} shards: "
-        f"{layout.padding_bytes / 2**20:,.1f} "
-        f"MiB in each full-size buffer of {itemsize} bytes per element. {_padding_cause(layout)}"
+        f"{layout.padding_bytes / 2**20:,.1f} MiB "
+        f"in each full-size buffer of {itemsize} bytes per element. {_padding_cause(layout)}"
     )
     tried = [layout]
     while tried[-1].num_shards % 2 == 0 and tried[-1].padding_fraction > acceptable:
@@ -274,8 +274,7 @@ def padding_advice(layout: Layout, *, acceptable: float = 0.1) -> str:
     return text + (
         f" Cap the shard axis at {best.num_shards} ({best.padding_fraction:.1%}) and replicate over the other "
         f"{world // best.num_shards} (HSDP: a mesh of outer={world // best.num_shards}, shard={best.num_shards}), or "
-        "shard "
-        "several modules as one unit so that each rank has more rows."
+        "shard several modules as one unit so that each rank has more rows."
     )
 
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.tree import tensors_in
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.group import ParameterGroup
@@ -169,9 +170,9 @@ class ShardedParameter(_Rows):
         name = getattr(func, "__name__", "")
         if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
             _weights_changed(args)
-        for arg in args:
-            if isinstance(arg, Tensor) and not isinstance(arg, DTensor) and arg.dim() > 0:
-                _refuse_mixing(func, args)
+        tensors = tensors_in((args, kwargs or {}))
+        if any(tensor.dim() > 0 for tensor in tensors if not isinstance(tensor, DTensor)):
+            _refuse_mixing(func, tensors)
         with compat.without_torch_function():
             return func(*args, **(kwargs or {}))
 
@@ -191,8 +192,8 @@ def _weights_changed(args: tuple[Any, ...]) -> None:
                 context.weights_changed()
 
 
-def _refuse_mixing(func: Any, args: tuple[Any, ...]) -> None:
-    names = ", ".join(arg._name for arg in args if isinstance(arg, ShardedParameter))
+def _refuse_mixing(func: Any, tensors: list[Tensor]) -> None:
+    names = ", ".join(tensor._name for tensor in tensors if isinstance(tensor, ShardedParameter))
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     raise EngineStateError(
         f"{getattr(func, '__name__', func)} on rank {rank}: parameter {names} is sharded and was used outside its "

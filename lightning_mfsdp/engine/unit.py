@@ -125,8 +125,7 @@ class Unit:
                 continue
             if needed is not None and group.gathered and group.slot is not needed:
                 group.release()
-            if group.start_gather(self.context.weights_ready, needed, apart=apart):
-                self.context.gathers_started += 1
+            self.context.gathers_started += group.start_gather(self.context.weights_ready, needed, apart=apart)
 
     def install(self) -> None:
         """Wait for the gathers and show full parameters."""

@@ -215,7 +215,7 @@ def an_optimizer_keeps_its_rows_and_nothing_else(rank, world):
         gc.enable()
 
 
-def gradients_are_freed_or_zero_as_asked(rank, world):
+def clearing_gradients_clears_every_face(rank, world):
     for sharding in STRATEGIES:
         model = sharded_chain(sharding=sharding)
         optimizer = adamw(model)
@@ -223,6 +223,9 @@ def gradients_are_freed_or_zero_as_asked(rank, world):
         for view in sharded_parameters(model):
             assert (view.grad is None) == (len(view.rows) == 0)
         optimizer.zero_grad()
+        assert all(view.grad is None for view in sharded_parameters(model))
+        loss_of(model, inputs(1, rank)).backward()
+        model.zero_grad()
         assert all(view.grad is None and view.dtensor.grad is None for view in sharded_parameters(model))
 
 
@@ -252,7 +255,7 @@ WORLDS = {
         frozen_units_are_given_back_after_forward,
         deletion_frees_everything_without_the_cycle_collector,
         an_optimizer_keeps_its_rows_and_nothing_else,
-        gradients_are_freed_or_zero_as_asked,
+        clearing_gradients_clears_every_face,
         whole_step_is_balanced_over_ranks,
     ),
     4: (persistent_buffers_have_the_size_their_strategy_says,),

@@ -222,8 +222,8 @@ def zero_2_needs_no_more_than_zero_1(rank: int, world: int) -> None:
     assert needed["optim_grads_params"] < needed["optim_grads"] < needed["optim"], needed
 
 
-def ready_in_another_order(rank: int, world: int) -> None:
-    """Ranks that finish gradients in different orders still reduce in one order (6336)."""
+def ready_in_another_order(strategy: str, rank: int, world: int) -> None:
+    """Ranks that run units in different orders, or leave some out, still gather and reduce in one order (6336)."""
 
     class Parallel(nn.Module):
         def __init__(self) -> None:
@@ -238,14 +238,19 @@ def ready_in_another_order(rank: int, world: int) -> None:
     torch.manual_seed(0)
     model = Parallel()
     for branch in model.branches:
-        fully_shard(branch, sharding="no_shard")
-    fully_shard(model, sharding="no_shard")
+        fully_shard(branch, sharding=strategy)
+    fully_shard(model, sharding=strategy)
+    optimizers = [torch.optim.SGD(reference.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)]
+    fully_shard_optimizer(optimizers[1])
     problems, x = Problems(), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     for step in range(3):
-        order = [(index + rank + step) % 3 for index in range(3)]
-        reference(x, [0, 1, 2]).backward()
-        model(x.chunk(world)[rank], order).backward()
+        orders = [[(index + peer + step) % 3 for index in range(3)][: 3 - peer % 2] for peer in range(world)]
+        (sum(reference(part, orders[peer]) for peer, part in enumerate(x.chunk(world))) / world).backward()
+        model(x.chunk(world)[rank], orders[rank]).backward()
         compare(problems, reference, model, f"step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     problems.finish()
 
 
@@ -351,7 +356,10 @@ CASES = {
         for (name, case), strategy in product(BY_STRATEGY.items(), STRATEGIES)
     },
     "gradient memory of ZeRO-2": zero_2_needs_no_more_than_zero_1,
-    "ready in another order": ready_in_another_order,
+    **{
+        f"ready in another order [{strategy}]": partial(ready_in_another_order, strategy)
+        for strategy in ("no_shard", "optim", "optim_grads")
+    },
 }
 
 
