@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_mfsdp.engine import compat
+from lightning_mfsdp.engine.buffer import FlatBuffer
 from lightning_mfsdp.engine.collectives import Axis, Mesh
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.reduction import GradientReducer, Sync
@@ -32,9 +33,10 @@ _MAX_BUCKETS = 2
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A unit's reduction that was issued: its reducers, whose buckets are held until `done`."""
+    """A unit's reduction that was issued. Until `done`, its buckets are held and its sources kept from the allocator."""
 
     reducers: list[GradientReducer]
+    sources: list[FlatBuffer]
     done: Event
 
 
@@ -274,7 +276,7 @@ class Context:
                 reducer.reduce(source, self.sync)
                 self.reductions_started += 1
             done = self.streams.record()
-        self._in_flight.append(_InFlight(reducers, done))
+        self._in_flight.append(_InFlight(reducers, sources, done))
 
     def _retire(self) -> None:
         """Wait, on the compute stream, for the oldest reduction and give its buckets back."""

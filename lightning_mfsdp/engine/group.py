@@ -244,6 +244,9 @@ class ParameterGroup:
         if not self.installed:
             self.installed = True
             for entry in self.entries:
+                # An optimizer's owner freezes what the optimizer holds (Lightning's toggle_optimizer does).
+                if entry.local.requires_grad != entry.full.requires_grad:
+                    entry.full.requires_grad_(entry.local.requires_grad)
                 entry.install(entry.full)
 
     def release(self) -> None:

@@ -144,16 +144,17 @@ class ShardedParameter(_Rows):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether forward and backward compute a gradient; shared with the full face."""
+        """Whether forward and backward compute a gradient."""
         return self._full_face.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        self._full_face.requires_grad_(value)
+        self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
-        """Turn gradients on or off for both faces."""
+        """Turn gradients on or off for every face."""
         self._full_face.requires_grad_(requires_grad)
+        self._local_face.requires_grad_(requires_grad)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:

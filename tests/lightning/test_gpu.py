@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,9 @@ def check_without_waiting(rank: int, world_size: int) -> bool:
     trainer = cuda_trainer(world_size, callbacks=[reporter])
     trainer.fit(model, loader(8, 8 * STEPS))
     context = context_of(model)
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
             reporter.on_after_backward(trainer, model)
