@@ -246,7 +246,12 @@ class Context:
 
     def _collect(self, unit: Unit) -> None:
         """Take a unit's gradients and start their reduction."""
-        groups = [group for group in unit.groups if any(entry.full.requires_grad for entry in group.entries)]
+        groups = []
+        for group in unit.groups:
+            if any(entry.is_trained for entry in group.entries):
+                groups.append(group)
+            else:
+                group.drop_full_gradients()
         if not groups:
             return
         with torch.no_grad():
@@ -322,8 +327,7 @@ class Context:
             self._retire()
         for unit in self.units:
             for group in unit.groups:
-                for entry in group.entries:
-                    entry.full.grad = None
+                group.drop_full_gradients()
         for reducer in self._reducers.values():
             reducer.drop()
         self._rest(forget=True)

@@ -244,9 +244,6 @@ class ParameterGroup:
         if not self.installed:
             self.installed = True
             for entry in self.entries:
-                # An optimizer's owner freezes what the optimizer holds (Lightning's toggle_optimizer does).
-                if entry.local.requires_grad != entry.full.requires_grad:
-                    entry.full.requires_grad_(entry.local.requires_grad)
                 entry.install(entry.full)
 
     def release(self) -> None:
@@ -299,6 +296,11 @@ class ParameterGroup:
         with torch.inference_mode(False), torch.no_grad():
             for entry, view in zip(self.entries, full.views(), strict=True):
                 entry.full.data = view
+
+    def drop_full_gradients(self) -> None:
+        """Forget what autograd left: the backward failed, or nobody wants it."""
+        for entry in self.entries:
+            entry.full.grad = None
 
     def gather_rows(self, index: int, rows: torch.Tensor) -> torch.Tensor:
         """The whole of something shaped like one parameter, from every rank's rows of it. Collective.

@@ -57,6 +57,11 @@ class Entry:
     def __post_init__(self) -> None:
         self.resting = self.sharded
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether a gradient is wanted now. What an optimizer holds may be frozen by itself (`toggle_optimizer`)."""
+        return self.full.requires_grad and self.local.requires_grad
+
     def install(self, parameter: Any) -> None:
         """Show `parameter` under all names."""
         for table, key in self.sites:
@@ -122,7 +127,7 @@ class ShardedParameter(_Rows):
         """The reduced gradient of these rows; `None` until a synchronised backward."""
         grad = self._local_face.grad
         if grad is None:
-            if not self.has_empty_grad:
+            if not (self.has_empty_grad and self.requires_grad):
                 return None
             grad = self._local_face.detach()
         if self._grad_face is None or self._grad_face._local_tensor is not grad:

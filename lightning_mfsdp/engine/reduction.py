@@ -86,7 +86,7 @@ class GradientReducer:
     def _take(self) -> list[Tensor | None]:
         taken: list[Tensor | None] = []
         for entry in self.group.entries:
-            grad = entry.full.grad
+            grad = entry.full.grad if entry.is_trained else None
             entry.full.grad = None
             taken.append(grad.to_dense() if grad is not None and grad.is_sparse else grad)
         return taken
@@ -245,7 +245,7 @@ class GradientReducer:
             else:
                 compat.foreach_copy_(self.main.segments, result.segments)
         for entry, face in zip(self.group.entries, self.faces, strict=True):
-            if not entry.full.requires_grad:
+            if not entry.is_trained:
                 continue
             if face is None:
                 entry.sharded.has_empty_grad = True

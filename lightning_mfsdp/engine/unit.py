@@ -101,7 +101,7 @@ class Unit:
     @property
     def is_trainable(self) -> bool:
         """Whether any parameter it owns wants a gradient now."""
-        return any(entry.full.requires_grad for group in self.groups for entry in group.entries)
+        return any(entry.is_trained for group in self.groups for entry in group.entries)
 
     @property
     def is_done(self) -> bool:
