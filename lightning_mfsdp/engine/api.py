@@ -151,6 +151,8 @@ def fully_shard_units(
         **options: As in `fully_shard`.
     """
     device = mesh_device(resolve_mesh(mesh))
+    if options.get("ignored_parameters") is not None:
+        options["ignored_parameters"] = list(options["ignored_parameters"])
     wanted, replaced = {id(unit) for unit in units}, Replaced()
     ignored = {id(parameter) for parameter in options.get("ignored_parameters") or ()}
     for name, child in children_first(module):

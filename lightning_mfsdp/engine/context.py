@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -21,6 +21,7 @@ from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.buffer import FlatBuffer
 from lightning_mfsdp.engine.collectives import Axis, Mesh
 from lightning_mfsdp.engine.group import ParameterGroup
+from lightning_mfsdp.engine.parameter import Entry
 from lightning_mfsdp.engine.reduction import GradientReducer, Sync
 from lightning_mfsdp.engine.storage import SlotPool
 from lightning_mfsdp.engine.streams import Event, Streams
@@ -45,7 +46,6 @@ class Context:
 
     Attributes:
         sync: How far the gradients of the current microbatch are reduced.
-        has_optimizer: An optimizer reports its steps; until one does, every forward pass starts from fresh weights.
         weights_ready: After the last write to a held weight.
         gathers_started: Collectives issued for weights so far, for inspection.
     """
@@ -56,7 +56,7 @@ class Context:
         self.streams = Streams(device)
         self.pool = SlotPool(device, pooled=pooled)
         self.sync = Sync.ALL
-        self.has_optimizer = False
+        self._covered: set[int] = set()
         self.weights_ready: Event = None
         self.gathers_started = 0
         self.reductions_started = 0
@@ -95,6 +95,10 @@ class Context:
         for group in unit.groups:
             group.attach(unit, self)
 
+    def take_over(self, other: Context) -> None:
+        """Keep what is known about optimizers in a context whose units move into this one."""
+        self._covered |= other._covered
+
     def reducer(self, group: ParameterGroup) -> GradientReducer:
         """The group's gradients; their buffers are made when the first gradient arrives."""
         known = self._reducers.get(group)
@@ -119,7 +123,10 @@ class Context:
         self._weights_changed = True
 
     def refresh(self) -> None:
-        """Bring held weights up to date with main weights, all groups in one launch, if anything changed."""
+        """Bring held weights up to date with main weights, all groups in one launch, if anything changed.
+
+        Full weights that a unit shows at the moment (manual optimization, a forward without backward) are filled again.
+        """
         if not self._weights_changed:
             return
         self._weights_changed = False
@@ -138,6 +145,10 @@ class Context:
                 compat.foreach_copy_(targets, sources)
         self.weights_ready = self.streams.record()
         self._gather_whole_weights()
+        for unit in self.units:
+            if unit.live:
+                for group in unit.all_groups:
+                    group.refill(self.weights_ready)
 
     def _gather_whole_weights(self) -> None:
         """Weights that stay whole are gathered once after a change, all of them now, in an order that all ranks share.
@@ -150,13 +161,24 @@ class Context:
                     self.gathers_started += group.start_gather(self.weights_ready)
 
     def refresh_live(self) -> None:
-        """Weights changed while a unit shows full parameters (manual optimization): refill them at once."""
-        live = [unit for unit in self.units if unit.live]
-        if live:
+        """Weights changed; where a unit shows full parameters right now, code may read them before any other gather."""
+        if any(unit.live for unit in self.units):
             self.refresh()
-        for unit in live:
-            for group in unit.all_groups:
-                group.refill(self.weights_ready)
+
+    def cover(self, entries: Iterable[Entry]) -> None:
+        """An optimizer that reports its steps holds these parameters."""
+        self._covered.update(id(entry) for entry in entries)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether every trained parameter is held by an optimizer that reports its steps."""
+        return all(
+            id(entry) in self._covered
+            for unit in self.units
+            for group in unit.groups
+            for entry in group.entries
+            if entry.is_trained
+        )
 
     # -- forward -------------------------------------------------------------------------------------------------------
 

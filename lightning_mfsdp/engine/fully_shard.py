@@ -6,6 +6,7 @@ import hashlib
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from typing import Any, Literal, TypeVar
 
@@ -107,6 +108,8 @@ def fully_shard(
         for index, (spec, members) in enumerate(_by_spec(named, policy, keep_fp32))
     ]
     _advise_on_padding(groups)
+    if _matches("", module, policy.fp32_modules):
+        policy = replace(policy, cast_forward_inputs=False)  # its own hooks cast
     unit = Unit(module, groups, policy, reshard_after_forward=reshard_after_forward)
     _join(module, unit, Context(unit, resolved, device, pooled=storage == "pooled"))
     _borrow(unit, borrowed)
@@ -309,8 +312,7 @@ def _join(module: nn.Module, unit: Unit, context: Context) -> None:
         if nested is None or nested is unit:
             continue
         nested.rename(name)
-        if nested.context is not context:
-            context.has_optimizer |= nested.context.has_optimizer
+        context.take_over(nested.context)
         context.add(nested)
     context.add(unit)
 

@@ -21,7 +21,7 @@ from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.parameter import owner_of
 
-__all__ = ["clip_grad_norm_", "clip_grad_value_", "grad_norm", "local_gradients"]
+__all__ = ["clip_grad_norm_", "clip_grad_value_", "grad_norm", "local_gradients", "scale_gradients_"]
 
 
 @dataclass(eq=False)
@@ -62,11 +62,20 @@ def clip_grad_norm_(
             "NaNGradientReporter, or pass error_if_nonfinite=False"
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for part in owned:
-        if part.tensors:
-            with torch.no_grad():
-                compat.foreach_mul_(part.tensors, scale)
+    _scale(owned, scale)
     return norm
+
+
+def scale_gradients_(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor, scale: Tensor) -> None:
+    """Multiply every gradient by a device scalar (0-D), in place."""
+    _scale(_owned_gradients(module_or_parameters), scale)
+
+
+def _scale(parts: list[_Owned], scale: Tensor) -> None:
+    with torch.no_grad():
+        for part in parts:
+            if part.tensors:
+                compat.foreach_mul_(part.tensors, scale)
 
 
 def grad_norm(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor, norm_type: float = 2.0) -> Tensor:

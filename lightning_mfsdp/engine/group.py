@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import Placement as DTensorPlaceme
 
 from lightning_mfsdp.engine.buffer import FlatBuffer, buffer_numel
 from lightning_mfsdp.engine.collectives import Mesh
+from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.layout import Layout, plan_layout
 from lightning_mfsdp.engine.parameter import Entry, ShardedParameter, mark_owner
 from lightning_mfsdp.engine.placement import Placement
@@ -244,7 +245,17 @@ class ParameterGroup:
         if not self.installed:
             self.installed = True
             for entry in self.entries:
+                self._check_in_place(entry)
                 entry.install(entry.full)
+
+    def _check_in_place(self, entry: Entry) -> None:
+        table, key = entry.sites[0]
+        if table[key] is not entry.resting:
+            raise EngineStateError(
+                f"{self.name}: parameter {entry.name} was replaced after fully_shard (expected its sharded DTensor, got "
+                f"{type(table[key]).__name__}), by module.to(), half(), load_state_dict(assign=True) or an assignment. "
+                "Convert, move and assign before fully_shard; afterwards copy values in place"
+            )
 
     def release(self) -> None:
         """Show sharded parameters again and give the slot back. Saved tensors keep pointing into it; a gather for backward refills it."""

@@ -89,8 +89,9 @@ def fully_shard_optimizer(
                 context.refresh_live()
 
     optimizer.register_step_post_hook(weights_changed)
+    held = [found for group in optimizer.param_groups for face in group["params"] if (found := owner_of(face))]
     for context in contexts:
-        context.has_optimizer = True
+        context.cover(entry for group, entry in held if group.context is context)
     return optimizer
 
 

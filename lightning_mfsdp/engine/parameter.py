@@ -123,6 +123,13 @@ class ShardedParameter(_Rows):
         return made
 
     @property
+    def described(self) -> str:
+        """Name and unit, for messages."""
+        group = self._owner[0]()
+        unit = group.unit() if group is not None else None
+        return f"{self._name} of unit {unit.name}" if unit is not None else self._name
+
+    @property
     def grad(self) -> DTensor | None:
         """The reduced gradient of these rows; `None` until a synchronised backward."""
         grad = self._local_face.grad
@@ -199,7 +206,7 @@ def _weights_changed(args: tuple[Any, ...]) -> None:
 
 
 def _refuse_mixing(func: Any, tensors: list[Tensor]) -> None:
-    names = ", ".join(tensor._name for tensor in tensors if isinstance(tensor, ShardedParameter))
+    names = ", ".join(tensor.described for tensor in tensors if isinstance(tensor, ShardedParameter))
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     raise EngineStateError(
         f"{getattr(func, '__name__', func)} on rank {rank}: parameter {names} is sharded and was used outside its "

@@ -64,6 +64,7 @@ class GradientReducer:
             )
         self.faces = [view if view.numel() else None for view in self.exposed.views()]
         self._exposed_version = self._version_of_exposed()
+        self._fresh = False
         self._unreduced: FlatBuffer | None = None
         self._kept: FlatBuffer | None = None
         self._partial: FlatBuffer | None = None
@@ -155,6 +156,7 @@ class GradientReducer:
 
     def collect_alone(self) -> None:
         """One rank: no bucket and no communication. A parameter without a gradient keeps none, as in plain PyTorch."""
+        self._fresh = True
         if self._has_main():
             self._settle_main()
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -238,6 +240,7 @@ class GradientReducer:
 
     def _to_main(self, result: FlatBuffer) -> None:
         """Copy or add a reduced gradient to the main gradient, and show it to the optimizer."""
+        self._fresh = True
         if result is not self.main:
             if self._has_main():
                 self._settle_main()
@@ -278,9 +281,10 @@ class GradientReducer:
 
     def finish(self) -> None:
         """After the last reduction of a backward, on the compute stream: convert what the optimizer sees where dtypes differ."""
-        if self.exposed is not self.main and self._has_main():
+        if self.exposed is not self.main and self._fresh:
             compat.foreach_copy_(self.exposed.segments, self.main.segments)
             self._exposed_version = self._version_of_exposed()
+        self._fresh = False
 
     def _version_of_exposed(self) -> list[int]:
         return [segment._version for segment in self.exposed.segments]

@@ -1,13 +1,13 @@
 """Where full-size memory comes from: the caching allocator, or fixed slots planned from a recorded step.
 
 A `Slot` is a place for one full-size buffer (the gathered weights of a group, or its bucket of gradients). Every
-`Client` has a slot of its own whose memory exists only while it is held. In pooled mode the holding times of one
-training step are recorded and coloured, and from then on clients share a few fixed slots: addresses never change, the
-allocator is never called, and reserved memory is peak memory.
+`Client` has a slot of its own whose memory exists only while it is held. In pooled mode the first training step shows
+who holds memory at the same time as whom; clients that never do share a fixed slot from then on. Addresses do not change,
+the allocator is not called for full-size memory, and what is reserved is what is used.
 
 The plan is a preference, not a script: nothing replays a recorded sequence. Whoever finds its fixed slot taken (a
-validation pass, a skipped layer, a second forward) holds its own slot instead, and the next full step is recorded
-again.
+validation pass, a skipped layer, a second forward) holds its own slot instead; if that was a training step, the next plan
+knows it.
 
 Alternatives considered: a private CUDA memory pool (frees fragmentation, keeps the allocator calls and gives no static
 addresses); a trace that is replayed call by call (Megatron-FSDP's trace pool: a forward-only pass between two steps
@@ -28,7 +28,7 @@ from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.streams import Event
 
-__all__ = ["Client", "Slot", "SlotPool", "color_intervals"]
+__all__ = ["Client", "Slot", "SlotPool", "color"]
 
 _ALIGNMENT_BYTES = 512
 
@@ -112,18 +112,18 @@ class SlotPool:
         self.pooled = pooled
         self._device = device
         self._clients: list[Client] = []
-        self._intervals: dict[Client, list[list[float]]] = {}
-        self._clock = 0
-        self._recording = pooled
+        # Who was seen holding memory while whom did; in order of first appearance. It only grows, and only by new pairs.
+        self._met: dict[Client, dict[Client, None]] = {}
+        self._outdated = False
         self._fixed: list[Slot] = []
         self._last_release: dict[str, Event] = {}
+        self._held: dict[str, dict[Client, None]] = {"weight": {}, "bucket": {}}
 
     def add(self, client: Client) -> None:
         """Make a client known, maybe from the pool of a root that became a nested unit; it starts with its own slot."""
         client.planned = None
         client.private = client.slot = Slot(client.size_bytes, self._device, fixed=False)
         self._clients.append(client)
-        self._recording = self.pooled
 
     @property
     def fixed_bytes(self) -> int:
@@ -150,28 +150,33 @@ class SlotPool:
             EngineStateError: `needed` is in use by somebody else.
         """
         slot = needed or (client.private if apart else client.planned) or client.private
-        if apart:
-            self._record_again()
         if slot.holder is not None and slot.holder is not client and not slot.holder.evict():
             if needed is not None:
                 raise EngineStateError(
                     f"{client.name}: its backward needs the memory its forward used, but {slot.holder.name} holds it. "
-                    "This step runs units "
-                    'together that ran one after another when the slots were planned; pass storage="dynamic" to fully_shard'
+                    "This step runs units together that ran one after another when the slots were planned; pass "
+                    'storage="dynamic" to fully_shard'
                 )
             slot = client.private
-            if torch.is_grad_enabled() or compat.backward_task() != -1:
-                self._record_again()
         slot.holder = client
         client.slot = slot
         slot.materialize()
-        if self._recording:
-            self._clock += 1
-            self._intervals.setdefault(client, []).append([self._clock, float("inf")])
+        self._held[client.kind][client] = None
+        if self.pooled and (torch.is_grad_enabled() or compat.backward_task() != -1):
+            self._meet(client)
         return slot.released if slot.fixed else self._last_release.get(client.kind)
 
-    def _record_again(self) -> None:
-        self._recording = self.pooled
+    def _meet(self, client: Client) -> None:
+        """Note who else holds memory now: they cannot share a slot. Passes without gradients do not count."""
+        known = self._met.get(client)
+        if known is None:
+            known = self._met[client] = {}
+            self._outdated = True
+        for other in self._held[client.kind]:
+            if other is not client and other not in known:
+                known[other] = None
+                self._met.setdefault(other, {})[client] = None
+                self._outdated = True
 
     def release(self, client: Client, event: Event) -> None:
         """Take the slot back. `event` comes after the last use of the memory."""
@@ -180,26 +185,22 @@ class SlotPool:
         slot.released = event
         self._last_release[client.kind] = event
         slot.discard()
-        if self._recording and self._intervals.get(client):
-            self._clock += 1
-            self._intervals[client][-1][1] = self._clock
+        self._held[client.kind].pop(client, None)
 
     def finish_step(self, event: Event) -> None:
-        """A training step is complete: plan fixed slots if they are wanted, not there yet, and nothing is held.
+        """A training step is complete: plan fixed slots if it showed anything new.
 
         Args:
             event: After all work issued so far; fixed memory may be reused blocks that earlier kernels still read.
         """
-        if not self._recording or any(client.slot.holder is client for client in self._clients):
+        if not self._outdated:
             return
-        # Intervals of earlier recordings stay: a plan must suit every kind of step seen so far.
-        intervals, self._recording, self._fixed = self._intervals, False, []
+        self._outdated, self._fixed = False, []
         for kind in ("weight", "bucket"):
-            clients = [client for client in intervals if client.kind == kind]
-            colors = color_intervals(
-                [client.size_bytes for client in clients], [intervals[client] for client in clients]
-            )
-            for members in colors:
+            clients = [client for client in self._met if client.kind == kind]
+            numbers = {client: number for number, client in enumerate(clients)}
+            conflicts = [{numbers[other] for other in self._met[client]} for client in clients]
+            for members in color([client.size_bytes for client in clients], conflicts):
                 size = max(clients[index].size_bytes for index in members)
                 slot = Slot(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, self._device, fixed=True)
                 slot.released = event
@@ -209,28 +210,23 @@ class SlotPool:
                     clients[index].planned = slot
 
 
-def color_intervals(sizes_bytes: Sequence[int], intervals: Sequence[Sequence[Sequence[float]]]) -> list[list[int]]:
-    """Partition clients so that no two of one part hold memory at the same time; each part will share a slot.
+def color(sizes_bytes: Sequence[int], conflicts: Sequence[set[int]]) -> list[list[int]]:
+    """Partition clients so that no two of one part are in conflict; each part will share a slot.
 
     Args:
-        sizes_bytes: Per client. Large ones are placed first, so that a slot is as large as its first member and little
-            is wasted.
-        intervals: Per client, its holding times `[start, stop]`; times are distinct integers, an open end is infinite.
+        sizes_bytes: Per client, in order of first appearance. Large ones are placed first, so that a slot is as large as
+            its first member and little is wasted.
+        conflicts: Per client, those that hold memory at the same time; symmetric.
 
     Returns:
         Client indices per slot. For a chain of equal units the number of slots is the most that are ever held at once.
     """
-    order = sorted(range(len(sizes_bytes)), key=lambda index: (-sizes_bytes[index], intervals[index][0][0], index))
+    order = sorted(range(len(sizes_bytes)), key=lambda index: (-sizes_bytes[index], index))
     slots: list[list[int]] = []
     for index in order:
-        for members in slots:
-            if not any(_overlap(intervals[index], intervals[other]) for other in members):
-                members.append(index)
-                break
-        else:
+        free = next((members for members in slots if not conflicts[index].intersection(members)), None)
+        if free is None:
             slots.append([index])
+        else:
+            free.append(index)
     return slots
-
-
-def _overlap(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> bool:
-    return any(a[0] < b[1] and b[0] < a[1] for a in first for b in second)

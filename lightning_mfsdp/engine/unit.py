@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.engine import compat
+from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.storage import Slot
@@ -169,6 +170,8 @@ class Unit:
     def enter(self) -> None:
         """Have full parameters there, and the next unit's on their way."""
         self._idle = False
+        if self.borrowed:
+            self._check_owners()
         if compat.backward_task() != -1:
             self.start_gather(self._latest_slots())
         else:
@@ -178,6 +181,14 @@ class Unit:
         following = self.next_forward() if self.next_forward is not None else None
         if following is not None and compat.backward_task() == -1:
             following.start_gather()
+
+    def _check_owners(self) -> None:
+        for group in self.borrowed:
+            if group.context is not self.context:
+                raise EngineStateError(
+                    f"{self.name}: it shares a parameter with {group.name}, a unit of another root, so their gradients cannot "
+                    "be added up; call fully_shard on the module around both"
+                )
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook; also runs when forward raised, with `output` None."""

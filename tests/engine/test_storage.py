@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard, no_sync
-from lightning_mfsdp.engine.storage import color_intervals
+from lightning_mfsdp.engine.storage import color
 from lightning_mfsdp.engine.unit import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import (
@@ -46,6 +46,18 @@ def holdings(draw) -> tuple[list[int], list[list[list[float]]]]:
     return sizes, intervals
 
 
+def conflicts_of(intervals: list[list[list[float]]]) -> list[set[int]]:
+    """Who holds memory at the same time as whom."""
+    return [
+        {
+            other
+            for other, theirs in enumerate(intervals)
+            if other != index and any(a[0] < b[1] and b[0] < a[1] for a in mine for b in theirs)
+        }
+        for index, mine in enumerate(intervals)
+    ]
+
+
 def held_at(intervals: list[list[float]], time: float) -> bool:
     return any(start <= time < stop for start, stop in intervals)
 
@@ -54,7 +66,7 @@ def held_at(intervals: list[list[float]], time: float) -> bool:
 @given(holdings())
 def test_coloring_gives_every_client_one_slot_and_never_two_holders_at_once(case):
     sizes, intervals = case
-    slots = color_intervals(sizes, intervals)
+    slots = color(sizes, conflicts_of(intervals))
     assert sorted(index for members in slots for index in members) == list(range(len(sizes)))
     times = range(60)
     for members in slots:
@@ -67,7 +79,8 @@ def test_coloring_gives_every_client_one_slot_and_never_two_holders_at_once(case
 def test_coloring_of_a_chain_of_equal_clients_needs_only_as_many_slots_as_are_held_at_once(count, overlap):
     forward = [[index, index + overlap - 0.5] for index in range(count)]
     backward = [[1000 - index, 1000 - index + overlap - 0.5] for index in range(count)]
-    slots = color_intervals([512] * count, [list(pair) for pair in zip(forward, backward, strict=True)])
+    intervals = [list(pair) for pair in zip(forward, backward, strict=True)]
+    slots = color([512] * count, conflicts_of(intervals))
     assert len(slots) == min(count, overlap)
 
 
@@ -75,7 +88,7 @@ def test_coloring_of_a_chain_of_equal_clients_needs_only_as_many_slots_as_are_he
 @given(holdings())
 def test_coloring_wastes_nothing_on_the_largest_client_of_a_slot(case):
     sizes, intervals = case
-    for members in color_intervals(sizes, intervals):
+    for members in color(sizes, conflicts_of(intervals)):
         assert sizes[members[0]] == max(sizes[index] for index in members)
 
 
