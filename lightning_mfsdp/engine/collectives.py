@@ -98,8 +98,11 @@ class Axis:
         """The reduction op for `factor`; where the backend cannot scale, the sources are scaled here instead."""
         if factor == 1.0:
             return dist.ReduceOp.SUM
-        if dist.get_backend(group) == "nccl":
-            return dist.ReduceOp.AVG if factor == 1.0 / self.size else compat.premul_sum(factor)
+        if compat.uses_nccl(group, sources[0].device):
+            if factor == 1.0 / self.size:
+                return dist.ReduceOp.AVG
+            if sources[0].dtype.itemsize >= 4:  # NCCL rounds the factor to the dtype on the wire
+                return compat.premul_sum(factor)
         for source in sources:
             source.mul_(factor)
         return dist.ReduceOp.SUM

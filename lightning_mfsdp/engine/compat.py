@@ -27,6 +27,7 @@ __all__ = [
     "on_backward_end",
     "premul_sum",
     "reduce_scatter_flat",
+    "uses_nccl",
     "without_torch_function",
 ]
 
@@ -60,9 +61,14 @@ def reduce_scatter_flat(piece: Tensor, source: Tensor, op: Any, group: dist.Proc
 
 def coalesced(count: int, group: dist.ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
     """Issue `count` collectives of one kind as one, where the backend can and there is more than one."""
-    if count < 2 or dist.get_backend(group) != "nccl":
+    if count < 2 or not uses_nccl(group, device):
         return nullcontext()
     return c10d._coalescing_manager(group, device=device)
+
+
+def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether NCCL carries tensors of this device; a group's backend may be unnamed or a list such as "cpu:gloo,cuda:nccl"."""
+    return device.type == "cuda" and dist.get_backend(group) not in ("gloo", "mpi", "ucc", "fake")
 
 
 def premul_sum(factor: float) -> Any:

@@ -225,7 +225,8 @@ class Context:
     def _agree_on_order(self) -> None:
         """Fix the order of reductions: reverse of rank 0's first forward; then units that did not run.
 
-        Units that others borrow from come last: weights tied between the two ends of a model are done when all is.
+        Units that others borrow from come last (weights tied between the two ends of a model are done when all is), and
+        so do those whose end nobody notices because no input of theirs needs a gradient.
         """
         units = self.units
         chain: list[Unit] = []
@@ -235,7 +236,7 @@ class Context:
             unit = unit.next_forward() if unit.next_forward is not None else None
         order = [units.index(unit) for unit in reversed(chain)]
         order += [index for index in reversed(range(len(units))) if units[index] not in chain]
-        order.sort(key=lambda index: len(units[index].users) > 1)
+        order.sort(key=lambda index: len(units[index].users) > 1 or not units[index].hears_end)
         message = [order]
         for axis in self.mesh.axes:
             if dist.get_backend(axis.group) != "fake":
@@ -248,7 +249,7 @@ class Context:
 
     def _with_reduce_group(self, axis: Axis) -> Axis:
         """Reductions get a communicator of their own where calls queue on a device, so that gathers do not wait behind them."""
-        if axis.size == 1 or axis.reduce_group is not None or dist.get_backend(axis.group) != "nccl":
+        if axis.size == 1 or axis.reduce_group is not None or not compat.uses_nccl(axis.group, self.device):
             return axis
         if axis.group not in self._reduce_groups:
             ranks = dist.get_process_group_ranks(axis.group)
@@ -293,7 +294,7 @@ class Context:
         return self.sync is Sync.ALL or (self.sync is Sync.SHARD and group.placement.gradient)
 
     def _reduce(self, reducers: list[GradientReducer]) -> None:
-        while len(self._in_flight) >= _MAX_BUCKETS:
+        while len(self._in_flight) >= _MAX_BUCKETS or any(reducer.holds_bucket for reducer in reducers):
             self._retire()
         sources = [reducer.fill() for reducer in reducers]
         filled = self.streams.record()

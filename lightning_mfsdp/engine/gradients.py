@@ -31,6 +31,7 @@ class _Owned:
     axes: tuple[Axis, ...] = ()
     tensors: list[Tensor] = field(default_factory=list)
     device: torch.device | None = None
+    dtype: torch.dtype = torch.float32
 
 
 def clip_grad_norm_(
@@ -140,6 +141,8 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
         axes = _sharded_axes(group)
         part = parts.setdefault(tuple(id(axis.group) for axis in axes), _Owned(axes=axes))
         part.device = group.device
+        if group.spec.main_dtype is torch.float64:
+            part.dtype = torch.float64  # from what all ranks know: a rank may own no gradient here
         part.tensors += local_gradients(group, sorted(indices))
     return list(parts.values())
 
@@ -169,8 +172,7 @@ def _norm(parts: list[_Owned], norm_type: float) -> Tensor:
 
 def _power_sum(part: _Owned, norm_type: float) -> Tensor:
     """Sum of |g|^p (or the maximum) over all ranks that hold different pieces; 0-D float32 or better."""
-    highest = max((tensor.dtype for tensor in part.tensors), key=lambda dtype: dtype.itemsize, default=torch.float32)
-    dtype = torch.float64 if highest is torch.float64 else torch.float32
+    dtype = part.dtype
     infinite = math.isinf(norm_type)
     tensors = [tensor for tensor in part.tensors if tensor.numel()]
     if tensors:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
+from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.buffer import FlatBuffer, buffer_numel
 from lightning_mfsdp.engine.collectives import Mesh
 from lightning_mfsdp.engine.errors import EngineStateError
@@ -224,12 +225,13 @@ class ParameterGroup:
         if not (self.placement.weight or outer_first or in_place):
             return False
         streams, held = self._streams, self.held
+        training = torch.is_grad_enabled() or compat.backward_task() != -1
         with streams.on(streams.gather), torch.no_grad():
             streams.wait(weights_ready)
             if outer_first and self.outer_axis is not None:
                 self.outer_axis.gather(held.part(self.inner_extent).segments, held.part(self.main_extent).segments)
             if self.placement.weight:
-                streams.wait(self._pool.acquire(self.client, needed, apart=apart))
+                streams.wait(self._pool.acquire(self.client, needed, apart=apart, training=training))
                 self._bind(self._full_in(self.client.slot))
                 self.shard_axis.gather(self._full_segments(), held.segments)
             elif in_place:

@@ -164,7 +164,23 @@ class ShardedParameter(_Rows):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
-        """Turn gradients on or off for every face."""
+        """Turn gradients on or off for every face.
+
+        Raises:
+            EngineStateError: It was frozen when it was sharded, so it has no main weight of the policy's dtype.
+        """
+        group = self._owner[0]()
+        wanted = group.policy.main_params_dtype if group is not None else None
+        if (
+            requires_grad
+            and group is not None
+            and not group.spec.trainable
+            and wanted not in (None, group.spec.main_dtype)
+        ):
+            raise EngineStateError(
+                f"{self.described}: it was frozen when fully_shard was called, so its main weight is {group.spec.main_dtype} "
+                f"and not {wanted}; unfreeze it before fully_shard, and freeze it afterwards if need be"
+            )
         self._full_face.requires_grad_(requires_grad)
         self._local_face.requires_grad_(requires_grad)
         return self

@@ -125,6 +125,8 @@ class GradientReducer:
         """
         group = self.group
         grads = self._take()
+        if self._has_main():
+            self._settle_main()
         if self._unreduced is not None:
             source, self._unreduced = self._unreduced, None
             _add(source, grads, overwrite=False)
@@ -177,8 +179,8 @@ class GradientReducer:
 
     # -- on the reduce stream ------------------------------------------------------------------------------------------
 
-    def reduce(self, source: FlatBuffer, sync: Sync) -> bool:
-        """Reduce a full-size buffer; returns whether the main gradient has it (False while the outer axis waits)."""
+    def reduce(self, source: FlatBuffer, sync: Sync) -> None:
+        """Reduce a full-size buffer into the main gradient, or as far as the shard axis while the outer axis waits."""
         shard, outer = self.group.shard_axis, self.group.outer_axis
         outer_waits = outer is not None and outer.size > 1
         factor, result = self._factor, source
@@ -188,10 +190,9 @@ class GradientReducer:
         if outer is not None and outer_waits:
             if sync is Sync.SHARD:
                 self._keep_partial(result)
-                return False
+                return
             result = self._over_outer_axis(result, factor)
         self._to_main(result)
-        return True
 
     def _over_shard_axis(self, source: FlatBuffer, *, final: bool, factor: float) -> FlatBuffer:
         group, axis, precise = self.group, self.group.shard_axis, self.group.policy.high_precision_reduce
@@ -243,7 +244,6 @@ class GradientReducer:
         self._fresh = True
         if result is not self.main:
             if self._has_main():
-                self._settle_main()
                 _accumulate_segments(self.main, result)
             else:
                 compat.foreach_copy_(self.main.segments, result.segments)
@@ -288,11 +288,6 @@ class GradientReducer:
 
     def _version_of_exposed(self) -> list[int]:
         return [segment._version for segment in self.exposed.segments]
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether the optimizer has a gradient of this group."""
-        return self._has_main()
 
     @property
     def persistent_bytes(self) -> int:

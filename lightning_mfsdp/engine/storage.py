@@ -24,7 +24,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.streams import Event
 
@@ -66,6 +65,11 @@ class Slot:
             with torch.inference_mode(False):
                 self._memory = torch.empty(self.size_bytes, dtype=torch.uint8, device=self._device)
         return self._memory
+
+    @property
+    def address(self) -> int:
+        """Where the memory starts, as `untyped_storage().data_ptr()` says it."""
+        return self.memory.untyped_storage().data_ptr()
 
     @property
     def allocated_bytes(self) -> int:
@@ -135,12 +139,15 @@ class SlotPool:
         """All full-size memory at the moment."""
         return self.fixed_bytes + sum(client.private.allocated_bytes for client in self._clients)
 
-    def acquire(self, client: Client, needed: Slot | None = None, *, apart: bool = False) -> Event:
+    def acquire(
+        self, client: Client, needed: Slot | None = None, *, apart: bool = False, training: bool = True
+    ) -> Event:
         """Give the client a slot (`client.slot`); the memory is allocated on the current stream.
 
         Args:
             client: Holds no slot now.
             needed: The one slot that will do, because saved tensors of a forward point into it.
+            training: Part of a step that the plan should suit; passes without gradients are not.
             apart: Keep out of shared slots: saved tensors of an earlier forward still wait for their backward there.
 
         Returns:
@@ -162,12 +169,12 @@ class SlotPool:
         client.slot = slot
         slot.materialize()
         self._held[client.kind][client] = None
-        if self.pooled and (torch.is_grad_enabled() or compat.backward_task() != -1):
+        if self.pooled and training:
             self._meet(client)
         return slot.released if slot.fixed else self._last_release.get(client.kind)
 
     def _meet(self, client: Client) -> None:
-        """Note who else holds memory now: they cannot share a slot. Passes without gradients do not count."""
+        """Note who else holds memory now: they cannot share a slot."""
         known = self._met.get(client)
         if known is None:
             known = self._met[client] = {}

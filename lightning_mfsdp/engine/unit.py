@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.group import ParameterGroup
+from lightning_mfsdp.engine.hooks import Call, attach
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.storage import Slot
 from lightning_mfsdp.engine.tree import map_tensors, tensors_in
@@ -50,6 +50,7 @@ class Unit:
         groups: Parameters it owns.
         borrowed: Groups of other units whose parameters this module shares (tied weights).
         context: Shared by all units of a root.
+        hears_end: Some call had an input that needs a gradient, so the end of its backward is noticed.
         live: Shows full parameters.
         pinned: Stays so through the end of a backward, because code around it is still running (`gather_root`).
     """
@@ -74,18 +75,14 @@ class Unit:
         self.next_forward: weakref.ref[Unit] | None = None
         self.previous_forward: weakref.ref[Unit] | None = None
         self.next_backward: weakref.ref[Unit] | None = None
-        self._calls: list[weakref.ref[_Call]] = []
-        self._open_calls: list[_Call | None] = []
+        self._calls: list[weakref.ref[Call]] = []
+        self._open_calls: list[Call | None] = []
         self._running = 0
         self._idle = False
         self._hears_parameters = False
+        self.hears_end = False
         module.__dict__[_UNIT] = self
-        this = weakref.ref(self)
-        module.register_forward_pre_hook(_calling(this, Unit.pre_forward), with_kwargs=True)
-        module.register_forward_hook(_calling(this, Unit.post_forward), always_call=True)
-        module.register_state_dict_pre_hook(lambda *_: _rest(this))  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(lambda *_: _rest(this))  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_post_hook(lambda *_: _weights_changed(this))  # type: ignore[no-untyped-call]
+        attach(self, module)
 
     def rename(self, name: str) -> None:
         """Take the full name inside a root."""
@@ -161,7 +158,7 @@ class Unit:
         dtype = self.policy.compute_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = map_tensors(lambda tensor: _cast(tensor, dtype), (args, kwargs))
-        call = _Call() if torch.is_grad_enabled() and self.all_groups and not self._is_recomputed() else None
+        call = Call() if torch.is_grad_enabled() and self.all_groups and not self._is_recomputed() else None
         self._open_calls.append(call)
         if call is not None:
             args, kwargs = self._listen_to_inputs(call, args, kwargs)
@@ -192,14 +189,25 @@ class Unit:
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook; also runs when forward raised, with `output` None."""
-        call = self._open_calls.pop()
+        call = self._open_calls.pop() if self._open_calls else None  # none: the pre-hook itself raised
         outputs = tensors_in(output)
+        self._refuse_own_weights(outputs)
         if call is not None:
             self._listen_to_outputs(call, outputs)
         if output is None and sys.exc_info()[0] is not None and compat.backward_task() == -1:
             self.abandon()
         else:
             self.leave(reshard=bool(outputs) or call is None)
+
+    def _refuse_own_weights(self, outputs: list[Tensor]) -> None:
+        """A result that lies in gathered memory would change or vanish once that memory is given back."""
+        places = {group.slot.address for group in self.all_groups if group.slot is not None and group.gathered}
+        strided = [tensor for tensor in outputs if tensor.layout is torch.strided] if places else []
+        if any(tensor.untyped_storage().data_ptr() in places for tensor in strided):
+            raise EngineStateError(
+                f"{self.name}: its forward returned one of its own parameters, or a view of one, whose memory is given back "
+                "after forward; return a copy (parameter.clone()), or keep that parameter in the module around the unit"
+            )
 
     def leave(self, *, reshard: bool) -> None:
         """After forward: give weights back, unless they are needed again at once.
@@ -234,14 +242,14 @@ class Unit:
         return compat.backward_task() != -1 and self.pending > 0
 
     def _listen_to_inputs(
-        self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Have `post_backward` run when gradients of all inputs are there."""
         tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not tensors:
             return args, kwargs
         this = weakref.ref(self)
-        call.has_end = True
+        call.has_end = self.hears_end = True
 
         def end(_: Any) -> None:
             unit = this()
@@ -249,15 +257,14 @@ class Unit:
                 unit.post_backward(call)
 
         # Views of its own: an input shared by many units (an encoder's memory) is finished for each of them separately.
-        views = [tensor.view_as(tensor) for tensor in tensors]
+        views = {id(tensor): tensor.view_as(tensor) for tensor in tensors}
         if len(views) == 1:
-            views[0].register_hook(end)  # type: ignore[no-untyped-call]
+            next(iter(views.values())).register_hook(end)  # type: ignore[no-untyped-call]
         else:
-            torch.autograd.graph.register_multi_grad_hook(views, end)
-        marked = iter(views)
-        return map_tensors(lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs))  # type: ignore[no-any-return]
+            torch.autograd.graph.register_multi_grad_hook(list(views.values()), end)
+        return map_tensors(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
 
-    def _listen_to_outputs(self, call: _Call, outputs: list[Tensor]) -> None:
+    def _listen_to_outputs(self, call: Call, outputs: list[Tensor]) -> None:
         """Have `pre_backward` run when the backward of this call begins."""
         differentiable = [tensor for tensor in outputs if tensor.requires_grad]
         if not differentiable:
@@ -301,10 +308,15 @@ class Unit:
         self._calls = [reference for reference in self._calls if reference() is not None]
         return len(self._calls)
 
-    def pre_backward(self, call: _Call) -> None:
+    def pre_backward(self, call: Call) -> None:
         """A gradient of an output is there; the call's own nodes run next."""
         if call.running:
             return
+        if torch.is_grad_enabled() and any(group.placement.weight for group in self.all_groups):
+            raise EngineStateError(
+                f"{self.name}: backward with create_graph=True needs these weights again later, when they are sharded; "
+                'use sharding="optim_grads" (weights stay whole) for gradients of gradients'
+            )
         call.running = True
         self._running += call.has_end
         self._idle = False
@@ -317,7 +329,7 @@ class Unit:
         if following is not None:
             following.prefetch_for_backward()
 
-    def post_backward(self, call: _Call) -> None:
+    def post_backward(self, call: Call) -> None:
         """All gradients of the call's inputs are there, so its share of the parameters' gradients is."""
         self._calls = [reference for reference in self._calls if reference() not in (None, call)]
         if call.running:
@@ -356,44 +368,5 @@ class Unit:
         return self._idle
 
 
-class _Call:
-    """One forward in grad mode. Autograd's nodes keep it alive, so it lives as long as its graph.
-
-    Attributes:
-        slots: Where its saved tensors expect the weights, by group.
-        has_end: Some input needs a gradient, so its backward has a visible end.
-        running: Its backward has begun and not ended.
-    """
-
-    __slots__ = ("__weakref__", "has_end", "running", "slots")
-
-    def __init__(self) -> None:
-        self.slots: list[Slot | None] = []
-        self.has_end = False
-        self.running = False
-
-
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _calling(this: weakref.ref[Unit], method: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that does not keep the unit alive: module -> unit is the only strong reference."""
-
-    def hook(*args: Any) -> Any:
-        unit = this()
-        return None if unit is None else method(unit, *args)
-
-    return hook
-
-
-def _rest(this: weakref.ref[Unit]) -> None:
-    unit = this()
-    if unit is not None:
-        unit.release()
-
-
-def _weights_changed(this: weakref.ref[Unit]) -> None:
-    unit = this()
-    if unit is not None:
-        unit.context.weights_changed()

@@ -143,7 +143,14 @@ def uneven_dtensor(rank: int, world: int) -> None:
     assert DTensor(local, tensor._spec, requires_grad=True).requires_grad
 
 
+def gloo_is_not_nccl(rank: int, world: int) -> None:
+    """A group's own backend decides, and CPU tensors never travel by NCCL."""
+    assert not compat.uses_nccl(dist.group.WORLD, torch.device("cpu"))
+    assert not compat.uses_nccl(dist.group.WORLD, torch.device("cuda"))
+
+
 CASES = {
+    "gloo is not taken for NCCL": gloo_is_not_nccl,
     "flat collectives": partial(collectives, 1),
     "coalesced collectives, also where the backend has none": partial(collectives, 3),
     "gather in place": gather_in_place,

@@ -1,0 +1,177 @@
+"""What cannot be right is refused with a message, and what looks alike is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_mfsdp.engine import (
+    EngineStateError,
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    fully_shard_optimizer,
+    fully_shard_units,
+    no_sync,
+    sharded_parameters,
+)
+from lightning_mfsdp.engine.inspect import context_of
+from tests.engine.worlds import by_world, check
+from tests.helpers.chain import adamw, inputs, loss_of, plain_chain, sharded_chain, train
+
+
+class ReturnsItsWeight(nn.Linear):
+    """A unit whose result is a view of its own memory, or a copy."""
+
+    copies = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.clone() if self.copies else self.weight[:2]
+
+
+def gradients_of_gradients_need_whole_weights(rank: int, world: int) -> None:
+    x = inputs(0, rank).requires_grad_()
+    model = sharded_chain()
+    with pytest.raises(EngineStateError, match=r'create_graph=True.*sharding="optim_grads"'):
+        torch.autograd.grad(loss_of(model, x), x, create_graph=True)
+    reference, whole = plain_chain(), sharded_chain(sharding="optim_grads")
+    expected = torch.autograd.grad(loss_of(reference, x), x, create_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(loss_of(whole, x), x, create_graph=True)[0], expected)
+
+
+def a_unit_may_not_return_its_own_memory(rank: int, world: int) -> None:
+    module = fully_shard(ReturnsItsWeight(8, 8))
+    with pytest.raises(EngineStateError, match=r"returned one of its own parameters.*clone"):
+        module(inputs(0, rank))
+    copying = ReturnsItsWeight(8, 8)
+    copying.copies = True
+    fully_shard(copying)(inputs(0, rank)).sum().backward()
+    weight = sharded_parameters(copying)[0]
+    assert len(weight.rows) == 0 or weight.grad.eq(1).all()
+
+
+def weights_tied_across_roots_are_refused(rank: int, world: int) -> None:
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    second.weight = first.weight
+    fully_shard(first)
+    fully_shard(second)
+    with pytest.raises(EngineStateError, match=r"a unit of another root.*module around both"):
+        second(inputs(0, rank))
+
+
+def replaced_parameters_are_noticed(rank: int, world: int) -> None:
+    model = sharded_chain()
+    model.layers[0]._parameters["weight"] = nn.Parameter(torch.zeros(8, 8))
+    with pytest.raises(EngineStateError, match=r"weight was replaced after fully_shard"):
+        model(inputs(0, rank))
+
+
+def a_frozen_half_precision_parameter_cannot_be_trained_later(rank: int, world: int) -> None:
+    layer = nn.Linear(8, 8).bfloat16().requires_grad_(False)
+    fully_shard(layer)
+    with pytest.raises(EngineStateError, match=r"frozen when fully_shard was called.*unfreeze it before"):
+        layer.weight.requires_grad = True
+
+
+def cleared_gradients_stay_cleared_where_dtypes_differ(rank: int, world: int) -> None:
+    """The optimizer's gradient is a copy of the accumulated one; what is done to the copy counts."""
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)
+    norms = []
+    for waits in (False, True):
+        model = sharded_chain(policy=policy)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loss_of(model, inputs(0, rank)).backward()
+        optimizer.zero_grad(set_to_none=False)
+        if waits:
+            with no_sync(model):
+                (0.0 * loss_of(model, inputs(1, rank))).backward()
+        loss_of(model, inputs(2, rank)).backward()
+        norms.append(clip_grad_norm_(model, 1e9))
+    torch.testing.assert_close(norms[0], norms[1], rtol=0.02, atol=0)
+
+
+def a_forgotten_optimizer_is_slower_and_not_wrong(rank: int, world: int) -> None:
+    """Steps of an optimizer that nobody registered are seen, also after a forward without backward and beside a registered one."""
+    for strategy in ("optim", "optim_grads_params"):
+        model, reference = sharded_chain(sharding=strategy), plain_chain()
+        half = len(list(model.parameters())) // 2
+        made = [
+            [torch.optim.SGD(part, lr=0.1) for part in (parameters[:half], parameters[half:])]
+            for parameters in (list(model.parameters()), list(reference.parameters()))
+        ]
+        fully_shard_optimizer(made[0][0])
+        for step in range(3):
+            model(inputs(9, rank))
+            loss_of(model, inputs(step)).backward()
+            loss_of(reference, inputs(step)).backward()
+            for optimizer in (*made[0], *made[1]):
+                optimizer.step()
+                optimizer.zero_grad()
+            torch.testing.assert_close(model(inputs(3)), reference(inputs(3)), rtol=1e-5, atol=1e-6)
+
+
+def ignored_parameters_may_be_a_generator(rank: int, world: int) -> None:
+    model = plain_chain()
+    fully_shard_units(model, list(model.layers), ignored_parameters=model.out.parameters())
+    assert {view.name for view in sharded_parameters(model)} == {
+        f"layers.{index}.{key}" for index in range(4) for key in ("weight", "bias")
+    }
+
+
+def a_unit_that_is_kept_in_fp32_casts_by_itself(rank: int, world: int) -> None:
+    policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, fp32_modules=(nn.LayerNorm, nn.Linear))
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    for made in (nn.LayerNorm(8), nn.Linear(8, 8)):
+        expected = made(x).bfloat16()
+        assert torch.equal(fully_shard(made, policy=policy)(x), expected)
+    cast = fully_shard(nn.LayerNorm(8), policy=replace(policy, fp32_modules=()))
+    assert torch.equal(cast(x), F.layer_norm(x.bfloat16(), (8,)))
+
+
+def norms_of_parameters_that_lie_elsewhere_agree_on_a_dtype(rank: int, world: int) -> None:
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float64, main_grads_dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(8, 1, bias=False), nn.Linear(1, 4)).double()
+    fully_shard(model, policy=policy)
+    model(inputs(0, rank).double()).sum().backward()
+    norms = [clip_grad_norm_([parameter], 1e9) for parameter in model.parameters()]
+    assert all(norm.dtype is torch.float64 for norm in norms)
+
+
+def passes_without_backward_leave_no_record(rank: int, world: int) -> None:
+    """Evaluation, and steps that are like the last one, change neither the plan nor the memory behind it."""
+    model = sharded_chain()
+    optimizer = adamw(model)
+    pool = context_of(model).pool
+    with torch.no_grad():
+        for step in range(3):
+            model(inputs(step, rank))
+    assert not pool._met
+    train(model, optimizer, range(2), rank)
+    fixed = [slot.address for slot in pool._fixed]
+    for step in range(3):
+        with torch.no_grad():
+            model(inputs(step, rank))
+        (loss_of(model, inputs(step, rank)) + loss_of(model, inputs(step + 1, rank))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            fixed = [slot.address for slot in pool._fixed]
+    assert [slot.address for slot in pool._fixed] == fixed
+
+
+CASES = tuple(
+    value for name, value in list(globals().items()) if getattr(value, "__code__", None) and name[0].islower()
+)
+CASES = tuple(
+    case for case in CASES if case.__module__ == __name__ and case.__code__.co_varnames[:2] == ("rank", "world")
+)
+WORLDS = {2: CASES}
+
+
+@by_world(WORLDS)
+def test_refusals(world, case):
+    check(WORLDS, world, case)
