@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from torch import nn
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy
+from lightning_mfsdp.engine.placement import resolve_placement
+from lightning_mfsdp.engine.unit import Unit, unit_of
 
 __all__ = [
     "build_mesh",
+    "check_callbacks",
     "check_choice",
+    "check_device",
+    "check_ignored",
     "check_policy",
     "check_sizes",
     "check_state_dict_type",
     "check_world",
     "ignored_parameters",
+    "warn_of_other_options",
+    "warn_of_other_policies",
 ]
+
+
+_UNFIT_CALLBACKS: dict[type[Callback], str] = {
+    StochasticWeightAveraging: "average the weights of saved checkpoints instead",
+    WeightAveraging: "average the weights of saved checkpoints instead",
+    BaseFinetuning: "give configure_optimizers all parameters in groups, and set requires_grad in a hook of the LightningModule",
+}
 
 
 def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
@@ -40,6 +57,29 @@ def check_policy(policy: object) -> None:
     """Raise a TypeError unless it is a policy or `None`."""
     if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(f"policy: expected a MixedPrecisionPolicy or None, got {policy!r}")
+
+
+def check_ignored(ignored: object) -> None:
+    """Raise a TypeError unless it is a collection of parameters and name patterns."""
+    entries = list(ignored) if isinstance(ignored, Iterable) and not isinstance(ignored, (str, Tensor)) else [None]
+    if not all(isinstance(entry, (str, nn.Parameter)) for entry in entries):
+        raise TypeError(
+            f'ignored_parameters={ignored!r}: expected a list of parameters and name patterns, such as ["*.norm.*"]'
+        )
+
+
+def check_device(device_type: str) -> None:
+    """Raise a ValueError for devices the engine does not know."""
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f'MFSDPStrategy runs on CPU and CUDA, got {device_type}; use accelerator="cpu" or "gpu"')
+
+
+def check_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Raise a ValueError for callbacks of Lightning's that hold or average whole parameters."""
+    for callback in callbacks:
+        for kind, cure in _UNFIT_CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise ValueError(f"{type(callback).__name__} does not work with sharded parameters; {cure}")
 
 
 def check_sizes(data_parallel_size: int | str | None, outer_size: int, mesh: DeviceMesh | None) -> None:
@@ -94,3 +134,33 @@ def ignored_parameters(module: nn.Module, wanted: Sequence[str | nn.Parameter]) 
                 )
             ignored.update((id(parameter), parameter) for parameter in matches)
     return list(ignored.values())
+
+
+def warn_of_other_options(
+    module: nn.Module, root: Unit, policy: MixedPrecisionPolicy, sharding: str | int, outer_sharding: str | int
+) -> None:
+    """A model that is sharded already stays as it is; say so where a Trainer asks for something else."""
+    name = type(module).__name__
+    if root.policy != policy:
+        rank_zero_warn(
+            f"{name} is already sharded and keeps its policy {root.policy}; this Trainer's precision stands for "
+            f"{policy}. Give both the same precision, or MFSDPStrategy(policy=...) the one you sharded with"
+        )
+    mesh = root.context.mesh
+    wanted = resolve_placement(sharding, outer_sharding, mesh.shard.size, mesh.outer.size if mesh.outer else 1)
+    placements = {group.placement for unit in root.context.units for group in unit.groups if not group.spec.whole}
+    if placements - {wanted}:
+        rank_zero_warn(
+            f"{name} is already sharded in another way than sharding={sharding!r}, outer_sharding={outer_sharding!r} and stays so. "
+            "Use one strategy for one model, or build the model anew"
+        )
+
+
+def warn_of_other_policies(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """Units that the user sharded by hand keep their own policy; say so where it is not the Trainer's."""
+    others = [unit.name for part in module.modules() if (unit := unit_of(part)) is not None and unit.policy != policy]
+    if others:
+        rank_zero_warn(
+            f"units {others[:4]} were given to fully_shard with another policy than this Trainer's precision stands for ({policy}) and "
+            "keep theirs; pass fully_shard(..., policy=...) the same one if that is not meant"
+        )

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_mfsdp.engine import MixedPrecisionPolicy, clip_grad_norm_, clip_grad_value_
+from lightning_mfsdp.engine import MixedPrecisionPolicy, clip_grad_value_, grad_norm
+from lightning_mfsdp.engine.gradients import scale_gradients_
 
 __all__ = ["DistributedGradScaler", "MFSDPPrecision", "translate_precision"]
 
@@ -40,6 +41,7 @@ _NORMALIZATION: tuple[type[nn.Module], ...] = (
     nn.InstanceNorm3d,
     nn.GroupNorm,
     nn.LayerNorm,
+    nn.RMSNorm,
 )
 
 
@@ -243,8 +245,15 @@ class MFSDPPrecision(Precision):
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Scale gradients down to a global norm over all ranks of at most `clip_val`."""
-        clip_grad_norm_(self.main_params(optimizer), float(clip_val))
+        """Scale gradients down to a global norm over all ranks of at most `clip_val`.
+
+        Where the norm is NaN or infinite, gradients stay as they are (`torch.nn.utils.clip_grad_norm_` would make all of them NaN), so
+        that a callback still finds the parameters it came from. Decided on the device; nothing waits.
+        """
+        parameters = list(self.main_params(optimizer))
+        norm = grad_norm(parameters)
+        scale = torch.clamp(float(clip_val) / (norm + 1e-6), max=1.0)
+        scale_gradients_(parameters, torch.where(torch.isfinite(norm), scale, torch.ones_like(scale)))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clamp every gradient element to `[-clip_val, clip_val]`."""

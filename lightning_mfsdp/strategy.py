@@ -22,7 +22,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -30,12 +30,17 @@ from torchmetrics import Metric
 
 from lightning_mfsdp.arguments import (
     build_mesh,
+    check_callbacks,
     check_choice,
+    check_device,
+    check_ignored,
     check_policy,
     check_sizes,
     check_state_dict_type,
     check_world,
     ignored_parameters,
+    warn_of_other_options,
+    warn_of_other_policies,
 )
 from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.engine import (
@@ -44,6 +49,7 @@ from lightning_mfsdp.engine import (
     fully_shard_units,
     gather_root,
     no_sync,
+    sharded_parameters,
     units,
     watch_backward,
 )
@@ -81,8 +87,7 @@ class MFSDPStrategy(ProcessStrategy):
         outer_size: Size of the outer axis; it must divide the number of ranks. Neighbouring ranks share the shard axis.
         mesh: A device mesh of your own instead of `outer_size`: one axis, or two, outer first unless they are named "outer" and "shard".
         reshard_after_forward: Give weights back between forward and backward. `False` saves a gather and costs memory.
-        ignored_parameters: Parameters, or `fnmatch` patterns of their names, that stay whole on every rank and whose gradients are not
-            reduced.
+        ignored_parameters: Parameters, or `fnmatch` patterns of their names, that stay whole; their gradients are not reduced.
         storage: "pooled": full weights live in fixed slots; "dynamic": in the caching allocator.
         accumulation: With `accumulate_grad_batches`, "local": no communication until the last microbatch, for a full-size gradient in
             memory. "sharded": strategies with sharded gradients reduce each microbatch over the shard axis; the outer axis waits.
@@ -148,6 +153,7 @@ class MFSDPStrategy(ProcessStrategy):
         self._outer_size = outer_size
         self._mesh = mesh
         self._reshard_after_forward = reshard_after_forward
+        check_ignored(ignored_parameters)
         self._ignored_parameters = tuple(ignored_parameters)
         self._storage = storage
 
@@ -203,6 +209,7 @@ class MFSDPStrategy(ProcessStrategy):
 
     def setup_environment(self) -> None:
         """Connect the processes and build the mesh, once; later entry points find both."""
+        check_device(self.root_device.type)
         super().setup_environment()
         check_world(self.world_size, self._data_parallel_size, self._outer_size, self._mesh)
         if self._mesh is None:
@@ -221,6 +228,7 @@ class MFSDPStrategy(ProcessStrategy):
         """Shard the model unless it is, bring the rest to the device, and make optimizers for fitting."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         self.model = self._module
         self._shard(self._module)
         self.model_to_device()
@@ -238,11 +246,7 @@ class MFSDPStrategy(ProcessStrategy):
         policy = self.precision_plugin.policy
         root = unit_of(module)
         if root is not None:
-            if root.policy != policy:
-                rank_zero_warn(
-                    f"{type(module).__name__} is already sharded and keeps its policy {root.policy}; this Trainer's precision stands for "
-                    f"{policy}. Give both the same precision, or MFSDPStrategy(policy=...) the one you sharded with"
-                )
+            warn_of_other_options(module, root, policy, self.sharding, self.outer_sharding)
             return
         chosen: list[nn.Module] = []
         if any(unit_of(part) is not None for part in module.modules()):
@@ -267,7 +271,8 @@ class MFSDPStrategy(ProcessStrategy):
             ignored_parameters=ignored_parameters(module, self._ignored_parameters),
             storage=self._storage,
         )
-        rank_zero_info(describe_units(units(module)))
+        warn_of_other_policies(module, policy)
+        rank_zero_info(describe_units(units(module), sum(view.main.numel() for view in sharded_parameters(module))))
 
     def model_to_device(self) -> None:
         """Move what the engine does not manage: buffers, ignored parameters, metrics."""

@@ -57,11 +57,12 @@ def select_units(root: nn.Module, units: UnitsArgument) -> list[nn.Module]:
     return _select_by_class(root, units)
 
 
-def describe_units(views: Sequence[UnitView]) -> str:
+def describe_units(views: Sequence[UnitView], num_owned: int) -> str:
     """A table of units, equal ones in one line.
 
-    Columns: name of the first, class, how many, parameters of each, padding, and for each of them what this rank keeps (weights, main and
-    compute) and what it holds while the unit is gathered.
+    Columns: name of the first, class, how many, parameters of each, padding, and for each of them what this rank keeps
+    (weights, main and compute) and what it holds while the unit is gathered. `num_owned`: elements of main weights, and so
+    of each optimizer state, on this rank.
     """
     rows: list[tuple[str, ...]] = [("unit", "class", "count", "parameters", "padding", "kept here", "gathered")]
     alike: dict[tuple[str, ...], list[UnitView]] = {}
@@ -75,7 +76,8 @@ def describe_units(views: Sequence[UnitView]) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     total = sum(view.num_parameters for view in views)
     kept = _readable_bytes(sum(view.main_bytes + view.held_bytes for view in views))
-    return "\n".join([f"mfsdp: {len(views)} units, {total:,} parameters, {kept} of weights kept on this rank", *lines])
+    head = f"mfsdp: {len(views)} units, {total:,} parameters, {num_owned:,} owned by this rank, {kept} of weights kept here"
+    return "\n".join([head, *lines])
 
 
 def _readable_bytes(size_bytes: int) -> str:
@@ -112,7 +114,7 @@ def _select_automatically(root: nn.Module) -> list[nn.Module]:
         blocks = _repeated(module)
         for child in module.children():
             is_block = (child in blocks and not _is_stage(child)) or type(child).__name__ in no_split
-            is_table = isinstance(child, (nn.Embedding, nn.Linear)) and _own_numel(child) >= large
+            is_table = _is_table(child, module) and _own_numel(child) >= large
             is_leaf = next(child.children(), None) is None
             if (is_table or (is_block and (not is_leaf or _numel(child) >= large))) and _keeps_to_itself(child, owners):
                 chosen.append(child)
@@ -122,6 +124,11 @@ def _select_automatically(root: nn.Module) -> list[nn.Module]:
     visit(root)
     # A module registered twice is visited twice.
     return list(dict.fromkeys(chosen))
+
+
+def _is_table(module: nn.Module, parent: nn.Module) -> bool:
+    """An embedding or projection that is called. Attention reads the weight of its `out_proj` without calling it."""
+    return isinstance(module, (nn.Embedding, nn.Linear)) and not isinstance(parent, nn.MultiheadAttention)
 
 
 def _repeated(container: nn.Module) -> list[nn.Module]:

@@ -7,8 +7,9 @@
     on_before_optimizer_step     only for "skip": checks the optimizer's gradients and reads the flag at once
 
 While everything is finite, "raise" and "warn" never make the host wait for the work it has just submitted: when the flag is read, the
-optimizer step and the next forward are already queued behind it. The price is that the optimizer step with the bad gradients has been taken
-by then. "skip" must know before the step, so it waits for the device once per step, as a loss scaler does.
+host waits until the backward before has ended, and the optimizer step and the next forward are already queued behind that. The price is
+that the optimizer step with the bad gradients has been taken by then. "skip" must know before the step, so it waits for the device once
+per step, as a loss scaler does.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mfsdp.engine import compat, sharded_parameters
 from lightning_mfsdp.engine.context import Context
 from lightning_mfsdp.engine.gradients import local_gradients
+from lightning_mfsdp.engine.parameter import owner_of
 from lightning_mfsdp.engine.reduction import Sync
 from lightning_mfsdp.engine.unit import unit_of
 from lightning_mfsdp.strategy import MFSDPStrategy
@@ -35,6 +37,7 @@ __all__ = ["NaNGradientReporter", "NonFiniteGradientError"]
 
 METRIC = "nan_gradients/steps"
 _MAX_LINES = 40
+_NOT_SHARDED = "(ignored_parameters)"
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -70,7 +73,8 @@ class NaNGradientReporter(Callback):
     """Reports every parameter whose gradient holds NaN or Inf.
 
     Args:
-        action: "raise": a `NonFiniteGradientError` on all ranks, before the next backward and before any checkpoint is saved. "skip": the
+        action: "raise": a `NonFiniteGradientError` on all ranks, before the next backward and before any checkpoint is saved. The
+            optimizer step with these gradients has been taken by then, so go back to the last checkpoint. "skip": the
             optimizer step is left out on all ranks alike, and a warning reports. "warn": a warning on rank 0.
 
     Attributes:
@@ -89,6 +93,7 @@ class NaNGradientReporter(Callback):
         self._microbatch = 0
         self._pending: _Check | None = None
         self._host_flag: Tensor | None = None
+        self._whole: list[nn.Parameter] = []
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -108,6 +113,7 @@ class NaNGradientReporter(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin at zero in every logger."""
         self._pending, self._microbatch = None, 0
+        self._whole = [parameter for parameter in pl_module.parameters() if owner_of(parameter) is None]
         self._log(trainer)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -164,6 +170,10 @@ class NaNGradientReporter(Callback):
                 for entry in group.entries:
                     if entry.local.grad is not None:
                         gradients[id(entry.local)] = entry.local.grad
+        for parameter in self._whole:
+            if parameter.grad is not None:
+                gradients[id(parameter)] = parameter.grad
+                flat.append(parameter.grad)
         self._submit(trainer, context, gradients, flat)
 
     def _submit(
@@ -242,16 +252,24 @@ def _findings(module: LightningModule, gradients: dict[int, Tensor]) -> list[Fin
     order = [unit.name for unit in _context(module).units_in_backward_order]
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = []
-    for view in sharded_parameters(module):
-        grad = gradients.get(id(view.local), gradients.get(id(view.dtensor)))
+    candidates: list[tuple[str, str, Tensor | None]] = [
+        (view.name, view.unit, gradients.get(id(view.local), gradients.get(id(view.dtensor))))
+        for view in sharded_parameters(module)
+    ]
+    candidates += [
+        (name, _NOT_SHARDED, gradients.get(id(parameter)))
+        for name, parameter in module.named_parameters()
+        if owner_of(parameter) is None
+    ]
+    for name, unit, grad in candidates:
         if grad is None or bool(torch.isfinite(grad).all()):
             continue
         finite = grad[torch.isfinite(grad)]
         found.append(
             Finding(
-                parameter=view.name,
-                unit=view.unit,
-                position=order.index(view.unit),
+                parameter=name,
+                unit=unit,
+                position=order.index(unit) if unit in order else len(order),
                 rank=rank,
                 num_nan=int(torch.isnan(grad).sum()),
                 num_inf=int(torch.isinf(grad).sum()),
@@ -277,8 +295,8 @@ def _describe(check: _Check, findings: list[Finding]) -> str:
     when = f"step {check.step}, microbatch {check.microbatch}"
     if not findings:
         return (
-            f"non-finite gradients in {when}, but they were overwritten before they could be looked at: something zeroed them in place. "
-            "Use zero_grad(set_to_none=True)"
+            f"non-finite gradients in {when}, but they had changed before they could be looked at: clipping by value makes Inf "
+            'finite, and zero_grad(set_to_none=False) overwrites. Use action="skip", which looks before the step'
         )
     parameters = {finding.parameter for finding in findings}
     ranks = sorted({finding.rank for finding in findings})

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mfsdp.checkpoint.sharded import ParameterIndex, check_names, restore_optimizer
+from lightning_mfsdp.checkpoint.sharded import (
+    ParameterIndex,
+    check_names,
+    check_restored,
+    plain_name,
+    restore_optimizer,
+)
 from lightning_mfsdp.engine import ParameterView, refresh_weights
 
 __all__ = ["load_model", "load_optimizers"]
@@ -23,17 +29,21 @@ def load_model(path: Path, saved: Mapping[str, Any], module: nn.Module, *, stric
         RuntimeError: Names or shapes differ; all of them are listed.
     """
     index = ParameterIndex(module)
-    present = module.state_dict()
-    shapes = {name: value.shape for name, value in saved.items() if isinstance(value, Tensor)}
-    check_names(path, present, list(saved), shapes, strict=strict)
+    plain = {plain_name(name): value for name, value in saved.items()}
+    state = module.state_dict()
+    names = {plain_name(name): name for name in state}
+    present = {plain_name(name): value for name, value in state.items()}
+    shapes = {name: value.shape for name, value in plain.items() if isinstance(value, Tensor)}
+    check_names(path, present, list(plain), shapes, strict=strict)
+    check_restored(path, index, list(plain), strict=strict)
     rest = {}
     with torch.no_grad():
-        for name, value in saved.items():
+        for name, value in plain.items():
             view = index.views.get(name)
             if view is not None:
                 view.main.copy_(_rows(value, view))
             elif name in present:
-                rest[name] = value
+                rest[names[name]] = value
     module.load_state_dict(rest, strict=False)
     refresh_weights(module)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,14 @@ __all__ = ["load", "optimizer_state", "save"]
 
 
 def save(path: Path, module: nn.Module, checkpoint: dict[str, Any], *, is_rank_zero: bool) -> None:
-    """Write a Lightning checkpoint as a directory. A file of that name is replaced; all ranks call it.
+    """Write a Lightning checkpoint as a directory. A checkpoint of that name is replaced; all ranks call it.
+
+    It is written beside its place, as `<name>.part`, and moved there once all ranks have written: a save that fails leaves the old
+    checkpoint as it was. On return of rank 0 everything is in place.
 
     Raises:
         IsADirectoryError: `path` is a directory with something else in it.
+        RuntimeError: A hook changed values of the state dict so that their rows are unknown.
     """
     if path.is_dir() and not is_sharded_checkpoint(path) and any(path.iterdir()):
         raise IsADirectoryError(
@@ -31,13 +36,32 @@ def save(path: Path, module: nn.Module, checkpoint: dict[str, Any], *, is_rank_z
     rest = dict(checkpoint)
     model_state = rest.pop("state_dict")
     optimizer_states = rest.pop("optimizer_states", [])
+    part = path.with_name(f"{path.name}.part")
     if is_rank_zero:
-        if path.is_file():
-            path.unlink()
-        path.mkdir(parents=True, exist_ok=True)
-    sharded.save(path, module, model_state, optimizer_states)
+        _remove(part)
+        part.mkdir(parents=True)
+    # Its first collective also makes the others wait for the directory.
+    sharded.save(part, module, model_state, optimizer_states)
     if is_rank_zero:
-        torch.save(rest, path / META_FILE)
+        torch.save(rest, part / META_FILE)
+        _replace(path, part)
+
+
+def _replace(path: Path, part: Path) -> None:
+    """Put `part` where `path` is or is not. At any moment one complete checkpoint exists under some name."""
+    old = path.with_name(f"{path.name}.old")
+    if path.exists() or path.is_symlink():
+        _remove(old)
+        path.rename(old)
+    part.rename(path)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def load(

@@ -4,16 +4,21 @@
     optimizer_<i>             {"state": {parameter name: {state name: tensor}}, "param_groups": [{..., "params": [names]}]}
     meta.pt                   everything else of a Lightning checkpoint (rank 0)
 
-Names, shapes and values do not depend on the number of ranks or on the sharding strategy, so neither does what can read it.
+Names, shapes and values do not depend on the number of ranks or on the sharding strategy, so neither does what can read it. Names are
+compared without what torch.compile and activation checkpointing put into them, so these may come and go.
+
+A parameter is known by its memory, never by its name: names in a state dict may have been changed by anybody's hook.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -29,30 +34,68 @@ __all__ = [
     "META_FILE",
     "ParameterIndex",
     "check_names",
+    "check_restored",
     "is_sharded_checkpoint",
     "load_model",
     "load_optimizer",
     "optimizer_state",
+    "plain_name",
     "restore_optimizer",
+    "rows_by_name",
     "save",
 ]
 
 META_FILE = "meta.pt"
 
+# Modules of these names wrap another one and add nothing of their own: activation checkpointing and torch.compile.
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
+
+
+def plain_name(name: str) -> str:
+    """The name a parameter has without wrappers around its modules."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
 
 class ParameterIndex:
-    """Finds the sharded parameter behind a name, or the name behind whatever an optimizer holds."""
+    """Finds the sharded parameter behind a name or behind memory, or the name behind whatever an optimizer holds. Names are plain."""
 
     def __init__(self, module: nn.Module) -> None:
-        views = sharded_parameters(module)
-        by_face = {id(view.dtensor): view for view in views}
+        self.all = sharded_parameters(module)
+        by_face = {id(view.dtensor): view for view in self.all}
         self.views: dict[str, ParameterView] = {}
-        self._names: dict[int, str] = {id(face): view.name for view in views for face in (view.dtensor, view.local)}
-        # A module registered twice shows its parameters under names that nothing else lists.
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            self._names.setdefault(id(parameter), name)
+        self._names: dict[int, str] = {
+            id(face): plain_name(view.name) for view in self.all for face in (view.dtensor, view.local)
+        }
+        self._by_memory = {view.main.data_ptr(): view for view in self.all if view.main.numel()}
+        self._meshes = {view.dtensor.device_mesh for view in self.all if isinstance(view.dtensor, DTensor)}
+        # A module registered twice shows its parameters under names that nothing else lists, and hooks may rename.
+        in_state_dict = nn.Module.state_dict(module, keep_vars=True).items()
+        for name, parameter in (*module.named_parameters(remove_duplicate=False), *in_state_dict):
+            self._names.setdefault(id(parameter), plain_name(name))
             if id(parameter) in by_face:
-                self.views[name] = by_face[id(parameter)]
+                self.views[plain_name(name)] = by_face[id(parameter)]
+
+    def rows_of(self, value: Any) -> Any:
+        """What is saved of an entry of a state dict: sharded parameters as their rows, everything else as it is.
+
+        Returns:
+            `None` for a tensor that was computed from a sharded parameter: its rows are not where a DTensor's would be.
+        """
+        if not isinstance(value, DTensor) or value.device_mesh not in self._meshes:
+            return value
+        local = value.to_local().detach()
+        view = self._by_memory.get(local.data_ptr()) if local.numel() else None
+        if (
+            view is not None
+            and view.shape == value.shape
+            and view.main.shape == local.shape
+            and view.dtype == local.dtype
+        ):
+            return RowShard.of(view.main, view.shape, view.rows)
+        if not any(placement.is_shard() for placement in value.placements):
+            return value
+        # Of a tensor without rows here nothing is written or read, whatever it is.
+        return None if local.numel() else RowShard.of(local, value.shape, range(0))
 
     def name_of(self, parameter: Tensor) -> str:
         """Name of a parameter an optimizer holds.
@@ -73,6 +116,11 @@ class ParameterIndex:
         return [[self.name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
+def _plain_name(name: str) -> str:
+    """A parameter's name without torch's activation-checkpoint wrapper, which `state_dict` leaves out as well."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
 def is_sharded_checkpoint(path: Path) -> bool:
     """Whether `path` is a directory this module could have written."""
     return path.is_dir() and (path / META_FILE).is_file()
@@ -82,15 +130,39 @@ def save(path: Path, module: nn.Module, model_state: Mapping[str, Any], optimize
     """Write weights and optimizer states. All ranks call it.
 
     Args:
-        path: Directory; made where missing.
+        path: Directory without a checkpoint; made where missing.
         module: Sharded.
         model_state: Its `state_dict()`, or part of it.
         optimizer_states: From `optimizer_state`.
+
+    Raises:
+        RuntimeError: An entry of `model_state` was computed from sharded parameters, so its rows are unknown.
     """
-    index = ParameterIndex(module)
-    state: dict[str, Any] = {"model": _with_rows(model_state, index)}
+    rows = rows_by_name(model_state, ParameterIndex(module), "saving a checkpoint")
+    state: dict[str, Any] = {"model": rows}
     state.update({f"optimizer_{number}": value for number, value in enumerate(optimizer_states)})
-    dcp_save(state, storage_writer=FileSystemWriter(path, single_file_per_rank=True, overwrite=True))
+    dcp_save(state, storage_writer=FileSystemWriter(path, single_file_per_rank=True, overwrite=False))
+
+
+def rows_by_name(state: Mapping[str, Any], index: ParameterIndex, doing: str) -> dict[str, Any]:
+    """`state` with every sharded parameter as the rows this rank owns. All ranks call it.
+
+    Raises:
+        RuntimeError: On all ranks, if an entry was computed from sharded parameters on any.
+    """
+    rows = {name: index.rows_of(value) for name, value in state.items()}
+    unknown = [name for name, value in rows.items() if value is None and state[name] is not None]
+    if dist.is_initialized():
+        everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyones, unknown)
+        unknown = list(dict.fromkeys(name for names in everyones for name in names))
+    if unknown:
+        raise RuntimeError(
+            f"{doing}: {', '.join(unknown[:8])} (of {len(unknown)}) in the state dict are DTensors of no sharded parameter, so their rows "
+            "are unknown; expected the module's own tensors or plain tensors. A hook (on_save_checkpoint, state_dict) cast or "
+            "copied them: leave values as they are (other names are fine), or put in value.full_tensor()"
+        )
+    return rows
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -115,25 +187,62 @@ def load_model(path: Path, module: nn.Module, *, strict: bool) -> None:
     """Read weights and buffers in place. All ranks call it.
 
     Raises:
-        RuntimeError: Names or shapes differ; all of them are listed. With `strict=False` only shapes count.
+        RuntimeError: Names or shapes differ; all of them are listed. With `strict=False` only shapes count, and a warning says which
+            parameters stay as they are.
     """
     metadata = FileSystemReader(path).read_metadata()
     index = ParameterIndex(module)
-    current = module.state_dict()
-    targets = _with_rows(current, index)
-    saved = {".".join(map(str, item[1:])): key for key, item in _paths(metadata).items() if item[0] == "model"}
-    shapes = {
-        name: entry.size
-        for name, key in saved.items()
-        if isinstance(entry := metadata.state_dict_metadata[key], TensorStorageMetadata)
-    }
-    check_names(path, targets, list(saved), shapes, strict=strict)
-    wanted = {name: value for name, value in targets.items() if name in saved}
+    rows = rows_by_name(module.state_dict(), index, f"loading {path}")
+    targets = {plain_name(name): (name, value) for name, value in rows.items()}
+    saved: dict[str, str] = {}
+    shapes: dict[str, torch.Size] = {}
+    for key, item in _paths(metadata).items():
+        if item[0] == "model":
+            name = plain_name(str(item[1]))
+            saved[name] = str(item[1])
+            entry = metadata.state_dict_metadata[key]
+            if len(item) == 2 and isinstance(entry, TensorStorageMetadata):
+                shapes[name] = entry.size
+    check_names(path, {name: value for name, (_, value) in targets.items()}, list(saved), shapes, strict=strict)
+    check_restored(path, index, [name for name in targets if name in saved], strict=strict)
+    wanted = {saved[name]: value for name, (_, value) in targets.items() if name in saved}
     dcp_load({"model": wanted}, storage_reader=FileSystemReader(path))
-    extra = {name: value for name, value in wanted.items() if not isinstance(value, Tensor)}
+    extra = {
+        name: wanted[saved[plain_name(name)]]
+        for name, value in targets.values()
+        if plain_name(name) in saved and not isinstance(value, Tensor)
+    }
     if extra:
         module.load_state_dict(extra, strict=False)
     refresh_weights(module)
+
+
+def check_restored(path: Path, index: ParameterIndex, names: Sequence[str], *, strict: bool) -> None:
+    """See to it that no sharded parameter silently keeps the value it was built with.
+
+    Args:
+        path: For the message.
+        index: Of the model.
+        names: Plain names of what will be read.
+        strict: Whether it is an error; else it is a warning. A parameter without elements may be missing.
+
+    Raises:
+        RuntimeError: Some parameter is not among them.
+    """
+    restored = {id(index.views[name]) for name in names if name in index.views}
+    left = [view.name for view in index.all if id(view) not in restored and view.shape.numel()]
+    if not left:
+        return
+    message = (
+        f"{path} restores {len(index.all) - len(left)} of {len(index.all)} sharded parameters; these keep their present values: "
+        f"{', '.join(left[:8])}{', ...' if len(left) > 8 else ''}"
+    )
+    if strict:
+        raise RuntimeError(
+            f"{message}. Let state_dict() of the LightningModule list them, or set strict_loading=False on it if this is meant"
+        )
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(message, stacklevel=2)
 
 
 def load_optimizer(path: Path, module: nn.Module, optimizer: Optimizer, number: int) -> bool:
@@ -160,15 +269,17 @@ def load_optimizer(path: Path, module: nn.Module, optimizer: Optimizer, number: 
             while len(target["param_groups"]) <= int(item[2]):
                 target["param_groups"].append({})
             target["param_groups"][int(item[2])][item[3]] = _empty_like_saved(metadata, flat, None)
-        elif item[2] in known:
-            view = index.views.get(str(item[2]))
+        elif plain_name(str(item[2])) in known:
+            view = index.views.get(plain_name(str(item[2])))
             if view is None or view.local.numel():
                 target["state"].setdefault(item[2], {})[item[3]] = _empty_like_saved(metadata, flat, view)
     if not found:
         return False
     dcp_load({key: target}, storage_reader=FileSystemReader(path))
-    _check_groups(path, key, [group.get("params", []) for group in target["param_groups"]], names_by_group)
-    restore_optimizer(optimizer, target["state"], target["param_groups"], names_by_group)
+    saved_groups = [[plain_name(name) for name in group.get("params", [])] for group in target["param_groups"]]
+    _check_groups(path, key, saved_groups, names_by_group)
+    state = {plain_name(name): values for name, values in target["state"].items()}
+    restore_optimizer(optimizer, state, target["param_groups"], names_by_group)
     return True
 
 
@@ -189,15 +300,6 @@ def restore_optimizer(
         if name in numbers
     }
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _with_rows(state: Mapping[str, Any], index: ParameterIndex) -> dict[str, Any]:
-    """`state` with every sharded parameter as the rows this rank owns."""
-    rows: dict[str, Any] = {}
-    for name, value in state.items():
-        view = index.views.get(name)
-        rows[name] = value if view is None else RowShard.of(view.main, view.shape, view.rows)
-    return rows
 
 
 def _state_value(name: str, value: Any, view: ParameterView | None) -> Any:

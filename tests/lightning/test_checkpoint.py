@@ -11,6 +11,9 @@ from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_mfsdp import MFSDPStrategy, sharded_parameters
 from tests.helpers.distributed import run_distributed
@@ -286,7 +289,8 @@ def problems(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     Path(folder, "empty").mkdir()
     found["empty"] = message(seeded(Scheduled), f"{folder}/empty")
     loose = seeded(Loose)
-    trainer_for(folder, world_size).validate(loose, data, ckpt_path=f"{folder}/good.ckpt", verbose=False)
+    with pytest.warns(UserWarning, match="these keep their present values: extra.weight, extra.bias"):
+        trainer_for(folder, world_size).validate(loose, data, ckpt_path=f"{folder}/good.ckpt", verbose=False)
     found["loose"] = full_state(loose)["tiny"], full_state(saver)["tiny"]
     again = trainer_for(folder, world_size, max_steps=3)
     with pytest.warns(UserWarning, match="holds no state for 1 of 1 optimizers"):
@@ -353,3 +357,112 @@ def test_training_is_what_one_process_does(saved: Any) -> None:
         schedule.step()
     for name, tensor in model.named_parameters():
         torch.testing.assert_close(saved[1][0]["full_end"][name], tensor.detach(), rtol=1e-5, atol=1e-6)
+
+
+# -- nothing is lost silently ----------------------------------------------------------------------------------------
+
+
+class Renaming(Classifier):
+    """Puts a prefix before every name it saves, or casts what it saves."""
+
+    def __init__(self, *, cast: bool = False) -> None:
+        super().__init__()
+        self.cast = cast
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {
+            f"ema.{name}": value.double() if self.cast else value for name, value in state.items()
+        }
+
+
+class Checkpointed(Classifier):
+    """Blocks inside PyTorch's wrapper, whose names differ between parameters() and state_dict()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in self.blocks)
+
+
+def losses_avoided(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    strict_warnings()
+    data = loader(8 // world_size, 8, rank, world_size)
+    found: dict[str, Any] = {}
+
+    def fitted(model: LightningModule, **options: Any) -> Any:
+        trainer = make_trainer(folder, world_size, strategy=MFSDPStrategy(units=["Block"]), **options)
+        trainer.fit(model, data)
+        return trainer
+
+    renaming = seeded(Renaming)
+    fitted(renaming).save_checkpoint(f"{folder}/renamed.ckpt")
+    found["renamed"] = full_state(renaming)
+    with pytest.raises(RuntimeError) as cast:
+        fitted(seeded(Renaming, cast=True)).save_checkpoint(f"{folder}/cast.ckpt")
+    found["cast"] = str(cast.value)
+
+    wrapped = seeded(Checkpointed)
+    trainer = fitted(wrapped)
+    trainer.save_checkpoint(f"{folder}/wrapped.ckpt")
+    found["wrapped"] = full_state(wrapped)
+    for name, kind in (("again", Checkpointed), ("bare", Classifier)):
+        model = seeded(kind)
+        make_trainer(
+            folder, world_size, max_epochs=2, strategy=MFSDPStrategy(units=["Block"]), limit_train_batches=0
+        ).fit(model, data, ckpt_path=f"{folder}/wrapped.ckpt")
+        found[name] = full_state(model)
+
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            parameter.add_(1.0)
+    write = FileSystemWriter.write_data
+    with pytest.MonkeyPatch.context() as patch:
+
+        def fail_on_one(self: Any, *args: Any) -> Any:
+            if rank == world_size - 1:
+                raise OSError("disk full")
+            return write(self, *args)
+
+        patch.setattr(FileSystemWriter, "write_data", fail_on_one)
+        with pytest.raises(CheckpointException, match="disk full"):
+            trainer.save_checkpoint(f"{folder}/wrapped.ckpt")
+    after = seeded(Checkpointed)
+    make_trainer(folder, world_size, strategy=MFSDPStrategy(units=["Block"])).validate(
+        after, data, ckpt_path=f"{folder}/wrapped.ckpt", verbose=False
+    )
+    found["after a failed save"] = full_state(after)
+    trainer.save_checkpoint(f"{folder}/wrapped.ckpt")
+    return found
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("kept")
+    return folder, run_distributed(losses_avoided, 2, str(folder))[0]
+
+
+def test_names_changed_by_a_hook_are_saved_with_the_right_rows(kept: Any) -> None:
+    folder, found = kept
+    saved_model = _load_distributed_checkpoint(folder / "renamed.ckpt")["model"]
+    for name, tensor in found["renamed"].items():
+        assert torch.equal(saved_model[f"ema.{name}"], tensor)
+
+
+def test_values_computed_from_sharded_parameters_are_refused_by_name(kept: Any) -> None:
+    assert "ema.blocks.0.linear.weight" in kept[1]["cast"]
+    assert "value.full_tensor()" in kept[1]["cast"]
+
+
+@pytest.mark.parametrize("model", ["again", "bare"])
+def test_weights_under_a_wrapper_are_restored_with_and_without_it(kept: Any, model: str) -> None:
+    for name, tensor in kept[1]["wrapped"].items():
+        other = name if model == "again" else name.replace("_checkpoint_wrapped_module.", "")
+        assert torch.equal(kept[1][model][other], tensor), name
+
+
+def test_a_save_that_fails_half_way_leaves_the_old_checkpoint(kept: Any) -> None:
+    folder, found = kept
+    assert_same(found["after a failed save"], found["wrapped"])
+    assert sorted(path.name for path in folder.iterdir() if "wrapped" in path.name) == ["wrapped.ckpt"]
+    saved_model = _load_distributed_checkpoint(folder / "wrapped.ckpt")["model"]
+    assert torch.equal(saved_model["head.weight"], found["wrapped"]["head.weight"] + 1.0)

@@ -82,6 +82,8 @@ def run(
     accumulate: int = 1,
     kind: str = "local",
     logger: Any = False,
+    clip: float | None = None,
+    ignored: tuple[str, ...] = (),
     **options: Any,
 ) -> Any:
     """Returns (error or warning text, completed steps, weights, count)."""
@@ -90,10 +92,11 @@ def run(
     trainer = make_trainer(
         tempfile.gettempdir(),
         world_size,
-        strategy=MFSDPStrategy(units=["Block"], accumulation=kind),  # type: ignore[arg-type]
+        strategy=MFSDPStrategy(units=["Block"], accumulation=kind, ignored_parameters=ignored),  # type: ignore[arg-type]
         callbacks=[reporter],
         accumulate_grad_batches=accumulate,
         logger=logger,
+        gradient_clip_val=clip,
     )
     text = ""
     with warnings.catch_warnings(record=True) as caught:
@@ -114,6 +117,9 @@ def scenarios(rank: int, world_size: int) -> dict[str, Any]:
     results["local accumulation"] = run(rank, world_size, "raise", accumulate=3, bad_batch=4)
     results["last step"] = run(rank, world_size, "raise", bad_batch=STEPS - 1)
     results["finite"] = run(rank, world_size, "raise", bad_batch=-1)
+    results["clipped"] = run(rank, world_size, "raise", clip=0.5, value=float("inf"))
+    for action in ("raise", "skip"):
+        results[f"ignored {action}"] = run(rank, world_size, action, ignored=("blocks.1.linear.weight",))
     logger = Recorder()
     run(rank, world_size, "warn", logger=logger)
     results["metrics"] = logger.counts
@@ -172,6 +178,22 @@ def test_skip_leaves_weights_as_if_the_step_had_not_been(two_ranks: Any) -> None
 
 def test_infinite_gradients_are_counted_as_such(two_ranks: Any) -> None:
     assert "0 NaN and 1 Inf of" in two_ranks[0]["inf"]["text"]
+
+
+def test_clipping_by_norm_leaves_the_culprit_alone_in_the_report(two_ranks: Any) -> None:
+    text = two_ranks[0]["clipped"]["text"]
+    assert f"step {BAD_STEP}, microbatch 0: 1 parameters" in text
+    assert "blocks.1.linear.weight" in text
+    assert "0 NaN and 1 Inf of" in text
+
+
+@pytest.mark.parametrize("action", ["raise", "skip"])
+def test_gradients_that_are_not_sharded_are_reported_in_the_step_and_on_the_rank_they_appear(
+    two_ranks: Any, action: str
+) -> None:
+    text = two_ranks[0][f"ignored {action}"]["text"]
+    assert f"step {BAD_STEP}, microbatch 0: 1 parameters, on ranks [1]" in text
+    assert "blocks.1.linear.weight (unit (ignored_parameters), rank 1): 2 NaN and 0 Inf" in text
 
 
 @pytest.mark.parametrize(("kind", "microbatch"), [("sharded accumulation", 1), ("local accumulation", 2)])

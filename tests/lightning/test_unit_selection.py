@@ -104,6 +104,19 @@ def test_classes_hugging_face_models_name_are_units() -> None:
     assert names(nn.ModuleDict({"model": PreTrained()})) == []
 
 
+def test_the_projection_inside_attention_is_no_unit_because_nobody_calls_it() -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(1024, 2)
+            self.head = nn.Linear(1024, 1024)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.attention(x, x, x)[0])
+
+    assert names(Attending()) == ["head"]
+
+
 def test_names_classes_and_callables_choose_exactly_what_they_say() -> None:
     model = Classifier()
     assert names(model, ["Block"]) == ["blocks.0", "blocks.1"]
@@ -136,9 +149,9 @@ def test_the_table_joins_equal_units_and_says_what_a_rank_keeps() -> None:
             full_bytes=4 * size,
         )
 
-    text = describe_units([view("", "GPT", 50), view("blocks.0", "Block", 1000), view("blocks.1", "Block", 1000)])
+    text = describe_units([view("", "GPT", 50), view("blocks.0", "Block", 1000), view("blocks.1", "Block", 1000)], 1025)
     assert text.splitlines() == [
-        "mfsdp: 3 units, 2,050 parameters, 6.0 KiB of weights kept on this rank",
+        "mfsdp: 3 units, 2,050 parameters, 1,025 owned by this rank, 6.0 KiB of weights kept here",
         "unit      class  count  parameters  padding  kept here  gathered",
         "(root)    GPT    1      50          1.3%     150 B      200 B",
         "blocks.0  Block  2      1,000       1.3%     2.9 KiB    3.9 KiB",
