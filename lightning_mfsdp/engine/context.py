@@ -333,10 +333,10 @@ class Context:
         self._rest()
         self.pool.finish_step(self.streams.record())
 
-    def _rest(self, *, forget: bool = False) -> None:
+    def _rest(self) -> None:
         """Nobody holds weights, nobody waits."""
         for unit in self.units:
-            unit.rest(forget=forget)
+            unit.rest()
         self.backwards_finished += 1
         self._done.clear()
         self._in_backward = False
@@ -353,7 +353,7 @@ class Context:
                 group.drop_full_gradients()
         for reducer in self._reducers.values():
             reducer.drop()
-        self._rest(forget=True)
+        self._rest()
 
     @contextmanager
     def synchronizing(self, sync: Sync) -> Iterator[None]:

@@ -19,7 +19,7 @@ __all__ = ["Call", "attach"]
 
 
 class Call:
-    """One forward in grad mode. Autograd's nodes keep it alive, so it lives as long as its graph.
+    """One forward in grad mode, until its backward.
 
     Attributes:
         slots: Where its saved tensors expect the weights, by group.
@@ -27,7 +27,7 @@ class Call:
         running: Its backward has begun and not ended.
     """
 
-    __slots__ = ("__weakref__", "has_end", "running", "slots")
+    __slots__ = ("has_end", "running", "slots")
 
     def __init__(self) -> None:
         self.slots: list[Slot | None] = []

@@ -75,7 +75,7 @@ class Unit:
         self.next_forward: weakref.ref[Unit] | None = None
         self.previous_forward: weakref.ref[Unit] | None = None
         self.next_backward: weakref.ref[Unit] | None = None
-        self._calls: list[weakref.ref[Call]] = []
+        self._calls: list[Call] = []
         self._open_calls: list[Call | None] = []
         self._running = 0
         self._idle = False
@@ -272,7 +272,7 @@ class Unit:
                 self._listen_to_parameters()
             return
         call.slots = [group.slot for group in self.all_groups]
-        self._calls.append(weakref.ref(call))
+        self._calls.append(call)
         this = weakref.ref(self)
 
         def begin(_: Tensor) -> None:
@@ -304,8 +304,11 @@ class Unit:
 
     @property
     def pending(self) -> int:
-        """Calls whose backward has not come through the unit's inputs. A call whose graph is gone does not count."""
-        self._calls = [reference for reference in self._calls if reference() is not None]
+        """Calls since the last backward whose own backward has not come through the unit's inputs.
+
+        Counted by the program and not by which graphs are still alive: that differs from rank to rank, and what is gathered
+        in advance must not.
+        """
         return len(self._calls)
 
     def pre_backward(self, call: Call) -> None:
@@ -331,7 +334,8 @@ class Unit:
 
     def post_backward(self, call: Call) -> None:
         """All gradients of the call's inputs are there, so its share of the parameters' gradients is."""
-        self._calls = [reference for reference in self._calls if reference() not in (None, call)]
+        if call in self._calls:
+            self._calls.remove(call)
         if call.running:
             call.running = False
             self._running -= 1
@@ -348,17 +352,14 @@ class Unit:
 
     def _latest_slots(self) -> list[Slot | None] | None:
         """Where the last call that waits for its backward left saved tensors; `None` if no call waits."""
-        call = self._calls[-1]() if self.pending else None
-        return call.slots if call is not None else None
+        return self._calls[-1].slots if self._calls else None
 
-    def rest(self, *, forget: bool) -> None:
-        """After a backward: calls that began are done. `forget`: so are all others, because the backward failed."""
+    def rest(self) -> None:
+        """After a backward, or after one that failed: nothing of it is waited for any more."""
         self._running = 0
-        calls = [call for reference in self._calls if (call := reference()) is not None]
-        for call in calls:
-            if call.running or forget:
-                call.running = False
-                self._calls = [reference for reference in self._calls if reference() is not call]
+        for call in self._calls:
+            call.running = False
+        self._calls.clear()
         self.release()
 
     def release_if_idle(self) -> bool:
