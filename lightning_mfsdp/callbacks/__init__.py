@@ -1,5 +1,6 @@
 """What watches or adjusts training from outside."""
 
+from lightning_mfsdp.callbacks.model_summary import ShardedModelSummary
 from lightning_mfsdp.callbacks.nan_gradients import NaNGradientReporter, NonFiniteGradientError
 
-__all__ = ["NaNGradientReporter", "NonFiniteGradientError"]
+__all__ = ["NaNGradientReporter", "NonFiniteGradientError", "ShardedModelSummary"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +19,65 @@ SCRIPT = Path(__file__).with_name("train_script.py")
 BY_LIGHTNING = [sys.executable, str(SCRIPT)]
 BY_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
 
+# What launchers set and one test must not inherit.
+LAUNCH_VARIABLES = (
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "RANK",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_",
+)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCH_VARIABLES)}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+
 
 def launch(command: list[str], timeout_s: int = 100) -> str:
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "WORLD_SIZE", "RANK", "NODE_RANK")
-    }
-    environment.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout_s, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("command", [BY_LIGHTNING, BY_TORCHRUN], ids=["lightning", "torchrun"])
-def test_a_script_trains_on_two_processes(command: list[str], tmp_path: Path) -> None:
-    output = launch([*command, str(tmp_path)])
-    ranks: list[dict[str, Any]] = [torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(2)]
+def launch_together(command: list[str], variables: list[dict[str, str]], timeout_s: int = 60) -> list[str]:
+    """One process for each set of variables; what each printed. When one fails, or time is up, all are killed."""
+
+    def start(own: dict[str, str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command, env=environment(**own), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+        )
+
+    def finish(process: subprocess.Popen[str]) -> str:
+        output, _ = process.communicate()
+        assert process.returncode == 0, f"exit code {process.returncode}:\n{output}"
+        return output
+
+    processes = [start(own) for own in variables]
+    with ThreadPoolExecutor(len(processes)) as pool:
+        futures = [pool.submit(finish, process) for process in processes]
+        try:
+            wait(futures, timeout=timeout_s, return_when=FIRST_EXCEPTION)
+        finally:
+            for process in processes:
+                process.kill()
+    errors = [str(future.exception()) for future in futures if future.exception() is not None]
+    assert not errors, "\n".join(errors)
+    return [future.result() for future in futures]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def results_of(folder: Path) -> list[dict[str, Any]]:
+    """What the script wrote on two ranks, which agree on the weights."""
+    ranks: list[dict[str, Any]] = [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
     for result in ranks:
         assert result["world_size"] == 2
         # 32 samples, 2 ranks, batches of 4: every rank sees its half
@@ -42,9 +88,57 @@ def test_a_script_trains_on_two_processes(command: list[str], tmp_path: Path) ->
         assert result["parameters"] == 485
     for name, weight in ranks[0]["weights"].items():
         assert torch.equal(weight, ranks[1]["weights"][name])
+    return ranks
+
+
+@pytest.mark.parametrize("command", [BY_LIGHTNING, BY_TORCHRUN], ids=["lightning", "torchrun"])
+def test_a_script_trains_on_two_processes(command: list[str], tmp_path: Path) -> None:
+    output = launch([*command, str(tmp_path)])
+    results_of(tmp_path)
     # the table of units and the progress bar, from one rank
     assert output.count("mfsdp: ") == 1
     assert "4/4" in output
+
+
+def test_two_nodes_started_by_hand_train_as_one(tmp_path: Path) -> None:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [*BY_LIGHTNING, str(tmp_path), "--devices=1", "--num-nodes=2", "--outer-size=2"]
+    outputs = launch_together(command, [{**meeting, "NODE_RANK": str(node)} for node in range(2)])
+    for node, result in enumerate(results_of(tmp_path)):
+        assert result["node_rank"] == node
+        assert result["environment"] == "LightningEnvironment"
+        assert result["mesh"] == {"outer": 2, "shard": 1}
+    assert [output.count("mfsdp: ") for output in outputs] == [1, 0]
+
+
+def slurm(task: int, num_nodes: int) -> dict[str, str]:
+    """What `srun` tells one of the two tasks of a job."""
+    per_node = 2 // num_nodes
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NODELIST": "localhost",
+        "SLURM_NNODES": str(num_nodes),
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": str(per_node),
+        "SLURM_PROCID": str(task),
+        "SLURM_LOCALID": str(task % per_node),
+        "SLURM_NODEID": str(task // per_node),
+    }
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_tasks_started_by_slurm_train_together(num_nodes: int, tmp_path: Path) -> None:
+    # Lightning derives a port from the job's number, which two runs of this test on one machine would share.
+    port = {"MASTER_PORT": str(free_port())}
+    command = [*BY_LIGHTNING, str(tmp_path), f"--devices={2 // num_nodes}", f"--num-nodes={num_nodes}"]
+    outputs = launch_together(command, [slurm(task, num_nodes) | port for task in range(2)])
+    for task, result in enumerate(results_of(tmp_path)):
+        assert result["node_rank"] == task * num_nodes // 2
+        assert result["environment"] == "SLURMEnvironment"
+        assert result["mesh"] == {"shard": 2}
+    assert [output.count("mfsdp: ") for output in outputs] == [1, 0]
 
 
 CLI = """
