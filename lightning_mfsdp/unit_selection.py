@@ -15,7 +15,7 @@ from lightning_mfsdp.engine import UnitView
 
 __all__ = ["UnitsArgument", "describe_units", "select_units", "validate_units"]
 
-UnitsArgument: TypeAlias = "Literal['auto'] | Sequence[str | type[nn.Module]] | Callable[[nn.Module], bool]"
+UnitsArgument: TypeAlias = Literal["auto"] | Sequence[str | type[nn.Module]] | Callable[[nn.Module], bool]
 
 # An embedding or head of this share of the model is worth gathering on its own, once it is not tiny; a huge one always is.
 _LARGE_SHARE = 1 / 32

@@ -116,11 +116,6 @@ class ParameterIndex:
         return [[self.name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _plain_name(name: str) -> str:
-    """A parameter's name without torch's activation-checkpoint wrapper, which `state_dict` leaves out as well."""
-    return name.replace("_checkpoint_wrapped_module.", "")
-
-
 def is_sharded_checkpoint(path: Path) -> bool:
     """Whether `path` is a directory this module could have written."""
     return path.is_dir() and (path / META_FILE).is_file()

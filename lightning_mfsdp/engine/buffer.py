@@ -40,6 +40,7 @@ class FlatBuffer:
         self.segments = list(segments)
         self._views: list[Tensor] | None = None
         self._gaps: list[Tensor] | None = None
+        self._parts: dict[range, FlatBuffer] = {}
 
     @classmethod
     def over(cls, layout: Layout, extent: range, memory: Tensor) -> FlatBuffer:
@@ -72,14 +73,18 @@ class FlatBuffer:
         return sum(segment.numel() * segment.element_size() for segment in self.segments)
 
     def part(self, extent: range) -> FlatBuffer:
-        """The shards `extent` of this buffer, sharing its memory."""
+        """The shards `extent` of this buffer, sharing its memory; made once."""
         if extent == self.extent:
             return self
+        known = self._parts.get(extent)
+        if known is not None:
+            return known
         pieces = []
         for segment, memory in zip(self.layout.segments, self.segments, strict=True):
             start = (extent.start - self.extent.start) * segment.shard_numel
             pieces.append(memory[start : start + len(extent) * segment.shard_numel])
-        return FlatBuffer(self.layout, extent, pieces)
+        self._parts[extent] = FlatBuffer(self.layout, extent, pieces)
+        return self._parts[extent]
 
     def view(self, tensor: int) -> Tensor:
         """The rows of one tensor that lie in this buffer: `[rows, *shape[1:]]`, or the whole shape where all of them do."""

@@ -103,7 +103,7 @@ class Context:
         """The group's gradients; their buffers are made when the first gradient arrives."""
         known = self._reducers.get(group)
         if known is None:
-            known = self._reducers[group] = GradientReducer(group, self.pool, self.streams)
+            known = self._reducers[group] = GradientReducer(group, self.streams)
         return known
 
     def known_reducer(self, group: ParameterGroup) -> GradientReducer | None:
@@ -191,6 +191,8 @@ class Context:
         if first is None or unit is first:
             self._first_of_pass = weakref.ref(unit)
             unit.previous_forward = None
+            for reducer in self._reducers.values():
+                reducer.close_main()
             if not self.has_optimizer:
                 self.weights_changed()
         elif last is not None and last is not unit:
@@ -311,8 +313,7 @@ class Context:
         oldest = self._in_flight.popleft()
         self.streams.wait(oldest.done)
         for reducer in oldest.reducers:
-            if reducer.holds_bucket:
-                self.pool.release(reducer.client, self.streams.record())
+            reducer.release_bucket()
 
     def _end_backward(self) -> None:
         """After the last node of a backward: reduce what is missing, join the streams, be at rest."""

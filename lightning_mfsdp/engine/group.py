@@ -1,8 +1,8 @@
 """ParameterGroup: the parameters of one unit with one dtype, and the buffers they live in.
 
     main weight      main dtype,     this rank's shard (or sub-shard under HFSDP)     the optimizer's
-    held weight      compute dtype,  this rank's shard, or everything where weights are whole; the main weight itself
-    when dtypes match
+    held weight      compute dtype,  everything where weights are whole, else this rank's shard: the main weight itself
+    when dtypes match, or cast for every gather, or kept beside it (`keep_compute_shard`, HFSDP)
     full weight      compute dtype,  everything: the held weight, or a slot filled by a gather
     gradients        see reduction.py
 
@@ -64,7 +64,7 @@ class ParameterGroup:
         entries: The parameters, in module order.
         layout: Where each lies.
         main: The main weight, extent `main_extent`.
-        held: What stays in memory in the compute dtype: extent `inner`, or everything.
+        held: What stays in memory in the compute dtype: extent `inner`, or everything; `None` where each gather casts.
         stale: The held weight does not show yet what the optimizer wrote.
         gathered: A gather was started (or none is needed) and the weights were not given back.
         installed: The module shows full parameters.
@@ -104,7 +104,7 @@ class ParameterGroup:
         self.installed = False
         self.users_live = 0
         self.stale = True
-        if not self.placement.weight:
+        if not self.placement.weight and self.held is not None:
             self._bind(self.held)
 
     # -- birth ---------------------------------------------------------------------------------------------------------
@@ -122,11 +122,17 @@ class ParameterGroup:
         self.main_extent = range(start, start + 1)
 
     def _allocate(self) -> None:
-        spec, held_extent = self.spec, self.inner_extent if self.placement.weight else self.full_extent
+        spec, placement = self.spec, self.placement
+        held_extent = self.inner_extent if placement.weight else self.full_extent
+        self.main_is_held = spec.main_dtype == spec.compute_dtype
+        casts_for_gather = placement.weight and not (
+            self.main_is_held or placement.outer_main or self.policy.keep_compute_shard
+        )
+        self.held: FlatBuffer | None = None
         with torch.inference_mode(False):
-            self.held = FlatBuffer.zeros(self.layout, held_extent, spec.compute_dtype, self.device)
-            self.main_is_held = spec.main_dtype == spec.compute_dtype
-            if self.main_is_held:
+            if not casts_for_gather:
+                self.held = FlatBuffer.zeros(self.layout, held_extent, spec.compute_dtype, self.device)
+            if self.main_is_held and self.held is not None:
                 self.main = self.held.part(self.main_extent)
             else:
                 self.main = FlatBuffer.zeros(self.layout, self.main_extent, spec.main_dtype, self.device)
@@ -180,12 +186,14 @@ class ParameterGroup:
             return group is not None and group.give_up_prefetch()
 
         size_bytes = buffer_numel(self.layout, self.full_extent) * self.spec.compute_dtype.itemsize
-        return Client(name=f"{self.name} weights", kind="weight", size_bytes=size_bytes, evict=evict)
+        return Client(name=f"{self.name} weights", size_bytes=size_bytes, evict=evict)
 
     @property
-    def held_is_only_main(self) -> bool:
-        """Whether the held weight occupies no memory beside the main weight."""
-        return self.main_is_held and self.held.extent == self.main_extent
+    def held_bytes(self) -> int:
+        """Memory of the held weight beside the main weight."""
+        if self.held is None or (self.main_is_held and self.held.extent == self.main_extent):
+            return 0
+        return self.held.size_bytes
 
     def attach(self, unit: Unit, context: Context) -> None:
         """Join a unit and its root: slots come from the root's pool, and work runs on its streams."""
@@ -204,7 +212,7 @@ class ParameterGroup:
 
     def cast_pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(targets, sources) that bring the held weight's own part up to date with the main weight."""
-        if self.main_is_held:
+        if self.main_is_held or self.held is None:
             return [], []
         return self.held.part(self.main_extent).segments, self.main.segments
 
@@ -228,16 +236,23 @@ class ParameterGroup:
         training = torch.is_grad_enabled() or compat.backward_task() != -1
         with streams.on(streams.gather), torch.no_grad():
             streams.wait(weights_ready)
-            if outer_first and self.outer_axis is not None:
+            if outer_first and self.outer_axis is not None and held is not None:
                 self.outer_axis.gather(held.part(self.inner_extent).segments, held.part(self.main_extent).segments)
             if self.placement.weight:
                 streams.wait(self._pool.acquire(self.client, needed, apart=apart, training=training))
-                self._bind(self._full_in(self.client.slot))
-                self.shard_axis.gather(self._full_segments(), held.segments)
-            elif in_place:
+                full = self._full_in(self.client.slot)
+                self._bind(full)
+                self.shard_axis.gather(full.segments, (held or self._cast_into(full)).segments)
+            elif in_place and held is not None:
                 self.shard_axis.gather(held.segments, held.part(self.inner_extent).segments)
             self._gathered_event = streams.record()
         return True
+
+    def _cast_into(self, full: FlatBuffer) -> FlatBuffer:
+        """This rank's part of the full weight, cast from the main weight; gathered in place."""
+        own = full.part(self.main_extent)
+        compat.foreach_copy_(own.segments, self.main.segments)
+        return own
 
     def install(self) -> None:
         """Wait for the gather and show full parameters in the module."""
@@ -287,10 +302,6 @@ class ParameterGroup:
             return True
         unit = self.unit()
         return self.users_live == 1 and unit is not None and unit.release_if_idle()
-
-    def _full_segments(self) -> list[torch.Tensor]:
-        assert self._full is not None
-        return self._full.segments
 
     def _full_in(self, slot: Slot) -> FlatBuffer:
         """The full weight's buffer in a slot's memory, made once per slot."""

@@ -73,7 +73,7 @@ class UnitView:
         padding_fraction: Cells of its address spaces that belong to no parameter, relative to `num_parameters`.
         main_bytes: Main weights.
         held_bytes: Compute weights that stay in memory beside them.
-        gradient_bytes: Gradient buffers that stay.
+        gradient_bytes: Gradient buffers at the moment; between two steps there are none.
         full_bytes: Gathered weights while the unit runs.
     """
 
@@ -215,7 +215,7 @@ def _unit_view(unit: Unit, module: nn.Module) -> UnitView:
         num_parameters=total,
         padding_fraction=(padded - total) / total if total else 0.0,
         main_bytes=sum(group.main.size_bytes for group in unit.groups),
-        held_bytes=sum(0 if group.held_is_only_main else group.held.size_bytes for group in unit.groups),
-        gradient_bytes=sum(reducer.persistent_bytes for reducer in reducers),
+        held_bytes=sum(group.held_bytes for group in unit.groups),
+        gradient_bytes=sum(reducer.allocated_bytes for reducer in reducers),
         full_bytes=sum(group.client.size_bytes for group in unit.groups if group.placement.weight),
     )

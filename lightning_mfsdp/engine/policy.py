@@ -32,6 +32,10 @@ class MixedPrecisionPolicy:
             compute dtype.
         cast_forward_inputs: Cast floating-point inputs of each unit to `compute_dtype`; without effect when that is
             `None`.
+        keep_compute_shard: Keep this rank's shard of the compute weight beside the main weight, refreshed once after each
+            step, instead of casting it anew for every gather. Costs the shard's memory and saves a cast per gather. Without effect
+            where weights stay whole, where both have one dtype, and with an outer axis that shards the main weight: there it is
+            always kept.
         grad_reduce: "mean" over all data-parallel ranks, "sum" (per-token losses), or a number: the sum divided by it.
         high_precision_reduce: Send `grad_comm_dtype`, add in float32: all-to-all, then a local sum.
 
@@ -50,6 +54,7 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     grad_reduce: str | float = "mean"
     high_precision_reduce: bool = False
+    keep_compute_shard: bool = False
 
     def __post_init__(self) -> None:
         for field in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype", "compute_dtype"):

@@ -11,11 +11,14 @@
 
 What is there and what is not is known exactly: a reduced gradient is copied when the optimizer's gradient was cleared
 and added otherwise. Adding an accumulated gradient back to itself, or reducing a reduced one again, cannot happen.
+
+Memory exists only while it is needed, the main gradient's from backward until the optimizer's gradients were cleared and the
+next forward begins. All of it is allocated on the compute stream, where activations have just made room: memory
+allocated on the reduce stream would be reserved for that stream alone.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from enum import Enum
 
@@ -25,7 +28,8 @@ from torch import Tensor
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.buffer import FlatBuffer, buffer_numel
 from lightning_mfsdp.engine.group import ParameterGroup
-from lightning_mfsdp.engine.storage import Client, Slot, SlotPool
+from lightning_mfsdp.engine.layout import Layout
+from lightning_mfsdp.engine.storage import Slot
 from lightning_mfsdp.engine.streams import Streams
 
 __all__ = ["GradientReducer", "Sync"]
@@ -46,32 +50,31 @@ class GradientReducer:
         main: The main gradient, extent and position as the main weight. Cells that belong to no parameter are zero.
         is_alone: There is no other rank: nothing to communicate.
         exposed: What the optimizer sees: `main`, or its copy in the main weight's dtype where that differs.
+        holds_bucket: Whether the bucket's memory is still needed.
     """
 
-    def __init__(self, group: ParameterGroup, pool: SlotPool, streams: Streams) -> None:
+    def __init__(self, group: ParameterGroup, streams: Streams) -> None:
         self.group = group
-        self._pool, self._streams = pool, streams
+        self._streams = streams
         policy, layout, mesh = group.policy, group.layout, group.mesh
         self.comm_dtype = policy.comm_dtype
         self.main_dtype = policy.main_grads_dtype
         self._factor = policy.reduction_factor(mesh.num_ranks)
         self.is_alone = not mesh.axes
-        with torch.inference_mode(False):
-            self.main = FlatBuffer.zeros(layout, group.main_extent, self.main_dtype, group.device)
-            same = self.main_dtype == group.spec.main_dtype
-            self.exposed = (
-                self.main if same else FlatBuffer.zeros(layout, group.main_extent, group.spec.main_dtype, group.device)
-            )
+        self.main_memory, self.main = transient(layout, group.main_extent, self.main_dtype, group.device)
+        self._exposed_memory, self.exposed = self.main_memory, self.main
+        if self.main_dtype != group.spec.main_dtype:
+            exposed = transient(layout, group.main_extent, group.spec.main_dtype, group.device)
+            self._exposed_memory, self.exposed = exposed
         self.faces = [view if view.numel() else None for view in self.exposed.views()]
         self._exposed_version = self._version_of_exposed()
         self._fresh = False
         self._unreduced: FlatBuffer | None = None
         self._kept: FlatBuffer | None = None
         self._partial: FlatBuffer | None = None
-        size_bytes = buffer_numel(layout, group.full_extent) * self.comm_dtype.itemsize
-        self.client = Client(name=f"{group.name} gradients", kind="bucket", size_bytes=size_bytes, evict=lambda: False)
-        self._buckets: weakref.WeakKeyDictionary[Slot, FlatBuffer] = weakref.WeakKeyDictionary()
-        pool.add(self.client)
+        self._bucket_memory: Slot | None = None
+        self._bucket_buffer: FlatBuffer | None = None
+        self.holds_bucket = False
 
     # -- on the compute stream -----------------------------------------------------------------------------------------
 
@@ -83,6 +86,18 @@ class GradientReducer:
     def drop(self) -> None:
         """Forget everything that is not reduced: the backward it belongs to failed."""
         self._unreduced = self._partial = None
+
+    def open_main(self) -> FlatBuffer:
+        """The main gradient with memory behind it; what it holds is undefined where there was none."""
+        self.main_memory.materialize()
+        self._exposed_memory.materialize()
+        return self.main
+
+    def close_main(self) -> None:
+        """Give the main gradient's memory back if the optimizer's gradients were cleared."""
+        if self.main_memory.allocated_bytes and self._main_is_free():
+            self.main_memory.discard()
+            self._exposed_memory.discard()
 
     def _take(self) -> list[Tensor | None]:
         taken: list[Tensor | None] = []
@@ -109,7 +124,7 @@ class GradientReducer:
         """
         group = self.group
         if group.main_extent == group.full_extent and self._main_is_free():
-            return self.main
+            return self.open_main()
         if self._kept is not None:
             return self._kept
         with torch.inference_mode(False):
@@ -127,6 +142,7 @@ class GradientReducer:
         grads = self._take()
         if self._has_main():
             self._settle_main()
+        self.open_main()
         if self._unreduced is not None:
             source, self._unreduced = self._unreduced, None
             _add(source, grads, overwrite=False)
@@ -143,24 +159,28 @@ class GradientReducer:
         return target
 
     def _bucket(self) -> FlatBuffer:
-        self._streams.wait(self._pool.acquire(self.client))
-        slot = self.client.slot
-        known = self._buckets.get(slot)
-        if known is None:
-            memory = slot.memory[: self.client.size_bytes].view(self.comm_dtype)
-            known = self._buckets[slot] = FlatBuffer.over(self.group.layout, self.group.full_extent, memory)
-        return known
+        """Full-size memory in the communication dtype, until `release_bucket`."""
+        group = self.group
+        self.holds_bucket = True
+        if self._bucket_memory is None or self._bucket_buffer is None:
+            made = transient(group.layout, group.full_extent, self.comm_dtype, group.device)
+            self._bucket_memory, self._bucket_buffer = made
+        self._bucket_memory.materialize()
+        return self._bucket_buffer
 
-    @property
-    def holds_bucket(self) -> bool:
-        """Whether a bucket's slot is still held."""
-        return self.client.slot.holder is self.client
+    def release_bucket(self) -> None:
+        """Give the bucket's memory back; the compute stream has waited for the reduction."""
+        if self.holds_bucket and self._bucket_memory is not None:
+            self._bucket_memory.discard()
+        self.holds_bucket = False
 
     def collect_alone(self) -> None:
         """One rank: no bucket and no communication. A parameter without a gradient keeps none, as in plain PyTorch."""
         self._fresh = True
         if self._has_main():
             self._settle_main()
+        elif gaps := self.open_main().gaps():
+            compat.foreach_zero_(gaps)
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
         for entry, grad, view, face in zip(
@@ -200,7 +220,7 @@ class GradientReducer:
             (axis.all_reduce_high_precision if precise else axis.all_reduce)(source.segments, factor)
             return source
         dtype = torch.float32 if precise else source.dtype
-        result = self._output(group.inner_extent, dtype, final=final)
+        result = self._output(source, group.inner_extent, dtype, final=final)
         (axis.sum_scatter_high_precision if precise else axis.reduce_scatter)(result.segments, source.segments, factor)
         return result
 
@@ -217,7 +237,7 @@ class GradientReducer:
         if not group.placement.outer_main:
             (axis.all_reduce_high_precision if precise else axis.all_reduce)(result.segments, factor)
             return result
-        output = self._output(group.main_extent, torch.float32 if precise else result.dtype, final=True)
+        output = self._output(result, group.main_extent, torch.float32 if precise else result.dtype, final=True)
         (axis.sum_scatter_high_precision if precise else axis.reduce_scatter)(output.segments, result.segments, factor)
         return output
 
@@ -233,10 +253,12 @@ class GradientReducer:
         if self._partial is not result:
             compat.foreach_copy_(self._partial.segments, result.segments)
 
-    def _output(self, extent: range, dtype: torch.dtype, *, final: bool) -> FlatBuffer:
-        """Where a reduce-scatter writes: straight into the main gradient where nothing is there yet, else beside it."""
+    def _output(self, source: FlatBuffer, extent: range, dtype: torch.dtype, *, final: bool) -> FlatBuffer:
+        """Where a reduce-scatter writes: straight into the main gradient where nothing is there yet, else in place."""
         if final and extent == self.main.extent and dtype == self.main.dtype and not self._has_main():
             return self.main
+        if dtype == source.dtype:
+            return source.part(extent)
         return FlatBuffer.empty(self.group.layout, extent, dtype, self.group.device)
 
     def _to_main(self, result: FlatBuffer) -> None:
@@ -290,14 +312,23 @@ class GradientReducer:
         return [segment._version for segment in self.exposed.segments]
 
     @property
-    def persistent_bytes(self) -> int:
-        """Memory of the gradient buffers that stay."""
-        buffers = [
-            self.main,
-            *([] if self.exposed is self.main else [self.exposed]),
-            *([self._kept] if self._kept else []),
-        ]
-        return sum(buffer.size_bytes for buffer in buffers)
+    def allocated_bytes(self) -> int:
+        """Memory of gradient buffers at the moment."""
+        slots = [self.main_memory, *([self._bucket_memory] if self._bucket_memory else [])]
+        if self._exposed_memory is not self.main_memory:
+            slots.append(self._exposed_memory)
+        return sum(slot.allocated_bytes for slot in slots) + (self._kept.size_bytes if self._kept else 0)
+
+
+def transient(layout: Layout, extent: range, dtype: torch.dtype, device: torch.device) -> tuple[Slot, FlatBuffer]:
+    """A buffer whose memory comes and goes, and the slot to ask for it. Its views are made now and stay valid."""
+    memory = Slot(buffer_numel(layout, extent) * dtype.itemsize, device, fixed=False)
+    with torch.inference_mode(False):
+        buffer = FlatBuffer.over(layout, extent, memory.memory.view(dtype))
+        buffer.views()
+        buffer.gaps()
+    memory.discard()
+    return memory, buffer
 
 
 def _add(target: FlatBuffer, grads: Sequence[Tensor | None], *, overwrite: bool) -> None:

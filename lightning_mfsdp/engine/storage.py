@@ -1,9 +1,12 @@
 """Where full-size memory comes from: the caching allocator, or fixed slots planned from a recorded step.
 
-A `Slot` is a place for one full-size buffer (the gathered weights of a group, or its bucket of gradients). Every
-`Client` has a slot of its own whose memory exists only while it is held. In pooled mode the first training step shows
-who holds memory at the same time as whom; clients that never do share a fixed slot from then on. Addresses do not change,
-the allocator is not called for full-size memory, and what is reserved is what is used.
+A `Slot` is a place for one buffer. Gathered weights have a `Client` for each group, which has a slot of its own whose
+memory exists only while it is held. In pooled mode the first training step shows who holds memory at the same time as whom;
+clients that never do share a fixed slot from then on. Addresses do not change, the allocator is not called for gathered
+weights, and what is reserved is what is used.
+
+Gradients are not planned: they exist only from backward to the optimizer's step, when activations are on their way out, so
+they live in memory of the caching allocator that activations have just left (see reduction.py).
 
 The plan is a preference, not a script: nothing replays a recorded sequence. Whoever finds its fixed slot taken (a
 validation pass, a skipped layer, a second forward) holds its own slot instead; if that was a training step, the next plan
@@ -19,7 +22,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,11 +35,11 @@ _ALIGNMENT_BYTES = 512
 
 
 class Slot:
-    """Memory for one full-size buffer.
+    """Memory for one buffer, whose views stay valid while the memory comes and goes.
 
     Attributes:
         size_bytes: Room in it.
-        fixed: Planned and shared (memory stays), or private to one client (memory only while held).
+        fixed: Planned and shared (memory stays), or private (memory only while it is needed).
         released: After the last use of the memory; whoever writes next waits for it.
     """
 
@@ -94,14 +96,12 @@ class Client:
 
     Attributes:
         name: For messages.
-        kind: "weight" and "bucket" never share slots: their memory is written on different streams.
         size_bytes: How much.
         evict: Called when another client must have the slot; gives it up if it only holds it in advance, and says
             whether it did.
     """
 
     name: str
-    kind: Literal["weight", "bucket"]
     size_bytes: int
     evict: Callable[[], bool]
     slot: Slot = field(init=False)
@@ -120,8 +120,8 @@ class SlotPool:
         self._met: dict[Client, dict[Client, None]] = {}
         self._outdated = False
         self._fixed: list[Slot] = []
-        self._last_release: dict[str, Event] = {}
-        self._held: dict[str, dict[Client, None]] = {"weight": {}, "bucket": {}}
+        self._last_release: Event = None
+        self._held: dict[Client, None] = {}
 
     def add(self, client: Client) -> None:
         """Make a client known, maybe from the pool of a root that became a nested unit; it starts with its own slot."""
@@ -168,10 +168,10 @@ class SlotPool:
         slot.holder = client
         client.slot = slot
         slot.materialize()
-        self._held[client.kind][client] = None
+        self._held[client] = None
         if self.pooled and training:
             self._meet(client)
-        return slot.released if slot.fixed else self._last_release.get(client.kind)
+        return slot.released if slot.fixed else self._last_release
 
     def _meet(self, client: Client) -> None:
         """Note who else holds memory now: they cannot share a slot."""
@@ -179,7 +179,7 @@ class SlotPool:
         if known is None:
             known = self._met[client] = {}
             self._outdated = True
-        for other in self._held[client.kind]:
+        for other in self._held:
             if other is not client and other not in known:
                 known[other] = None
                 self._met.setdefault(other, {})[client] = None
@@ -190,12 +190,15 @@ class SlotPool:
         slot = client.slot
         slot.holder = None
         slot.released = event
-        self._last_release[client.kind] = event
+        self._last_release = event
         slot.discard()
-        self._held[client.kind].pop(client, None)
+        self._held.pop(client, None)
 
     def finish_step(self, event: Event) -> None:
         """A training step is complete: plan fixed slots if it showed anything new.
+
+        That happens once or twice in a training. What the caching allocator keeps of the unplanned step is given back then:
+        it lies on the gather stream, of no use to anybody, and would split up what the optimizer's state is about to need.
 
         Args:
             event: After all work issued so far; fixed memory may be reused blocks that earlier kernels still read.
@@ -203,18 +206,21 @@ class SlotPool:
         if not self._outdated:
             return
         self._outdated, self._fixed = False, []
-        for kind in ("weight", "bucket"):
-            clients = [client for client in self._met if client.kind == kind]
-            numbers = {client: number for number, client in enumerate(clients)}
-            conflicts = [{numbers[other] for other in self._met[client]} for client in clients]
-            for members in color([client.size_bytes for client in clients], conflicts):
-                size = max(clients[index].size_bytes for index in members)
-                slot = Slot(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, self._device, fixed=True)
-                slot.released = event
-                slot.materialize()
-                self._fixed.append(slot)
-                for index in members:
-                    clients[index].planned = slot
+        clients = list(self._met)
+        for client in clients:
+            client.planned = None  # the old plan's memory goes before the new plan's comes
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).empty_cache()
+        numbers = {client: number for number, client in enumerate(clients)}
+        conflicts = [{numbers[other] for other in self._met[client]} for client in clients]
+        for members in color([client.size_bytes for client in clients], conflicts):
+            size = max(clients[index].size_bytes for index in members)
+            slot = Slot(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, self._device, fixed=True)
+            slot.released = event
+            slot.materialize()
+            self._fixed.append(slot)
+            for index in members:
+                clients[index].planned = slot
 
 
 def color(sizes_bytes: Sequence[int], conflicts: Sequence[set[int]]) -> list[list[int]]:

@@ -80,6 +80,8 @@ class Unit:
         self._running = 0
         self._idle = False
         self._hears_parameters = False
+        # The gradient of a plain lookup needs the indices alone, so nothing is gathered for it.
+        self._backward_reads_weights = type(module) is not nn.Embedding
         self.hears_end = False
         module.__dict__[_UNIT] = self
         attach(self, module)
@@ -325,8 +327,9 @@ class Unit:
         self._idle = False
         self.context.begin_backward()
         self.context.note_backward(self)
-        self.start_gather(call.slots)
-        self.install()
+        if self._backward_reads_weights:
+            self.start_gather(call.slots)
+            self.install()
         reference = self.next_backward or self.previous_forward
         following = reference() if reference is not None else None
         if following is not None:
@@ -347,7 +350,7 @@ class Unit:
     def prefetch_for_backward(self) -> None:
         """Start the gather for a backward that is expected next, if its memory is free."""
         slots = self._latest_slots()
-        if slots is not None:
+        if slots is not None and self._backward_reads_weights:
             self.start_gather(slots, in_advance=True)
 
     def _latest_slots(self) -> list[Slot | None] | None:

@@ -1,11 +1,10 @@
 """Every Python block of the README and the docs runs: page by page, top to bottom, as rank 0 of a world of one.
 
-A block is left out when the line before it is `<!-- no-run: reason -->`.
+A block is left out when the line before it is `<!-- no-run: reason -->`. YAML blocks are configurations, and train one by one.
 """
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -52,10 +51,8 @@ def script(page: Path) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.relative_to(ROOT).as_posix()
-)
-def test_the_python_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
+def run_python(code: str, *arguments: str, folder: Path) -> None:
+    """In a process of its own on the CPU, which nobody launched as a rank."""
     environment = {
         **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
         "PYTHONPATH": str(ROOT),
@@ -63,8 +60,8 @@ def test_the_python_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "1",
     }
     result = subprocess.run(
-        [sys.executable, "-c", script(page)],
-        cwd=tmp_path,
+        [sys.executable, "-c", code, *arguments],
+        cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
@@ -72,6 +69,40 @@ def test_the_python_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
+def test_the_python_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    run_python(script(page), folder=tmp_path)
+
+
+# A user's script: it does not import the package, and its model has classes and names that the pages speak of.
+CLI = """
+from lightning.pytorch.cli import LightningCLI
+from tests.lightning.models import Classifier, TinyData
+cli = LightningCLI(Classifier, TinyData, save_config_callback=None)
+assert type(cli.trainer.strategy).__name__ == "MFSDPStrategy"
+assert cli.trainer.global_step == 2
+"""
+YAML_BLOCKS = [
+    block
+    for page in PAGES
+    for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("block", range(len(YAML_BLOCKS)))
+def test_a_yaml_block_trains(block: int, tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    (tmp_path / "config.yaml").write_text(YAML_BLOCKS[block].replace("device: cuda", "device: cpu"))
+    options = ["accelerator=cpu", "devices=1", "max_steps=2", "logger=false", "enable_checkpointing=false"]
+    run_python(CLI, "fit", "--config=config.yaml", *(f"--trainer.{option}" for option in options), folder=tmp_path)
+
+
+def test_there_are_yaml_blocks() -> None:
+    assert YAML_BLOCKS
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -88,28 +119,3 @@ def test_the_readme_has_exactly_two_setup_commands_of_one_line() -> None:
     assert all(len(command.strip().splitlines()) == 1 for command in commands)
     assert "examples/pretrain.py" in commands[0]
     assert commands[1].strip().endswith("-m pytest")
-
-
-MESSAGE = re.compile(r"^\*\*`(.+)`\*\*$", flags=re.MULTILINE)
-
-
-def texts_in_the_package() -> list[str]:
-    """Every string in the package's code, with `…` for what is filled in."""
-    found = []
-    for path in sorted((ROOT / "lightning_mfsdp").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                found.append(
-                    "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
-                )
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return found
-
-
-def test_every_message_in_troubleshooting_is_one_the_package_can_raise() -> None:
-    texts = texts_in_the_package()
-    messages = MESSAGE.findall((ROOT / "docs/troubleshooting.md").read_text())
-    assert len(messages) > 20
-    stale = [message for message in messages if not any(message in text for text in texts)]
-    assert not stale

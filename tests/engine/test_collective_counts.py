@@ -246,6 +246,29 @@ def keeping_weights_after_forward_saves_the_gather_of_backward(rank, world):
     assert found == expected, found
 
 
+def a_lookup_is_not_gathered_for_its_backward(rank, world):
+    """Its gradient needs the indices alone. A head tied to it does need the weight, and gathers it."""
+    for tied in (False, True):
+        torch.manual_seed(0)
+        table, head = nn.Embedding(48, DIM), nn.Linear(DIM, 48, bias=False)
+        if tied:
+            head.weight = table.weight
+        model = nn.Sequential(table, nn.Linear(DIM, DIM), head)
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = adamw(model)
+        gathers = 0
+        for _ in range(3):
+            before = context(model).gathers_started
+            model(torch.tensor([[rank, 5, 7]])).square().mean().backward()
+            gathers = context(model).gathers_started - before
+            optimizer.step()
+            optimizer.zero_grad()
+        # Forward: table, linear, head (if tied, the table's group again). Backward: linear; the head stays from forward.
+        assert gathers == 4, (tied, gathers)
+
+
 WORLDS = {
     1: (gathers_and_reductions_are_exact_for_every_strategy,),
     2: (
@@ -253,6 +276,7 @@ WORLDS = {
         checkpointing_costs_one_gather_in_forward_and_one_in_backward,
         passes_without_gradients_gather_once_and_reduce_nothing,
         keeping_weights_after_forward_saves_the_gather_of_backward,
+        a_lookup_is_not_gathered_for_its_backward,
     ),
     3: (gathers_and_reductions_are_exact_for_every_strategy,),
     4: (outer_axis_is_used_on_the_last_microbatch_only,),

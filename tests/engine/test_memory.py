@@ -16,6 +16,7 @@ from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, sharded_chain, train
 
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+KEPT = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, keep_compute_shard=True)
 DIM = 64  # one layer: 64 * 64 + 64 = 4160 numbers, 130 blocks of 32: few cells of padding on 1, 2 and 4 ranks
 LAYER = DIM * DIM + DIM
 
@@ -36,7 +37,7 @@ def about(found: int, expected: float) -> bool:
 
 
 def persistent_buffers_have_the_size_their_strategy_says(rank, world):
-    for sharding, policy in product(STRATEGIES, (None, BF16)):
+    for sharding, policy in product(STRATEGIES, (None, BF16, KEPT)):
         model = sharded_chain(sharding=sharding, policy=policy, dim=DIM)
         optimizer = adamw(model)
         train_wide(model, optimizer, 2, rank)
@@ -44,13 +45,14 @@ def persistent_buffers_have_the_size_their_strategy_says(rank, world):
         low = 2 if policy else 4
         main = 4 * LAYER / (world if level >= 1 else 1)
         held = low * LAYER / (world if level >= 3 else 1)
+        casts = policy is BF16 and level == 3 and world > 1
         gradient = main
         for view in units(model)[1:]:
             case = f"{sharding} bf16={policy is not None} {view}"
             assert view.num_parameters == LAYER
             assert view.padding_fraction < 0.06, case
             assert about(view.main_bytes, main) or (not policy and level in (1, 2)), case
-            same = policy is None and (level in (0, 3) or world == 1)
+            same = casts or (policy is None and (level in (0, 3) or world == 1))
             assert about(view.held_bytes, held) if not same else view.held_bytes == 0, case
             assert about(view.gradient_bytes, gradient), case
             assert about(view.full_bytes, low * LAYER) if level == 3 and world > 1 else view.full_bytes == 0, case
@@ -58,7 +60,8 @@ def persistent_buffers_have_the_size_their_strategy_says(rank, world):
         tensors = []
         for group in groups_of(model):
             reducer = context(model).known_reducer(group)
-            tensors += [*group.main.segments, *group.held.segments, *reducer.main.segments, *reducer.exposed.segments]
+            held_segments = group.held.segments if group.held is not None else []
+            tensors += [*group.main.segments, *held_segments, *reducer.main.segments, *reducer.exposed.segments]
         views = units(model)
         whole_main_is_inside_held = policy is None and level in (1, 2) and world > 1
         expected = sum(view.held_bytes + view.gradient_bytes for view in views)
@@ -75,7 +78,7 @@ def train_wide(model, optimizer, steps, rank) -> None:
 
 def main_weight_is_the_held_weight_where_dtypes_match(rank, world):
     native = MixedPrecisionPolicy(main_params_dtype=None)
-    for sharding, (policy, aliased) in product(STRATEGIES, ((None, True), (native, True), (BF16, False))):
+    for sharding, (policy, aliased) in product(STRATEGIES, ((None, True), (native, True), (KEPT, False))):
         model = sharded_chain(sharding=sharding, policy=policy)
         for group in groups_of(model):
             same = (
@@ -99,6 +102,39 @@ def at_rest_no_full_parameter_has_memory(rank, world):
     assert context(model).pool.allocated_bytes == 0
 
 
+def bucket_bytes(model: nn.Module) -> int:
+    reducers = [context(model).known_reducer(group) for group in groups_of(model)]
+    return sum(one._bucket_memory.allocated_bytes for one in reducers if one is not None and one._bucket_memory)
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    return sum(view.gradient_bytes for view in units(model))
+
+
+def noting_gradient_bytes(model: nn.Module) -> list[int]:
+    """What gradients occupy whenever a layer's forward begins, from now on."""
+    seen: list[int] = []
+    model.wrap = lambda layer, x: (seen.append(gradient_bytes(model)), layer(x))[1]
+    return seen
+
+
+def gradients_have_memory_from_backward_to_the_next_forward(rank, world):
+    for sharding, policy in product(STRATEGIES, (None, BF16, MixedPrecisionPolicy(main_params_dtype=torch.float64))):
+        model = sharded_chain(sharding=sharding, policy=policy, dim=DIM, layers=4)
+        optimizer, seen = adamw(model), noting_gradient_bytes(model)
+        train_wide(model, optimizer, 3, rank)
+        assert seen == [0] * 12, (sharding, seen)
+        loss_of(model, inputs(0, rank, dim=DIM)).backward()
+        assert gradient_bytes(model) > 0
+        assert bucket_bytes(model) == 0
+        # Not cleared: it stays, and the next backward adds to it.
+        before = [view.grad.clone() for view in sharded_parameters(model) if view.grad is not None]
+        loss_of(model, inputs(0, rank, dim=DIM)).backward()
+        after = [view.grad for view in sharded_parameters(model) if view.grad is not None]
+        for once, both in zip(before, after, strict=True):
+            torch.testing.assert_close(both, 2 * once, rtol=1e-2, atol=1e-6)
+
+
 def peak_is_three_weights_and_two_buckets_of_a_chain(rank, world):
     for layers in (3, 8):
         model = sharded_chain(dim=DIM, layers=layers, policy=BF16)
@@ -106,16 +142,16 @@ def peak_is_three_weights_and_two_buckets_of_a_chain(rank, world):
         train_wide(model, optimizer, 3, rank)
         full = max(group.client.size_bytes for group in groups_of(model))
         pool = context(model).pool
-        clients = {kind: [c for c in pool._clients if c.kind == kind] for kind in ("weight", "bucket")}
-        slots = {kind: {id(c.planned): c.planned for c in clients[kind]} for kind in clients}
-        large = {kind: [s for s in slots[kind].values() if s.size_bytes > full / 2] for kind in slots}
-        assert len(large["weight"]) <= 3, layers
-        assert len(large["bucket"]) <= 2, layers
-        weights = sum(slot.size_bytes for slot in slots["weight"].values())
-        buckets = sum(slot.size_bytes for slot in slots["bucket"].values())
+        slots = {id(client.planned): client.planned for client in pool._clients}
+        assert len([slot for slot in slots.values() if slot.size_bytes > full / 2]) <= 3, layers
+        weights = sum(slot.size_bytes for slot in slots.values())
         assert weights <= 3.1 * full
-        assert buckets <= 2.2 * 2 * full, "a bucket is float32, twice the compute weight"
-        assert pool.fixed_bytes == weights + buckets == pool.allocated_bytes
+        assert pool.fixed_bytes == weights == pool.allocated_bytes
+        seen = []
+        for layer in model.layers:
+            layer.register_full_backward_hook(lambda *_, seen=seen, model=model: seen.append(bucket_bytes(model)))
+        loss_of(model, inputs(0, rank, dim=DIM).requires_grad_()).backward()
+        assert 0 < max(seen) <= 2.2 * 2 * full, "a bucket is float32, twice the compute weight"
 
 
 def peak_without_slots_is_no_higher(rank, world):
@@ -127,7 +163,7 @@ def peak_without_slots_is_no_higher(rank, world):
     pool, seen = context(model).pool, []
     for layer in model.layers:
         layer.register_forward_hook(lambda *_: seen.append(pool.allocated_bytes))
-        layer.register_full_backward_hook(lambda *_: seen.append(pool.allocated_bytes))
+        layer.register_full_backward_hook(lambda *_: seen.append(pool.allocated_bytes + bucket_bytes(model)))
     x = inputs(0, rank, dim=DIM).requires_grad_()
     loss_of(model, x).backward()
     optimizer.step()
@@ -149,8 +185,9 @@ def flat_memory(model: nn.Module) -> list[weakref.ref]:
     """Weak references to the units' flat storages and everything the engine hangs on a model."""
     found = [weakref.ref(model), weakref.ref(context(model))]
     for group in groups_of(model):
-        found += [weakref.ref(group), weakref.ref(group.main), weakref.ref(group.held)]
-        found += [weakref.ref(segment.untyped_storage()) for segment in (*group.main.segments, *group.held.segments)]
+        buffers = [group.main, *([group.held] if group.held is not None else [])]
+        found += [weakref.ref(group), *(weakref.ref(buffer) for buffer in buffers)]
+        found += [weakref.ref(segment.untyped_storage()) for buffer in buffers for segment in buffer.segments]
         reducer = context(model).known_reducer(group)
         if reducer is not None:
             found += [weakref.ref(reducer), *(weakref.ref(s.untyped_storage()) for s in reducer.main.segments)]
@@ -200,7 +237,7 @@ def an_optimizer_keeps_its_rows_and_nothing_else(rank, world):
     gc.collect()
     gc.disable()
     try:
-        model = sharded_chain(policy=BF16)
+        model = sharded_chain(policy=KEPT)
         optimizer = adamw(model)
         train(model, optimizer, range(3), rank)
         watched = [weakref.ref(model), weakref.ref(context(model))]
@@ -244,11 +281,13 @@ WORLDS = {
     1: (
         persistent_buffers_have_the_size_their_strategy_says,
         main_weight_is_the_held_weight_where_dtypes_match,
+        gradients_have_memory_from_backward_to_the_next_forward,
         deletion_frees_everything_without_the_cycle_collector,
     ),
     2: (
         persistent_buffers_have_the_size_their_strategy_says,
         main_weight_is_the_held_weight_where_dtypes_match,
+        gradients_have_memory_from_backward_to_the_next_forward,
         at_rest_no_full_parameter_has_memory,
         peak_is_three_weights_and_two_buckets_of_a_chain,
         peak_without_slots_is_no_higher,

@@ -178,11 +178,27 @@ def buckets(strategy: str, rank: int, world: int) -> None:
         module(inputs(1).chunk(world)[rank]).square().mean().backward()
     got, wanted = (units(module)[0].gradient_bytes for module in (model, plain))
     problems.expect(got == wanted, f"persistent gradient memory: {got} bytes with a bf16 wire, {wanted} without")
-    left = model._mfsdp_unit.context.pool.allocated_bytes
-    problems.expect(left == 0, f"{left} bytes of buckets are left")
     for view, other in zip(sharded_parameters(model), sharded_parameters(plain), strict=True):
         problems.expect(view.grad is None or view.grad.dtype is F32, f"{view.name}: {view.dtype}")
         problems.expect(other.grad is None or other.grad.dtype is F32, f"{other.name}: {other.dtype}")
+    problems.finish()
+
+
+def compute_shard(strategy: str, rank: int, world: int) -> None:
+    """Cast for every gather or kept beside the main weight: the same numbers to the bit, other memory."""
+    problems, found = Problems(), []
+    for keep in (False, True):
+        model = sharded(MixedPrecisionPolicy(compute_dtype=BF16, keep_compute_shard=keep), strategy)
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for step in range(3):
+            model(inputs(step).chunk(world)[rank]).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((units(model)[0].held_bytes, [view.main for view in sharded_parameters(model)]))
+    (without, cast), (beside, kept) = found
+    problems.expect((without == 0) == (strategy == "optim_grads_params"), f"{without} bytes held where nothing is kept")
+    problems.expect(beside > 0, f"{beside} bytes held where the shard is kept")
+    problems.expect(all(torch.equal(*pair) for pair in zip(cast, kept, strict=True)), "main weights differ")
     problems.finish()
 
 
@@ -325,6 +341,7 @@ def label(item: object) -> str:
 CASES = {
     **crossed("dtypes", dtypes, tuple(DTYPES), STRATEGIES),
     **crossed("a bucket around the reduction only", buckets, STRATEGIES),
+    **crossed("the compute shard is cast or kept", compute_shard, STRATEGIES),
     "small updates survive in fp32 main weights": small_updates_survive,
     **crossed("fp32 modules", fp32_modules, (nn.LayerNorm, "norm", "n*m"), (F32,), (BF16,)),
     **crossed("fp32 modules", fp32_modules, (nn.LayerNorm,), (BF16,), (None, BF16)),

@@ -44,6 +44,11 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(self.norm(x)))
 
 
+def is_block(module: nn.Module) -> bool:
+    """Units chosen by a function."""
+    return isinstance(module, Block)
+
+
 class Classifier(LightningModule):
     """Blocks as units; input layer, scale and head in the root."""
 

@@ -170,10 +170,11 @@ model: {lr: 0.01}
 """
 
 
-def test_yaml_with_class_paths_needs_no_import_of_the_package(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chosen", ["[Block]", "tests.lightning.models.is_block"])
+def test_yaml_with_class_paths_needs_no_import_of_the_package(chosen: str, tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
     (tmp_path / "main.py").write_text(CLI)
-    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("[Block]", chosen))
     output = launch([sys.executable, str(tmp_path / "main.py"), "fit", "--config", str(tmp_path / "config.yaml")])
     assert "mfsdp: 3 units" in output
     assert "`max_epochs=1` reached" in output
