@@ -1,4 +1,6 @@
-"""The engines a benchmark compares, each as (forward, step): same decoder, bf16 compute, float32 main weights, fused AdamW.
+"""What a benchmark compares: the limit and this package. The peers are in peers.py.
+
+Everywhere the same decoder, bf16 compute, float32 main weights, fused AdamW.
 
 `limit` communicates nothing: forward and backward of the whole bf16 model and 1/N of the optimizer's work. No engine can be faster.
 """
@@ -6,11 +8,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from examples.decoder import PRESETS, Decoder
 
@@ -34,12 +38,25 @@ class Options:
     seed: int = 0
 
 
+def _backward(loss: Tensor) -> None:
+    loss.backward()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """A model ready to train: `forward(ids) -> logits` and `step()`, which also clips and clears gradients."""
+    """A model ready to train.
+
+    Attributes:
+        forward: Token ids `[B, S]` to logits `[B, S, V]`.
+        step: Clips, updates and clears gradients.
+        backward: Of a loss.
+        no_sync: Context in which a backward need not communicate gradients.
+    """
 
     forward: Callable[[Tensor], Tensor]
     step: Callable[[], None]
+    backward: Callable[[Tensor], None] = _backward
+    no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 def build(options: Options, device: torch.device, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -55,10 +72,17 @@ def adamw(parameters: object) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.1, fused=True)  # type: ignore[arg-type]
 
 
+def compile_blocks(model: Decoder, options: Options) -> None:
+    """`torch.compile` each block, if asked for."""
+    if options.compiled:
+        for block in model.blocks:
+            block.compile()
+
+
 def limit(options: Options, device: torch.device) -> Engine:
     """No communication at all."""
     model = build(options, device, torch.bfloat16)
-    _compile_modules(model, options)
+    compile_blocks(model, options)
     total = sum(parameter.numel() for parameter in model.parameters()) // dist.get_world_size()
     shard = torch.zeros(total, device=device, requires_grad=True)
     compute = torch.zeros(total, device=device, dtype=torch.bfloat16)
@@ -74,48 +98,9 @@ def limit(options: Options, device: torch.device) -> Engine:
     return Engine(forward=model, step=step)
 
 
-def ddp(options: Options, device: torch.device) -> Engine:
-    """DistributedDataParallel under autocast."""
-    model = build(options, device)
-    _compile_modules(model, options)
-    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=[device.index], gradient_as_bucket_view=True)
-
-    def forward(ids: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16):
-            return wrapped(ids)
-
-    return Engine(forward=forward, step=_stepper(model, adamw(model.parameters()), options))
-
-
-def fsdp2(options: Options, device: torch.device, *, tuned: bool = False) -> Engine:
-    """Torch's `fully_shard`. Tuned: embedding and head as units of their own, explicit prefetch two deep."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    model = build(options, device)
-    _compile_modules(model, options)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=options.reduce_dtype)
-    blocks = list(model.blocks)
-    for block in blocks:
-        fully_shard(block, mp_policy=policy)
-    if tuned:
-        fully_shard(model.embedding, mp_policy=policy)
-        fully_shard(model.head, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    if tuned:
-        for index, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
-            block.set_modules_to_backward_prefetch(blocks[max(0, index - 2) : index][::-1])
-    return Engine(forward=model, step=_stepper(model, adamw(model.parameters()), options))
-
-
-def fsdp2_tuned(options: Options, device: torch.device) -> Engine:
-    """FSDP2 as its experts run it."""
-    return fsdp2(options, device, tuned=True)
-
-
 def mfsdp(options: Options, device: torch.device, *, sharding: str = "optim_grads_params") -> Engine:
     """This package."""
-    from lightning_mfsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, fully_shard_optimizer
+    from lightning_mfsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, fully_shard_optimizer, no_sync
 
     model = build(options, device)
     if options.compiled:
@@ -132,35 +117,11 @@ def mfsdp(options: Options, device: torch.device, *, sharding: str = "optim_grad
         optimizer.step()
         optimizer.zero_grad()
 
-    return Engine(forward=model, step=step)
-
-
-def mfsdp_zero2(options: Options, device: torch.device) -> Engine:
-    """This package with whole weights."""
-    return mfsdp(options, device, sharding="optim_grads")
+    return Engine(forward=model, step=step, no_sync=lambda: no_sync(model))
 
 
 ENGINES: dict[str, Callable[[Options, torch.device], Engine]] = {
     "limit": limit,
-    "ddp": ddp,
-    "fsdp2": fsdp2,
-    "fsdp2-tuned": fsdp2_tuned,
     "mfsdp": mfsdp,
-    "mfsdp-zero2": mfsdp_zero2,
+    "mfsdp-zero2": partial(mfsdp, sharding="optim_grads"),
 }
-
-
-def _compile_modules(model: Decoder, options: Options) -> None:
-    if options.compiled:
-        for block in model.blocks:
-            block.compile()
-
-
-def _stepper(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Callable[[], None]:
-    def step() -> None:
-        if options.clip:
-            nn.utils.clip_grad_norm_(model.parameters(), options.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_mfsdp  # noqa: F401  registers "mfsdp"
-from examples.benchmark.train import MICROBATCH
+from examples.benchmark.command import MICROBATCH
 from examples.decoder import PRESETS
 from examples.lightning_decoder import LightningDecoder
 from lightning_mfsdp.callbacks import NaNGradientReporter

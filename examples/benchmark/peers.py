@@ -1,0 +1,155 @@
+"""Other engines on the same work, each set up as its own documentation advises. Imported only when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from examples.benchmark.engines import Engine, Options, adamw, build, compile_blocks
+from examples.decoder import Block
+
+__all__ = ["PEERS"]
+
+
+def ddp(options: Options, device: torch.device) -> Engine:
+    """DistributedDataParallel under autocast."""
+    model = build(options, device)
+    compile_blocks(model, options)
+    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=[device.index], gradient_as_bucket_view=True)
+
+    def forward(ids: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return wrapped(ids)
+
+    return Engine(forward=forward, step=_stepper(model, options), no_sync=wrapped.no_sync)
+
+
+def fsdp2(options: Options, device: torch.device, *, tuned: bool = False, symmetric: bool = False) -> Engine:
+    """Torch's `fully_shard`.
+
+    Args:
+        options: Size and dtypes.
+        device: This rank's.
+        tuned: Embedding and head as units of their own, explicit prefetch two deep.
+        symmetric: Gathers and reductions on symmetric memory.
+    """
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    model = build(options, device)
+    compile_blocks(model, options)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=options.reduce_dtype)
+    blocks = list(model.blocks)
+    for block in blocks:
+        fully_shard(block, mp_policy=policy)
+    if tuned:
+        fully_shard(model.embedding, mp_policy=policy)
+        fully_shard(model.head, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    if tuned:
+        for index, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
+            block.set_modules_to_backward_prefetch(blocks[max(0, index - 2) : index][::-1])
+    if symmetric:
+        model.set_force_sum_reduction_for_comms(True)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_symm_mem_for_comm()
+    return Engine(forward=model, step=_stepper(model, options))
+
+
+def megatron_v1(options: Options, device: torch.device) -> Engine:
+    """megatron-fsdp 0.6, its documented `fully_shard`; compiled blocks are not supported by it."""
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = build(options, device, torch.bfloat16)
+    policy = MixedPrecisionPolicy(
+        main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=options.reduce_dtype
+    )
+    wrapped, optimizer = fully_shard(
+        model,
+        adamw(model.parameters()),
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=3,
+        mixed_precision_policy=policy,
+        sync_model_each_microbatch=True,
+    )
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Engine(forward=wrapped, step=step)
+
+
+def megatron_v2(options: Options, device: torch.device) -> Engine:
+    """megatron-fsdp 0.6, its experimental second version; reduces in the dtype of the gradients, bf16."""
+    from megatron_fsdp import MixedPrecisionPolicy
+    from megatron_fsdp.experimental import Flat, Placements, fully_shard, fully_shard_optimizer
+
+    model = build(options, device, torch.bfloat16)
+    compile_blocks(model, options)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    placements = Placements(dp_axes=["dp"], parameter=[Flat()], gradient=[Flat()], optimizer=[Flat()])
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, placements=placements, mixed_precision_policy=policy)
+    optimizer = adamw(model.parameters())
+    fully_shard_optimizer(optimizer)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Engine(forward=model, step=step)
+
+
+def deepspeed_zero3(options: Options, device: torch.device) -> Engine:
+    """DeepSpeed ZeRO-3 with bf16 and torch's fused AdamW."""
+    import deepspeed
+
+    model = build(options, device, torch.bfloat16)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": options.clip,
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": 5e8,
+            "stage3_prefetch_bucket_size": 5e8,
+            "stage3_param_persistence_threshold": 1e5,
+        },
+        "communication_data_type": "fp32" if options.reduce_dtype is torch.float32 else "bf16",
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    return Engine(forward=engine, step=engine.step, backward=engine.backward)
+
+
+PEERS: dict[str, Callable[[Options, torch.device], Engine]] = {
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "fsdp2-tuned": partial(fsdp2, tuned=True),
+    "fsdp2-tuned-symm": partial(fsdp2, tuned=True, symmetric=True),
+    "megatron-v1": megatron_v1,
+    "megatron-v2": megatron_v2,
+    "deepspeed": deepspeed_zero3,
+}
+
+
+def _stepper(model: nn.Module, options: Options) -> Callable[[], None]:
+    optimizer = adamw(model.parameters())
+
+    def step() -> None:
+        if options.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

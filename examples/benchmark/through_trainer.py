@@ -1,0 +1,142 @@
+"""Time a strategy through Lightning's Trainer, on the same work as train.py.
+
+    torchrun --standalone --nproc_per_node=4 examples/benchmark/through_trainer.py mfsdp 300m,1b
+
+Strategies: mfsdp, fsdp (FSDPStrategy, a unit for each block), model-parallel (ModelParallelStrategy with FSDP2's fully_shard on
+each block), ddp. Rank 0 prints one JSON line for each size, starting with RESULT, in the format of train.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from examples.benchmark.command import MICROBATCH, Plan, result_of, run, stamp
+from examples.benchmark.engines import Options, adamw, build
+from examples.decoder import PRESETS, Block, next_token_loss
+from lightning_mfsdp import MFSDPStrategy, MixedPrecisionPolicy
+
+STRATEGIES = ("mfsdp", "fsdp", "model-parallel", "ddp")
+
+
+class Timed(Callback):
+    """Device and host time of each optimizer step; losses stay on the device."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.stamps: list[torch.cuda.Event] = []
+        self.host: list[float] = []
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int) -> None:
+        """Stamp the start of a step."""
+        if batch_index % self.plan.accumulation:
+            return
+        if len(self.stamps) == self.plan.warmup:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        self.stamps.append(stamp())
+        self.host.append(time.perf_counter())
+
+
+class TimedDecoder(LightningModule):
+    """The decoder of the benchmark."""
+
+    def __init__(self, options: Options, strategy: str) -> None:
+        super().__init__()
+        self.options, self.strategy = options, strategy
+        self.decoder: Any = None
+        self.losses: list[Tensor] = []
+
+    def configure_model(self) -> None:
+        """Build, and shard where the strategy leaves that to the user."""
+        if self.decoder is not None:
+            return
+        self.decoder = build(self.options, torch.device("cuda", torch.cuda.current_device()))
+        if self.options.compiled:
+            for block in self.decoder.blocks:
+                block.forward = torch.compile(block.forward)
+        if self.strategy == "model-parallel":
+            from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
+            from torch.distributed.fsdp import fully_shard
+
+            policy = Policy(param_dtype=torch.bfloat16, reduce_dtype=self.options.reduce_dtype)
+            mesh = self.device_mesh["data_parallel"]
+            for block in (*self.decoder.blocks, self.decoder):
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+
+    def training_step(self, batch: list[Tensor], batch_index: int) -> Tensor:
+        """Mean loss of the microbatch."""
+        (ids,) = batch
+        loss = next_token_loss(self.decoder(ids[:, :-1]), ids[:, 1:])
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """As in every engine of the benchmark."""
+        return adamw(self.parameters())
+
+
+def strategy_of(name: str, options: Options) -> Strategy | str:
+    """The strategy as a user would set it up for this model."""
+    if name == "mfsdp":
+        return MFSDPStrategy(
+            policy=MixedPrecisionPolicy(compute_dtype=torch.bfloat16, grad_comm_dtype=options.reduce_dtype)
+        )
+    if name == "fsdp":
+        from torch.distributed.fsdp import MixedPrecision
+
+        dtypes = MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=options.reduce_dtype, buffer_dtype=torch.bfloat16
+        )
+        return FSDPStrategy(auto_wrap_policy={Block}, mixed_precision=dtypes)
+    if name == "model-parallel":
+        return ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
+    return "ddp"
+
+
+def measure(name: str, options: Options, plan: Plan) -> dict[str, object]:
+    """One fit; figures as in train.py."""
+    config = PRESETS[options.size]
+    microbatch = MICROBATCH[options.size]
+    generator = torch.Generator().manual_seed(1234 + dist.get_rank())
+    rows = torch.randint(0, config.vocab, (4 * microbatch, config.seq + 1), generator=generator)
+    data = rows.repeat(-(-(plan.warmup + plan.steps + 1) * plan.accumulation // 4), 1)
+    timed = Timed(plan)
+    module = TimedDecoder(options, name)
+    trainer = Trainer(
+        accelerator="gpu",
+        devices=dist.get_world_size(),
+        strategy=strategy_of(name, options),
+        precision="bf16-mixed" if name in ("mfsdp", "ddp") else None,
+        max_steps=plan.warmup + plan.steps + 1,
+        accumulate_grad_batches=plan.accumulation,
+        gradient_clip_val=options.clip or None,
+        callbacks=[timed],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, DataLoader(TensorDataset(data), batch_size=microbatch, pin_memory=True))
+    host = [b - a for a, b in zip(timed.host[plan.warmup :], timed.host[plan.warmup + 1 :], strict=False)]
+    return result_of(f"trainer:{name}", options, plan, timed.stamps[plan.warmup :], host, module.losses)
+
+
+if __name__ == "__main__":
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    run(STRATEGIES, measure, __doc__)
