@@ -4,9 +4,11 @@ Importing this package registers "mfsdp", "mfsdp_optim_grads", "mfsdp_optim" and
 """
 
 from lightning_mfsdp.engine import (
+    CapturedStep,
     EngineStateError,
     MixedPrecisionPolicy,
     ShardingError,
+    capture_step,
     clip_grad_norm_,
     clip_grad_value_,
     flat_gradients,
@@ -26,11 +28,13 @@ from lightning_mfsdp.strategy import MFSDPStrategy, register_strategies
 __version__ = "0.1.0"
 
 __all__ = [
+    "CapturedStep",
     "EngineStateError",
     "MFSDPPrecision",
     "MFSDPStrategy",
     "MixedPrecisionPolicy",
     "ShardingError",
+    "capture_step",
     "clip_grad_norm_",
     "clip_grad_value_",
     "flat_gradients",

@@ -23,11 +23,12 @@ MICROBATCH = {"tiny": 2, "300m": 4, "1b": 2, "8b": 1}
 
 
 class Plan(argparse.Namespace):
-    """How long to measure: `warmup` and `steps` optimizer steps of `accumulation` microbatches."""
+    """How to measure: `warmup` and `steps` optimizer steps of `accumulation` microbatches, captured as a `graph` or not."""
 
     warmup: int
     steps: int
     accumulation: int
+    graph: bool
 
 
 def stamp() -> torch.cuda.Event:
@@ -60,6 +61,7 @@ def result_of(
     step_ms = stamps[0].elapsed_time(stamps[-1]) / len(times)
     curve = torch.stack(list(losses))
     dist.all_reduce(curve, op=dist.ReduceOp.AVG)
+    free, total = torch.cuda.mem_get_info()
     tokens = MICROBATCH[options.size] * PRESETS[options.size].seq * plan.accumulation
     return {
         "engine": engine,
@@ -69,12 +71,14 @@ def result_of(
         "reduce": str(options.reduce_dtype).removeprefix("torch."),
         "clip": options.clip,
         "accumulation": plan.accumulation,
+        "graph": plan.graph,
         "step_ms": round(step_ms, 2),
         "median_ms": round(median(times), 2),
         "host_ms": round(median(host) * 1e3, 2),
         "tokens_per_s_gpu": round(tokens / step_ms * 1e3),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
+        "device_gib": round((total - free) / 2**30, 2),
         "losses": [round(value, 4) for value in curve.tolist()[:: max(1, len(losses) // 6)]],
     }
 
@@ -90,6 +94,7 @@ def run(
     parser.add_argument("--reduce", choices=["float32", "bfloat16"], default="float32", help="gradients on the wire")
     parser.add_argument("--clip", type=float, default=0.0, help="largest gradient norm; 0: none")
     parser.add_argument("--accumulation", type=int, default=1, help="microbatches a step")
+    parser.add_argument("--graph", action="store_true", help="the whole step as one CUDA graph")
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--steps", type=int, default=12)
     plan = parser.parse_args(namespace=Plan())

@@ -51,12 +51,14 @@ class Engine:
         step: Clips, updates and clears gradients.
         backward: Of a loss.
         no_sync: Context in which a backward need not communicate gradients.
+        capture: Makes a whole step a CUDA graph; `None`: the engine cannot.
     """
 
     forward: Callable[[Tensor], Tensor]
     step: Callable[[], None]
     backward: Callable[[Tensor], None] = _backward
     no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
+    capture: Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]] | None = None
 
 
 def build(options: Options, device: torch.device, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -98,9 +100,18 @@ def limit(options: Options, device: torch.device) -> Engine:
     return Engine(forward=model, step=step)
 
 
-def mfsdp(options: Options, device: torch.device, *, sharding: str = "optim_grads_params") -> Engine:
+def mfsdp(
+    options: Options, device: torch.device, *, sharding: str = "optim_grads_params", symmetric: bool = False
+) -> Engine:
     """This package."""
-    from lightning_mfsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, fully_shard_optimizer, no_sync
+    from lightning_mfsdp import (
+        MixedPrecisionPolicy,
+        capture_step,
+        clip_grad_norm_,
+        fully_shard,
+        fully_shard_optimizer,
+        no_sync,
+    )
 
     model = build(options, device)
     if options.compiled:
@@ -108,7 +119,7 @@ def mfsdp(options: Options, device: torch.device, *, sharding: str = "optim_grad
             block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
     policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, grad_comm_dtype=options.reduce_dtype)
     for unit in (model.embedding, *model.blocks, model.head, model):
-        fully_shard(unit, policy=policy, sharding=sharding)
+        fully_shard(unit, policy=policy, sharding=sharding, symmetric_memory=symmetric)
     optimizer = fully_shard_optimizer(adamw(model.parameters()))
 
     def step() -> None:
@@ -117,11 +128,17 @@ def mfsdp(options: Options, device: torch.device, *, sharding: str = "optim_grad
         optimizer.step()
         optimizer.zero_grad()
 
-    return Engine(forward=model, step=step, no_sync=lambda: no_sync(model))
+    return Engine(
+        forward=model,
+        step=step,
+        no_sync=lambda: no_sync(model),
+        capture=lambda whole: capture_step(whole, model, optimizer),
+    )
 
 
 ENGINES: dict[str, Callable[[Options, torch.device], Engine]] = {
     "limit": limit,
     "mfsdp": mfsdp,
+    "mfsdp-symm": partial(mfsdp, symmetric=True),
     "mfsdp-zero2": partial(mfsdp, sharding="optim_grads"),
 }

@@ -31,12 +31,13 @@ def ratio_to(results: Sequence[Result], result: Result, engines: Sequence[str]) 
 def table(results: Sequence[Result]) -> str:
     """Markdown: a table for each set of options, engines below one another for each size."""
     blocks = []
-    keys = ("compiled", "reduce", "accumulation", "clip", "world")
+    keys = ("compiled", "graph", "reduce", "accumulation", "clip", "world")
     settings = list(dict.fromkeys(tuple(result[key] for key in keys) for result in results))
     for setting in settings:
         chosen = [result for result in results if tuple(result[key] for key in keys) == setting]
-        compiled, reduce, accumulation, clip, world = setting
+        compiled, graph, reduce, accumulation, clip, world = setting
         title = f"{'Compiled blocks' if compiled else 'Eager'}, {reduce} reduction, {world} GPUs"
+        title += ", whole step as a CUDA graph" if graph else ""
         title += f", {accumulation} microbatches a step" if accumulation > 1 else ""
         title += f", norm clipping at {clip}" if clip else ""
         lines = [f"### {title}", "", "| " + " | ".join(_COLUMNS) + " |", "|---|---|" + "--:|" * (len(_COLUMNS) - 2)]
@@ -70,7 +71,8 @@ def chart(results: Sequence[Result], path: Path) -> None:
     for column, size in enumerate(sizes):
         chosen = [result for result in results if result["size"] == size and result["accumulation"] == 1]
         names = [
-            f"{result['engine']}{' c' if result['compiled'] else ''} {str(result['reduce'])[0]}" for result in chosen
+            f"{result['engine']}{' c' if result['compiled'] else ''}{' g' if result['graph'] else ''} {result['reduce'][0]}"
+            for result in chosen
         ]
         fractions = [1 / (ratio_to(results, result, ("limit",)) or float("inf")) for result in chosen]
         memory = [float(result["reserved_gib"]) for result in chosen]
@@ -93,7 +95,7 @@ def write_report(results: Sequence[Result], problems: Sequence[str], folder: Pat
             "- `limit` communicates nothing. `/ FSDP2`: step time relative to FSDP2's (the tuned one where blocks are",
         ),
         "  compiled) with the same options; `limit /`: the limit's step time relative to this one's.",
-        *("- `c` in the chart: compiled blocks; `f`, `b`: reduction in float32 or bfloat16.", ""),
+        *("- `c` in the chart: compiled blocks; `g`: CUDA graph; `f`, `b`: reduction in float32 or bfloat16.", ""),
     ]
     (folder / "report.md").write_text("\n".join(text))
     try:

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from examples.benchmark.command import MICROBATCH, Plan, result_of, run, stamp
 from examples.benchmark.engines import ENGINES, Options
@@ -29,6 +30,20 @@ def measure(name: str, options: Options, plan: Plan) -> dict[str, object]:
     generator = torch.Generator(device).manual_seed(1234 + dist.get_rank())
     shape = (4, MICROBATCH[options.size], config.seq + 1)
     data = torch.randint(0, config.vocab, shape, generator=generator, device=device)
+
+    def whole(batch: Tensor) -> Tensor:
+        for micro in range(plan.accumulation):
+            with nullcontext() if micro == plan.accumulation - 1 else engine.no_sync():
+                loss = next_token_loss(engine.forward(batch[:, :-1]), batch[:, 1:])
+                engine.backward(loss / plan.accumulation)
+        engine.step()
+        return loss.detach()
+
+    train_step = whole
+    if plan.graph:
+        if engine.capture is None:
+            raise SystemExit(f"Error: {name} cannot capture a step as a CUDA graph")
+        train_step = engine.capture(whole)
     losses, host, stamps = [], [], []
     for step in range(plan.warmup + plan.steps):
         if step == plan.warmup:
@@ -38,14 +53,8 @@ def measure(name: str, options: Options, plan: Plan) -> dict[str, object]:
             torch.cuda.reset_peak_memory_stats()
         stamps.append(stamp())
         start = time.perf_counter()
-        batch = data[step % 4]
-        for micro in range(plan.accumulation):
-            with nullcontext() if micro == plan.accumulation - 1 else engine.no_sync():
-                loss = next_token_loss(engine.forward(batch[:, :-1]), batch[:, 1:])
-                engine.backward(loss / plan.accumulation)
-        engine.step()
+        losses.append(train_step(data[step % 4]))
         host.append(time.perf_counter() - start)
-        losses.append(loss.detach())
     stamps.append(stamp())
     return result_of(name, options, plan, stamps[plan.warmup :], host[plan.warmup :], losses)
 

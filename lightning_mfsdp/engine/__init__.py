@@ -1,6 +1,7 @@
 """The sharding engine: torch only. It knows no Lightning, no Transformer Engine and no mixture of experts."""
 
 from lightning_mfsdp.engine.api import fully_shard_units, gather_root, no_sync, refresh_weights, unshard, watch_backward
+from lightning_mfsdp.engine.capture import CapturedStep, capture_step
 from lightning_mfsdp.engine.errors import EngineStateError, ShardingError
 from lightning_mfsdp.engine.fully_shard import fully_shard
 from lightning_mfsdp.engine.gradients import clip_grad_norm_, clip_grad_value_, grad_norm
@@ -18,12 +19,14 @@ from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
 
 __all__ = [
     "ELEMENTWISE_OPTIMIZERS",
+    "CapturedStep",
     "EngineStateError",
     "FlatGradient",
     "MixedPrecisionPolicy",
     "ParameterView",
     "ShardingError",
     "UnitView",
+    "capture_step",
     "clip_grad_norm_",
     "clip_grad_value_",
     "flat_gradients",

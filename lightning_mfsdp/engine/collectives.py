@@ -29,9 +29,10 @@ class Axis:
         name: For messages.
         size: Number of ranks along it.
         rank: This rank's position, `0 <= rank < size`.
-        group: Carries the gathers and, unless `reduce_group` is set, the reductions.
+        group: Carries gathers and reductions, unless the two below are set.
         reduce_group: A communicator of its own for reductions, so that a gather never queues behind one. `None`: share
             `group`.
+        gather_group: A communicator for gathers of weights into symmetric memory. `None`: `group`.
     """
 
     name: str
@@ -39,12 +40,14 @@ class Axis:
     rank: int
     group: dist.ProcessGroup
     reduce_group: dist.ProcessGroup | None = None
+    gather_group: dist.ProcessGroup | None = None
 
     def gather(self, outputs: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
         """Fill each output with the pieces of all ranks in rank order. A piece may be the output's own part at this rank's place."""
-        with compat.coalesced(len(outputs), self.group, outputs[0].device):
+        group = self.gather_group or self.group
+        with compat.coalesced(len(outputs), group, outputs[0].device):
             for output, piece in zip(outputs, pieces, strict=True):
-                compat.all_gather_flat(output, piece, self.group)
+                compat.all_gather_flat(output, piece, group)
 
     def reduce_scatter(self, pieces: Sequence[Tensor], sources: Sequence[Tensor], factor: float) -> None:
         """Sum `factor` times each source over the ranks; keep this rank's piece. Sources may be overwritten (scaled)."""

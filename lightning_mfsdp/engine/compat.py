@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d as c10d
@@ -24,11 +25,14 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_zero_",
+    "no_symmetric_memory_because",
     "on_backward_end",
     "premul_sum",
     "reduce_scatter_flat",
+    "symmetric_memory",
     "uses_nccl",
     "without_torch_function",
+    "zero_cta_group",
 ]
 
 
@@ -69,6 +73,39 @@ def coalesced(count: int, group: dist.ProcessGroup, device: torch.device) -> Abs
 def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether NCCL carries tensors of this device; a group's backend may be unnamed or a list such as "cpu:gloo,cuda:nccl"."""
     return device.type == "cuda" and dist.get_backend(group) not in ("gloo", "mpi", "ucc", "fake")
+
+
+_OLDEST_NCCL_WITH_COPY_ENGINES = (2, 28)
+
+
+def no_symmetric_memory_because(device: torch.device) -> str:
+    """Why gathers cannot use symmetric memory here; empty if they can (torch 2.11 to 2.13: `_symmetric_memory`)."""
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    if version < _OLDEST_NCCL_WITH_COPY_ENGINES:
+        return f"copy-engine gathers came with NCCL 2.28, this is {'.'.join(map(str, version))}"
+    if not hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO"):
+        return "this build of PyTorch cannot set NCCL's CTA policy"
+    backend = symm_mem.get_backend(device)
+    if backend not in (None, "CUDA", "NCCL"):
+        return f"symmetric memory is already provided by {backend}, and NCCL is needed"
+    return ""
+
+
+def zero_cta_group(ranks: list[int]) -> dist.ProcessGroup:
+    """A communicator that leaves the compute cores alone where it can. Collective over `ranks`."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
+    made: dist.ProcessGroup = dist.new_group(ranks, pg_options=options, use_local_synchronization=True)
+    return made
+
+
+def symmetric_memory(size_bytes: int, device: torch.device, group: dist.ProcessGroup) -> Tensor:
+    """`[size_bytes]` uint8 at an address that all ranks of `group` know. Collective; sizes must agree."""
+    symm_mem.set_backend("NCCL")
+    dist.barrier(group=group, device_ids=[device.index])  # the communicator must exist
+    memory = symm_mem.empty(size_bytes, dtype=torch.uint8, device=device)
+    symm_mem.rendezvous(memory, group=group.group_name)
+    return memory
 
 
 def premul_sum(factor: float) -> Any:

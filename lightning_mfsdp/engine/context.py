@@ -8,18 +8,20 @@ reduced as zeros at the end.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.buffer import FlatBuffer
-from lightning_mfsdp.engine.collectives import Axis, Mesh
+from lightning_mfsdp.engine.channels import Channels
+from lightning_mfsdp.engine.collectives import Mesh
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.parameter import Entry
 from lightning_mfsdp.engine.reduction import GradientReducer, Sync
@@ -30,6 +32,8 @@ from lightning_mfsdp.engine.unit import Unit
 __all__ = ["Context"]
 
 _MAX_BUCKETS = 2
+# Steps in which all ranks are sure to plan slots at the same time.
+_PLANNED_TOGETHER = 2
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,12 @@ class Context:
         gathers_started: Collectives issued for weights so far, for inspection.
     """
 
-    def __init__(self, root: Unit, mesh: Mesh, device: torch.device, *, pooled: bool) -> None:
+    def __init__(self, root: Unit, mesh: Mesh, device: torch.device, *, pooled: bool, symmetric: bool) -> None:
         self.mesh = mesh
         self.device = device
         self.streams = Streams(device)
         self.pool = SlotPool(device, pooled=pooled)
+        self.channels = Channels(device, symmetric=symmetric)
         self.sync = Sync.ALL
         self._covered: set[int] = set()
         self.weights_ready: Event = None
@@ -74,7 +79,6 @@ class Context:
         self._done: set[int] = set()
         self._in_flight: deque[_InFlight] = deque()
         self._reducers: weakref.WeakKeyDictionary[ParameterGroup, GradientReducer] = weakref.WeakKeyDictionary()
-        self._reduce_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
     # -- units ---------------------------------------------------------------------------------------------------------
 
@@ -246,17 +250,8 @@ class Context:
         self._order = [weakref.ref(units[index]) for index in message[0]]
         for unit in units:
             for group in unit.groups:
-                group.shard_axis = self._with_reduce_group(group.shard_axis)
-                group.outer_axis = self._with_reduce_group(group.outer_axis) if group.outer_axis else None
-
-    def _with_reduce_group(self, axis: Axis) -> Axis:
-        """Reductions get a communicator of their own where calls queue on a device, so that gathers do not wait behind them."""
-        if axis.size == 1 or axis.reduce_group is not None or not compat.uses_nccl(axis.group, self.device):
-            return axis
-        if axis.group not in self._reduce_groups:
-            ranks = dist.get_process_group_ranks(axis.group)
-            self._reduce_groups[axis.group] = dist.new_group(ranks, use_local_synchronization=True)
-        return replace(axis, reduce_group=self._reduce_groups[axis.group])
+                group.shard_axis = self.channels.separate(group.shard_axis)
+                group.outer_axis = self.channels.separate(group.outer_axis) if group.outer_axis else None
 
     def unit_done(self, unit: Unit) -> None:
         """A unit's gradients are all there. Reduce it and whoever waited for it, if it is their turn."""
@@ -281,7 +276,8 @@ class Context:
             return
         with torch.no_grad():
             waiting = []
-            for reducer in (self.reducer(group) for group in groups):
+            for group in groups:
+                reducer = self.reducer(group)
                 if reducer.is_alone:
                     reducer.collect_alone()
                 elif self._reduces(reducer.group):
@@ -332,7 +328,30 @@ class Context:
         for reducer in self._reducers.values():
             reducer.finish()
         self._rest()
-        self.pool.finish_step(self.streams.record())
+        if self.pool.pooled:
+            self.pool.finish_step(self.streams.record(), self._allocator())
+
+    def _allocator(self) -> Callable[[int], torch.Tensor] | None:
+        """Where fixed slots come from: symmetric memory in the first two steps, while all ranks plan alike.
+
+        Symmetric memory is made by all ranks together. The first step shows the units and the second what is gathered ahead; a
+        plan that changes later may do so on one rank alone.
+        """
+        if not self.channels.symmetric:
+            return None
+        if self.backwards_finished > _PLANNED_TOGETHER:
+            if self.pool.is_outdated:
+                warnings.warn(
+                    "fully_shard: this step runs units together that ran apart before, so the slots of gathered weights are planned "
+                    "anew, in ordinary memory: gathers use the compute cores from now on",
+                    stacklevel=2,
+                )
+            return None
+        axis = next((group.shard_axis for unit in self.units for group in unit.groups), self.mesh.shard)
+        sizes = self.pool.planned_sizes()
+        everyone: list[list[int]] = [[] for _ in range(axis.size)]
+        dist.all_gather_object(everyone, sizes, group=axis.group)
+        return self.channels.allocator(axis) if all(other == sizes for other in everyone) else None
 
     def _rest(self) -> None:
         """Nobody holds weights, nobody waits."""
@@ -344,6 +363,13 @@ class Context:
         self._first_of_pass = None
         self._last_forward = None
         self._last_backward = None
+
+    def forget_events(self) -> None:
+        """Forget what work waits for, at rest and after a synchronisation: events do not cross the border of a CUDA graph."""
+        self.weights_ready = None
+        self.pool.forget_events()
+        for reducer in self._reducers.values():
+            reducer.close_main()
 
     def recover(self) -> None:
         """Forget a backward that raised: its gradients are incomplete, so those not yet reduced are dropped."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_mfsdp.engine.channels import check_symmetric_memory
 from lightning_mfsdp.engine.collectives import Mesh, resolve_mesh
 from lightning_mfsdp.engine.context import Context
 from lightning_mfsdp.engine.errors import ShardingError
@@ -44,6 +45,7 @@ def fully_shard(
     reshard_after_forward: bool = True,
     ignored_parameters: Iterable[nn.Parameter] | None = None,
     storage: Literal["pooled", "dynamic"] = "pooled",
+    symmetric_memory: bool = False,
 ) -> ModuleT:
     """Shard a module's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
@@ -65,6 +67,8 @@ def fully_shard(
         ignored_parameters: Left as they are: neither sharded nor reduced.
         storage: "pooled": full-size memory in fixed slots planned from the first training step. "dynamic": from the
             caching allocator. The root's choice holds for all its units.
+        symmetric_memory: Gather into symmetric memory, moved by copy engines instead of compute cores (NCCL 2.28 or later, ranks
+            of one NVLink domain). Needs pooled storage. The root's choice holds for all its units.
 
     Returns:
         The same module.
@@ -88,6 +92,8 @@ def fully_shard(
             f"fully_shard: {type(module).__name__} is sharded already; call fully_shard once for each module"
         )
     device = mesh_device(resolved)
+    if symmetric_memory:
+        check_symmetric_memory(device, resolved.shard, storage)
     ignored = {id(parameter) for parameter in ignored_parameters or ()}
     materialize(module, device, ignored)
     named, borrowed = _parameters_of(module, ignored)
@@ -111,7 +117,7 @@ def fully_shard(
     if _matches("", module, policy.fp32_modules):
         policy = replace(policy, cast_forward_inputs=False)  # its own hooks cast
     unit = Unit(module, groups, policy, reshard_after_forward=reshard_after_forward)
-    _join(module, unit, Context(unit, resolved, device, pooled=storage == "pooled"))
+    _join(module, unit, Context(unit, resolved, device, pooled=storage == "pooled", symmetric=symmetric_memory))
     _borrow(unit, borrowed)
     return module
 
@@ -334,5 +340,5 @@ def _borrow(unit: Unit, shared: Sequence[Named]) -> None:
         for table, key in sites:
             table[key] = entry.resting
         if group not in unit.borrowed:
-            unit.borrowed.append(group)
+            unit.borrow(group)
             owner.users.append(weakref.ref(unit))

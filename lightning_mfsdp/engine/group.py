@@ -234,7 +234,7 @@ class ParameterGroup:
             return False
         streams, held = self._streams, self.held
         training = torch.is_grad_enabled() or compat.backward_task() != -1
-        with streams.on(streams.gather), torch.no_grad():
+        with streams.on(streams.gather):
             streams.wait(weights_ready)
             if outer_first and self.outer_axis is not None and held is not None:
                 self.outer_axis.gather(held.part(self.inner_extent).segments, held.part(self.main_extent).segments)

@@ -27,7 +27,7 @@ from lightning_mfsdp.engine.tree import tensors_in
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.group import ParameterGroup
 
-__all__ = ["Entry", "ShardedParameter", "mark_owner", "owner_of"]
+__all__ = ["Entry", "ShardedParameter", "mark_owner", "owner_of", "place_of"]
 
 _OWNER = "_owner"
 
@@ -73,11 +73,17 @@ def mark_owner(parameter: Tensor, group: ParameterGroup, index: int) -> None:
     setattr(parameter, _OWNER, (weakref.ref(group), index))
 
 
-def owner_of(parameter: Tensor) -> tuple[ParameterGroup, Entry] | None:
-    """Group and entry of a parameter, whichever of its faces is given; `None` if the engine does not manage it."""
+def place_of(parameter: Tensor) -> tuple[ParameterGroup, int] | None:
+    """Group of a parameter and its index in it, whichever of its faces is given; `None` if the engine does not manage it."""
     reference, index = getattr(parameter, _OWNER, (None, 0))
     group = reference() if reference is not None else None
-    return None if group is None else (group, group.entries[index])
+    return None if group is None else (group, index)
+
+
+def owner_of(parameter: Tensor) -> tuple[ParameterGroup, Entry] | None:
+    """Group and entry of a parameter, whichever of its faces is given; `None` if the engine does not manage it."""
+    place = place_of(parameter)
+    return None if place is None else (place[0], place[0].entries[place[1]])
 
 
 class _Rows(DTensor):

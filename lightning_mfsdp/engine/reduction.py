@@ -93,18 +93,28 @@ class GradientReducer:
         self._exposed_memory.materialize()
         return self.main
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the main gradient has memory."""
+        return self.main_memory.allocated_bytes > 0
+
     def close_main(self) -> None:
         """Give the main gradient's memory back if the optimizer's gradients were cleared."""
-        if self.main_memory.allocated_bytes and self._main_is_free():
+        if self.is_open and self._main_is_free():
             self.main_memory.discard()
             self._exposed_memory.discard()
 
     def _take(self) -> list[Tensor | None]:
         taken: list[Tensor | None] = []
         for entry in self.group.entries:
-            grad = entry.full.grad if entry.is_trained else None
-            entry.full.grad = None
-            taken.append(grad.to_dense() if grad is not None and grad.is_sparse else grad)
+            grad = entry.full.grad
+            if grad is not None:
+                entry.full.grad = None
+                if not entry.is_trained:
+                    grad = None
+                elif grad.is_sparse:
+                    grad = grad.to_dense()
+            taken.append(grad)
         return taken
 
     def accumulate(self) -> None:
@@ -334,14 +344,16 @@ def transient(layout: Layout, extent: range, dtype: torch.dtype, device: torch.d
 def _add(target: FlatBuffer, grads: Sequence[Tensor | None], *, overwrite: bool) -> None:
     """Copy or add gradients (full shapes, any float dtype) to a full-size buffer; overwriting defines every cell."""
     views = target.views()
-    present = [(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None]
+    targets = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
+    sources = [grad for grad in grads if grad is not None]
     if overwrite:
-        undefined = target.gaps() + [view for view, grad in zip(views, grads, strict=True) if grad is None]
+        undefined = target.gaps()
+        if len(sources) < len(views):
+            undefined = undefined + [view for view, grad in zip(views, grads, strict=True) if grad is None]
         if undefined:
             compat.foreach_zero_(undefined)
-    if not present:
+    if not sources:
         return
-    targets, sources = [view for view, _ in present], [grad for _, grad in present]
     (compat.foreach_copy_ if overwrite else compat.foreach_add_)(targets, sources)
 
 

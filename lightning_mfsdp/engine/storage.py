@@ -43,13 +43,13 @@ class Slot:
         released: After the last use of the memory; whoever writes next waits for it.
     """
 
-    def __init__(self, size_bytes: int, device: torch.device, *, fixed: bool) -> None:
+    def __init__(self, size_bytes: int, device: torch.device, *, fixed: bool, memory: Tensor | None = None) -> None:
         self.size_bytes = size_bytes
         self.fixed = fixed
         self._holder: weakref.ref[Client] | None = None
         self.released: Event = None
         self._device = device
-        self._memory: Tensor | None = None
+        self._memory = memory
 
     @property
     def holder(self) -> Client | None:
@@ -83,6 +83,13 @@ class Slot:
         storage = self.memory.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.size_bytes)
+
+    def retire(self) -> None:
+        """No longer fixed. Saved tensors may still point here: their gather brings the memory back."""
+        if self._memory is not None and self._memory.untyped_storage().resizable():
+            self.fixed = False
+            if self.holder is None:
+                self.discard()
 
     def discard(self) -> None:
         """Give private memory back to the allocator; fixed memory stays."""
@@ -194,7 +201,33 @@ class SlotPool:
         slot.discard()
         self._held.pop(client, None)
 
-    def finish_step(self, event: Event) -> None:
+    def forget_events(self) -> None:
+        """All work is done: nobody has to wait for the last use of a slot."""
+        self._last_release = None
+        for slot in self._fixed:
+            slot.released = None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a step showed something that the plan of fixed slots does not know."""
+        return self._outdated
+
+    def planned_sizes(self) -> list[int]:
+        """Bytes of the fixed slots that the next plan will have."""
+        return [size for size, _ in self._coloring()]
+
+    def _coloring(self) -> list[tuple[int, list[Client]]]:
+        """Size and clients of each fixed slot."""
+        clients = list(self._met)
+        numbers = {client: number for number, client in enumerate(clients)}
+        conflicts = [{numbers[other] for other in self._met[client]} for client in clients]
+        found = []
+        for indices in color([client.size_bytes for client in clients], conflicts):
+            size = max(clients[index].size_bytes for index in indices)
+            found.append((-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, [clients[index] for index in indices]))
+        return found
+
+    def finish_step(self, event: Event, allocate: Callable[[int], Tensor] | None = None) -> None:
         """A training step is complete: plan fixed slots if it showed anything new.
 
         That happens once or twice in a training. What the caching allocator keeps of the unplanned step is given back then:
@@ -202,25 +235,23 @@ class SlotPool:
 
         Args:
             event: After all work issued so far; fixed memory may be reused blocks that earlier kernels still read.
+            allocate: Where fixed memory comes from; `None`: the caching allocator.
         """
         if not self._outdated:
             return
+        for slot in self._fixed:
+            slot.retire()  # the old plan's memory goes before the new plan's comes
         self._outdated, self._fixed = False, []
-        clients = list(self._met)
-        for client in clients:
-            client.planned = None  # the old plan's memory goes before the new plan's comes
         if self._device.type != "cpu":
             torch.get_device_module(self._device).empty_cache()
-        numbers = {client: number for number, client in enumerate(clients)}
-        conflicts = [{numbers[other] for other in self._met[client]} for client in clients]
-        for members in color([client.size_bytes for client in clients], conflicts):
-            size = max(clients[index].size_bytes for index in members)
-            slot = Slot(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, self._device, fixed=True)
+        for size_bytes, clients in self._coloring():
+            memory = allocate(size_bytes) if allocate is not None else None
+            slot = Slot(size_bytes, self._device, fixed=True, memory=memory)
             slot.released = event
             slot.materialize()
             self._fixed.append(slot)
-            for index in members:
-                clients[index].planned = slot
+            for client in clients:
+                client.planned = slot
 
 
 def color(sizes_bytes: Sequence[int], conflicts: Sequence[set[int]]) -> list[list[int]]:

@@ -49,6 +49,7 @@ class Unit:
         name: Class name of the module until a root knows it by its full name.
         groups: Parameters it owns.
         borrowed: Groups of other units whose parameters this module shares (tied weights).
+        all_groups: Both.
         context: Shared by all units of a root.
         hears_end: Some call had an input that needs a gradient, so the end of its backward is noticed.
         live: Shows full parameters.
@@ -66,6 +67,7 @@ class Unit:
         self.name = type(module).__name__
         self.groups = groups
         self.borrowed: list[ParameterGroup] = []
+        self.all_groups = list(groups)
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
         self.context: Context
@@ -93,10 +95,10 @@ class Unit:
             group.name = f"{name}[{index}]"
             group.client.name = f"{group.name} weights"
 
-    @property
-    def all_groups(self) -> list[ParameterGroup]:
-        """Groups it needs: its own and the borrowed ones."""
-        return self.groups + self.borrowed
+    def borrow(self, group: ParameterGroup) -> None:
+        """Use a group that another unit owns."""
+        self.borrowed.append(group)
+        self.all_groups.append(group)
 
     @property
     def is_trainable(self) -> bool:
@@ -158,7 +160,7 @@ class Unit:
         """Forward pre-hook."""
         self.enter()
         dtype = self.policy.compute_dtype
-        if dtype is not None and self.policy.cast_forward_inputs:
+        if dtype is not None and self.policy.cast_forward_inputs and _differs(dtype, tensors_in((args, kwargs))):
             args, kwargs = map_tensors(lambda tensor: _cast(tensor, dtype), (args, kwargs))
         call = Call() if torch.is_grad_enabled() and self.all_groups and not self._is_recomputed() else None
         self._open_calls.append(call)
@@ -203,9 +205,11 @@ class Unit:
 
     def _refuse_own_weights(self, outputs: list[Tensor]) -> None:
         """A result that lies in gathered memory would change or vanish once that memory is given back."""
+        suspects = [t for t in outputs if (t.is_leaf or t._is_view()) and t.layout is torch.strided]
+        if not suspects:
+            return
         places = {group.slot.address for group in self.all_groups if group.slot is not None and group.gathered}
-        strided = [tensor for tensor in outputs if tensor.layout is torch.strided] if places else []
-        if any(tensor.untyped_storage().data_ptr() in places for tensor in strided):
+        if any(tensor.untyped_storage().data_ptr() in places for tensor in suspects):
             raise EngineStateError(
                 f"{self.name}: its forward returned one of its own parameters, or a view of one, whose memory is given back "
                 "after forward; return a copy (parameter.clone()), or keep that parameter in the module around the unit"
@@ -261,7 +265,9 @@ class Unit:
         # Views of its own: an input shared by many units (an encoder's memory) is finished for each of them separately.
         views = {id(tensor): tensor.view_as(tensor) for tensor in tensors}
         if len(views) == 1:
-            next(iter(views.values())).register_hook(end)  # type: ignore[no-untyped-call]
+            node = next(iter(views.values())).grad_fn
+            assert node is not None, "a view of what needs a gradient"
+            node.register_prehook(end)
         else:
             torch.autograd.graph.register_multi_grad_hook(list(views.values()), end)
         return map_tensors(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
@@ -277,13 +283,16 @@ class Unit:
         self._calls.append(call)
         this = weakref.ref(self)
 
-        def begin(_: Tensor) -> None:
+        def begin(_: Any) -> None:
             unit = this()
             if unit is not None:
                 unit.pre_backward(call)
 
         for tensor in differentiable:
-            tensor.register_hook(begin)  # type: ignore[no-untyped-call]
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(begin)  # a tenth of the host time of a tensor's own hook
+            else:
+                tensor.register_hook(begin)  # type: ignore[no-untyped-call]
 
     def _listen_to_parameters(self) -> None:
         """Where a result hides its tensors, notice a backward by the gradients it leaves."""
@@ -370,6 +379,11 @@ class Unit:
         if self._idle:
             self.release()
         return self._idle
+
+
+def _differs(dtype: torch.dtype, tensors: list[Tensor]) -> bool:
+    """Whether any of them is to be cast to `dtype`."""
+    return any(tensor.dtype is not dtype and tensor.is_floating_point() for tensor in tensors)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -124,6 +125,14 @@ def collectives(count: int, rank: int, world: int) -> None:
         assert piece.tolist() == [float(world * (rank + index))] * 2
 
 
+def reduce_in_place(rank: int, world: int) -> None:
+    """The result may be this rank's own part of the source."""
+    source = torch.arange(2.0 * world) + rank
+    compat.reduce_scatter_flat(source[2 * rank : 2 * rank + 2], source, dist.ReduceOp.SUM, dist.group.WORLD)
+    expected = world * torch.arange(2.0 * world) + sum(range(world))
+    assert torch.equal(source[2 * rank : 2 * rank + 2], expected[2 * rank : 2 * rank + 2])
+
+
 def gather_in_place(rank: int, world: int) -> None:
     """A rank's piece may be its own part of the output."""
     output = torch.zeros(2 * world)
@@ -154,6 +163,7 @@ CASES = {
     "flat collectives": partial(collectives, 1),
     "coalesced collectives, also where the backend has none": partial(collectives, 3),
     "gather in place": gather_in_place,
+    "reduce in place": reduce_in_place,
     "uneven DTensor": uneven_dtensor,
 }
 
@@ -173,10 +183,25 @@ def test_nccl_can_scale_before_the_sum():
     assert compat.premul_sum(0.5) is not None
 
 
-def test_every_function_of_compat_is_tested_here():
+@pytest.mark.parametrize(
+    ("version", "backend", "reason"),
+    [((2, 27, 3), None, "NCCL 2.28, this is 2.27.3"), ((2, 28, 9), "NVSHMEM", "provided by NVSHMEM")],
+)
+def test_what_symmetric_memory_lacks_is_said(version, backend, reason):
+    with (
+        mock.patch("torch.cuda.nccl.version", return_value=version),
+        mock.patch.object(compat.symm_mem, "get_backend", return_value=backend),
+        mock.patch.object(dist, "ProcessGroupNCCL", mock.Mock(NCCL_CTA_POLICY_ZERO=2), create=True),
+    ):
+        assert reason in compat.no_symmetric_memory_because(torch.device("cuda"))
+
+
+def test_every_function_of_compat_is_tested_here_or_on_gpus():
+    here = Path(__file__)
     tested = {
         node.attr
-        for node in ast.walk(ast.parse(inspect.getsource(inspect.getmodule(collectives))))
+        for path in (here, here.parents[1] / "gpu" / "test_symmetric.py")
+        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "compat"
     }
     assert set(compat.__all__) <= tested, sorted(set(compat.__all__) - tested)

@@ -1,0 +1,75 @@
+"""Channels: over which communicators the units of a root talk, and symmetric memory for what they gather.
+
+Where calls queue on a device (NCCL), reductions get a communicator of their own, so that a gather never waits behind one. With
+symmetric memory gathers get one as well, told to use no compute cores (zero CTA): copy engines move the bytes, and matrix
+products keep the whole device.
+
+Source: NCCL 2.28 introduced copy-engine collectives for symmetric windows; "Copy Engine Collectives" in PyTorch's page on
+symmetric memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mfsdp.engine import compat
+from lightning_mfsdp.engine.collectives import Axis
+from lightning_mfsdp.engine.errors import ShardingError
+
+__all__ = ["Channels", "check_symmetric_memory"]
+
+
+class Channels:
+    """Communicators beside the user's own, one set for each process group; they live as long as the process group does.
+
+    Args:
+        device: Where shards live.
+        symmetric: Gather into symmetric memory.
+    """
+
+    def __init__(self, device: torch.device, *, symmetric: bool) -> None:
+        self.symmetric = symmetric
+        self._device = device
+        self._known: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup | None]] = {}
+
+    def separate(self, axis: Axis) -> Axis:
+        """The axis with communicators of its own. Collective over it, the first time."""
+        if axis.size == 1 or axis.reduce_group is not None or not compat.uses_nccl(axis.group, self._device):
+            return axis
+        if axis.group not in self._known:
+            ranks = dist.get_process_group_ranks(axis.group)
+            reduce_group = dist.new_group(ranks, use_local_synchronization=True)
+            gather_group = compat.zero_cta_group(ranks) if self.symmetric else None
+            self._known[axis.group] = reduce_group, gather_group
+        reduce_group, gather_group = self._known[axis.group]
+        return replace(axis, reduce_group=reduce_group, gather_group=gather_group)
+
+    def allocator(self, axis: Axis) -> Callable[[int], Tensor] | None:
+        """Makes symmetric memory of a number of bytes, collectively; `None` for ordinary memory."""
+        gather_group = axis.gather_group
+        if gather_group is None:
+            return None
+        return lambda size_bytes: compat.symmetric_memory(size_bytes, self._device, gather_group)
+
+
+def check_symmetric_memory(device: torch.device, axis: Axis, storage: str) -> None:
+    """Refuse symmetric memory where it cannot be had.
+
+    Raises:
+        ShardingError: With the reason.
+    """
+    if not compat.uses_nccl(axis.group, device):
+        reason = f"it needs CUDA and NCCL, got {device.type} and {dist.get_backend(axis.group)}"
+    elif storage != "pooled":
+        reason = f'it needs fixed slots, got storage={storage!r} instead of "pooled"'
+    else:
+        reason = compat.no_symmetric_memory_because(device)
+    if reason:
+        raise ShardingError(
+            f"fully_shard: symmetric_memory=True on rank {dist.get_rank()}: {reason}. Leave it out here"
+        )
