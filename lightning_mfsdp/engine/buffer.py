@@ -19,6 +19,8 @@ from lightning_mfsdp.engine.layout import Layout
 
 __all__ = ["FlatBuffer", "buffer_numel"]
 
+_SMALL_GAPS = 1 << 16
+
 
 def buffer_numel(layout: Layout, extent: range) -> int:
     """Elements of a buffer that holds the shards of `extent`, in every segment."""
@@ -40,6 +42,7 @@ class FlatBuffer:
         self.segments = list(segments)
         self._views: list[Tensor] | None = None
         self._gaps: list[Tensor] | None = None
+        self._zeros: list[Tensor] | None = None
         self._parts: dict[range, FlatBuffer] = {}
 
     @classmethod
@@ -104,6 +107,15 @@ class FlatBuffer:
             with torch.inference_mode(False):
                 self._views = [self.view(tensor) for tensor in range(len(self.layout.shapes))]
         return self._views
+
+    def zeros_for_gaps(self, dtype: torch.dtype) -> list[Tensor]:
+        """What to copy into the gaps along with other copies, which is cheaper than a launch for them; empty where they are large."""
+        if self._zeros is None or (self._zeros and self._zeros[0].dtype is not dtype):
+            gaps = self.gaps()
+            small = sum(gap.numel() for gap in gaps) <= _SMALL_GAPS
+            with torch.inference_mode(False):
+                self._zeros = [torch.zeros_like(gap, dtype=dtype) for gap in gaps] if small else []
+        return self._zeros
 
     def gaps(self) -> list[Tensor]:
         """The cells that belong to no tensor; made once."""

@@ -45,25 +45,25 @@ class Axis:
     def gather(self, outputs: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
         """Fill each output with the pieces of all ranks in rank order. A piece may be the output's own part at this rank's place."""
         group = self.gather_group or self.group
-        with compat.coalesced(len(outputs), group, outputs[0].device):
-            for output, piece in zip(outputs, pieces, strict=True):
-                compat.all_gather_flat(output, piece, group)
+        if len(outputs) == 1:
+            compat.all_gather_flat(outputs[0], pieces[0], group)
+        else:
+            compat.all_gather_coalesced(outputs, pieces, group)
 
     def reduce_scatter(self, pieces: Sequence[Tensor], sources: Sequence[Tensor], factor: float) -> None:
         """Sum `factor` times each source over the ranks; keep this rank's piece. Sources may be overwritten (scaled)."""
         group = self.reduce_group or self.group
         op = self._scaled_sum(group, sources, factor)
-        with compat.coalesced(len(pieces), group, pieces[0].device):
-            for piece, source in zip(pieces, sources, strict=True):
-                compat.reduce_scatter_flat(piece, source, op, group)
+        if len(pieces) == 1:
+            compat.reduce_scatter_flat(pieces[0], sources[0], op, group)
+        else:
+            compat.reduce_scatter_coalesced(pieces, sources, op, group)
 
     def all_reduce(self, tensors: Sequence[Tensor], factor: float) -> None:
         """Replace each tensor by `factor` times its sum over the ranks."""
         group = self.reduce_group or self.group
         op = self._scaled_sum(group, tensors, factor)
-        with compat.coalesced(len(tensors), group, tensors[0].device):
-            for tensor in tensors:
-                dist.all_reduce(tensor, op=op, group=group)
+        compat.all_reduce_coalesced(tensors, op, group)
 
     def sum_scatter_high_precision(self, pieces: Sequence[Tensor], sources: Sequence[Tensor], factor: float) -> None:
         """Reduce-scatter with low precision on the wire and sums in the pieces' dtype: all-to-all, then a local sum.

@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d as c10d
 
 __all__ = [
+    "all_gather_coalesced",
     "all_gather_flat",
+    "all_reduce_coalesced",
     "backward_task",
-    "coalesced",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
@@ -28,6 +30,7 @@ __all__ = [
     "no_symmetric_memory_because",
     "on_backward_end",
     "premul_sum",
+    "reduce_scatter_coalesced",
     "reduce_scatter_flat",
     "symmetric_memory",
     "uses_nccl",
@@ -52,22 +55,55 @@ def without_torch_function() -> AbstractContextManager[Any]:
 
 
 def all_gather_flat(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> None:
-    """Gather equal flat pieces; the name changed in torch 2.13, where the old one warns."""
+    """Gather equal flat pieces (the process group's own method: `_allgather_base`, from torch 2.13 `all_gather_single`)."""
+    gather = getattr(group, "all_gather_single", None) or group._allgather_base
+    options = AllgatherOptions()
+    options.asyncOp = False
+    _wait(gather(output, piece, options))
+
+
+def all_gather_coalesced(outputs: Sequence[Tensor], pieces: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """`all_gather_flat` for several, as one operation where the backend can; the name changed in torch 2.13, where the old one warns."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, piece, group=group)
+    with _coalesced(group, outputs[0].device):
+        for output, piece in zip(outputs, pieces, strict=True):
+            gather(output, piece, group=group)
+
+
+def all_reduce_coalesced(tensors: Sequence[Tensor], op: Any, group: dist.ProcessGroup) -> None:
+    """Sum each tensor over the ranks, in place; as one operation where there are several and the backend can."""
+    with _coalesced(group, tensors[0].device) if len(tensors) > 1 else nullcontext():
+        for tensor in tensors:
+            dist.all_reduce(tensor, op=op, group=group)
 
 
 def reduce_scatter_flat(piece: Tensor, source: Tensor, op: Any, group: dist.ProcessGroup) -> None:
-    """Reduce a flat tensor and keep this rank's piece; the name changed in torch 2.13, where the old one warns."""
+    """Reduce a flat tensor and keep this rank's piece (`_reduce_scatter_base`, from torch 2.13 `reduce_scatter_single`)."""
+    scatter = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
+    options = ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = False
+    _wait(scatter(piece, source, options))
+
+
+def reduce_scatter_coalesced(
+    pieces: Sequence[Tensor], sources: Sequence[Tensor], op: Any, group: dist.ProcessGroup
+) -> None:
+    """`reduce_scatter_flat` for several, as one operation where the backend can."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(piece, source, op=op, group=group)
+    with _coalesced(group, pieces[0].device):
+        for piece, source in zip(pieces, sources, strict=True):
+            scatter(piece, source, op=op, group=group)
 
 
-def coalesced(count: int, group: dist.ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
-    """Issue `count` collectives of one kind as one, where the backend can and there is more than one."""
-    if count < 2 or not uses_nccl(group, device):
-        return nullcontext()
-    return c10d._coalescing_manager(group, device=device)
+def _wait(work: dist.Work | None) -> None:
+    """Backends that do not wait by themselves return what to wait for."""
+    if work is not None:
+        work.wait()
+
+
+def _coalesced(group: dist.ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
+    return c10d._coalescing_manager(group, device=device) if uses_nccl(group, device) else nullcontext()
 
 
 def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -25,7 +25,7 @@ from lightning_mfsdp.engine.collectives import Mesh
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.parameter import Entry
 from lightning_mfsdp.engine.reduction import GradientReducer, Sync
-from lightning_mfsdp.engine.storage import SlotPool
+from lightning_mfsdp.engine.storage import Slot, SlotPool
 from lightning_mfsdp.engine.streams import Event, Streams
 from lightning_mfsdp.engine.unit import Unit
 
@@ -50,7 +50,7 @@ class Context:
 
     Attributes:
         sync: How far the gradients of the current microbatch are reduced.
-        weights_ready: After the last write to a held weight.
+        weights_ready: After the last write to a main or held weight; `None` once the gather stream has waited for it.
         gathers_started: Collectives issued for weights so far, for inspection.
     """
 
@@ -162,7 +162,13 @@ class Context:
         for unit in reversed(self.units_in_backward_order):
             for group in unit.groups:
                 if not group.placement.weight:
-                    self.gathers_started += group.start_gather(self.weights_ready)
+                    self.gather(group)
+
+    def gather(self, group: ParameterGroup, needed: Slot | None = None, *, apart: bool = False) -> None:
+        """Start a group's gather unless it is there; see `ParameterGroup.start_gather`."""
+        if group.start_gather(self.weights_ready, needed, apart=apart):
+            self.gathers_started += 1
+            self.weights_ready = None
 
     def refresh_live(self) -> None:
         """Weights changed; where a unit shows full parameters right now, code may read them before any other gather."""
@@ -258,7 +264,7 @@ class Context:
         self._done.add(id(unit))
         while self._turn < len(self._order):
             current = self._order[self._turn]()
-            if current is not None and current.is_trainable and not (id(current) in self._done and current.is_done):
+            if current is not None and not (id(current) in self._done and current.is_done) and current.is_trainable:
                 return
             self._turn += 1
             if current is not None:
@@ -297,7 +303,7 @@ class Context:
         sources = [reducer.fill() for reducer in reducers]
         filled = self.streams.record()
         with self.streams.on(self.streams.reduce):
-            self.streams.wait(filled)
+            self.streams.wait(filled, self.streams.reduce)
             for reducer, source in zip(reducers, sources, strict=True):
                 reducer.reduce(source, self.sync)
                 self.reductions_started += 1

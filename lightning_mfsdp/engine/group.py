@@ -235,11 +235,12 @@ class ParameterGroup:
         streams, held = self._streams, self.held
         training = torch.is_grad_enabled() or compat.backward_task() != -1
         with streams.on(streams.gather):
-            streams.wait(weights_ready)
+            streams.wait(weights_ready, streams.gather)
             if outer_first and self.outer_axis is not None and held is not None:
                 self.outer_axis.gather(held.part(self.inner_extent).segments, held.part(self.main_extent).segments)
             if self.placement.weight:
-                streams.wait(self._pool.acquire(self.client, needed, apart=apart, training=training))
+                free = self._pool.acquire(self.client, needed, apart=apart, training=training)
+                streams.wait(free, streams.gather)
                 full = self._full_in(self.client.slot)
                 self._bind(full)
                 self.shard_axis.gather(full.segments, (held or self._cast_into(full)).segments)

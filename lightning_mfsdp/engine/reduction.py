@@ -346,15 +346,20 @@ def _add(target: FlatBuffer, grads: Sequence[Tensor | None], *, overwrite: bool)
     views = target.views()
     targets = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
     sources = [grad for grad in grads if grad is not None]
-    if overwrite:
-        undefined = target.gaps()
-        if len(sources) < len(views):
-            undefined = undefined + [view for view, grad in zip(views, grads, strict=True) if grad is None]
-        if undefined:
-            compat.foreach_zero_(undefined)
-    if not sources:
+    if not overwrite:
+        if sources:
+            compat.foreach_add_(targets, sources)
         return
-    (compat.foreach_copy_ if overwrite else compat.foreach_add_)(targets, sources)
+    gaps = target.gaps()
+    if gaps and len(sources) == len(views):
+        zeros = target.zeros_for_gaps(sources[0].dtype)
+        if zeros:
+            targets, sources, gaps = targets + gaps, sources + zeros, []
+    undefined = gaps + [view for view, grad in zip(views, grads, strict=True) if grad is None]
+    if undefined:
+        compat.foreach_zero_(undefined)
+    if sources:
+        compat.foreach_copy_(targets, sources)
 
 
 def _accumulate_segments(target: FlatBuffer, addend: FlatBuffer) -> None:

@@ -11,6 +11,10 @@ __all__ = ["Event", "Streams"]
 
 Event = torch.Event | None
 
+# Making an event costs the host several times as much as recording one, so they are used in turn. Far more than a step records:
+# by the time one comes round again, nobody waits for what it stood for (and who did would wait longer, never shorter).
+_EVENTS = 4096
+
 
 class Streams:
     """Compute (whatever stream the caller is on), gather and reduce.
@@ -24,6 +28,8 @@ class Streams:
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self.gather = self._new_stream()
         self.reduce = self._new_stream()
+        self._events: list[Any] = []
+        self._turn = 0
 
     def _new_stream(self) -> Any:
         # High priority: a collective that starts late holds up every rank.
@@ -37,11 +43,14 @@ class Streams:
         """An event after the work issued so far on the current stream."""
         if self._module is None:
             return None
-        event = self._module.Event()
+        if len(self._events) < _EVENTS:
+            self._events.append(self._module.Event())
+        event = self._events[self._turn]
+        self._turn = (self._turn + 1) % _EVENTS
         event.record()
         return event  # type: ignore[no-any-return]
 
-    def wait(self, event: Event) -> None:
-        """Later work on the current stream starts after `event`."""
+    def wait(self, event: Event, stream: Any = None) -> None:
+        """Later work on `stream` (`None`: the current one) starts after `event`."""
         if event is not None:
-            self._module.current_stream().wait_event(event)
+            (stream or self._module.current_stream()).wait_event(event)

@@ -127,7 +127,7 @@ class Unit:
                 continue
             if needed is not None and group.gathered and group.slot is not needed:
                 group.release()
-            self.context.gathers_started += group.start_gather(self.context.weights_ready, needed, apart=apart)
+            self.context.gather(group, needed, apart=apart)
 
     def install(self) -> None:
         """Wait for the gathers and show full parameters."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mfsdp.engine import fully_shard, no_sync
+from lightning_mfsdp.engine import compat, fully_shard, no_sync
 from lightning_mfsdp.engine.unit import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context
@@ -71,7 +71,7 @@ class Dispatched(TorchDispatchMode):
 
 
 class Observer:
-    """Counts calls of torch.distributed's own functions by operation, axis and unit."""
+    """Counts flat collectives by operation, axis and unit."""
 
     def __init__(self, model: Funnel) -> None:
         self.counts: Counts = Counter()
@@ -110,19 +110,18 @@ class Observer:
 
     @contextmanager
     def _wrapped(self) -> Iterator[None]:
-        new = hasattr(dist, "all_gather_single")
-        names = {
-            "gather": "all_gather_single" if new else "all_gather_into_tensor",
-            "reduce_scatter": "reduce_scatter_single" if new else "reduce_scatter_tensor",
-            "all_reduce": "all_reduce",
-        }
-        with mock.patch.multiple(dist, **{name: self._counted(op, getattr(dist, name)) for op, name in names.items()}):
+        names = {"gather": "all_gather_flat", "reduce_scatter": "reduce_scatter_flat"}
+        flat = {name: self._counted(operation, getattr(compat, name)) for operation, name in names.items()}
+        whole = self._counted("all_reduce", dist.all_reduce)
+        with mock.patch.multiple(compat, **flat), mock.patch.object(dist, "all_reduce", whole):
             yield
 
     def _counted(self, operation, original):
-        def call(*tensors, group, **options):
+        def call(*arguments, **options):
+            tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+            group = next((one for one in arguments if isinstance(one, dist.ProcessGroup)), options.get("group"))
             self.note(operation, max(tensors, key=Tensor.numel), group)
-            return original(*tensors, group=group, **options)
+            return original(*arguments, **options)
 
         return call
 

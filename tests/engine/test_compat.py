@@ -112,17 +112,22 @@ def collectives(count: int, rank: int, world: int) -> None:
     group = dist.group.WORLD
     pieces = [torch.full((2,), float(rank + index)) for index in range(count)]
     gathered = [torch.empty(2 * world) for _ in range(count)]
-    with compat.coalesced(count, group, torch.device("cpu")):
-        for output, piece in zip(gathered, pieces, strict=True):
-            compat.all_gather_flat(output, piece, group)
+    if count == 1:
+        compat.all_gather_flat(gathered[0], pieces[0], group)
+    else:
+        compat.all_gather_coalesced(gathered, pieces, group)
     for index, output in enumerate(gathered):
         assert output.tolist() == [float(other + index) for other in range(world) for _ in range(2)]
     sums = [torch.empty(2) for _ in range(count)]
-    with compat.coalesced(count, group, torch.device("cpu")):
-        for piece, source in zip(sums, gathered, strict=True):
-            compat.reduce_scatter_flat(piece, source, dist.ReduceOp.SUM, group)
+    if count == 1:
+        compat.reduce_scatter_flat(sums[0], gathered[0], dist.ReduceOp.SUM, group)
+    else:
+        compat.reduce_scatter_coalesced(sums, gathered, dist.ReduceOp.SUM, group)
     for index, piece in enumerate(sums):
         assert piece.tolist() == [float(world * (rank + index))] * 2
+    compat.all_reduce_coalesced(sums, dist.ReduceOp.SUM, group)
+    for index, total in enumerate(sums):
+        assert total.tolist() == [float(sum(world * (other + index) for other in range(world)))] * 2
 
 
 def reduce_in_place(rank: int, world: int) -> None:
