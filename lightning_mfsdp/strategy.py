@@ -4,22 +4,21 @@
     setup               dtype of the module, units, fully_shard, buffers to the device, optimizers
     *_step              the root unit's weights are there: Lightning calls these methods directly, so forward hooks do not fire
     backward            the engine learns that a backward starts; gradients are final when it returns
-    checkpoints         one directory, every rank writes the rows it owns
+    optimizer_step      gradients may be given back at once
 
-Numbers are the engine's business, dtypes those of `precision.py`, files those of `checkpoint/`.
+Numbers are the engine's business, dtypes those of `precision.py`, processes those of `processes.py`, checkpoints those of
+`checkpointing.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
-from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -42,7 +41,8 @@ from lightning_mfsdp.arguments import (
     warn_of_other_options,
     warn_of_other_policies,
 )
-from lightning_mfsdp.checkpoint import lightning_io
+from lightning_mfsdp.checkpointing import CheckpointingStrategy
+from lightning_mfsdp.compilation import compile_options, compile_units
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
     fully_shard_optimizer,
@@ -56,8 +56,12 @@ from lightning_mfsdp.engine import (
 from lightning_mfsdp.engine.placement import resolve_placement
 from lightning_mfsdp.engine.unit import unit_of
 from lightning_mfsdp.precision import MFSDPPrecision, translate_precision
-from lightning_mfsdp.processes import ProcessStrategy
-from lightning_mfsdp.unit_selection import UnitsArgument, describe_units, select_units, validate_units
+from lightning_mfsdp.unit_selection import (
+    UnitsArgument,
+    describe_units,
+    select_units,
+    validate_units,
+)
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -75,7 +79,7 @@ _REGISTERED = {
 }
 
 
-class MFSDPStrategy(ProcessStrategy):
+class MFSDPStrategy(CheckpointingStrategy):
     """Fully sharded training of any LightningModule on CPU or CUDA, any number of devices and nodes.
 
     Args:
@@ -89,6 +93,11 @@ class MFSDPStrategy(ProcessStrategy):
         reshard_after_forward: Give weights back between forward and backward. `False` saves a gather and costs memory.
         ignored_parameters: Parameters, or `fnmatch` patterns of their names, that stay whole; their gradients are not reduced.
         storage: "pooled": full weights live in fixed slots; "dynamic": in the caching allocator.
+        symmetric_memory: Gather by copy engines, which leaves compute cores to the matrix products (NCCL 2.28, one NVLink domain).
+        compile: `torch.compile` the forward of every unit that has modules inside; a mapping holds options for it, such as
+            {"mode": "max-autotune-no-cudagraphs"}.
+        free_gradients: Clear gradients right after the optimizer's step. Lightning clears them after the next training_step, so they take
+            memory while activations pile up. Hooks that run after the step then see no gradients.
         accumulation: With `accumulate_grad_batches`, "local": no communication until the last microbatch, for a full-size gradient in
             memory. "sharded": strategies with sharded gradients reduce each microbatch over the shard axis; the outer axis waits.
         state_dict_type: "sharded" is the only kind this version writes. It reads single-file Lightning checkpoints as well.
@@ -117,6 +126,9 @@ class MFSDPStrategy(ProcessStrategy):
         reshard_after_forward: bool = True,
         ignored_parameters: Sequence[str | nn.Parameter] = (),
         storage: Literal["pooled", "dynamic"] = "pooled",
+        symmetric_memory: bool = False,
+        compile: bool | Mapping[str, Any] = False,
+        free_gradients: bool = False,
         accumulation: Literal["local", "sharded"] = "local",
         state_dict_type: Literal["sharded"] = "sharded",
         timeout: timedelta | None = None,
@@ -156,6 +168,9 @@ class MFSDPStrategy(ProcessStrategy):
         check_ignored(ignored_parameters)
         self._ignored_parameters = tuple(ignored_parameters)
         self._storage = storage
+        self._symmetric_memory = symmetric_memory
+        self._compile_options = compile_options(compile)
+        self._free_gradients = free_gradients
 
     # -- where we are --------------------------------------------------------------------------------------------------
 
@@ -174,11 +189,6 @@ class MFSDPStrategy(ProcessStrategy):
         return self._mesh
 
     @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
     def precision_plugin(self) -> MFSDPPrecision:
         """The precision, translated from whatever Lightning built."""
         if isinstance(self._precision_plugin, MFSDPPrecision):
@@ -190,20 +200,6 @@ class MFSDPStrategy(ProcessStrategy):
         self._precision_plugin = (
             None if precision_plugin is None else translate_precision(precision_plugin, self._policy)
         )
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """Removes checkpoints; writing and reading do not go through it."""
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        if type(io) is not TorchCheckpointIO:
-            raise TypeError(
-                f"MFSDPStrategy does not use a CheckpointIO, so {type(io).__name__} would be ignored: every rank writes its own part of a "
-                "checkpoint through torch.distributed.checkpoint. Remove the plugin"
-            )
-        self._checkpoint_io = io
 
     # -- the mesh ------------------------------------------------------------------------------------------------------
 
@@ -270,7 +266,10 @@ class MFSDPStrategy(ProcessStrategy):
             reshard_after_forward=self._reshard_after_forward,
             ignored_parameters=ignored_parameters(module, self._ignored_parameters),
             storage=self._storage,
+            symmetric_memory=self._symmetric_memory,
         )
+        if self._compile_options is not None:
+            compile_units(module, self._compile_options)
         warn_of_other_policies(module, policy)
         rank_zero_info(describe_units(units(module), sum(view.main.numel() for view in sharded_parameters(module))))
 
@@ -318,64 +317,24 @@ class MFSDPStrategy(ProcessStrategy):
         """Have the engine notice the backward of this loss."""
         watch_backward(self._module, closure_loss)
 
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Lightning's step; gradients go at once if that was asked for."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._free_gradients:
+            optimizer.zero_grad()
+        return output
+
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Backwards inside keep gradients local, or sharded with `accumulation="sharded"`."""
         with no_sync(self._module, keep_sharded=self.accumulation == "sharded"):
             yield
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Weights are read straight into shards."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """`load_checkpoint` restores optimizers."""
-        return False
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """State by parameter name, of the rows this rank owns."""
-        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return lightning_io.optimizer_state(self._module, plain)
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Write a directory; every rank its rows, rank 0 the rest.
-
-        Raises:
-            TypeError: `storage_options` were given: they belong to a CheckpointIO.
-        """
-        if storage_options is not None:
-            raise TypeError(
-                "MFSDPStrategy.save_checkpoint: storage_options belong to a CheckpointIO, which this strategy does not use"
-            )
-        lightning_io.save(Path(self.broadcast(filepath)), self._module, checkpoint, is_rank_zero=self.is_global_zero)
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read weights, and optimizer states when fitting, in place; returns what is left for Lightning.
-
-        Raises:
-            ValueError: Nothing that can be read lies at the path.
-            RuntimeError: The checkpoint does not fit the model or the optimizers.
-        """
-        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
-        return lightning_io.load(
-            Path(self.broadcast(checkpoint_path)),
-            self._module,
-            self.optimizers if fitting else [],
-            strict=self._module.strict_loading,
-            weights_only=weights_only,
-        )
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing is left to do: `load_checkpoint` read the weights."""
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing is left to do: `load_checkpoint` read the states."""
 
     def teardown(self) -> None:
         """Give back what this strategy made. The model stays sharded on its device, ready for the next entry point."""

@@ -128,7 +128,10 @@ def no_symmetric_memory_because(device: torch.device) -> str:
 
 
 def zero_cta_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A communicator that leaves the compute cores alone where it can. Collective over `ranks`."""
+    """A communicator that leaves the compute cores alone where it can. Collective over `ranks`.
+
+    Not for use on the default stream: there CUDA refuses the batched copies that NCCL 2.28 issues ("invalid argument").
+    """
     options = dist.ProcessGroupNCCL.Options()
     options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
     made: dist.ProcessGroup = dist.new_group(ranks, pg_options=options, use_local_synchronization=True)

@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_mfsdp.engine import compat
-from lightning_mfsdp.engine.buffer import FlatBuffer
 from lightning_mfsdp.engine.channels import Channels
 from lightning_mfsdp.engine.collectives import Mesh
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.parameter import Entry
-from lightning_mfsdp.engine.reduction import GradientReducer, Sync
+from lightning_mfsdp.engine.reduction import Filling, GradientReducer, Sync
 from lightning_mfsdp.engine.storage import Slot, SlotPool
 from lightning_mfsdp.engine.streams import Event, Streams
 from lightning_mfsdp.engine.unit import Unit
@@ -38,10 +37,10 @@ _PLANNED_TOGETHER = 2
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A unit's reduction that was issued. Until `done`, its buckets are held and its sources kept from the allocator."""
+    """A unit's reduction that was issued. Until `done`, its buckets are held and what fills them is kept from the allocator."""
 
     reducers: list[GradientReducer]
-    sources: list[FlatBuffer]
+    fillings: list[Filling]
     done: Event
 
 
@@ -300,15 +299,15 @@ class Context:
     def _reduce(self, reducers: list[GradientReducer]) -> None:
         while len(self._in_flight) >= _MAX_BUCKETS or any(reducer.holds_bucket for reducer in reducers):
             self._retire()
-        sources = [reducer.fill() for reducer in reducers]
-        filled = self.streams.record()
+        fillings = [reducer.prepare() for reducer in reducers]
+        ready = self.streams.record()
         with self.streams.on(self.streams.reduce):
-            self.streams.wait(filled, self.streams.reduce)
-            for reducer, source in zip(reducers, sources, strict=True):
-                reducer.reduce(source, self.sync)
+            self.streams.wait(ready, self.streams.reduce)
+            for reducer, filling in zip(reducers, fillings, strict=True):
+                reducer.reduce(reducer.fill(filling), self.sync)
                 self.reductions_started += 1
             done = self.streams.record()
-        self._in_flight.append(_InFlight(reducers, sources, done))
+        self._in_flight.append(_InFlight(reducers, fillings, done))
 
     def _retire(self) -> None:
         """Wait, on the compute stream, for the oldest reduction and give its buckets back."""

@@ -20,6 +20,7 @@ allocated on the reduce stream would be reserved for that stream alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -32,7 +33,7 @@ from lightning_mfsdp.engine.layout import Layout
 from lightning_mfsdp.engine.storage import Slot
 from lightning_mfsdp.engine.streams import Streams
 
-__all__ = ["GradientReducer", "Sync"]
+__all__ = ["Filling", "GradientReducer", "Sync"]
 
 
 class Sync(Enum):
@@ -41,6 +42,23 @@ class Sync(Enum):
     NONE = "none"
     SHARD = "shard"
     ALL = "all"
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Gradients on their way into the buffer they are reduced in.
+
+    Kept until the reduction is done: the allocator knows nothing of the reduce stream.
+
+    Attributes:
+        grads: One for each parameter, full shapes, where there is one.
+        unreduced: Those of earlier microbatches, full size.
+        target: Full size, in the communication dtype.
+    """
+
+    grads: list[Tensor | None]
+    unreduced: FlatBuffer | None
+    target: FlatBuffer
 
 
 class GradientReducer:
@@ -143,30 +161,23 @@ class GradientReducer:
             self._kept = made
         return made
 
-    def fill(self) -> FlatBuffer:
-        """Bring all gradients not yet reduced into one full-size buffer, ready to be reduced, and take hold of it.
-
-        Parameters without a gradient count as zero, and so do gaps: every cell of the buffer is defined.
-        """
+    def prepare(self) -> Filling:
+        """Take all gradients not yet reduced, and hold of the memory they will be reduced in."""
         group = self.group
         grads = self._take()
         if self._has_main():
             self._settle_main()
         self.open_main()
-        if self._unreduced is not None:
-            source, self._unreduced = self._unreduced, None
-            _add(source, grads, overwrite=False)
-            if source.dtype == self.comm_dtype:
-                return source
-            bucket = self._bucket()
-            compat.foreach_copy_(bucket.segments, source.segments)
-            return bucket
+        unreduced, self._unreduced = self._unreduced, None
+        if unreduced is not None and unreduced.dtype == self.comm_dtype:
+            return Filling(grads, unreduced, unreduced)
         in_place = (
-            group.main_extent == group.full_extent and self.comm_dtype == self.main_dtype and self._main_is_free()
+            unreduced is None
+            and group.main_extent == group.full_extent
+            and self.comm_dtype == self.main_dtype
+            and self._main_is_free()
         )
-        target = self.main if in_place else self._bucket()
-        _add(target, grads, overwrite=True)
-        return target
+        return Filling(grads, unreduced, self.main if in_place else self._bucket())
 
     def _bucket(self) -> FlatBuffer:
         """Full-size memory in the communication dtype, until `release_bucket`."""
@@ -208,6 +219,20 @@ class GradientReducer:
             compat.foreach_add_(*added)
 
     # -- on the reduce stream ------------------------------------------------------------------------------------------
+
+    def fill(self, filling: Filling) -> FlatBuffer:
+        """Bring what was taken into one full-size buffer, ready to be reduced.
+
+        Parameters without a gradient count as zero, and so do gaps: every cell of the buffer is defined. The copies run beside
+        the rest of the backward, which is busy with matrix products and leaves memory bandwidth.
+        """
+        if filling.unreduced is None:
+            _add(filling.target, filling.grads, overwrite=True)
+            return filling.target
+        _add(filling.unreduced, filling.grads, overwrite=False)
+        if filling.target is not filling.unreduced:
+            compat.foreach_copy_(filling.target.segments, filling.unreduced.segments)
+        return filling.target
 
     def reduce(self, source: FlatBuffer, sync: Sync) -> None:
         """Reduce a full-size buffer into the main gradient, or as far as the shard axis while the outer axis waits."""

@@ -60,8 +60,10 @@ def symmetric_memory_is_shared_out_by_a_zero_cta_communicator(rank, world):
     memory = compat.symmetric_memory(4096, device, group)
     assert memory.shape == (4096,)
     own = memory.view(world, -1)[rank]
-    own.fill_(rank + 1)
-    compat.all_gather_flat(memory, own, group)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        own.fill_(rank + 1)
+        compat.all_gather_flat(memory, own, group)
+        torch.cuda.current_stream().synchronize()
     assert memory.view(world, -1).float().mean(1).tolist() == [other + 1.0 for other in range(world)]
 
 

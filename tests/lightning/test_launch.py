@@ -163,6 +163,8 @@ trainer:
       sharding: optim_grads
       units: [Block]
       accumulation: sharded
+      free_gradients: true
+      compile: {backend: eager}
   callbacks:
     - class_path: lightning_mfsdp.callbacks.NaNGradientReporter
       init_args: {action: skip}
