@@ -15,6 +15,18 @@ from examples.decoder import Block
 __all__ = ["PEERS"]
 
 
+def plain(options: Options, device: torch.device) -> Engine:
+    """PyTorch as it is, under autocast: what one GPU does without any engine."""
+    model = build(options, device)
+    compile_blocks(model, options)
+
+    def forward(ids: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return model(ids)
+
+    return Engine(forward=forward, step=_stepper(model, options))
+
+
 def ddp(options: Options, device: torch.device) -> Engine:
     """DistributedDataParallel under autocast."""
     model = build(options, device)
@@ -133,6 +145,7 @@ def deepspeed_zero3(options: Options, device: torch.device) -> Engine:
 
 
 PEERS: dict[str, Callable[[Options, torch.device], Engine]] = {
+    "plain": plain,
     "ddp": ddp,
     "fsdp2": fsdp2,
     "fsdp2-tuned": partial(fsdp2, tuned=True),
