@@ -1,0 +1,70 @@
+"""The benchmark's tools that need no GPU: rows of a matrix, ratios of a report, and host time over a fake process group."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.benchmark.host_time import BASE, BLOCKS, SUBJECTS, table
+from examples.benchmark.matrix import DEFAULT_ROWS, split_row
+from examples.benchmark.report import ratio_to, write_report
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def result(engine: str, step_ms: float, **options: Any) -> dict[str, Any]:
+    known = {"size": "1b", "world": 4, "compiled": False, "graph": False, "reduce": "float32", "clip": 0.0}
+    figures = {"median_ms": step_ms, "host_ms": 1.0, "tokens_per_s_gpu": 1000, "peak_gib": 2.0, "reserved_gib": 3.0}
+    return {"engine": engine, "accumulation": 1, "step_ms": step_ms, **known, **figures, **options}
+
+
+def test_a_row_of_the_matrix_is_engines_and_then_options() -> None:
+    assert split_row("limit mfsdp --compile --reduce bfloat16") == (
+        ["limit", "mfsdp"],
+        ["--compile", "--reduce", "bfloat16"],
+    )
+    assert split_row("ddp") == (["ddp"], [])
+    assert all(split_row(row)[0] for row in DEFAULT_ROWS)
+
+
+def test_a_ratio_compares_the_same_work_only() -> None:
+    mine = result("mfsdp", 50.0)
+    others = [result("fsdp2", 10.0, size="8b"), result("fsdp2", 20.0, compiled=True), result("fsdp2", 100.0)]
+    assert ratio_to([mine, *others], mine, ("fsdp2-tuned", "fsdp2")) == 0.5
+    assert ratio_to([mine], mine, ("fsdp2",)) is None
+
+
+def test_a_report_has_ratios_charts_and_what_failed(tmp_path: Path) -> None:
+    results = [result("limit", 40.0), result("mfsdp", 50.0), result("fsdp2", 100.0)]
+    write_report(results, ["deepspeed: no module"], tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "| 1b | mfsdp | 50.0 | 1,000 | 0.500 | 0.800 | 1.0 | 2.0 | 3.0 |" in text
+    assert "- deepspeed: no module" in text
+    assert (tmp_path / "charts.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("engine", ["mfsdp", "fsdp2"])
+def test_host_time_is_measured_without_a_gpu(engine: str) -> None:
+    command = [sys.executable, str(ROOT / "examples/benchmark/host_time.py")]
+    done = subprocess.run(
+        [*command, "--only", engine, "--warmup=1", "--steps=1"], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
+    assert set(figures) == {"forward", "backward", "clip", "step"}
+    assert all(value > 0 for value in figures.values())
+
+
+def test_host_time_is_told_beside_the_plain_model_and_fsdp2() -> None:
+    base = {"forward": 1.0, "backward": 2.0, "clip": 0.0, "step": 0.0}
+    results = {name: dict(base, forward=1.0 + BLOCKS, clip=4.0) for name in SUBJECTS}
+    results["plain"] = results["plain-fp32"] = base
+    results["mfsdp"] = dict(base, backward=2.0 + BLOCKS / 4, clip=1.0)
+    lines = table(results).splitlines()
+    assert len(lines) == 2 + len(BASE)
+    assert lines[-1] == "| mfsdp | 0.250 | 0.25 | 1.000 | 0.25 |"
