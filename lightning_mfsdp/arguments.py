@@ -38,7 +38,7 @@ _UNFIT_CALLBACKS: dict[type[Callback], str] = {
 }
 
 
-def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(argument: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise a ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{argument}={value!r}: expected one of {', '.join(map(repr, choices))}")

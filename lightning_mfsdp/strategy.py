@@ -90,7 +90,8 @@ class MFSDPStrategy(CheckpointingStrategy):
         data_parallel_size: Number of ranks that see different data. "auto" or `None`: all ranks, the only number this version takes.
         outer_size: Size of the outer axis; it must divide the number of ranks. Neighbouring ranks share the shard axis.
         mesh: A device mesh of your own instead of `outer_size`: one axis, or two, outer first unless they are named "outer" and "shard".
-        reshard_after_forward: Give weights back between forward and backward. `False` saves a gather and costs memory.
+        reshard_after_forward: Give weights back between forward and backward. `False` saves a gather and costs memory; "auto"
+            keeps as many units as fit into the memory left after two steps.
         ignored_parameters: Parameters, or `fnmatch` patterns of their names, that stay whole; their gradients are not reduced.
         storage: "pooled": full weights live in fixed slots; "dynamic": in the caching allocator.
         symmetric_memory: Gather by copy engines, which leaves compute cores to the matrix products (NCCL 2.28, one NVLink domain).
@@ -123,7 +124,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         data_parallel_size: int | Literal["auto"] | None = "auto",
         outer_size: int = 1,
         mesh: DeviceMesh | None = None,
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | Literal["auto"] = True,
         ignored_parameters: Sequence[str | nn.Parameter] = (),
         storage: Literal["pooled", "dynamic"] = "pooled",
         symmetric_memory: bool = False,
@@ -143,6 +144,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         validate_units(units)
         check_choice("storage", storage, ("pooled", "dynamic"))
         check_choice("accumulation", accumulation, ("local", "sharded"))
+        check_choice("reshard_after_forward", reshard_after_forward, (True, False, "auto"))
         check_state_dict_type(state_dict_type)
         check_policy(policy)
         check_sizes(data_parallel_size, outer_size, mesh)

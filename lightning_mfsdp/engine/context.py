@@ -8,10 +8,9 @@ reduced as zeros at the end.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ from lightning_mfsdp.engine.channels import Channels
 from lightning_mfsdp.engine.collectives import Mesh
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.parameter import Entry
+from lightning_mfsdp.engine.planning import MemoryPlanner
 from lightning_mfsdp.engine.reduction import Filling, GradientReducer, Sync
 from lightning_mfsdp.engine.storage import Slot, SlotPool
 from lightning_mfsdp.engine.streams import Event, Streams
@@ -31,8 +31,6 @@ from lightning_mfsdp.engine.unit import Unit
 __all__ = ["Context"]
 
 _MAX_BUCKETS = 2
-# Steps in which all ranks are sure to plan slots at the same time.
-_PLANNED_TOGETHER = 2
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,7 @@ class Context:
         self.streams = Streams(device)
         self.pool = SlotPool(device, pooled=pooled)
         self.channels = Channels(device, symmetric=symmetric)
+        self._planner = MemoryPlanner(self.pool, self.channels, mesh, device)
         self.sync = Sync.ALL
         self._covered: set[int] = set()
         self.weights_ready: Event = None
@@ -333,30 +332,7 @@ class Context:
         for reducer in self._reducers.values():
             reducer.finish()
         self._rest()
-        if self.pool.pooled:
-            self.pool.finish_step(self.streams.record(), self._allocator())
-
-    def _allocator(self) -> Callable[[int], torch.Tensor] | None:
-        """Where fixed slots come from: symmetric memory in the first two steps, while all ranks plan alike.
-
-        Symmetric memory is made by all ranks together. The first step shows the units and the second what is gathered ahead; a
-        plan that changes later may do so on one rank alone.
-        """
-        if not self.channels.symmetric:
-            return None
-        if self.backwards_finished > _PLANNED_TOGETHER:
-            if self.pool.is_outdated:
-                warnings.warn(
-                    "fully_shard: this step runs units together that ran apart before, so the slots of gathered weights are planned "
-                    "anew, in ordinary memory: gathers use the compute cores from now on",
-                    stacklevel=2,
-                )
-            return None
-        axis = next((group.shard_axis for unit in self.units for group in unit.groups), self.mesh.shard)
-        sizes = self.pool.planned_sizes()
-        everyone: list[list[int]] = [[] for _ in range(axis.size)]
-        dist.all_gather_object(everyone, sizes, group=axis.group)
-        return self.channels.allocator(axis) if all(other == sizes for other in everyone) else None
+        self._planner.after_backward(self.backwards_finished, self.units_in_backward_order, self.streams.record())
 
     def _rest(self) -> None:
         """Nobody holds weights, nobody waits."""

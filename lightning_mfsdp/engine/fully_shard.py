@@ -42,7 +42,7 @@ def fully_shard(
     sharding: str | int = "optim_grads_params",
     outer_sharding: str | int = "no_shard",
     policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | Literal["auto"] = True,
     ignored_parameters: Iterable[nn.Parameter] | None = None,
     storage: Literal["pooled", "dynamic"] = "pooled",
     symmetric_memory: bool = False,
@@ -63,7 +63,8 @@ def fully_shard(
             there too).
         policy: Dtypes and reduction; the default keeps the module's dtype for compute and float32 for the rest.
         reshard_after_forward: Give full weights back between forward and backward (only with sharded weights). The root
-            keeps its own in any case.
+            keeps its own in any case. "auto": after two steps, weights of as many units stay as the memory left on the device
+            holds (a tenth of it is not touched), last units first.
         ignored_parameters: Left as they are: neither sharded nor reduced.
         storage: "pooled": full-size memory in fixed slots planned from the first training step. "dynamic": from the
             caching allocator. The root's choice holds for all its units.
@@ -80,6 +81,10 @@ def fully_shard(
     policy = policy or MixedPrecisionPolicy()
     if storage not in ("pooled", "dynamic"):
         raise ShardingError(f'fully_shard: storage: expected "pooled" or "dynamic", got {storage!r}')
+    if reshard_after_forward not in (True, False, "auto"):
+        raise ShardingError(
+            f'fully_shard: reshard_after_forward: expected True, False or "auto", got {reshard_after_forward!r}'
+        )
     outer_size = resolved.outer.size if resolved.outer else 1
     if outer_sharding not in ("no_shard", 0) and resolved.outer is None:
         raise ShardingError(

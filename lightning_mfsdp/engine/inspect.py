@@ -75,6 +75,7 @@ class UnitView:
         held_bytes: Compute weights that stay in memory beside them.
         gradient_bytes: Gradient buffers at the moment; between two steps there are none.
         full_bytes: Gathered weights while the unit runs.
+        stays_gathered: They also stay between forward and backward.
     """
 
     name: str
@@ -85,6 +86,7 @@ class UnitView:
     held_bytes: int
     gradient_bytes: int
     full_bytes: int
+    stays_gathered: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -217,5 +219,6 @@ def _unit_view(unit: Unit, module: nn.Module) -> UnitView:
         main_bytes=sum(group.main.size_bytes for group in unit.groups),
         held_bytes=sum(group.held_bytes for group in unit.groups),
         gradient_bytes=sum(reducer.allocated_bytes for reducer in reducers),
-        full_bytes=sum(group.client.size_bytes for group in unit.groups if group.placement.weight),
+        full_bytes=unit.full_bytes,
+        stays_gathered=not unit.reshard_after_forward and unit.full_bytes > 0,
     )

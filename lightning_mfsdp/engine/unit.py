@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ class Unit:
         context: Shared by all units of a root.
         hears_end: Some call had an input that needs a gradient, so the end of its backward is noticed.
         live: Shows full parameters.
+        may_stay: Weights stay between forward and backward if there is memory to spare (planning.py).
         pinned: Stays so through the end of a backward, because code around it is still running (`gather_root`).
     """
 
@@ -62,14 +63,15 @@ class Unit:
         groups: list[ParameterGroup],
         policy: MixedPrecisionPolicy,
         *,
-        reshard_after_forward: bool,
+        reshard_after_forward: bool | Literal["auto"],
     ) -> None:
         self.name = type(module).__name__
         self.groups = groups
         self.borrowed: list[ParameterGroup] = []
         self.all_groups = list(groups)
         self.policy = policy
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward = bool(reshard_after_forward)
+        self.may_stay = reshard_after_forward == "auto"
         self.context: Context
         self.users: list[weakref.ref[Unit]] = [weakref.ref(self)]
         self.live = False
@@ -230,6 +232,11 @@ class Unit:
             self.release()
         else:
             self._idle = self is not context.root
+
+    @property
+    def full_bytes(self) -> int:
+        """Memory of its own gathered weights."""
+        return sum(group.client.size_bytes for group in self.groups if group.placement.weight)
 
     def abandon(self) -> None:
         """Forward raised: give back at once what it used, and at the root also what it had gathered in advance."""

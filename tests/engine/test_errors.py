@@ -75,6 +75,8 @@ def bad_names(rank: int, world: int) -> None:
             fully_shard(model(), sharding=wrong)
     with says(ShardingError, "storage", '"pooled" or "dynamic"', "got 'fast'"):
         fully_shard(model(), storage="fast")
+    with says(ShardingError, "reshard_after_forward", 'True, False or "auto"', "got 'never'"):
+        fully_shard(model(), reshard_after_forward="never")
     with says(ShardingError, f"symmetric_memory=True on rank {rank}", "needs CUDA and NCCL, got cpu and gloo"):
         fully_shard(model(), symmetric_memory=True)
     mesh = mesh_of((1, world), ("outer", "shard"))

@@ -147,6 +147,7 @@ def test_the_table_joins_equal_units_and_says_what_a_rank_keeps() -> None:
             held_bytes=size,
             gradient_bytes=0,
             full_bytes=4 * size,
+            stays_gathered=False,
         )
 
     text = describe_units([view("", "GPT", 50), view("blocks.0", "Block", 1000), view("blocks.1", "Block", 1000)], 1025)

@@ -1,0 +1,72 @@
+"""Spare memory goes to weights that stay gathered: last units first, the same on all ranks, and never a reason for another result."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_mfsdp.engine import planning, units
+from lightning_mfsdp.engine.planning import spare_bytes, those_that_fit
+from tests.engine.worlds import by_world, check
+from tests.helpers.chain import adamw, assert_same_weights, context, inputs, loss_of, sharded_chain, train
+
+LAYERS = 6
+
+
+@given(st.lists(st.integers(1, 100)), st.integers(0, 400))
+def test_those_that_fit_are_the_longest_start_within_the_budget(sizes, budget):
+    count = those_that_fit(sizes, budget)
+    assert sum(sizes[:count]) <= budget
+    assert count == len(sizes) or sum(sizes[: count + 1]) > budget
+
+
+def test_a_cpu_has_no_memory_to_spare():
+    assert spare_bytes(torch.device("cpu"), []) == 0
+
+
+def trained_with(spare, rank, steps=6, **options):
+    """A chain trained with so many bytes to spare, and the gathers of each step."""
+    model = sharded_chain(layers=LAYERS, reshard_after_forward="auto", **options)
+    optimizer = adamw(model)
+    gathers: list[int] = []
+    losses: list[torch.Tensor] = []
+    with mock.patch.object(planning, "spare_bytes", return_value=spare):
+        for step in range(steps):
+            before = context(model).gathers_started
+            losses += train(model, optimizer, [step], rank)
+            gathers.append(context(model).gathers_started - before)
+    return model, losses, gathers
+
+
+def as_many_units_stay_as_fit(rank, world):
+    plain, expected, _ = trained_with(0, rank)
+    size = next(view.full_bytes for view in units(plain) if view.name.startswith("layers"))
+    for count in (0, 2, LAYERS - 1):
+        model, losses, gathers = trained_with(count * size + size // 2, rank)
+        kept = [view.name for view in units(model) if view.stays_gathered]
+        # The last layer and the root stay in any case, at no cost of memory.
+        assert kept == [f"layers.{index}" for index in range(LAYERS - 1 - count, LAYERS - 1)], kept
+        assert gathers[-1] == gathers[1] - count, gathers
+        assert torch.equal(torch.stack(losses), torch.stack(expected))
+        assert_same_weights(model, plain)
+        pool = context(model).pool
+        assert pool.allocated_bytes == pool.fixed_bytes, "the new plan holds them"
+
+
+def validation_gives_everything_back(rank, world):
+    model, _, _ = trained_with(10**9, rank)
+    with torch.no_grad():
+        model(inputs(3, rank))
+    assert not any(group.gathered for unit in context(model).units for group in unit.groups)
+    loss_of(model, inputs(4, rank)).backward()
+
+
+WORLDS = {2: (as_many_units_stay_as_fit, validation_gives_everything_back)}
+
+
+@by_world(WORLDS)
+def test_spare_memory(world, case):
+    check(WORLDS, world, case)
