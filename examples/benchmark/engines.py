@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -70,8 +71,8 @@ def build(options: Options, device: torch.device, dtype: torch.dtype = torch.flo
 
 
 def adamw(parameters: object) -> torch.optim.AdamW:
-    """The optimizer of every engine."""
-    return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.1, fused=True)  # type: ignore[arg-type]
+    """The optimizer of every engine; without warm-up a higher rate makes the 8B model's losses chaotic, which compares nothing."""
+    return torch.optim.AdamW(parameters, lr=1e-5, weight_decay=0.1, fused=True)  # type: ignore[arg-type]
 
 
 def compile_blocks(model: Decoder, options: Options) -> None:
@@ -101,9 +102,22 @@ def limit(options: Options, device: torch.device) -> Engine:
 
 
 def mfsdp(
-    options: Options, device: torch.device, *, sharding: str = "optim_grads_params", symmetric: bool = False
+    options: Options,
+    device: torch.device,
+    *,
+    sharding: str = "optim_grads_params",
+    symmetric: bool = False,
+    reshard: bool | Literal["auto"] = True,
 ) -> Engine:
-    """This package."""
+    """This package.
+
+    Args:
+        options: Size and dtypes.
+        device: This rank's.
+        sharding: The strategy.
+        symmetric: Gathers on symmetric memory.
+        reshard: `reshard_after_forward`; "auto" spends idle memory on skipped gathers.
+    """
     from lightning_mfsdp import (
         MixedPrecisionPolicy,
         capture_step,
@@ -119,7 +133,7 @@ def mfsdp(
             block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
     policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, grad_comm_dtype=options.reduce_dtype)
     for unit in (model.embedding, *model.blocks, model.head, model):
-        fully_shard(unit, policy=policy, sharding=sharding, symmetric_memory=symmetric)
+        fully_shard(unit, policy=policy, sharding=sharding, symmetric_memory=symmetric, reshard_after_forward=reshard)
     optimizer = fully_shard_optimizer(adamw(model.parameters()))
 
     def step() -> None:
@@ -140,5 +154,6 @@ ENGINES: dict[str, Callable[[Options, torch.device], Engine]] = {
     "limit": limit,
     "mfsdp": mfsdp,
     "mfsdp-symm": partial(mfsdp, symmetric=True),
+    "mfsdp-symm-auto": partial(mfsdp, symmetric=True, reshard="auto"),
     "mfsdp-zero2": partial(mfsdp, sharding="optim_grads"),
 }
