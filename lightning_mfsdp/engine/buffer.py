@@ -15,9 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.layout import Layout
 
-__all__ = ["FlatBuffer", "buffer_numel"]
+__all__ = ["FlatBuffer", "accumulate_segments", "buffer_numel", "copy_or_add"]
 
 _SMALL_GAPS = 1 << 16
 
@@ -126,3 +127,30 @@ class FlatBuffer:
                 for start, stop in self.layout.gaps(index, self.extent.start, self.extent.stop)
             ]
         return self._gaps
+
+
+def copy_or_add(target: FlatBuffer, grads: Sequence[Tensor | None], *, overwrite: bool) -> None:
+    """Copy or add gradients (full shapes, any float dtype) to a full-size buffer; overwriting defines every cell."""
+    views = target.views()
+    targets = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
+    sources = [grad for grad in grads if grad is not None]
+    if not overwrite:
+        if sources:
+            compat.foreach_add_(targets, sources)
+        return
+    gaps = target.gaps()
+    if gaps and len(sources) == len(views):
+        zeros = target.zeros_for_gaps(sources[0].dtype)
+        if zeros:
+            targets, sources, gaps = targets + gaps, sources + zeros, []
+    undefined = gaps + [view for view, grad in zip(views, grads, strict=True) if grad is None]
+    if undefined:
+        compat.foreach_zero_(undefined)
+    if sources:
+        compat.foreach_copy_(targets, sources)
+
+
+def accumulate_segments(target: FlatBuffer, addend: FlatBuffer) -> None:
+    """Add a buffer of the same extent, keeping the target's dtype."""
+    for total, piece in zip(target.segments, addend.segments, strict=True):
+        total.add_(piece)

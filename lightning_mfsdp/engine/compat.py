@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.modules import module as module_hooks
 
 __all__ = [
     "all_gather_coalesced",
@@ -27,11 +28,13 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_zero_",
+    "has_global_hooks",
     "no_symmetric_memory_because",
     "on_backward_end",
     "premul_sum",
     "reduce_scatter_coalesced",
     "reduce_scatter_flat",
+    "storage_users",
     "symmetric_memory",
     "uses_nccl",
     "without_torch_function",
@@ -145,6 +148,16 @@ def symmetric_memory(size_bytes: int, device: torch.device, group: dist.ProcessG
     memory = symm_mem.empty(size_bytes, dtype=torch.uint8, device=device)
     symm_mem.rendezvous(memory, group=group.group_name)
     return memory
+
+
+def storage_users(tensor: Tensor) -> int:
+    """How many tensors share a tensor's memory, itself included (torch 2.11 to 2.13: `_storage_Use_Count`)."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks are registered for all modules (torch 2.11 to 2.13: `_has_any_global_hook`)."""
+    return bool(module_hooks._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def premul_sum(factor: float) -> Any:

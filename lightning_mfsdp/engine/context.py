@@ -64,6 +64,7 @@ class Context:
         self.gathers_started = 0
         self.reductions_started = 0
         self.backwards_finished = 0
+        self._has_stepped = False
         self._root = weakref.ref(root)
         self._units: list[weakref.ref[Unit]] = []
         self._weights_changed = True
@@ -167,6 +168,12 @@ class Context:
         if group.start_gather(self.weights_ready, needed, apart=apart):
             self.gathers_started += 1
             self.weights_ready = None
+
+    def optimizer_stepped(self) -> None:
+        """An optimizer wrote main weights; code may read them at once."""
+        self._has_stepped = True
+        self.weights_changed()
+        self.refresh_live()
 
     def refresh_live(self) -> None:
         """Weights changed; where a unit shows full parameters right now, code may read them before any other gather."""
@@ -296,7 +303,9 @@ class Context:
         return self.sync is Sync.ALL or (self.sync is Sync.SHARD and group.placement.gradient)
 
     def _reduce(self, reducers: list[GradientReducer]) -> None:
-        while len(self._in_flight) >= _MAX_BUCKETS or any(reducer.holds_bucket for reducer in reducers):
+        while self._in_flight and (
+            len(self._in_flight) >= _MAX_BUCKETS or any(reducer.holds_bucket for reducer in reducers)
+        ):
             self._retire()
         fillings = [reducer.prepare() for reducer in reducers]
         ready = self.streams.record()
@@ -332,7 +341,8 @@ class Context:
         for reducer in self._reducers.values():
             reducer.finish()
         self._rest()
-        self._planner.after_backward(self.backwards_finished, self.units_in_backward_order, self.streams.record())
+        units, event = self.units_in_backward_order, self.streams.record()
+        self._planner.after_backward(self.backwards_finished, units, event, has_stepped=self._has_stepped)
 
     def _rest(self) -> None:
         """Nobody holds weights, nobody waits."""
@@ -360,6 +370,7 @@ class Context:
             for group in unit.groups:
                 group.drop_full_gradients()
         for reducer in self._reducers.values():
+            reducer.release_bucket()
             reducer.drop()
         self._rest()
 

@@ -100,14 +100,14 @@ def local_gradients(group: ParameterGroup, entries: list[int] | None = None) -> 
     """
     context = group.context
     reducer = context.known_reducer(group) if context is not None else None
-    if reducer is None or not reducer.is_open:
-        return []
-    faces, grads = reducer.faces, [entry.local.grad for entry in group.entries]
-    if entries is None or len(entries) == len(grads):
-        if all(grad is face for grad, face in zip(grads, faces, strict=True)):
-            return reducer.exposed.segments
+    grads = [entry.local.grad for entry in group.entries]
+    if entries is None:
         entries = list(range(len(grads)))
-    return [grad for index in entries if faces[index] is not None and (grad := grads[index]) is not None]
+    present = [grad for index in entries if (grad := grads[index]) is not None and grad.numel()]
+    whole = len(entries) == len(grads) and bool(present) and reducer is not None and reducer.is_open
+    if whole and reducer is not None and all(grad is face for grad, face in zip(grads, reducer.faces, strict=True)):
+        return reducer.exposed.segments
+    return present
 
 
 def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor) -> list[_Owned]:

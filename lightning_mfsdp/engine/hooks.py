@@ -8,14 +8,16 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.storage import Slot
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.unit import Unit
 
-__all__ = ["Call", "attach"]
+__all__ = ["Call", "attach", "is_plain_lookup"]
 
 
 class Call:
@@ -25,24 +27,28 @@ class Call:
         slots: Where its saved tensors expect the weights, by group.
         has_end: Some input needs a gradient, so its backward has a visible end.
         running: Its backward has begun and not ended.
+        reads_weights: Its backward needs the weights.
     """
 
-    __slots__ = ("has_end", "running", "slots")
+    __slots__ = ("has_end", "reads_weights", "running", "slots")
 
     def __init__(self) -> None:
         self.slots: list[Slot | None] = []
         self.has_end = False
         self.running = False
+        self.reads_weights = True
 
 
 def attach(unit: Unit, module: nn.Module) -> None:
-    """Register the unit's hooks on its module."""
+    """Register the unit's hooks on its module. A compiler that looks into the module stops at them and goes on inside."""
     this = weakref.ref(unit)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = this()
         return None if unit is None else unit.pre_forward(module, args, kwargs)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         unit = this()
         if unit is not None:
@@ -63,3 +69,15 @@ def attach(unit: Unit, module: nn.Module) -> None:
     module.register_state_dict_pre_hook(rest)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(rest)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_post_hook(weights_changed)  # type: ignore[no-untyped-call]
+
+
+def is_plain_lookup(module: nn.Module) -> bool:
+    """Whether a module is an embedding and nothing more: its backward needs the indices alone, so no weight is gathered for it."""
+    return (
+        type(module) is nn.Embedding
+        and len(module._parameters) == 1
+        and not module._modules
+        and "forward" not in vars(module)
+        and len(module._forward_hooks) == len(module._forward_pre_hooks) == 1  # the unit's own
+        and not compat.has_global_hooks()
+    )

@@ -73,7 +73,7 @@ class UnitView:
         padding_fraction: Cells of its address spaces that belong to no parameter, relative to `num_parameters`.
         main_bytes: Main weights.
         held_bytes: Compute weights that stay in memory beside them.
-        gradient_bytes: Gradient buffers at the moment; between two steps there are none.
+        gradient_bytes: Gradient buffers at the moment; none once gradients were cleared and the next forward has begun.
         full_bytes: Gathered weights while the unit runs.
         stays_gathered: They also stay between forward and backward.
     """

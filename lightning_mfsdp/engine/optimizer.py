@@ -85,8 +85,7 @@ def fully_shard_optimizer(
         for reference in references:
             context = reference()
             if context is not None:
-                context.weights_changed()
-                context.refresh_live()
+                context.optimizer_stepped()
 
     optimizer.register_step_post_hook(weights_changed)
     held = [found for group in optimizer.param_groups for face in group["params"] if (found := owner_of(face))]

@@ -160,6 +160,11 @@ class ShardedParameter(_Rows):
         self.has_empty_grad = value is not None and not value._local_tensor.numel()
         self._grad_face = value if isinstance(value, _Rows) else None
 
+    def forget_grad_face(self) -> None:
+        """Do not keep a cleared gradient's memory alive for its DTensor."""
+        if self._local_face.grad is None:
+            self._grad_face = None
+
     @property
     def requires_grad(self) -> bool:
         """Whether forward and backward compute a gradient."""

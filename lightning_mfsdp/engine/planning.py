@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryPlanner", "spare_bytes", "those_that_fit"]
 
-# Backwards after which a step's memory is known: the second one runs with the optimizer's state there.
-_KNOWN_AFTER = 2
 # Backwards in which all ranks are sure to plan slots at the same time: the first shows the units, the second what is gathered
-# ahead, the third what stays gathered.
-_PLANNED_TOGETHER = 3
+# ahead; and the one after it is decided what stays gathered.
+_PLANNED_TOGETHER = 2
 # Of the device's memory, left alone: for what comes later (a larger batch, a metric, another library).
 _RESERVE = 0.1
 
@@ -40,19 +38,23 @@ class MemoryPlanner:
 
     def __init__(self, pool: SlotPool, channels: Channels, mesh: Mesh, device: torch.device) -> None:
         self._pool, self._channels, self._mesh, self._device = pool, channels, mesh, device
+        self._decided_at: int | None = None
 
-    def after_backward(self, number: int, units: Sequence[Unit], event: Event) -> None:
+    def after_backward(self, number: int, units: Sequence[Unit], event: Event, *, has_stepped: bool) -> None:
         """Decide what there is to decide.
 
         Args:
             number: How many backwards have ended.
             units: Of the root, in backward order.
             event: After all work issued so far.
+            has_stepped: An optimizer has stepped, so its state is there and a step's memory is known.
         """
-        if number == _KNOWN_AFTER and any(unit.may_stay for unit in units):
-            self._spend_spare_memory(units)
         if self._pool.pooled:
             self._pool.finish_step(event, self._allocator(number, units))
+        if has_stepped and self._decided_at is None:
+            self._decided_at = number
+            if any(unit.may_stay for unit in units):
+                self._spend_spare_memory(units)
 
     def _spend_spare_memory(self, units: Sequence[Unit]) -> None:
         """Let weights of some units stay, in memory that no other unit uses. Collective."""
@@ -72,7 +74,8 @@ class MemoryPlanner:
         """
         if not self._channels.symmetric:
             return None
-        if number > _PLANNED_TOGETHER:
+        after_decision = self._decided_at is not None and number == self._decided_at + 1
+        if number > _PLANNED_TOGETHER and not after_decision:
             if self._pool.is_outdated:
                 warnings.warn(
                     "fully_shard: this step runs units together that ran apart before, so the slots of gathered weights are planned "
@@ -81,10 +84,12 @@ class MemoryPlanner:
                 )
             return None
         axis = next((group.shard_axis for unit in units for group in unit.groups), self._mesh.shard)
-        sizes = self._pool.planned_sizes()
-        everyone: list[list[int]] = [[] for _ in range(axis.size)]
-        dist.all_gather_object(everyone, sizes, group=axis.group)
-        return self._channels.allocator(axis) if all(other == sizes for other in everyone) else None
+        own = (self._pool.is_outdated, self._pool.described_plan())
+        everyone: list[tuple[bool, list[str]]] = [own for _ in range(axis.size)]
+        dist.all_gather_object(everyone, own, group=axis.group)
+        if any(outdated for outdated, _ in everyone):
+            self._pool.outdate()  # one plans, all plan: making symmetric memory takes all ranks
+        return self._channels.allocator(axis) if all(plan == own[1] for _, plan in everyone) else None
 
 
 def spare_bytes(device: torch.device, axes: Sequence[Axis]) -> int:

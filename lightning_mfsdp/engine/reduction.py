@@ -19,7 +19,7 @@ allocated on the reduce stream would be reserved for that stream alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
 from dataclasses import dataclass
 from enum import Enum
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp.engine import compat
-from lightning_mfsdp.engine.buffer import FlatBuffer, buffer_numel
+from lightning_mfsdp.engine.buffer import FlatBuffer, accumulate_segments, buffer_numel, copy_or_add
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.layout import Layout
 from lightning_mfsdp.engine.storage import Slot
@@ -85,6 +85,7 @@ class GradientReducer:
             exposed = transient(layout, group.main_extent, group.spec.main_dtype, group.device)
             self._exposed_memory, self.exposed = exposed
         self.faces = [view if view.numel() else None for view in self.exposed.views()]
+        self._own_references = self._references()
         self._exposed_version = self._version_of_exposed()
         self._fresh = False
         self._unreduced: FlatBuffer | None = None
@@ -111,14 +112,27 @@ class GradientReducer:
         self._exposed_memory.materialize()
         return self.main
 
+    def _open_for_this_backward(self) -> None:
+        """Have memory for the main gradient, with what the parameters' `.grad` say in it if they say anything."""
+        was_open = self.is_open
+        self.open_main()
+        if self._has_main():
+            if not was_open:  # the user's own gradients, set where there were none
+                compat.foreach_zero_(self.main.segments)
+            self._settle_main()
+
     @property
     def is_open(self) -> bool:
         """Whether the main gradient has memory."""
         return self.main_memory.allocated_bytes > 0
 
     def close_main(self) -> None:
-        """Give the main gradient's memory back if the optimizer's gradients were cleared."""
-        if self.is_open and self._main_is_free():
+        """Give the main gradient's memory back if the optimizer's gradients were cleared and nobody else kept one."""
+        if not (self.is_open and self._main_is_free()):
+            return
+        for entry in self.group.entries:
+            entry.sharded.forget_grad_face()
+        if self._references() == self._own_references:
             self.main_memory.discard()
             self._exposed_memory.discard()
 
@@ -143,7 +157,7 @@ class GradientReducer:
             return
         if self._unreduced is None:
             self._unreduced = self._full_size_memory()
-        _add(self._unreduced, grads, overwrite=first)
+        copy_or_add(self._unreduced, grads, overwrite=first)
 
     def _full_size_memory(self) -> FlatBuffer:
         """Where unreduced gradients go.
@@ -165,9 +179,7 @@ class GradientReducer:
         """Take all gradients not yet reduced, and hold of the memory they will be reduced in."""
         group = self.group
         grads = self._take()
-        if self._has_main():
-            self._settle_main()
-        self.open_main()
+        self._open_for_this_backward()
         unreduced, self._unreduced = self._unreduced, None
         if unreduced is not None and unreduced.dtype == self.comm_dtype:
             return Filling(grads, unreduced, unreduced)
@@ -198,9 +210,8 @@ class GradientReducer:
     def collect_alone(self) -> None:
         """One rank: no bucket and no communication. A parameter without a gradient keeps none, as in plain PyTorch."""
         self._fresh = True
-        if self._has_main():
-            self._settle_main()
-        elif gaps := self.open_main().gaps():
+        self._open_for_this_backward()
+        if not self._has_main() and (gaps := self.main.gaps()):
             compat.foreach_zero_(gaps)
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -227,9 +238,9 @@ class GradientReducer:
         the rest of the backward, which is busy with matrix products and leaves memory bandwidth.
         """
         if filling.unreduced is None:
-            _add(filling.target, filling.grads, overwrite=True)
+            copy_or_add(filling.target, filling.grads, overwrite=True)
             return filling.target
-        _add(filling.unreduced, filling.grads, overwrite=False)
+        copy_or_add(filling.unreduced, filling.grads, overwrite=False)
         if filling.target is not filling.unreduced:
             compat.foreach_copy_(filling.target.segments, filling.unreduced.segments)
         return filling.target
@@ -263,7 +274,7 @@ class GradientReducer:
         group, axis, precise = self.group, self.group.outer_axis, self.group.policy.high_precision_reduce
         assert axis is not None
         if self._partial is not None:
-            _accumulate_segments(self._partial, result)
+            accumulate_segments(self._partial, result)
             result, self._partial = self._partial, None
         if result.dtype != self.comm_dtype:
             converted = FlatBuffer.empty(group.layout, result.extent, self.comm_dtype, group.device)
@@ -279,7 +290,7 @@ class GradientReducer:
     def _keep_partial(self, result: FlatBuffer) -> None:
         """Add a gradient reduced over the shard axis alone; in the main gradient's memory where that has the same extent and is empty."""
         if self._partial is not None:
-            _accumulate_segments(self._partial, result)
+            accumulate_segments(self._partial, result)
             return
         if result is self.main or (self.main.extent == result.extent and self._main_is_free()):
             self._partial = self.main
@@ -301,7 +312,7 @@ class GradientReducer:
         self._fresh = True
         if result is not self.main:
             if self._has_main():
-                _accumulate_segments(self.main, result)
+                accumulate_segments(self.main, result)
             else:
                 compat.foreach_copy_(self.main.segments, result.segments)
         for entry, face in zip(self.group.entries, self.faces, strict=True):
@@ -346,13 +357,20 @@ class GradientReducer:
     def _version_of_exposed(self) -> list[int]:
         return [segment._version for segment in self.exposed.segments]
 
+    def _references(self) -> int:
+        """How many hold the optimizer's gradients: Python objects, and tensors that share their memory."""
+        kept = sum(sys.getrefcount(face) for face in self.faces if face is not None)
+        return kept + compat.storage_users(self.exposed.segments[0])
+
     @property
     def allocated_bytes(self) -> int:
         """Memory of gradient buffers at the moment."""
         slots = [self.main_memory, *([self._bucket_memory] if self._bucket_memory else [])]
         if self._exposed_memory is not self.main_memory:
             slots.append(self._exposed_memory)
-        return sum(slot.allocated_bytes for slot in slots) + (self._kept.size_bytes if self._kept else 0)
+        buffers = {id(buffer): buffer for buffer in (self._kept, self._unreduced, self._partial) if buffer is not None}
+        others = sum(buffer.size_bytes for buffer in buffers.values() if buffer is not self.main)
+        return sum(slot.allocated_bytes for slot in slots) + others
 
 
 def transient(layout: Layout, extent: range, dtype: torch.dtype, device: torch.device) -> tuple[Slot, FlatBuffer]:
@@ -364,29 +382,3 @@ def transient(layout: Layout, extent: range, dtype: torch.dtype, device: torch.d
         buffer.gaps()
     memory.discard()
     return memory, buffer
-
-
-def _add(target: FlatBuffer, grads: Sequence[Tensor | None], *, overwrite: bool) -> None:
-    """Copy or add gradients (full shapes, any float dtype) to a full-size buffer; overwriting defines every cell."""
-    views = target.views()
-    targets = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
-    sources = [grad for grad in grads if grad is not None]
-    if not overwrite:
-        if sources:
-            compat.foreach_add_(targets, sources)
-        return
-    gaps = target.gaps()
-    if gaps and len(sources) == len(views):
-        zeros = target.zeros_for_gaps(sources[0].dtype)
-        if zeros:
-            targets, sources, gaps = targets + gaps, sources + zeros, []
-    undefined = gaps + [view for view, grad in zip(views, grads, strict=True) if grad is None]
-    if undefined:
-        compat.foreach_zero_(undefined)
-    if sources:
-        compat.foreach_copy_(targets, sources)
-
-
-def _accumulate_segments(target: FlatBuffer, addend: FlatBuffer) -> None:
-    for total, piece in zip(target.segments, addend.segments, strict=True):
-        total.add_(piece)

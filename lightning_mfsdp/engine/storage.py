@@ -212,9 +212,13 @@ class SlotPool:
         """Whether a step showed something that the plan of fixed slots does not know."""
         return self._outdated
 
-    def planned_sizes(self) -> list[int]:
-        """Bytes of the fixed slots that the next plan will have."""
-        return [size for size, _ in self._coloring()]
+    def outdate(self) -> None:
+        """Plan anew at the end of this step."""
+        self._outdated = True
+
+    def described_plan(self) -> list[str]:
+        """The fixed slots that the next plan will have: bytes and who shares them."""
+        return [f"{size}: {', '.join(client.name for client in clients)}" for size, clients in self._coloring()]
 
     def _coloring(self) -> list[tuple[int, list[Client]]]:
         """Size and clients of each fixed slot."""

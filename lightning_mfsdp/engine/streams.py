@@ -12,15 +12,15 @@ __all__ = ["Event", "Streams"]
 Event = torch.Event | None
 
 # Making an event costs the host several times as much as recording one, so they are used in turn. Far more than a step records:
-# by the time one comes round again, nobody waits for what it stood for (and who did would wait longer, never shorter).
+# by the time one comes round again, nobody waits for what it stood for.
 _EVENTS = 4096
 
 
 class Streams:
     """Compute (whatever stream the caller is on), gather and reduce.
 
-    Memory is allocated on the stream that writes it and given back once the other stream's event has been waited for,
-    so nothing needs `record_stream`.
+    Memory is allocated on the stream that writes it (gathered weights) or on the compute stream (gradients), and given back once
+    the other stream's event has been waited for, so nothing needs `record_stream`.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.group import ParameterGroup
-from lightning_mfsdp.engine.hooks import Call, attach
+from lightning_mfsdp.engine.hooks import Call, attach, is_plain_lookup
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.storage import Slot
 from lightning_mfsdp.engine.tree import map_tensors, tensors_in
@@ -84,8 +84,6 @@ class Unit:
         self._running = 0
         self._idle = False
         self._hears_parameters = False
-        # The gradient of a plain lookup needs the indices alone, so nothing is gathered for it.
-        self._backward_reads_weights = type(module) is not nn.Embedding
         self.hears_end = False
         module.__dict__[_UNIT] = self
         attach(self, module)
@@ -199,6 +197,7 @@ class Unit:
         outputs = tensors_in(output)
         self._refuse_own_weights(outputs)
         if call is not None:
+            call.reads_weights = not is_plain_lookup(module)
             self._listen_to_outputs(call, outputs)
         if output is None and sys.exc_info()[0] is not None and compat.backward_task() == -1:
             self.abandon()
@@ -207,11 +206,9 @@ class Unit:
 
     def _refuse_own_weights(self, outputs: list[Tensor]) -> None:
         """A result that lies in gathered memory would change or vanish once that memory is given back."""
-        suspects = [t for t in outputs if (t.is_leaf or t._is_view()) and t.layout is torch.strided]
-        if not suspects:
-            return
         places = {group.slot.address for group in self.all_groups if group.slot is not None and group.gathered}
-        if any(tensor.untyped_storage().data_ptr() in places for tensor in suspects):
+        strided = [tensor for tensor in outputs if tensor.layout is torch.strided] if places else []
+        if any(tensor.untyped_storage().data_ptr() in places for tensor in strided):
             raise EngineStateError(
                 f"{self.name}: its forward returned one of its own parameters, or a view of one, whose memory is given back "
                 "after forward; return a copy (parameter.clone()), or keep that parameter in the module around the unit"
@@ -343,7 +340,7 @@ class Unit:
         self._idle = False
         self.context.begin_backward()
         self.context.note_backward(self)
-        if self._backward_reads_weights:
+        if call.reads_weights:
             self.start_gather(call.slots)
             self.install()
         reference = self.next_backward or self.previous_forward
@@ -366,7 +363,7 @@ class Unit:
     def prefetch_for_backward(self) -> None:
         """Start the gather for a backward that is expected next, if its memory is free."""
         slots = self._latest_slots()
-        if slots is not None and self._backward_reads_weights:
+        if slots is not None and self._calls[-1].reads_weights:
             self.start_gather(slots, in_advance=True)
 
     def _latest_slots(self) -> list[Slot | None] | None:

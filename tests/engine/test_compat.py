@@ -108,6 +108,23 @@ def test_a_storage_can_be_emptied_and_refilled_at_views_that_stay():
     assert view.tolist() == [1.0, 2.0]
 
 
+def test_users_of_a_storage_are_counted():
+    memory = torch.empty(8)
+    before = compat.storage_users(memory)
+    view = memory[2:4]
+    assert compat.storage_users(memory) == compat.storage_users(view) == before + 1
+    del view
+    assert compat.storage_users(memory) == before
+
+
+def test_hooks_for_all_modules_are_noticed():
+    assert not compat.has_global_hooks()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert compat.has_global_hooks()
+    handle.remove()
+    assert not compat.has_global_hooks()
+
+
 def collectives(count: int, rank: int, world: int) -> None:
     group = dist.group.WORLD
     pieces = [torch.full((2,), float(rank + index)) for index in range(count)]

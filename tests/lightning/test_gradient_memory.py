@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp import MFSDPStrategy, units
+from lightning_mfsdp.callbacks import NaNGradientReporter
+from lightning_mfsdp.callbacks.nan_gradients import NonFiniteGradientError
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import Classifier, Trainer, dataset, seeded
 
@@ -43,6 +45,39 @@ def fit(rank: int, world: int, free: bool, accumulate: int) -> tuple[list[int], 
     )
     trainer.fit(model, torch.utils.data.DataLoader(dataset(), batch_size=4))
     return model.seen, [parameter.full_tensor() for parameter in model.parameters()]
+
+
+class Broken(Watched):
+    """Its second step has a NaN."""
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_index)
+        return loss * float("nan") if self.global_step == 1 else loss
+
+
+def report(rank: int, world: int) -> str:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=MFSDPStrategy(free_gradients=True),
+        callbacks=[NaNGradientReporter(action="raise")],
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    try:
+        trainer.fit(seeded(Broken), torch.utils.data.DataLoader(dataset(), batch_size=4))
+    except NonFiniteGradientError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_nan_is_reported_though_gradients_were_freed() -> None:
+    for text in run_distributed(report, 2):
+        assert "step 1" in text
+        assert "blocks.0" in text
 
 
 def both(rank: int, world: int) -> list[Any]:

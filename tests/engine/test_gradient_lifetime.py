@@ -1,0 +1,140 @@
+"""Gradients whose memory comes and goes: whoever sets, keeps or clears one finds what plain PyTorch would show."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mfsdp.engine import clip_grad_norm_, fully_shard, grad_norm, no_sync, reduction, sharded_parameters
+from tests.engine.worlds import by_world, check
+from tests.helpers.chain import STRATEGIES, adamw, inputs, loss_of, sharded_chain, train
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [view.grad.clone() for view in sharded_parameters(model) if view.grad is not None]
+
+
+def a_gradient_set_before_the_first_backward_is_added_to(rank, world):
+    for sharding in STRATEGIES:
+        expected_model = sharded_chain(sharding=sharding)
+        loss_of(expected_model, inputs(0, rank)).backward()
+        model = sharded_chain(sharding=sharding)
+        for view in sharded_parameters(model):
+            if view.local.numel():
+                view.local.grad = torch.ones_like(view.local)
+        loss_of(model, inputs(0, rank)).backward()
+        for found, expected in zip(gradients(model), gradients(expected_model), strict=True):
+            torch.testing.assert_close(found, expected + 1)
+
+
+def a_kept_gradient_outlives_clearing_and_the_next_forward(rank, world):
+    for sharding in STRATEGIES:
+        for keep in ("the object", "a view of it"):
+            model = sharded_chain(sharding=sharding)
+            optimizer = adamw(model)
+            loss_of(model, inputs(0, rank)).backward()
+            kept = [view.grad for view in sharded_parameters(model) if view.grad is not None]
+            if keep == "a view of it":
+                kept = [grad.view(-1) for grad in kept]
+            copies = [grad.clone() for grad in kept]
+            optimizer.zero_grad()
+            loss = loss_of(model, inputs(1, rank))
+            assert all(torch.equal(*pair) for pair in zip(kept, copies, strict=True)), f"{sharding} {keep}"
+            loss.backward()
+            # Nobody keeps one any more: the memory goes with the next forward.
+            del kept
+            optimizer.zero_grad()
+            loss_of(model, inputs(1, rank))
+
+
+def gradients_put_back_by_hand_are_clipped(rank, world):
+    model = sharded_chain()
+    optimizer = adamw(model)
+    loss_of(model, inputs(0, rank)).backward()
+    norm = grad_norm(model)
+    saved = [(view.local, view.grad.clone()) for view in sharded_parameters(model) if view.grad is not None]
+    optimizer.zero_grad()
+    loss_of(model, inputs(1, rank))
+    for local, grad in saved:
+        local.grad = grad
+    torch.testing.assert_close(clip_grad_norm_(model, 1e-3), norm)
+    torch.testing.assert_close(grad_norm(model), torch.tensor(1e-3), rtol=1e-3, atol=0)
+
+
+def a_rank_without_rows_adds_nothing_to_a_norm(rank, world):
+    """Two rows on four ranks of a 2 x 2 mesh, before the outer axis has reduced anything."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    model = fully_shard(nn.Linear(8, 2), mesh, outer_sharding="optim")
+    with no_sync(model, keep_sharded=True):
+        model(torch.ones(2, 8)).sum().backward()
+    assert grad_norm(model).item() == 0.0
+
+
+class Scaled(nn.Module):
+    """An embedding whose forward hook reads its weight again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 4)
+        self.table.register_forward_hook(lambda module, _, output: output * module.weight.mean())
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, ids):
+        return self.layers(self.table(ids))
+
+
+def an_embedding_with_a_hook_on_it_is_gathered_for_backward(rank, world):
+    torch.manual_seed(0)
+    plain = Scaled()
+    torch.manual_seed(0)
+    model = Scaled()
+    fully_shard(model.table)
+    fully_shard(model.layers)
+    fully_shard(model)
+    ids = torch.tensor([1, 5, 7])
+    for step in range(3):
+        for one in (plain, model):
+            one.zero_grad()
+            one(ids + step).square().sum().backward()
+        for view in sharded_parameters(model):
+            if len(view.rows):
+                expected = plain.get_parameter(view.name).grad[view.rows.start : view.rows.stop]
+                torch.testing.assert_close(view.grad, expected)
+
+
+def a_failure_while_a_bucket_is_filled_does_not_stop_later_steps(rank, world):
+    model, expected = sharded_chain(), sharded_chain()
+    optimizer, other = adamw(model), adamw(expected)
+    with (
+        mock.patch.object(reduction, "copy_or_add", side_effect=MemoryError("made up")),
+        pytest.raises(MemoryError, match="made up"),
+    ):
+        loss_of(model, inputs(0, rank).requires_grad_()).backward()
+    optimizer.zero_grad()
+    found, wanted = train(model, optimizer, range(3), rank), train(expected, other, range(3), rank)
+    assert torch.equal(torch.stack(found), torch.stack(wanted))
+
+
+WORLDS = {
+    1: (
+        a_gradient_set_before_the_first_backward_is_added_to,
+        a_kept_gradient_outlives_clearing_and_the_next_forward,
+        gradients_put_back_by_hand_are_clipped,
+    ),
+    2: (
+        a_gradient_set_before_the_first_backward_is_added_to,
+        a_kept_gradient_outlives_clearing_and_the_next_forward,
+        gradients_put_back_by_hand_are_clipped,
+        an_embedding_with_a_hook_on_it_is_gathered_for_backward,
+        a_failure_while_a_bucket_is_filled_does_not_stop_later_steps,
+    ),
+    4: (a_rank_without_rows_adds_nothing_to_a_norm,),
+}
+
+
+@by_world(WORLDS)
+def test_gradients(world, case):
+    check(WORLDS, world, case)
