@@ -337,6 +337,8 @@ class GradientReducer:
         """Make the main gradient say what the parameters' `.grad` say: zero where cleared, the user's value where replaced."""
         if self.exposed is not self.main and self._exposed_version != self._version_of_exposed():
             compat.foreach_copy_(self.main.segments, self.exposed.segments)
+        if gaps := self.main.gaps():  # scaling by a NaN norm reaches them, clearing in place does not
+            compat.foreach_zero_(gaps)
         for entry, face, view in zip(self.group.entries, self.faces, self.main.views(), strict=True):
             grad = entry.local.grad
             if face is None or grad is face:

@@ -64,6 +64,19 @@ def gradients_put_back_by_hand_are_clipped(rank, world):
     torch.testing.assert_close(grad_norm(model), torch.tensor(1e-3), rtol=1e-3, atol=0)
 
 
+def a_nan_norm_leaves_nothing_behind(rank, world):
+    """Clipping scales whole segments; gaps must not keep the NaN when gradients are cleared in place."""
+    for sharding in STRATEGIES:
+        model = sharded_chain(sharding=sharding, dim=7)
+        optimizer = adamw(model)
+        x = inputs(0, rank, dim=7)
+        loss_of(model, x * float("nan")).backward()
+        assert clip_grad_norm_(model, 1.0).isnan()
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, x).backward()
+        assert grad_norm(model).isfinite(), sharding
+
+
 def a_rank_without_rows_adds_nothing_to_a_norm(rank, world):
     """Two rows on four ranks of a 2 x 2 mesh, before the outer axis has reduced anything."""
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
@@ -128,6 +141,7 @@ WORLDS = {
         a_gradient_set_before_the_first_backward_is_added_to,
         a_kept_gradient_outlives_clearing_and_the_next_forward,
         gradients_put_back_by_hand_are_clipped,
+        a_nan_norm_leaves_nothing_behind,
         an_embedding_with_a_hook_on_it_is_gathered_for_backward,
         a_failure_while_a_bucket_is_filled_does_not_stop_later_steps,
     ),

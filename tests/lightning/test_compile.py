@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from lightning_mfsdp import MFSDPStrategy
 from tests.helpers.distributed import run_distributed
-from tests.lightning.models import Classifier, Trainer, dataset, seeded
+from tests.lightning.models import Classifier, dataset, make_trainer, seeded
 
 GRAPHS: Counter[str] = Counter()
 
@@ -31,15 +32,11 @@ class Counted(Classifier):
 
 def fit(compile: Any) -> tuple[list[Tensor], Classifier]:
     model = seeded(Counted)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
+    trainer = make_trainer(
+        tempfile.gettempdir(),
+        2,
         strategy=MFSDPStrategy(compile=compile),
         max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(model, torch.utils.data.DataLoader(dataset(), batch_size=4))
     return [parameter.full_tensor() for parameter in model.parameters()], model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from lightning_mfsdp import MFSDPStrategy, units
 from lightning_mfsdp.callbacks import NaNGradientReporter
 from lightning_mfsdp.callbacks.nan_gradients import NonFiniteGradientError
 from tests.helpers.distributed import run_distributed
-from tests.lightning.models import Classifier, Trainer, dataset, seeded
+from tests.lightning.models import Classifier, dataset, make_trainer, seeded
 
 
 class Watched(Classifier):
@@ -32,16 +33,12 @@ class Watched(Classifier):
 
 def fit(rank: int, world: int, free: bool, accumulate: int) -> tuple[list[int], list[Tensor]]:
     model = seeded(Watched)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
+    trainer = make_trainer(
+        tempfile.gettempdir(),
+        2,
         strategy=MFSDPStrategy(free_gradients=free),
         accumulate_grad_batches=accumulate,
         max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(model, torch.utils.data.DataLoader(dataset(), batch_size=4))
     return model.seen, [parameter.full_tensor() for parameter in model.parameters()]
@@ -56,16 +53,12 @@ class Broken(Watched):
 
 
 def report(rank: int, world: int) -> str:
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
+    trainer = make_trainer(
+        tempfile.gettempdir(),
+        2,
         strategy=MFSDPStrategy(free_gradients=True),
         callbacks=[NaNGradientReporter(action="raise")],
         max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     try:
         trainer.fit(seeded(Broken), torch.utils.data.DataLoader(dataset(), batch_size=4))
