@@ -191,9 +191,9 @@ class ParameterGroup:
     @property
     def held_bytes(self) -> int:
         """Memory of the held weight beside the main weight."""
-        if self.held is None or (self.main_is_held and self.held.extent == self.main_extent):
+        if self.held is None:
             return 0
-        return self.held.size_bytes
+        return self.held.size_bytes - (self.main.size_bytes if self.main_is_held else 0)
 
     def attach(self, unit: Unit, context: Context) -> None:
         """Join a unit and its root: slots come from the root's pool, and work runs on its streams."""
