@@ -303,8 +303,8 @@ class Context:
         return self.sync is Sync.ALL or (self.sync is Sync.SHARD and group.placement.gradient)
 
     def _reduce(self, reducers: list[GradientReducer]) -> None:
-        while self._in_flight and (
-            len(self._in_flight) >= _MAX_BUCKETS or any(reducer.holds_bucket for reducer in reducers)
+        while len(self._in_flight) >= _MAX_BUCKETS or any(
+            reducer in sent.reducers for sent in self._in_flight for reducer in reducers
         ):
             self._retire()
         fillings = [reducer.prepare() for reducer in reducers]

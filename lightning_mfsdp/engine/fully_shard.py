@@ -255,6 +255,19 @@ def _refuse_unfit(module: nn.Module, named: Sequence[Named], policy: MixedPrecis
                 "Pass MixedPrecisionPolicy(main_params_dtype=torch.float64, main_grads_dtype=torch.float64)"
             )
 
+    written = {id(parameter): name for name, parameter, _ in named}
+    for child in module.modules():
+        if (
+            isinstance(child, (nn.Embedding, nn.EmbeddingBag))
+            and child.max_norm is not None
+            and id(child.weight) in written
+        ):
+            raise ShardingError(
+                f"fully_shard: parameter {written[id(child.weight)]} of {type(module).__name__} belongs to an embedding with "
+                f"max_norm={child.max_norm}, which rescales rows while it looks them up; what forward writes into a gathered "
+                "weight is lost. Leave max_norm out and bound the rows that are looked up, or those of the main weight after a step"
+            )
+
 
 def _check_same_model(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> None:
     """Every rank must shard the same parameters, or collectives would mix different ones."""

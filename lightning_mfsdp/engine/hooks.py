@@ -27,16 +27,20 @@ class Call:
         slots: Where its saved tensors expect the weights, by group.
         has_end: Some input needs a gradient, so its backward has a visible end.
         running: Its backward has begun and not ended.
+        ended_in: The backward whose gradients of all its inputs came last.
         reads_weights: Its backward needs the weights.
+        given: What its inputs are views of, by identity.
     """
 
-    __slots__ = ("has_end", "reads_weights", "running", "slots")
+    __slots__ = ("ended_in", "given", "has_end", "reads_weights", "running", "slots")
 
     def __init__(self) -> None:
         self.slots: list[Slot | None] = []
         self.has_end = False
         self.running = False
+        self.ended_in = -1
         self.reads_weights = True
+        self.given: set[int] = set()
 
 
 def attach(unit: Unit, module: nn.Module) -> None:

@@ -86,7 +86,6 @@ class GradientReducer:
             self._exposed_memory, self.exposed = exposed
         self.faces = [view if view.numel() else None for view in self.exposed.views()]
         self._own_references = self._references()
-        self._exposed_version = self._version_of_exposed()
         self._fresh = False
         self._unreduced: FlatBuffer | None = None
         self._kept: FlatBuffer | None = None
@@ -335,8 +334,11 @@ class GradientReducer:
 
     def _settle_main(self) -> None:
         """Make the main gradient say what the parameters' `.grad` say: zero where cleared, the user's value where replaced."""
-        if self.exposed is not self.main and self._exposed_version != self._version_of_exposed():
-            compat.foreach_copy_(self.main.segments, self.exposed.segments)
+        self._unreduced, self._partial = self._aside(self._unreduced), self._aside(self._partial)
+        if self.exposed is not self.main:
+            for main, exposed in zip(self.main.segments, self.exposed.segments, strict=True):
+                # Where it is still our rounded copy, keep what was rounded; elsewhere somebody wrote into it.
+                torch.where(exposed == main.to(exposed.dtype), main, exposed.to(main.dtype), out=main)
         if gaps := self.main.gaps():  # scaling by a NaN norm reaches them, clearing in place does not
             compat.foreach_zero_(gaps)
         for entry, face, view in zip(self.group.entries, self.faces, self.main.views(), strict=True):
@@ -349,15 +351,19 @@ class GradientReducer:
                 view.copy_(grad)
                 entry.local.grad = face
 
+    def _aside(self, unfinished: FlatBuffer | None) -> FlatBuffer | None:
+        """Unfinished gradients out of the main gradient's memory, which they use while no `.grad` is set."""
+        if unfinished is not self.main:
+            return unfinished
+        copy = FlatBuffer.empty(self.group.layout, self.main.extent, self.main_dtype, self.group.device)
+        compat.foreach_copy_(copy.segments, self.main.segments)
+        return copy
+
     def finish(self) -> None:
         """After the last reduction of a backward, on the compute stream: convert what the optimizer sees where dtypes differ."""
         if self.exposed is not self.main and self._fresh:
             compat.foreach_copy_(self.exposed.segments, self.main.segments)
-            self._exposed_version = self._version_of_exposed()
         self._fresh = False
-
-    def _version_of_exposed(self) -> list[int]:
-        return [segment._version for segment in self.exposed.segments]
 
     def _references(self) -> int:
         """How many hold the optimizer's gradients: Python objects, and tensors that share their memory."""

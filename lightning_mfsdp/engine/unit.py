@@ -268,6 +268,7 @@ class Unit:
 
         # Views of its own: an input shared by many units (an encoder's memory) is finished for each of them separately.
         views = {id(tensor): tensor.view_as(tensor) for tensor in tensors}
+        call.given = {id(view._base) for view in views.values()}
         if len(views) == 1:
             node = next(iter(views.values())).grad_fn
             assert node is not None, "a view of what needs a gradient"
@@ -297,6 +298,9 @@ class Unit:
                 tensor.grad_fn.register_prehook(begin)  # a tenth of the host time of a tensor's own hook
             else:
                 tensor.register_hook(begin)  # type: ignore[no-untyped-call]
+            base = tensor._base  # who writes into a view in place takes the view's own node out of the graph
+            if base is not None and base.grad_fn is not None and id(base) not in call.given:
+                base.grad_fn.register_prehook(begin)
 
     def _listen_to_parameters(self) -> None:
         """Where a result hides its tensors, notice a backward by the gradients it leaves."""
@@ -327,8 +331,8 @@ class Unit:
         return len(self._calls)
 
     def pre_backward(self, call: Call) -> None:
-        """A gradient of an output is there; the call's own nodes run next."""
-        if call.running:
+        """A gradient of an output is there; the call's own nodes run next, unless it returned an input as it was."""
+        if call.running or call.ended_in == compat.backward_task():
             return
         if torch.is_grad_enabled() and any(group.placement.weight for group in self.all_groups):
             raise EngineStateError(
@@ -350,6 +354,7 @@ class Unit:
 
     def post_backward(self, call: Call) -> None:
         """All gradients of the call's inputs are there, so its share of the parameters' gradients is."""
+        call.ended_in = compat.backward_task()
         if call in self._calls:
             self._calls.remove(call)
         if call.running:

@@ -141,6 +141,16 @@ class Attention(nn.Module):
         return self.last(self.attention(tokens, key=tokens, value=tokens, need_weights=False)[0].flatten(1)).flatten()
 
 
+class AttentionInPlace(Attention):
+    """Attention returns a view, into which the caller writes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.unflatten(-1, (3, 2))
+        attended = self.attention(tokens, key=tokens, value=tokens, need_weights=False)[0]
+        attended += tokens
+        return self.last(attended.flatten(1)).flatten()
+
+
 class Images(nn.Module):
     """Convolutions, a norm that does not look at other rows, an activation that writes into its unit's input."""
 

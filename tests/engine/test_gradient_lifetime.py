@@ -8,9 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mfsdp.engine import clip_grad_norm_, fully_shard, grad_norm, no_sync, reduction, sharded_parameters
+from lightning_mfsdp.engine import (
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    grad_norm,
+    no_sync,
+    reduction,
+    sharded_parameters,
+)
 from tests.engine.worlds import by_world, check
-from tests.helpers.chain import STRATEGIES, adamw, inputs, loss_of, sharded_chain, train
+from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, sharded_chain, train
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -28,6 +36,72 @@ def a_gradient_set_before_the_first_backward_is_added_to(rank, world):
         loss_of(model, inputs(0, rank)).backward()
         for found, expected in zip(gradients(model), gradients(expected_model), strict=True):
             torch.testing.assert_close(found, expected + 1)
+
+
+def a_gradient_set_while_others_wait_to_be_reduced_is_added_to(rank, world):
+    for sharding in STRATEGIES:
+        model, expected_model = sharded_chain(sharding=sharding), sharded_chain(sharding=sharding)
+        loss_of(expected_model, inputs(0, rank)).backward()
+        loss_of(expected_model, inputs(1, rank)).backward()
+        with no_sync(model):
+            loss_of(model, inputs(0, rank)).backward()
+        for view in sharded_parameters(model):
+            if view.local.numel():
+                view.local.grad = torch.ones_like(view.local)
+        loss_of(model, inputs(1, rank)).backward()
+        for found, expected in zip(gradients(model), gradients(expected_model), strict=True):
+            torch.testing.assert_close(found, expected + 1)
+
+
+def small_gradients_add_up_where_the_optimizer_sees_rounded_ones(rank, world):
+    """1 + 255 / 512 in float32; in bfloat16 every addition would be lost."""
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.bfloat16)
+    for sharding in STRATEGIES:
+        model = fully_shard(nn.Linear(4, 4, bias=False).bfloat16(), sharding=sharding, policy=policy)
+        for microbatch in range(256):
+            scale = 1.0 if microbatch == 0 else 2.0**-9
+            (model(torch.ones(1, 4, dtype=torch.bfloat16)).sum() * scale).backward()
+        for found in gradients(model):
+            assert found.eq(1.5).all(), f"{sharding}: {found}"
+
+
+class Hidden:
+    """Nothing can look into it for tensors."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class HidesItsFirstResult(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return Hidden(y) if x.shape[0] == 1 else y
+
+
+def gradients_that_come_late_wait_for_those_on_their_way(rank, world):
+    """One bucket for each group: a unit reduced twice in a backward waits for its first reduction."""
+    for sharding in STRATEGIES:
+        torch.manual_seed(0)
+        layer = fully_shard(HidesItsFirstResult(8, 8), sharding=sharding)
+        model = fully_shard(nn.ModuleList([layer]), sharding=sharding)
+        torch.manual_seed(0)
+        plain = nn.Linear(8, 8)
+        prepare, twice = reduction.GradientReducer.prepare, []
+
+        def checked(reducer, prepare=prepare, twice=twice, model=model):
+            twice.append(any(reducer in sent.reducers for sent in context(model)._in_flight))
+            return prepare(reducer)
+
+        x = inputs(0)
+        with mock.patch.object(reduction.GradientReducer, "prepare", checked):
+            layer(torch.tanh(layer(x[:1]).value + x)).square().sum().backward()
+        plain(torch.tanh(plain(x[:1]) + x)).square().sum().backward()
+        assert not any(twice)
+        assert len(twice) == 2
+        for view in sharded_parameters(model):
+            grad = plain.get_parameter(view.name.removeprefix("0.")).grad
+            if len(view.rows):
+                torch.testing.assert_close(view.grad, grad[view.rows.start : view.rows.stop])
 
 
 def a_kept_gradient_outlives_clearing_and_the_next_forward(rank, world):
@@ -136,9 +210,13 @@ WORLDS = {
         a_gradient_set_before_the_first_backward_is_added_to,
         a_kept_gradient_outlives_clearing_and_the_next_forward,
         gradients_put_back_by_hand_are_clipped,
+        small_gradients_add_up_where_the_optimizer_sees_rounded_ones,
     ),
     2: (
         a_gradient_set_before_the_first_backward_is_added_to,
+        a_gradient_set_while_others_wait_to_be_reduced_is_added_to,
+        small_gradients_add_up_where_the_optimizer_sees_rounded_ones,
+        gradients_that_come_late_wait_for_those_on_their_way,
         a_kept_gradient_outlives_clearing_and_the_next_forward,
         gradients_put_back_by_hand_are_clipped,
         a_nan_norm_leaves_nothing_behind,

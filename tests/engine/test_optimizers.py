@@ -145,11 +145,11 @@ def closures_work(rank, world):
 
 def zeroed_and_removed_gradients_train_alike(rank, world):
     grads16 = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)
-    for sharding, policy in product(STRATEGIES, (None, grads16)):
+    for sharding, policy, kind in product(STRATEGIES, (None, grads16), (torch.optim.AdamW, NormScaled)):
         found = []
         for set_to_none in (False, True):
             model = sharded_chain(sharding=sharding, policy=policy)
-            optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+            optimizer = fully_shard_optimizer(kind(model.parameters(), lr=1e-2))
             run(model, optimizer, set_to_none=set_to_none)
             optimizer.zero_grad(set_to_none=set_to_none)
             for view in sharded_parameters(model):

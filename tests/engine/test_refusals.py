@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_mfsdp.engine import (
     EngineStateError,
     MixedPrecisionPolicy,
+    ShardingError,
     clip_grad_norm_,
     fully_shard,
     fully_shard_optimizer,
@@ -61,6 +62,14 @@ def weights_tied_across_roots_are_refused(rank: int, world: int) -> None:
     fully_shard(second)
     with pytest.raises(EngineStateError, match=r"a unit of another root.*module around both"):
         second(inputs(0, rank))
+
+
+def an_embedding_that_rescales_its_rows_is_refused(rank: int, world: int) -> None:
+    model = nn.Sequential(nn.Embedding(5, 8, max_norm=1.0), nn.Linear(8, 8))
+    with pytest.raises(
+        ShardingError, match=r"parameter 0\.weight of Sequential belongs to an embedding with max_norm=1\.0"
+    ):
+        fully_shard(model)
 
 
 def replaced_parameters_are_noticed(rank: int, world: int) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.engine import ShardingError, fully_shard, fully_shard_optimizer, sharded_parameters, unshard
 from lightning_mfsdp.engine.inspect import context_of
+from lightning_mfsdp.engine.unit import unit_of
 from tests.engine.cases import Problems
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import adamw, inputs, loss_of, plain_chain, sharded_chain, train
@@ -37,6 +38,31 @@ def reductions_start_while_backward_runs(rank: int, world: int) -> None:
     train(model, optimizer, range(2), rank)
     # Layers 3, 2 and 1 are under way when layer 0 ends; the root comes last.
     assert _reductions_before_the_first_layer_ends(model, inputs(5, rank)) >= 3
+
+
+class InputToo(nn.Linear):
+    """Returns its input beside its result."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, super().forward(x)
+
+
+def a_unit_that_returns_its_input_is_given_back_in_time(rank: int, world: int) -> None:
+    model = nn.Sequential(InputToo(8, 8), nn.Linear(8, 8))
+    unit = unit_of(fully_shard(model[0]))
+    fully_shard(model)
+    seen, gathers = [], []
+    for step in range(2):
+        before = context_of(model).gathers_started
+        x = inputs(step, rank).requires_grad_()
+        x.register_hook(lambda _: seen.append(unit.groups[0].gathered))
+        # Not through the root: its weights would be part of the count.
+        x, y = model[0](x * 1.0)
+        (x + y).sum().backward()
+        gathers.append(context_of(model).gathers_started - before)
+    # For forward and for backward; then it is known to end the forward, so that its weights stay.
+    assert gathers == [2, 1]
+    assert seen == [False, False]
 
 
 def units_without_parameters_hold_nobody_up(rank: int, world: int) -> None:
@@ -113,6 +139,7 @@ def optimizers_of_whole_matrices_are_refused(rank: int, world: int) -> None:
 WORLDS = {
     2: (
         reductions_start_while_backward_runs,
+        a_unit_that_returns_its_input_is_given_back_in_time,
         units_without_parameters_hold_nobody_up,
         tied_weights_of_the_two_ends_hold_nobody_up,
         the_next_gather_starts_before_its_unit_runs,

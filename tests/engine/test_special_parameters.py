@@ -69,6 +69,7 @@ CASES = {
     "flat weights of an LSTM": Case(models.Recurrent),
     "an LSTM as unit": Case(models.Recurrent, ["lstm"]),
     "attention and a parametrization": Case(models.Attention, ["attention"]),
+    "attention whose result is written into": Case(models.AttentionInPlace, ["attention"]),
     "convolutions and writing into the input": Case(models.Images, ["conv", "rest"]),
     "sparse gradients": Case(partial(models.Ids, tied=False, sparse=True), ["embedding"]),
     "sparse and tied": Case(partial(models.Ids, tied=True, sparse=True), ["embedding", "head"]),
