@@ -17,6 +17,7 @@ from lightning_mfsdp.engine.unit import Unit, unit_of
 
 __all__ = [
     "build_mesh",
+    "check_blocks_per_unit",
     "check_callbacks",
     "check_choice",
     "check_device",
@@ -42,6 +43,13 @@ def check_choice(argument: str, value: object, choices: tuple[object, ...]) -> N
     """Raise a ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{argument}={value!r}: expected one of {', '.join(map(repr, choices))}")
+
+
+def check_blocks_per_unit(blocks_per_unit: object) -> None:
+    """Raise a ValueError unless it is "auto" or a positive number."""
+    is_number = isinstance(blocks_per_unit, int) and not isinstance(blocks_per_unit, bool)
+    if blocks_per_unit != "auto" and not (is_number and blocks_per_unit >= 1):  # type: ignore[operator]
+        raise ValueError(f'blocks_per_unit={blocks_per_unit!r}: expected "auto" or a positive number of blocks')
 
 
 def check_state_dict_type(state_dict_type: str) -> None:

@@ -29,6 +29,7 @@ from torchmetrics import Metric
 
 from lightning_mfsdp.arguments import (
     build_mesh,
+    check_blocks_per_unit,
     check_callbacks,
     check_choice,
     check_device,
@@ -59,6 +60,7 @@ from lightning_mfsdp.precision import MFSDPPrecision, translate_precision
 from lightning_mfsdp.unit_selection import (
     UnitsArgument,
     describe_units,
+    join_blocks,
     select_units,
     validate_units,
 )
@@ -87,6 +89,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         outer_sharding: On the outer axis: "no_shard" (HSDP) or "optim" (HFSDP).
         policy: Dtypes of weights, gradients and communication. `None`: what `Trainer(precision=...)` stands for; if given, it wins.
         units: "auto", a list of module classes or class names, or a callable: which modules are gathered as one. See `select_units`.
+        blocks_per_unit: How many neighbouring blocks are gathered as one. "auto": small ones together, if `units` is "auto".
         data_parallel_size: Number of ranks that see different data. "auto" or `None`: all ranks, the only number this version takes.
         outer_size: Size of the outer axis; it must divide the number of ranks. Neighbouring ranks share the shard axis.
         mesh: A device mesh of your own instead of `outer_size`: one axis, or two, outer first unless they are named "outer" and "shard".
@@ -121,6 +124,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         outer_sharding: str | int = "no_shard",
         policy: MixedPrecisionPolicy | None = None,
         units: UnitsArgument = "auto",
+        blocks_per_unit: int | Literal["auto"] = "auto",
         data_parallel_size: int | Literal["auto"] | None = "auto",
         outer_size: int = 1,
         mesh: DeviceMesh | None = None,
@@ -142,6 +146,7 @@ class MFSDPStrategy(CheckpointingStrategy):
     ) -> None:
         resolve_placement(sharding, outer_sharding, 1, 1)
         validate_units(units)
+        check_blocks_per_unit(blocks_per_unit)
         check_choice("storage", storage, ("pooled", "dynamic"))
         check_choice("accumulation", accumulation, ("local", "sharded"))
         check_choice("reshard_after_forward", reshard_after_forward, (True, False, "auto"))
@@ -163,6 +168,9 @@ class MFSDPStrategy(CheckpointingStrategy):
         self.outer_sharding = outer_sharding
         self.accumulation = accumulation
         self._units: UnitsArgument = units
+        self._blocks_per_unit: int | Literal["auto"] = (
+            1 if blocks_per_unit == "auto" and units != "auto" else blocks_per_unit
+        )
         self._data_parallel_size = data_parallel_size
         self._outer_size = outer_size
         self._mesh = mesh
@@ -246,7 +254,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         if root is not None:
             warn_of_other_options(module, root, policy, self.sharding, self.outer_sharding)
             return
-        chosen: list[nn.Module] = []
+        chosen: list[nn.Module | list[nn.Module]] = []
         if any(unit_of(part) is not None for part in module.modules()):
             if self._units != "auto":
                 raise ValueError(
@@ -257,7 +265,7 @@ class MFSDPStrategy(CheckpointingStrategy):
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
-            chosen = select_units(module, self._units)
+            chosen = join_blocks(module, select_units(module, self._units), self._blocks_per_unit)
         fully_shard_units(
             module,
             chosen,

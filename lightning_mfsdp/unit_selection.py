@@ -5,15 +5,17 @@ It reads module trees only; sharding them is the engine's work.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, pairwise
 from typing import Literal, TypeAlias
 
 from torch import nn
 
 from lightning_mfsdp.engine import UnitView
 
-__all__ = ["UnitsArgument", "describe_units", "select_units", "validate_units"]
+__all__ = ["UnitsArgument", "describe_units", "join_blocks", "select_units", "validate_units"]
 
 UnitsArgument: TypeAlias = Literal["auto"] | Sequence[str | type[nn.Module]] | Callable[[nn.Module], bool]
 
@@ -21,6 +23,10 @@ UnitsArgument: TypeAlias = Literal["auto"] | Sequence[str | type[nn.Module]] | C
 _LARGE_SHARE = 1 / 32
 _LARGE_SHARE_MIN_NUMEL = 2**20
 _LARGE_NUMEL = 2**26
+# Blocks smaller than this are gathered together with their neighbours, but never so many that few units are left: then there would
+# be nothing to overlap, and as much gathered at once as without units.
+_WORTH_A_GATHER_NUMEL = 2**25
+_FEWEST_UNITS = 6
 
 
 def validate_units(units: UnitsArgument) -> None:
@@ -55,6 +61,43 @@ def select_units(root: nn.Module, units: UnitsArgument) -> list[nn.Module]:
     if units == "auto":
         return _select_automatically(root)
     return _select_by_class(root, units)
+
+
+def join_blocks(
+    root: nn.Module, chosen: Sequence[nn.Module], blocks_per_unit: int | Literal["auto"]
+) -> list[nn.Module | list[nn.Module]]:
+    """Put chosen neighbours of one class in a `ModuleList` or `Sequential` together, a list for each unit; the others stay as they are.
+
+    Args:
+        root: The whole model.
+        chosen: By `select_units`.
+        blocks_per_unit: At most so many in a unit; "auto": until a unit is worth a gather of its own.
+    """
+    left = {id(module): module for module in chosen}
+    joined: dict[int, list[nn.Module]] = {}
+    for container in root.modules():
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            continue
+        for _, neighbours in groupby(container.children(), key=lambda child: (type(child), id(child) in left)):
+            run = [child for child in neighbours if left.pop(id(child), None) is not None]
+            for members in _in_equal_parts(run, _blocks_per_unit(run, blocks_per_unit)):
+                joined.update({id(member): members for member in members})
+    units = {id(members[0]): members for members in (joined.get(id(module), [module]) for module in chosen)}
+    return [members[0] if len(members) == 1 else members for members in units.values()]
+
+
+def _blocks_per_unit(run: Sequence[nn.Module], wanted: int | Literal["auto"]) -> int:
+    if wanted != "auto" or not run:
+        return 1 if wanted == "auto" else wanted
+    largest = max(_numel(block) for block in run)
+    return max(1, min(math.ceil(_WORTH_A_GATHER_NUMEL / largest), len(run) // _FEWEST_UNITS))
+
+
+def _in_equal_parts(run: Sequence[nn.Module], most: int) -> list[list[nn.Module]]:
+    """Consecutive parts of at most `most`, whose lengths differ by one at most."""
+    count = math.ceil(len(run) / most)
+    bounds = [len(run) * index // count for index in range(count + 1)] if count else []
+    return [list(run[start:stop]) for start, stop in pairwise(bounds)]
 
 
 def describe_units(views: Sequence[UnitView], num_owned: int) -> str:

@@ -108,8 +108,9 @@ def mfsdp(
     sharding: str = "optim_grads_params",
     symmetric: bool = False,
     reshard: bool | Literal["auto"] = True,
+    joined: bool = True,
 ) -> Engine:
-    """This package.
+    """This package, with small blocks joined as the strategy joins them.
 
     Args:
         options: Size and dtypes.
@@ -117,6 +118,7 @@ def mfsdp(
         sharding: The strategy.
         symmetric: Gathers on symmetric memory.
         reshard: `reshard_after_forward`; "auto" spends idle memory on skipped gathers.
+        joined: Small blocks share a unit; only the 300m preset has some.
     """
     from lightning_mfsdp import (
         MixedPrecisionPolicy,
@@ -126,13 +128,15 @@ def mfsdp(
         fully_shard_optimizer,
         no_sync,
     )
+    from lightning_mfsdp.unit_selection import join_blocks
 
     model = build(options, device)
     if options.compiled:
         for block in model.blocks:
             block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
     policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, grad_comm_dtype=options.reduce_dtype)
-    for unit in (model.embedding, *model.blocks, model.head, model):
+    blocks = join_blocks(model, list(model.blocks), "auto" if joined else 1)
+    for unit in (model.embedding, *blocks, model.head, model):
         fully_shard(unit, policy=policy, sharding=sharding, symmetric_memory=symmetric, reshard_after_forward=reshard)
     optimizer = fully_shard_optimizer(adamw(model.parameters()))
 
@@ -153,6 +157,7 @@ def mfsdp(
 ENGINES: dict[str, Callable[[Options, torch.device], Engine]] = {
     "limit": limit,
     "mfsdp": mfsdp,
+    "mfsdp-single": partial(mfsdp, joined=False),
     "mfsdp-symm": partial(mfsdp, symmetric=True),
     "mfsdp-symm-auto": partial(mfsdp, symmetric=True, reshard="auto"),
     "mfsdp-zero2": partial(mfsdp, sharding="optim_grads"),

@@ -40,7 +40,9 @@ def ddp(options: Options, device: torch.device) -> Engine:
     return Engine(forward=forward, step=_stepper(model, options), no_sync=wrapped.no_sync)
 
 
-def fsdp2(options: Options, device: torch.device, *, tuned: bool = False, symmetric: bool = False) -> Engine:
+def fsdp2(
+    options: Options, device: torch.device, *, tuned: bool = False, symmetric: bool = False, blocks_per_unit: int = 1
+) -> Engine:
     """Torch's `fully_shard`.
 
     Args:
@@ -48,6 +50,7 @@ def fsdp2(options: Options, device: torch.device, *, tuned: bool = False, symmet
         device: This rank's.
         tuned: Embedding and head as units of their own, explicit prefetch two deep.
         symmetric: Gathers and reductions on symmetric memory.
+        blocks_per_unit: So many blocks as one unit.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -55,16 +58,18 @@ def fsdp2(options: Options, device: torch.device, *, tuned: bool = False, symmet
     compile_blocks(model, options)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=options.reduce_dtype)
     blocks = list(model.blocks)
-    for block in blocks:
-        fully_shard(block, mp_policy=policy)
+    for start in range(0, len(blocks), blocks_per_unit):
+        members = blocks[start : start + blocks_per_unit]
+        fully_shard(members if len(members) > 1 else members[0], mp_policy=policy)
     if tuned:
         fully_shard(model.embedding, mp_policy=policy)
         fully_shard(model.head, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     if tuned:
-        for index, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
-            block.set_modules_to_backward_prefetch(blocks[max(0, index - 2) : index][::-1])
+        heads = blocks[::blocks_per_unit]
+        for index, head in enumerate(heads):
+            head.set_modules_to_forward_prefetch(heads[index + 1 : index + 3])
+            head.set_modules_to_backward_prefetch(heads[max(0, index - 2) : index][::-1])
     if symmetric:
         model.set_force_sum_reduction_for_comms(True)
         for module in model.modules():
@@ -149,6 +154,7 @@ PEERS: dict[str, Callable[[Options, torch.device], Engine]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
     "fsdp2-tuned": partial(fsdp2, tuned=True),
+    "fsdp2-tuned-joined": partial(fsdp2, tuned=True, blocks_per_unit=3),
     "fsdp2-tuned-symm": partial(fsdp2, tuned=True, symmetric=True),
     "megatron-v1": megatron_v1,
     "megatron-v2": megatron_v2,

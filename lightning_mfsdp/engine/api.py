@@ -138,7 +138,7 @@ def refresh_weights(module: nn.Module) -> None:
 
 
 def fully_shard_units(
-    module: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh | None = None, **options: Any
+    module: nn.Module, units: Sequence[nn.Module | Sequence[nn.Module]], mesh: DeviceMesh | None = None, **options: Any
 ) -> nn.Module:
     """`fully_shard` every unit, then `module`, initialising meta parameters in the order in which their modules were built.
 
@@ -146,19 +146,23 @@ def fully_shard_units(
 
     Args:
         module: The root.
-        units: Modules inside it, in any order.
+        units: Modules inside it, in any order; a list among them becomes one unit.
         mesh: As in `fully_shard`.
         **options: As in `fully_shard`.
     """
     device = mesh_device(resolve_mesh(mesh))
     if options.get("ignored_parameters") is not None:
         options["ignored_parameters"] = list(options["ignored_parameters"])
-    wanted, replaced = {id(unit) for unit in units}, Replaced()
+    series = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
+    unit_with = {id(member): members for members in series for member in members}
+    seen, replaced = set[int](), Replaced()
     ignored = {id(parameter) for parameter in options.get("ignored_parameters") or ()}
     for name, child in children_first(module):
         materialize_module(name, child, device, replaced, ignored)
-        if id(child) in wanted and child is not module:
-            fully_shard(child, mesh, **options)
+        seen.add(id(child))
+        members = unit_with.get(id(child), [module])
+        if module not in members and all(id(member) in seen for member in members):
+            fully_shard(members[0] if len(members) == 1 else members, mesh, **options)
     return fully_shard(module, mesh, **options)
 
 

@@ -24,6 +24,7 @@ from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.parameter import Entry
 from lightning_mfsdp.engine.planning import MemoryPlanner
 from lightning_mfsdp.engine.reduction import Filling, GradientReducer, Sync
+from lightning_mfsdp.engine.series import Series
 from lightning_mfsdp.engine.storage import Slot, SlotPool
 from lightning_mfsdp.engine.streams import Event, Streams
 from lightning_mfsdp.engine.unit import Unit
@@ -72,6 +73,7 @@ class Context:
         self._last_forward: weakref.ref[Unit] | None = None
         self._ends_forward: weakref.ref[Unit] | None = None
         self._last_backward: weakref.ref[Unit] | None = None
+        self._series: Series | None = None
         self._in_backward = False
         self._order: list[weakref.ref[Unit]] = []
         self._turn = 0
@@ -215,6 +217,17 @@ class Context:
             unit.previous_forward = weakref.ref(last)
         self._last_forward = weakref.ref(unit)
 
+    def note_series(self, series: Series | None) -> None:
+        """A series stands between two of its modules, or runs one; `None`: it has ended."""
+        if self._series is not series:
+            self.interrupt()
+            self._series = series
+
+    def interrupt(self) -> None:
+        """Something else than the next module of a series comes: the series ends, unless this happens inside one of its modules."""
+        if self._series is not None and not self._series.busy:
+            self._series.stop()
+
     def keeps_after_forward(self, unit: Unit) -> bool:
         """Whether a unit's weights stay between forward and backward: the root's, and those that backward needs first."""
         return unit is self.root or (self._ends_forward is not None and self._ends_forward() is unit)
@@ -226,6 +239,7 @@ class Context:
         if self._in_backward:
             return
         self._in_backward = True
+        self.interrupt()
         compat.on_backward_end(self._end_backward)
         self._ends_forward = self._last_forward
         self._turn = 0

@@ -31,7 +31,7 @@ from lightning_mfsdp.engine.unit import Unit, unit_of
 
 __all__ = ["fully_shard", "mesh_device"]
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
+ModuleT = TypeVar("ModuleT", bound=nn.Module | Sequence[nn.Module])
 Named = tuple[str, nn.Parameter, list[tuple[dict[str, Any], str]]]
 
 
@@ -55,7 +55,9 @@ def fully_shard(
     initialised by their modules' `reset_parameters`.
 
     Args:
-        module: Any module. Its parameter names do not change; at rest its parameters are DTensors of the main weights.
+        module: Any module. Its parameter names do not change; at rest its parameters are DTensors of the main weights. A list of
+            modules that run one after the other becomes one unit: small blocks are gathered and reduced faster together. Called in
+            another order they are still right, only gathered more often; so are they under reentrant checkpointing of each.
         mesh: 1-D (shard) or 2-D (outer, shard), or with axes named "outer" and "shard". `None`: all ranks, 1-D.
         sharding: "no_shard", "optim", "optim_grads" or "optim_grads_params", or 0 to 3: what is sharded on the shard
             axis.
@@ -92,37 +94,36 @@ def fully_shard(
             f"{resolved.shard.size} ranks"
         )
     placement = resolve_placement(sharding, outer_sharding, resolved.shard.size, outer_size)
-    if unit_of(module) is not None:
-        raise ShardingError(
-            f"fully_shard: {type(module).__name__} is sharded already; call fully_shard once for each module"
-        )
+    members = _members(module)
+    whole = members[0] if len(members) == 1 else nn.ModuleList(members)
+    inputs_are_cast = _casts_alike(members, policy)
     device = mesh_device(resolved)
     if symmetric_memory:
         check_symmetric_memory(device, resolved.shard, storage)
     ignored = {id(parameter) for parameter in ignored_parameters or ()}
-    materialize(module, device, ignored)
-    named, borrowed = _parameters_of(module, ignored)
-    _refuse_unfit(module, named, policy)
-    _check_same_model(module, named, resolved)
-    _share_buffers(module, resolved, device)
-    keep_fp32 = _fp32_parameters(module, policy)
+    materialize(whole, device, ignored)
+    named, borrowed = _parameters_of(whole, ignored)
+    _refuse_unfit(whole, named, policy)
+    _check_same_model(whole, named, resolved)
+    _share_buffers(whole, resolved, device)
+    keep_fp32 = _fp32_parameters(whole, policy)
     groups = [
         ParameterGroup(
-            name=f"{type(module).__name__}[{index}]",
-            named=members,
+            name=f"{type(whole).__name__}[{index}]",
+            named=alike,
             spec=spec,
             mesh=resolved,
             placement=placement,
             policy=policy,
             device=device,
         )
-        for index, (spec, members) in enumerate(_by_spec(named, policy, keep_fp32))
+        for index, (spec, alike) in enumerate(_by_spec(named, policy, keep_fp32))
     ]
     _advise_on_padding(groups)
-    if _matches("", module, policy.fp32_modules):
-        policy = replace(policy, cast_forward_inputs=False)  # its own hooks cast
-    unit = Unit(module, groups, policy, reshard_after_forward=reshard_after_forward)
-    _join(module, unit, Context(unit, resolved, device, pooled=storage == "pooled", symmetric=symmetric_memory))
+    if not inputs_are_cast:
+        policy = replace(policy, cast_forward_inputs=False)
+    unit = Unit(members, groups, policy, reshard_after_forward=reshard_after_forward)
+    _join(whole, unit, Context(unit, resolved, device, pooled=storage == "pooled", symmetric=symmetric_memory))
     _borrow(unit, borrowed)
     return module
 
@@ -132,6 +133,36 @@ def mesh_device(mesh: Mesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _members(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules of the unit to be."""
+    members = [module] if isinstance(module, nn.Module) else list(module)
+    for member in members:
+        if not isinstance(member, nn.Module):
+            raise ShardingError(f"fully_shard: expected a module or a list of modules, got {type(member).__name__}")
+        if unit_of(member) is not None:
+            raise ShardingError(
+                f"fully_shard: {type(member).__name__} is sharded already; call fully_shard once for each module"
+            )
+    inside = {id(part) for member in members for part in member.modules() if part is not member}
+    if not members or len({id(member) for member in members}) < len(members) or any(id(m) in inside for m in members):
+        raise ShardingError(
+            f"fully_shard: expected modules that run one after the other, got {[type(m).__name__ for m in members]}, which is empty or "
+            "names a module twice or along with one inside it"
+        )
+    return members
+
+
+def _casts_alike(members: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> bool:
+    """Whether the unit casts what its modules are called with; False: they are kept in float32 and cast for themselves."""
+    kept = [_matches("", member, policy.fp32_modules) for member in members]
+    if any(kept) and not all(kept):
+        raise ShardingError(
+            f"fully_shard: policy.fp32_modules keeps some of {[type(member).__name__ for member in members]} in float32 and not all, "
+            "but the inputs of one unit are cast alike; shard them apart"
+        )
+    return not any(kept)
 
 
 # -- which parameters --------------------------------------------------------------------------------------------------
@@ -331,11 +362,13 @@ def _advise_on_padding(groups: Sequence[ParameterGroup]) -> None:
 
 def _join(module: nn.Module, unit: Unit, context: Context) -> None:
     """Bring nested units into the new root's context, in module order, the root last."""
+    names: dict[Unit, list[str]] = {}
     for name, child in module.named_modules():
         nested = unit_of(child)
-        if nested is None or nested is unit:
-            continue
-        nested.rename(name)
+        if nested is not None and nested is not unit:
+            names.setdefault(nested, []).append(name)
+    for nested, found in names.items():
+        nested.rename(found)
         context.take_over(nested.context)
         context.add(nested)
     context.add(unit)

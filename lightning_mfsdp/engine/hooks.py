@@ -1,61 +1,51 @@
-"""How a unit hangs on its module, and what it remembers of one forward.
+"""How a unit hangs on its modules.
 
-No hook keeps the unit alive: the module's reference to its unit is the only strong one, so deleting the module frees everything.
+No hook keeps the unit alive: the modules' references to their unit are the only strong ones, so deleting the modules frees everything.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from lightning_mfsdp.engine import compat
-from lightning_mfsdp.engine.storage import Slot
+from lightning_mfsdp.engine.series import Series
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.unit import Unit
 
-__all__ = ["Call", "attach", "is_plain_lookup"]
+__all__ = ["attach", "is_plain_lookup"]
 
 
-class Call:
-    """One forward in grad mode, until its backward.
-
-    Attributes:
-        slots: Where its saved tensors expect the weights, by group.
-        has_end: Some input needs a gradient, so its backward has a visible end.
-        running: Its backward has begun and not ended.
-        ended_in: The backward whose gradients of all its inputs came last.
-        reads_weights: Its backward needs the weights.
-        given: What its inputs are views of, by identity.
-    """
-
-    __slots__ = ("ended_in", "given", "has_end", "reads_weights", "running", "slots")
-
-    def __init__(self) -> None:
-        self.slots: list[Slot | None] = []
-        self.has_end = False
-        self.running = False
-        self.ended_in = -1
-        self.reads_weights = True
-        self.given: set[int] = set()
+def attach(unit: Unit, modules: Sequence[nn.Module]) -> None:
+    """Register the unit's hooks on its modules. A compiler that looks into a module stops at them and goes on inside."""
+    series = Series(unit, len(modules)) if len(modules) > 1 else None
+    for index, module in enumerate(modules):
+        _attach_one(weakref.ref(unit), module, index, series)
 
 
-def attach(unit: Unit, module: nn.Module) -> None:
-    """Register the unit's hooks on its module. A compiler that looks into the module stops at them and goes on inside."""
-    this = weakref.ref(unit)
-
+def _attach_one(this: weakref.ref[Unit], module: nn.Module, index: int, series: Series | None) -> None:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = this()
-        return None if unit is None else unit.pre_forward(module, args, kwargs)
+        if unit is None:
+            return None
+        if series is not None:
+            return series.pre_forward(unit, index, module, args, kwargs)
+        return unit.pre_forward(module, args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         unit = this()
-        if unit is not None:
+        if unit is None:
+            return
+        if series is not None:
+            series.post_forward(unit, index, module, args, output)
+        else:
             unit.post_forward(module, args, output)
 
     def rest(*_: Any) -> None:

@@ -68,7 +68,7 @@ class UnitView:
 
     Attributes:
         name: Full name inside the root, or the class name of the root.
-        module_class: Class name of its module.
+        module_class: Class name of its module; of several, their number and the class name of the first.
         num_parameters: Elements of all its parameters, whole.
         padding_fraction: Cells of its address spaces that belong to no parameter, relative to `num_parameters`.
         main_bytes: Main weights.
@@ -137,7 +137,12 @@ def sharded_parameters(module: nn.Module) -> list[ParameterView]:
 
 def units(module: nn.Module) -> list[UnitView]:
     """Every unit inside `module`, in module order."""
-    return [_unit_view(unit, child) for child in module.modules() if (unit := unit_of(child)) is not None]
+    members: dict[Unit, list[nn.Module]] = {}
+    for child in module.modules():
+        unit = unit_of(child)
+        if unit is not None:
+            members.setdefault(unit, []).append(child)
+    return [_unit_view(unit, found) for unit, found in members.items()]
 
 
 def flat_gradients(module: nn.Module) -> list[FlatGradient]:
@@ -206,14 +211,15 @@ def _view(group: ParameterGroup, entry: Entry, names: tuple[str, ...]) -> Parame
     )
 
 
-def _unit_view(unit: Unit, module: nn.Module) -> UnitView:
+def _unit_view(unit: Unit, modules: list[nn.Module]) -> UnitView:
+    kind = type(modules[0]).__name__
     layouts = [group.layout for group in unit.groups]
     total = sum(layout.numel_total for layout in layouts)
     padded = sum(layout.padded_numel for layout in layouts)
     reducers = [reducer for group in unit.groups if (reducer := unit.context.known_reducer(group)) is not None]
     return UnitView(
         name=unit.name,
-        module_class=type(module).__name__,
+        module_class=kind if len(modules) == 1 else f"{len(modules)} x {kind}",
         num_parameters=total,
         padding_fraction=(padded - total) / total if total else 0.0,
         main_bytes=sum(group.main.size_bytes for group in unit.groups),

@@ -16,18 +16,26 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.engine import compat
+from lightning_mfsdp.engine.calls import (
+    Call,
+    cast_inputs,
+    listen_to_inputs,
+    listen_to_outputs,
+    refuse_own_weights,
+)
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.group import ParameterGroup
-from lightning_mfsdp.engine.hooks import Call, attach, is_plain_lookup
+from lightning_mfsdp.engine.hooks import attach, is_plain_lookup
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.storage import Slot
-from lightning_mfsdp.engine.tree import map_tensors, tensors_in
+from lightning_mfsdp.engine.tree import tensors_in
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.context import Context
@@ -43,7 +51,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 class Unit:
-    """The engine's side of one sharded module.
+    """The engine's side of one sharded module, or of several that run one after the other (series.py).
 
     Attributes:
         name: Class name of the module until a root knows it by its full name.
@@ -51,21 +59,23 @@ class Unit:
         borrowed: Groups of other units whose parameters this module shares (tied weights).
         all_groups: Both.
         context: Shared by all units of a root.
+        calls: Those whose backward has not come through their inputs since the last backward ended.
         hears_end: Some call had an input that needs a gradient, so the end of its backward is noticed.
         live: Shows full parameters.
         may_stay: Weights stay between forward and backward if there is memory to spare (planning.py).
+        hears_parameters: A backward is noticed by the gradients it leaves.
         pinned: Stays so through the end of a backward, because code around it is still running (`gather_root`).
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         groups: list[ParameterGroup],
         policy: MixedPrecisionPolicy,
         *,
         reshard_after_forward: bool | Literal["auto"],
     ) -> None:
-        self.name = type(module).__name__
+        self.name = type(modules[0]).__name__
         self.groups = groups
         self.borrowed: list[ParameterGroup] = []
         self.all_groups = list(groups)
@@ -79,18 +89,19 @@ class Unit:
         self.next_forward: weakref.ref[Unit] | None = None
         self.previous_forward: weakref.ref[Unit] | None = None
         self.next_backward: weakref.ref[Unit] | None = None
-        self._calls: list[Call] = []
+        self.calls: list[Call] = []
         self._open_calls: list[Call | None] = []
         self._running = 0
         self._idle = False
-        self._hears_parameters = False
+        self.hears_parameters = False
         self.hears_end = False
-        module.__dict__[_UNIT] = self
-        attach(self, module)
+        for module in modules:
+            module.__dict__[_UNIT] = self
+        attach(self, modules)
 
-    def rename(self, name: str) -> None:
-        """Take the full name inside a root."""
-        self.name = name
+    def rename(self, names: Sequence[str]) -> None:
+        """Take the full name inside a root; `names` are those of its modules."""
+        self.name = name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
         for index, group in enumerate(self.groups):
             group.name = f"{name}[{index}]"
             group.client.name = f"{group.name} weights"
@@ -159,13 +170,11 @@ class Unit:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Forward pre-hook."""
         self.enter()
-        dtype = self.policy.compute_dtype
-        if dtype is not None and self.policy.cast_forward_inputs and _differs(dtype, tensors_in((args, kwargs))):
-            args, kwargs = map_tensors(lambda tensor: _cast(tensor, dtype), (args, kwargs))
+        args, kwargs = cast_inputs(self.policy, args, kwargs)
         call = Call() if torch.is_grad_enabled() and self.all_groups and not self._is_recomputed() else None
         self._open_calls.append(call)
         if call is not None:
-            args, kwargs = self._listen_to_inputs(call, args, kwargs)
+            args, kwargs = listen_to_inputs(self, call, args, kwargs)
         return args, kwargs
 
     def enter(self) -> None:
@@ -173,6 +182,7 @@ class Unit:
         self._idle = False
         if self.borrowed:
             self._check_owners()
+        self.context.interrupt()
         if compat.backward_task() != -1:
             self.start_gather(self._latest_slots())
         else:
@@ -194,25 +204,31 @@ class Unit:
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook; also runs when forward raised, with `output` None."""
         call = self._open_calls.pop() if self._open_calls else None  # none: the pre-hook itself raised
-        outputs = tensors_in(output)
-        self._refuse_own_weights(outputs)
         if call is not None:
             call.reads_weights = not is_plain_lookup(module)
-            self._listen_to_outputs(call, outputs)
+        outputs = self.listen_to_result(call, output)
         if output is None and sys.exc_info()[0] is not None and compat.backward_task() == -1:
             self.abandon()
         else:
             self.leave(reshard=bool(outputs) or call is None)
 
-    def _refuse_own_weights(self, outputs: list[Tensor]) -> None:
-        """A result that lies in gathered memory would change or vanish once that memory is given back."""
-        places = {group.slot.address for group in self.all_groups if group.slot is not None and group.gathered}
-        strided = [tensor for tensor in outputs if tensor.layout is torch.strided] if places else []
-        if any(tensor.untyped_storage().data_ptr() in places for tensor in strided):
-            raise EngineStateError(
-                f"{self.name}: its forward returned one of its own parameters, or a view of one, whose memory is given back "
-                "after forward; return a copy (parameter.clone()), or keep that parameter in the module around the unit"
-            )
+    @property
+    def open_call(self) -> Call | None:
+        """The call that is running; `None` without gradients."""
+        return self._open_calls[-1] if self._open_calls else None
+
+    def listen_to_result(self, call: Call | None, output: Any) -> list[Tensor]:
+        """Check what a forward returned, and have the backward of its call begin with the gradients of that."""
+        outputs = tensors_in(output)
+        refuse_own_weights(self, outputs)
+        if call is not None:
+            listen_to_outputs(self, call, outputs)
+        return outputs
+
+    def close(self) -> None:
+        """A run of several modules ended before its last."""
+        self._open_calls.pop()
+        self.leave(reshard=True)
 
     def leave(self, *, reshard: bool) -> None:
         """After forward: give weights back, unless they are needed again at once.
@@ -223,6 +239,8 @@ class Unit:
         if compat.backward_task() != -1 or self._open_calls:
             return
         context = self.context
+        if self is context.root:
+            context.interrupt()
         if not torch.is_grad_enabled() or (
             reshard and self.reshard_after_forward and not context.keeps_after_forward(self)
         ):
@@ -251,74 +269,6 @@ class Unit:
         """
         return compat.backward_task() != -1 and self.pending > 0
 
-    def _listen_to_inputs(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Have `post_backward` run when gradients of all inputs are there."""
-        tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        if not tensors:
-            return args, kwargs
-        this = weakref.ref(self)
-        call.has_end = self.hears_end = True
-
-        def end(_: Any) -> None:
-            unit = this()
-            if unit is not None:
-                unit.post_backward(call)
-
-        # Views of its own: an input shared by many units (an encoder's memory) is finished for each of them separately.
-        views = {id(tensor): tensor.view_as(tensor) for tensor in tensors}
-        call.given = {id(view._base) for view in views.values()}
-        if len(views) == 1:
-            node = next(iter(views.values())).grad_fn
-            assert node is not None, "a view of what needs a gradient"
-            node.register_prehook(end)
-        else:
-            torch.autograd.graph.register_multi_grad_hook(list(views.values()), end)
-        return map_tensors(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
-
-    def _listen_to_outputs(self, call: Call, outputs: list[Tensor]) -> None:
-        """Have `pre_backward` run when the backward of this call begins."""
-        differentiable = [tensor for tensor in outputs if tensor.requires_grad]
-        if not differentiable:
-            if not outputs:
-                self._listen_to_parameters()
-            return
-        call.slots = [group.slot for group in self.all_groups]
-        self._calls.append(call)
-        this = weakref.ref(self)
-
-        def begin(_: Any) -> None:
-            unit = this()
-            if unit is not None:
-                unit.pre_backward(call)
-
-        for tensor in differentiable:
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(begin)  # a tenth of the host time of a tensor's own hook
-            else:
-                tensor.register_hook(begin)  # type: ignore[no-untyped-call]
-            base = tensor._base  # who writes into a view in place takes the view's own node out of the graph
-            if base is not None and base.grad_fn is not None and id(base) not in call.given:
-                base.grad_fn.register_prehook(begin)
-
-    def _listen_to_parameters(self) -> None:
-        """Where a result hides its tensors, notice a backward by the gradients it leaves."""
-        if self._hears_parameters:
-            return
-        self._hears_parameters = True
-        this = weakref.ref(self)
-
-        def begin(_: Tensor) -> None:
-            unit = this()
-            if unit is not None:
-                unit.context.begin_backward()
-
-        for group in self.all_groups:
-            for entry in group.entries:
-                if entry.full.requires_grad:
-                    entry.full.register_post_accumulate_grad_hook(begin)  # type: ignore[no-untyped-call]
-
     # -- backward ------------------------------------------------------------------------------------------------------
 
     @property
@@ -328,7 +278,7 @@ class Unit:
         Counted by the program and not by which graphs are still alive: that differs from rank to rank, and what is gathered
         in advance must not.
         """
-        return len(self._calls)
+        return len(self.calls)
 
     def pre_backward(self, call: Call) -> None:
         """A gradient of an output is there; the call's own nodes run next, unless it returned an input as it was."""
@@ -355,32 +305,32 @@ class Unit:
     def post_backward(self, call: Call) -> None:
         """All gradients of the call's inputs are there, so its share of the parameters' gradients is."""
         call.ended_in = compat.backward_task()
-        if call in self._calls:
-            self._calls.remove(call)
+        if call in self.calls:
+            self.calls.remove(call)
         if call.running:
             call.running = False
             self._running -= 1
         if self._running == 0:
             self.release()
-        if not self._calls:
+        if not self.calls:
             self.context.unit_done(self)
 
     def prefetch_for_backward(self) -> None:
         """Start the gather for a backward that is expected next, if its memory is free."""
         slots = self._latest_slots()
-        if slots is not None and self._calls[-1].reads_weights:
+        if slots is not None and self.calls[-1].reads_weights:
             self.start_gather(slots, in_advance=True)
 
     def _latest_slots(self) -> list[Slot | None] | None:
         """Where the last call that waits for its backward left saved tensors; `None` if no call waits."""
-        return self._calls[-1].slots if self._calls else None
+        return self.calls[-1].slots if self.calls else None
 
     def rest(self) -> None:
         """After a backward, or after one that failed: nothing of it is waited for any more."""
         self._running = 0
-        for call in self._calls:
+        for call in self.calls:
             call.running = False
-        self._calls.clear()
+        self.calls.clear()
         self.release()
 
     def release_if_idle(self) -> bool:
@@ -388,12 +338,3 @@ class Unit:
         if self._idle:
             self.release()
         return self._idle
-
-
-def _differs(dtype: torch.dtype, tensors: list[Tensor]) -> bool:
-    """Whether any of them is to be cast to `dtype`."""
-    return any(tensor.dtype is not dtype and tensor.is_floating_point() for tensor in tensors)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

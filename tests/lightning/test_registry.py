@@ -53,6 +53,8 @@ def test_registering_again_changes_nothing() -> None:
         ({"units": 3}, TypeError, 'expected "auto"'),
         ({"units": "Block"}, TypeError, "a list of module classes or class names"),
         ({"units": [int]}, TypeError, "units="),
+        ({"blocks_per_unit": 0}, ValueError, "blocks_per_unit=0: expected"),
+        ({"blocks_per_unit": "all"}, ValueError, "blocks_per_unit=.all.: expected"),
         ({"storage": "heap"}, ValueError, "'pooled', 'dynamic'"),
         ({"accumulation": "none"}, ValueError, "'local', 'sharded'"),
         ({"state_dict_type": "full"}, ValueError, "comes with a later one"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.engine import UnitView
-from lightning_mfsdp.unit_selection import describe_units, select_units
+from lightning_mfsdp.unit_selection import describe_units, join_blocks, select_units
 from tests.lightning.models import Block, Classifier
 
 
@@ -134,6 +134,38 @@ def test_names_classes_and_callables_choose_exactly_what_they_say() -> None:
 def test_a_name_that_matches_nothing_lists_what_there_is() -> None:
     with pytest.raises(ValueError, match=r"no module with parameters matches 'Layer'.*Linear \(4\)"):
         select_units(Classifier(), ["Block", "Layer"])
+
+
+def joined(root: nn.Module, blocks_per_unit: Any = "auto", units: Any = "auto") -> list[Any]:
+    """Names of the units; a list for those of several modules."""
+    known = {id(module): name for name, module in root.named_modules()}
+    return [
+        known[id(unit)] if isinstance(unit, nn.Module) else [known[id(member)] for member in unit]
+        for unit in join_blocks(root, select_units(root, units), blocks_per_unit)
+    ]
+
+
+def test_small_neighbours_share_a_unit_until_it_is_worth_a_gather() -> None:
+    found = joined(Decoder(vocab=32_000, dim=1024, layers=24, tied=False))  # 12.6 million a block
+    assert (found[0], found[-1]) == ("embed", "head")
+    assert found[1:-1] == [[f"blocks.{i}" for i in range(start, start + 3)] for start in range(0, 24, 3)]
+
+
+def test_large_blocks_stay_alone_and_few_blocks_too() -> None:
+    assert joined(Decoder(vocab=50, dim=2048, layers=12, tied=False)) == [f"blocks.{i}" for i in range(12)]
+    assert joined(Decoder(vocab=50, dim=256, layers=11, tied=False)) == [f"blocks.{i}" for i in range(11)]
+
+
+def test_tiny_blocks_leave_enough_units_to_overlap() -> None:
+    assert [len(unit) for unit in joined(Decoder(vocab=50, dim=64, layers=40, tied=False))] == [5, 6, 6, 5, 6, 6, 6]
+
+
+def test_only_neighbours_of_one_class_in_one_list_are_joined() -> None:
+    root = nn.ModuleList([Block(), Block(), Block(), nn.Linear(4, 4), Block(), Block()])
+    assert joined(root, 2, ["Block"]) == ["0", ["1", "2"], ["4", "5"]]
+    assert joined(root, 1, ["Block"]) == ["0", "1", "2", "4", "5"]
+    stages = nn.Sequential(*(nn.Sequential(Block(), Block(), Block()) for _ in range(2)))
+    assert joined(stages, 4) == [["0.0", "0.1", "0.2"], ["1.0", "1.1", "1.2"]]
 
 
 def test_the_table_joins_equal_units_and_says_what_a_rank_keeps() -> None:

@@ -1,0 +1,149 @@
+"""Call: one forward of a unit until its backward, and how the unit hears of both ends of that backward.
+
+The backward begins when a gradient of a result is there, and ends when the gradients of all inputs are. Nothing here keeps a unit
+alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
+from lightning_mfsdp.engine.storage import Slot
+from lightning_mfsdp.engine.tree import map_tensors, tensors_in
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.unit import Unit
+
+__all__ = ["Call", "cast_inputs", "listen_to_inputs", "listen_to_outputs", "refuse_own_weights"]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Call:
+    """One forward in grad mode, until its backward.
+
+    Attributes:
+        slots: Where its saved tensors expect the weights, by group.
+        has_end: Some input needs a gradient, so its backward has a visible end.
+        running: Its backward has begun and not ended.
+        ended_in: The backward whose gradients of all its inputs came last.
+        reads_weights: Its backward needs the weights.
+        given: What its inputs are views of, by identity.
+    """
+
+    __slots__ = ("ended_in", "given", "has_end", "reads_weights", "running", "slots")
+
+    def __init__(self) -> None:
+        self.slots: list[Slot | None] = []
+        self.has_end = False
+        self.running = False
+        self.ended_in = -1
+        self.reads_weights = True
+        self.given: set[int] = set()
+
+
+def cast_inputs(policy: MixedPrecisionPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Floating-point arguments in the compute dtype, if the policy says so."""
+    dtype = policy.compute_dtype
+    if dtype is None or not (policy.cast_forward_inputs and _differs(dtype, tensors_in((args, kwargs)))):
+        return args, kwargs
+    return map_tensors(lambda tensor: _cast(tensor, dtype), (args, kwargs))  # type: ignore[no-any-return]
+
+
+def _differs(dtype: torch.dtype, tensors: list[Tensor]) -> bool:
+    return any(tensor.dtype is not dtype and tensor.is_floating_point() for tensor in tensors)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def listen_to_inputs(unit: Unit, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Have `post_backward` run when gradients of all inputs are there."""
+    tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+    if not tensors:
+        return args, kwargs
+    this = weakref.ref(unit)
+    call.has_end = unit.hears_end = True
+
+    def end(_: Any) -> None:
+        unit = this()
+        if unit is not None:
+            unit.post_backward(call)
+
+    # Views of its own: an input shared by many units (an encoder's memory) is finished for each of them separately.
+    views = {id(tensor): tensor.view_as(tensor) for tensor in tensors}
+    call.given = {id(view._base) for view in views.values()}
+    if len(views) == 1:
+        node = next(iter(views.values())).grad_fn
+        assert node is not None, "a view of what needs a gradient"
+        node.register_prehook(end)
+    else:
+        torch.autograd.graph.register_multi_grad_hook(list(views.values()), end)
+    return map_tensors(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
+
+
+def listen_to_outputs(unit: Unit, call: Call, outputs: list[Tensor]) -> None:
+    """Have `pre_backward` run when the backward of this call begins."""
+    differentiable = [tensor for tensor in outputs if tensor.requires_grad]
+    if not differentiable:
+        if not outputs:
+            _listen_to_parameters(unit)
+        return
+    call.slots = [group.slot for group in unit.all_groups]
+    if call not in unit.calls:
+        unit.calls.append(call)
+    this = weakref.ref(unit)
+
+    def begin(_: Any) -> None:
+        unit = this()
+        if unit is not None:
+            unit.pre_backward(call)
+
+    for tensor in differentiable:
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(begin)  # a tenth of the host time of a tensor's own hook
+        else:
+            tensor.register_hook(begin)  # type: ignore[no-untyped-call]
+        base = tensor._base  # who writes into a view in place takes the view's own node out of the graph
+        if base is not None and base.grad_fn is not None and id(base) not in call.given:
+            base.grad_fn.register_prehook(begin)
+
+
+def _listen_to_parameters(unit: Unit) -> None:
+    """Where a result hides its tensors, notice a backward by the gradients it leaves."""
+    if unit.hears_parameters:
+        return
+    unit.hears_parameters = True
+    this = weakref.ref(unit)
+
+    def begin(_: Tensor) -> None:
+        unit = this()
+        if unit is not None:
+            unit.context.begin_backward()
+
+    for group in unit.all_groups:
+        for entry in group.entries:
+            if entry.full.requires_grad:
+                entry.full.register_post_accumulate_grad_hook(begin)  # type: ignore[no-untyped-call]
+
+
+def refuse_own_weights(unit: Unit, outputs: list[Tensor]) -> None:
+    """A result that lies in gathered memory would change or vanish once that memory is given back.
+
+    Raises:
+        EngineStateError: There is one.
+    """
+    places = {group.slot.address for group in unit.all_groups if group.slot is not None and group.gathered}
+    strided = [tensor for tensor in outputs if tensor.layout is torch.strided] if places else []
+    if any(tensor.untyped_storage().data_ptr() in places for tensor in strided):
+        raise EngineStateError(
+            f"{unit.name}: its forward returned one of its own parameters, or a view of one, whose memory is given back "
+            "after forward; return a copy (parameter.clone()), or keep that parameter in the module around the unit"
+        )

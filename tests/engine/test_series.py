@@ -1,0 +1,257 @@
+"""Several modules as one unit: fewer collectives, the same numbers, whatever the program does with the modules."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mfsdp.engine import (
+    MixedPrecisionPolicy,
+    ShardingError,
+    fully_shard,
+    fully_shard_units,
+    no_sync,
+    sharded_parameters,
+    units,
+)
+from lightning_mfsdp.engine.unit import unit_of
+from tests.engine.worlds import by_world, check
+from tests.helpers.chain import (
+    STRATEGIES,
+    Chain,
+    adamw,
+    assert_same_weights,
+    context,
+    inputs,
+    loss_of,
+    plain_chain,
+    sharded_chain,
+    train,
+    weights,
+)
+
+BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+
+
+def in_series(length: int = 2, layers: int = 4, **options) -> Chain:
+    """The chain of the other tests, `length` layers a unit."""
+    model = plain_chain(layers=layers)
+    for start in range(0, layers, length):
+        fully_shard(list(model.layers[start : start + length]), **options)
+    return fully_shard(model, **options)
+
+
+def shown_full(model: Chain) -> list[bool]:
+    return [unit_of(layer).live for layer in model.layers]
+
+
+def the_numbers_are_those_of_single_units(rank, world):
+    for sharding, policy, length in product(STRATEGIES, (None, BF16), (2, 3, 4)):
+        case = f"{sharding} {policy} {length}"
+        model, other = (
+            in_series(length, sharding=sharding, policy=policy),
+            sharded_chain(sharding=sharding, policy=policy),
+        )
+        optimizers = adamw(model), adamw(other)
+        for step in range(3):
+            losses = []
+            for one, optimizer in zip((model, other), optimizers, strict=True):
+                with no_sync(one):
+                    loss_of(one, inputs(10 * step, rank)).backward()
+                losses += train(one, optimizer, [step], rank)
+            assert torch.equal(*losses), case
+        assert_same_weights(model, other, case)
+
+
+def collectives_are_issued_once_for_each_series(rank, world):
+    model = in_series(2, layers=6)
+    optimizer = adamw(model)
+    train(model, optimizer, range(3), rank)
+    before = context(model).gathers_started, context(model).reductions_started
+    train(model, optimizer, [3], rank)
+    # Three series and the root forward; the root and the last series keep their weights for backward.
+    assert context(model).gathers_started - before[0] == 4 + 2
+    assert context(model).reductions_started - before[1] == 4
+
+
+def recomputation_of_single_modules_is_bit_equal(rank, world):
+    for sharding, policy in product(STRATEGIES, (None, BF16)):
+        other = sharded_chain(sharding=sharding, policy=policy)
+        expected = train(other, adamw(other), range(3), rank)
+        for reentrant in (False, True):
+            model = in_series(sharding=sharding, policy=policy)
+            model.wrap = lambda layer, x, reentrant=reentrant: checkpoint(layer, x, use_reentrant=reentrant)
+            optimizer, losses = adamw(model), []
+            for step in range(3):
+                loss = loss_of(model, inputs(step, rank).requires_grad_())
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+                assert not any(shown_full(model)), "given back after backward"
+            assert torch.equal(torch.stack(losses), torch.stack(expected)), f"{sharding} {reentrant=}"
+            assert_same_weights(model, other, f"{sharding} {reentrant=}")
+
+
+class Wandering(Chain):
+    """Runs its layers as `paths` says, one path for each forward; the loss may hang on any of the results."""
+
+    paths = ((0, 1, 2, 3), (0, 2), (1, 0, 3, 2), (0,), (1, 1, 2, 3), (0, 1, 0, 1), (2, 3, 0, 1))
+    only_result: int | None = None
+    frozen_first = False
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        results = []
+        for index in self.paths[self.step % len(self.paths)]:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not (self.frozen_first and index == 0)):
+                y = self.layers[index](x)
+            x = x + torch.tanh(y)
+            results.append(x)
+        self.step += 1
+        return self.out(x if self.only_result is None else results[self.only_result])
+
+
+def any_path_through_the_modules_trains_like_plain_pytorch(rank, world):
+    for sharding, settings in product(
+        STRATEGIES, ({}, {"only_result": 0}, {"frozen_first": True}, {"paths": ((0, 1, 2, 3),), "only_result": 2})
+    ):
+        torch.manual_seed(0)
+        plain, model = Wandering(), Wandering()
+        model.load_state_dict(plain.state_dict())
+        for name, value in settings.items():
+            setattr(plain, name, value)
+            setattr(model, name, value)
+        # In memory that is gone when it is given back; a fixed slot would still hold the right weights.
+        options = {"sharding": sharding, "storage": "dynamic"}
+        fully_shard_units(model, [[model.layers[0], model.layers[1]], [model.layers[2], model.layers[3]]], **options)
+        optimizer, expected = adamw(model), torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        for step in range(2 * len(Wandering.paths)):
+            with torch.no_grad():
+                torch.testing.assert_close(model(inputs(step)), plain(inputs(step)), rtol=1e-4, atol=1e-5)
+                assert not any(shown_full(model))
+            for one, stepper in ((model, optimizer), (plain, expected)):
+                loss_of(one, inputs(step).requires_grad_()).backward()
+                if world > 1:  # several ranks cannot know who used a parameter; one rank can
+                    for parameter in plain.parameters():
+                        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                stepper.step()
+                stepper.zero_grad()
+        found = weights(model)
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(
+                found[name],
+                parameter.detach(),
+                rtol=1e-3,
+                atol=1e-4,
+                msg=lambda m, c=(sharding, settings, name): f"{c}: {m}",
+            )
+
+
+def a_failure_inside_or_between_modules_does_no_harm(rank, world):
+    expected_model = sharded_chain()
+    expected = train(expected_model, adamw(expected_model), range(3), rank)
+    for place in ("inside", "between"):
+        model = in_series()
+        optimizer = adamw(model)
+
+        def failing(layer: nn.Module, x: Tensor, model=model, place=place) -> Tensor:
+            if layer is model.layers[1] and place == "between":
+                raise ValueError("made up")
+            return layer(x if layer is not model.layers[1] else x[:, :3])
+
+        model.wrap = failing
+        with pytest.raises((ValueError, RuntimeError), match=r"made up|shapes"):
+            loss_of(model, inputs(9, rank))
+        assert not any(shown_full(model))
+        model.wrap = lambda layer, x: layer(x)
+        assert torch.equal(torch.stack(train(model, optimizer, range(3), rank)), torch.stack(expected))
+
+
+class Holder(nn.Module):
+    """A module of a series, with a unit inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.own = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(torch.tanh(self.inner(x)))
+
+
+def units_inside_a_series_are_their_own(rank, world):
+    models = []
+    for together in (False, True):
+        torch.manual_seed(0)
+        model = plain_chain(layers=2)
+        model.layers = nn.ModuleList(Holder() for _ in range(2))
+        for layer in model.layers:
+            fully_shard(layer.inner)
+        for unit in [list(model.layers)] if together else model.layers:
+            fully_shard(unit)
+        fully_shard(model)
+        train(model, adamw(model), range(3), rank)
+        models.append(model)
+    assert_same_weights(*models)
+    assert [view.name for view in units(models[1])][1:] == ["layers.0..layers.1", "layers.0.inner", "layers.1.inner"]
+
+
+def a_series_keeps_names_and_shows_as_one_unit(rank, world):
+    model = in_series(2)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain_chain().named_parameters()]
+    assert [(view.name, view.module_class) for view in units(model)][1:] == [
+        ("layers.0..layers.1", "2 x Linear"),
+        ("layers.2..layers.3", "2 x Linear"),
+    ]
+    assert {view.unit for view in sharded_parameters(model.layers)} == {"layers.0..layers.1", "layers.2..layers.3"}
+
+
+def a_series_built_on_meta_equals_a_real_one(rank, world):
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        model = Chain()
+    fully_shard_units(model, [list(model.layers[:3]), model.layers[3]])
+    assert_same_weights(model, sharded_chain(3))
+
+
+def what_is_no_series_is_refused(rank, world):
+    a, b = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))
+    for wrong in ([], [a, a], [b, b[0]]):
+        with pytest.raises(ShardingError, match="modules that run one after the other"):
+            fully_shard(wrong)
+    with pytest.raises(ShardingError, match=r"expected a module or a list of modules, got Tensor"):
+        fully_shard([a, torch.ones(1)])
+    policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, fp32_modules=(nn.LayerNorm,))
+    with pytest.raises(ShardingError, match=r"keeps some of \['LayerNorm', 'Linear'\] in float32 and not all"):
+        fully_shard([nn.LayerNorm(8), a], policy=policy)
+    fully_shard([a, b])
+    with pytest.raises(ShardingError, match="sharded already"):
+        fully_shard([nn.Linear(8, 8), a])
+
+
+CASES = (
+    the_numbers_are_those_of_single_units,
+    recomputation_of_single_modules_is_bit_equal,
+    any_path_through_the_modules_trains_like_plain_pytorch,
+    a_failure_inside_or_between_modules_does_no_harm,
+    units_inside_a_series_are_their_own,
+    a_series_keeps_names_and_shows_as_one_unit,
+    a_series_built_on_meta_equals_a_real_one,
+)
+WORLDS = {
+    1: (any_path_through_the_modules_trains_like_plain_pytorch,),
+    2: (*CASES, collectives_are_issued_once_for_each_series, what_is_no_series_is_refused),
+}
+
+
+@by_world(WORLDS)
+def test_series(world, case):
+    check(WORLDS, world, case)
