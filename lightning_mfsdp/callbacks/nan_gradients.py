@@ -159,7 +159,7 @@ class NaNGradientReporter(Callback):
     # -- the check -----------------------------------------------------------------------------------------------------
 
     def _start_check(self, trainer: Trainer, context: Context) -> None:
-        if context.sync is Sync.NONE:
+        if context.reductions.sync is Sync.NONE:
             # Nothing was reduced; what is kept locally is checked once it is, in the last microbatch.
             return
         gradients: dict[int, Tensor] = {}

@@ -1,6 +1,14 @@
 """The sharding engine: torch only. It knows no Lightning, no Transformer Engine and no mixture of experts."""
 
-from lightning_mfsdp.engine.api import fully_shard_units, gather_root, no_sync, refresh_weights, unshard, watch_backward
+from lightning_mfsdp.engine.api import (
+    fully_shard_units,
+    gather_root,
+    no_sync,
+    record_ranges,
+    refresh_weights,
+    unshard,
+    watch_backward,
+)
 from lightning_mfsdp.engine.capture import CapturedStep, capture_step
 from lightning_mfsdp.engine.errors import EngineStateError, ShardingError
 from lightning_mfsdp.engine.fully_shard import fully_shard
@@ -37,6 +45,7 @@ __all__ = [
     "grad_norm",
     "is_sharded",
     "no_sync",
+    "record_ranges",
     "refresh_weights",
     "sharded_parameters",
     "units",

@@ -20,7 +20,15 @@ from lightning_mfsdp.engine.materialize import Replaced, children_first, materia
 from lightning_mfsdp.engine.reduction import Sync
 from lightning_mfsdp.engine.unit import Unit, unit_of
 
-__all__ = ["fully_shard_units", "gather_root", "no_sync", "refresh_weights", "unshard", "watch_backward"]
+__all__ = [
+    "fully_shard_units",
+    "gather_root",
+    "no_sync",
+    "record_ranges",
+    "refresh_weights",
+    "unshard",
+    "watch_backward",
+]
 
 
 @contextmanager
@@ -35,7 +43,7 @@ def no_sync(module: nn.Module, *, keep_sharded: bool = False) -> Iterator[None]:
         keep_sharded: Save that memory where gradients are sharded: reduce over the shard axis in every backward and let
             only the outer axis of a 2-D mesh wait.
     """
-    with context_of(module).synchronizing(Sync.SHARD if keep_sharded else Sync.NONE):
+    with context_of(module).reductions.synchronizing(Sync.SHARD if keep_sharded else Sync.NONE):
         yield
 
 
@@ -135,6 +143,14 @@ def refresh_weights(module: nn.Module) -> None:
     context = context_of(module)
     context.weights_changed()
     context.refresh_live()
+
+
+def record_ranges(module: nn.Module, enabled: bool = True) -> None:
+    """Name what the engine does to the units of `module`'s root in profiles: `mfsdp gather|reduce|forward|backward <unit>`.
+
+    Off by default. `torch.profiler` shows the ranges; so does Nsight Systems under `torch.autograd.profiler.emit_nvtx()`.
+    """
+    context_of(module).ranges.enabled = enabled
 
 
 def fully_shard_units(

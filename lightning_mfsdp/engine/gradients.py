@@ -99,7 +99,7 @@ def local_gradients(group: ParameterGroup, entries: list[int] | None = None) -> 
     Cells between parameters are zero in the segments, so norms and finite checks may read them.
     """
     context = group.context
-    reducer = context.known_reducer(group) if context is not None else None
+    reducer = context.reductions.known(group) if context is not None else None
     grads = [entry.local.grad for entry in group.entries]
     if entries is None:
         entries = list(range(len(grads)))

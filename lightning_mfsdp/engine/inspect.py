@@ -216,7 +216,7 @@ def _unit_view(unit: Unit, modules: list[nn.Module]) -> UnitView:
     layouts = [group.layout for group in unit.groups]
     total = sum(layout.numel_total for layout in layouts)
     padded = sum(layout.padded_numel for layout in layouts)
-    reducers = [reducer for group in unit.groups if (reducer := unit.context.known_reducer(group)) is not None]
+    reducers = [reducer for group in unit.groups if (reducer := unit.context.reductions.known(group)) is not None]
     return UnitView(
         name=unit.name,
         module_class=kind if len(modules) == 1 else f"{len(modules)} x {kind}",

@@ -169,6 +169,7 @@ class Unit:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Forward pre-hook."""
+        self.context.ranges.begin("forward", self.name)
         self.enter()
         args, kwargs = cast_inputs(self.policy, args, kwargs)
         call = Call() if torch.is_grad_enabled() and self.all_groups and not self._is_recomputed() else None
@@ -203,6 +204,7 @@ class Unit:
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook; also runs when forward raised, with `output` None."""
+        self.context.ranges.end("forward", self.name)
         call = self._open_calls.pop() if self._open_calls else None  # none: the pre-hook itself raised
         if call is not None:
             call.reads_weights = not is_plain_lookup(module)
@@ -227,6 +229,7 @@ class Unit:
 
     def close(self) -> None:
         """A run of several modules ended before its last."""
+        self.context.ranges.end("forward", self.name)
         self._open_calls.pop()
         self.leave(reshard=True)
 
@@ -290,6 +293,7 @@ class Unit:
                 'use sharding="optim_grads" (weights stay whole) for gradients of gradients'
             )
         call.running = True
+        self.context.ranges.begin("backward", self.name)
         self._running += call.has_end
         self._idle = False
         self.context.begin_backward()
@@ -309,11 +313,12 @@ class Unit:
             self.calls.remove(call)
         if call.running:
             call.running = False
+            self.context.ranges.end("backward", self.name)
             self._running -= 1
         if self._running == 0:
             self.release()
         if not self.calls:
-            self.context.unit_done(self)
+            self.context.reductions.unit_done(self)
 
     def prefetch_for_backward(self) -> None:
         """Start the gather for a backward that is expected next, if its memory is free."""

@@ -94,7 +94,7 @@ class Observer:
     def watching(self) -> Iterator[Counts]:
         """Inside, count; leaves with the context's own counters checked against what was seen."""
         self.counts = Counter()
-        gathers, reductions = self.context.gathers_started, self.context.reductions_started
+        gathers, reductions = self.context.gathers_started, self.context.reductions.started
         with Dispatched() as dispatched, self._wrapped():
             yield self.counts
         assert dispatched.calls == self.counts.total()
@@ -104,7 +104,7 @@ class Observer:
             if not (operation == "gather" and axis == "outer") and not (operation != "gather" and axis == "outer"):
                 seen[operation == "gather", unit] += number
         assert self.context.gathers_started - gathers == sum(n for (is_gather, _), n in seen.items() if is_gather)
-        assert self.context.reductions_started - reductions == sum(
+        assert self.context.reductions.started - reductions == sum(
             n for (is_gather, _), n in seen.items() if not is_gather
         )
 

@@ -89,7 +89,7 @@ def gradients_that_come_late_wait_for_those_on_their_way(rank, world):
         prepare, twice = reduction.GradientReducer.prepare, []
 
         def checked(reducer, prepare=prepare, twice=twice, model=model):
-            twice.append(any(reducer in sent.reducers for sent in context(model)._in_flight))
+            twice.append(any(reducer in sent.reducers for sent in context(model).reductions._in_flight))
             return prepare(reducer)
 
         x = inputs(0)

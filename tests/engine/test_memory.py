@@ -61,7 +61,7 @@ def persistent_buffers_have_the_size_their_strategy_says(rank, world):
         # The same from the memory itself: whatever is reachable from the groups.
         tensors = []
         for group in groups_of(model):
-            reducer = context(model).known_reducer(group)
+            reducer = context(model).reductions.known(group)
             held_segments = group.held.segments if group.held is not None else []
             tensors += [*group.main.segments, *held_segments, *reducer.main.segments, *reducer.exposed.segments]
         views = units(model)
@@ -103,7 +103,7 @@ def at_rest_no_full_parameter_has_memory(rank, world):
 
 
 def bucket_bytes(model: nn.Module) -> int:
-    reducers = [context(model).known_reducer(group) for group in groups_of(model)]
+    reducers = [context(model).reductions.known(group) for group in groups_of(model)]
     return sum(one._bucket_memory.allocated_bytes for one in reducers if one is not None and one._bucket_memory)
 
 
@@ -188,7 +188,7 @@ def flat_memory(model: nn.Module) -> list[weakref.ref]:
         buffers = [group.main, *([group.held] if group.held is not None else [])]
         found += [weakref.ref(group), *(weakref.ref(buffer) for buffer in buffers)]
         found += [weakref.ref(segment.untyped_storage()) for buffer in buffers for segment in buffer.segments]
-        reducer = context(model).known_reducer(group)
+        reducer = context(model).reductions.known(group)
         if reducer is not None:
             found += [weakref.ref(reducer), *(weakref.ref(s.untyped_storage()) for s in reducer.main.segments)]
     for client in context(model).pool._clients:

@@ -26,8 +26,8 @@ def _reductions_before_the_first_layer_ends(model: nn.Module, x: Tensor) -> int:
     """Reductions started when the gradient of the input arrives, that is, before the end of the backward."""
     context, seen = context_of(model), []
     x = x.clone().requires_grad_()
-    x.register_hook(lambda _: seen.append(context.reductions_started))
-    before = context.reductions_started
+    x.register_hook(lambda _: seen.append(context.reductions.started))
+    before = context.reductions.started
     loss_of(model, x).backward()
     return seen[0] - before
 

@@ -71,11 +71,11 @@ def collectives_are_issued_once_for_each_series(rank, world):
     model = in_series(2, layers=6)
     optimizer = adamw(model)
     train(model, optimizer, range(3), rank)
-    before = context(model).gathers_started, context(model).reductions_started
+    before = context(model).gathers_started, context(model).reductions.started
     train(model, optimizer, [3], rank)
     # Three series and the root forward; the root and the last series keep their weights for backward.
     assert context(model).gathers_started - before[0] == 4 + 2
-    assert context(model).reductions_started - before[1] == 4
+    assert context(model).reductions.started - before[1] == 4
 
 
 def recomputation_of_single_modules_is_bit_equal(rank, world):

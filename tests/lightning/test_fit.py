@@ -66,7 +66,7 @@ def accumulation(rank: int, world_size: int) -> dict[str, Any]:
         model = seeded(optimizer="sgd")
         strategy = MFSDPStrategy(units=["Block"], accumulation=kind)
         fit(model, rank, world_size, accumulate=4, strategy=strategy)
-        found[kind] = full_state(model), context_of(model).reductions_started
+        found[kind] = full_state(model), context_of(model).reductions.started
     return found
 
 

@@ -1,0 +1,203 @@
+"""ReductionSchedule: when the gradients of which unit are reduced, in an order that all ranks share.
+
+The order is a list that rank 0 dictates at the first backward: a unit that is ready early waits for its turn, and one whose
+gradients never came (unused on this rank) is reduced as zeros at the end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from lightning_mfsdp.engine.collectives import Mesh
+from lightning_mfsdp.engine.group import ParameterGroup
+from lightning_mfsdp.engine.ranges import Ranges
+from lightning_mfsdp.engine.reduction import Filling, GradientReducer, Sync
+from lightning_mfsdp.engine.streams import Event, Streams
+from lightning_mfsdp.engine.unit import Unit
+
+__all__ = ["ReductionSchedule"]
+
+_MAX_BUCKETS = 2
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A unit's reduction that was issued. Until `done`, its buckets are held and what fills them is kept from the allocator."""
+
+    reducers: list[GradientReducer]
+    fillings: list[Filling]
+    done: Event
+
+
+class ReductionSchedule:
+    """The gradients of one root's units.
+
+    Attributes:
+        sync: How far the gradients of the current microbatch are reduced.
+        started: Collectives issued for gradients so far, for inspection.
+    """
+
+    def __init__(self, streams: Streams, ranges: Ranges) -> None:
+        self.sync = Sync.ALL
+        self.started = 0
+        self._streams = streams
+        self._ranges = ranges
+        self._order: list[weakref.ref[Unit]] = []
+        self._turn = 0
+        self._done: set[int] = set()
+        self._in_flight: deque[_InFlight] = deque()
+        self._reducers: weakref.WeakKeyDictionary[ParameterGroup, GradientReducer] = weakref.WeakKeyDictionary()
+
+    def reducer(self, group: ParameterGroup) -> GradientReducer:
+        """The group's gradients; their buffers are made when the first gradient arrives."""
+        known = self._reducers.get(group)
+        if known is None:
+            known = self._reducers[group] = GradientReducer(group, self._streams)
+        return known
+
+    def known(self, group: ParameterGroup) -> GradientReducer | None:
+        """The group's gradients, if there ever were any."""
+        return self._reducers.get(group)
+
+    def in_order(self, units: Sequence[Unit]) -> list[Unit]:
+        """A root's units in the order they are reduced."""
+        ordered = [unit for reference in self._order if (unit := reference()) is not None]
+        return ordered or list(units[::-1])
+
+    def begin(self) -> bool:
+        """A backward begins. Returns whether there is an order yet."""
+        self._turn = 0
+        return bool(self._order)
+
+    def agree_on_order(self, units: Sequence[Unit], first: Unit | None, mesh: Mesh, device: torch.device) -> None:
+        """Fix the order of reductions: reverse of rank 0's first forward; then units that did not run.
+
+        Units that others borrow from come last (weights tied between the two ends of a model are done when all is), and
+        so do those whose end nobody notices because no input of theirs needs a gradient. Collective.
+
+        Args:
+            units: Of the root, in the order they were sharded.
+            first: To run in this pass; what followed what is known to the units.
+            mesh: Whose first rank decides.
+            device: Of the message.
+        """
+        chain: list[Unit] = []
+        unit = first
+        while unit is not None and unit not in chain:
+            chain.append(unit)
+            unit = unit.next_forward() if unit.next_forward is not None else None
+        order = [units.index(unit) for unit in reversed(chain)]
+        order += [index for index in reversed(range(len(units))) if units[index] not in chain]
+        order.sort(key=lambda index: len(units[index].users) > 1 or not units[index].hears_end)
+        message = [order]
+        for axis in mesh.axes:
+            if dist.get_backend(axis.group) != "fake":
+                dist.broadcast_object_list(message, group=axis.group, group_src=0, device=device)
+        self._order = [weakref.ref(units[index]) for index in message[0]]
+
+    def unit_done(self, unit: Unit) -> None:
+        """A unit's gradients are all there. Reduce it and whoever waited for it, if it is their turn."""
+        self._done.add(id(unit))
+        while self._turn < len(self._order):
+            current = self._order[self._turn]()
+            if current is not None and not (id(current) in self._done and current.is_done) and current.is_trainable:
+                return
+            self._turn += 1
+            if current is not None:
+                self._collect(current)
+
+    def _collect(self, unit: Unit) -> None:
+        """Take a unit's gradients and start their reduction."""
+        groups = []
+        for group in unit.groups:
+            if any(entry.is_trained for entry in group.entries):
+                groups.append(group)
+            else:
+                group.drop_full_gradients()
+        if not groups:
+            return
+        with torch.no_grad():
+            waiting = []
+            for group in groups:
+                reducer = self.reducer(group)
+                if reducer.is_alone:
+                    reducer.collect_alone()
+                elif self._reduces(reducer.group):
+                    waiting.append(reducer)
+                else:
+                    reducer.accumulate()
+            if waiting:
+                self._reduce(waiting)
+
+    def _reduces(self, group: ParameterGroup) -> bool:
+        """Whether this backward communicates the group's gradients."""
+        return self.sync is Sync.ALL or (self.sync is Sync.SHARD and group.placement.gradient)
+
+    def _reduce(self, reducers: list[GradientReducer]) -> None:
+        while len(self._in_flight) >= _MAX_BUCKETS or any(
+            reducer in sent.reducers for sent in self._in_flight for reducer in reducers
+        ):
+            self._retire()
+        fillings = [reducer.prepare() for reducer in reducers]
+        ready = self._streams.record()
+        with self._streams.on(self._streams.reduce):
+            self._streams.wait(ready, self._streams.reduce)
+            for reducer, filling in zip(reducers, fillings, strict=True):
+                with self._ranges.around("reduce", reducer.group.name):
+                    reducer.reduce(reducer.fill(filling), self.sync)
+                self.started += 1
+            done = self._streams.record()
+        self._in_flight.append(_InFlight(reducers, fillings, done))
+
+    def _retire(self) -> None:
+        """Wait, on the compute stream, for the oldest reduction and give its buckets back."""
+        oldest = self._in_flight.popleft()
+        self._streams.wait(oldest.done)
+        for reducer in oldest.reducers:
+            reducer.release_bucket()
+
+    def finish(self, units: Sequence[Unit]) -> None:
+        """The last node of a backward has run: reduce what is missing, and wait on the compute stream."""
+        for reference in self._order[self._turn :]:
+            unit = reference()
+            if unit is not None:
+                self._collect(unit)
+        self._turn = len(self._order)
+        for unit in units:
+            if any((reducer := self.known(group)) and reducer.has_arrived for group in unit.groups):
+                self._collect(unit)
+        while self._in_flight:
+            self._retire()
+        for reducer in self._reducers.values():
+            reducer.finish()
+        self._done.clear()
+
+    def drop(self) -> None:
+        """A backward raised: what it left is forgotten."""
+        while self._in_flight:
+            self._retire()
+        for reducer in self._reducers.values():
+            reducer.release_bucket()
+            reducer.drop()
+        self._done.clear()
+
+    def close(self) -> None:
+        """A new pass begins: gradients that were cleared give their memory back."""
+        for reducer in self._reducers.values():
+            reducer.close_main()
+
+    @contextmanager
+    def synchronizing(self, sync: Sync) -> Iterator[None]:
+        """Inside, backwards reduce gradients only as far as `sync`."""
+        previous, self.sync = self.sync, sync
+        try:
+            yield
+        finally:
+            self.sync = previous
