@@ -6,7 +6,7 @@ It knows dtypes and the engine's gradient functions. It does not know units, mes
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -180,6 +180,23 @@ class MFSDPPrecision(Precision):
         else:
             with torch.autocast(self._device_type, dtype=dtype, cache_enabled=False):
                 yield
+
+    def autocast_calls(self, module: nn.Module) -> None:
+        """Calls of `module` outside of steps, from a hook or after training, run under autocast as well: weights have the compute dtype."""
+        if self.precision not in _AUTOCAST_DTYPES:
+            return
+        entered: list[AbstractContextManager[Any]] = []
+
+        def before(*_: Any) -> None:
+            inside = torch.is_autocast_enabled(self._device_type)
+            entered.append(nullcontext() if inside else self.forward_context())
+            entered[-1].__enter__()
+
+        def after(*_: Any) -> None:
+            entered.pop().__exit__(None, None, None)
+
+        module.register_forward_pre_hook(before, prepend=True)
+        module.register_forward_hook(after, always_call=True)
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]

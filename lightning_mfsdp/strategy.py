@@ -278,6 +278,7 @@ class MFSDPStrategy(CheckpointingStrategy):
             storage=self._storage,
             symmetric_memory=self._symmetric_memory,
         )
+        self.precision_plugin.autocast_calls(module)
         if self._compile_options is not None:
             compile_units(module, self._compile_options)
         warn_of_other_policies(module, policy)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp.engine.errors import EngineStateError
-from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.storage import Slot
 from lightning_mfsdp.engine.tree import map_tensors, tensors_in
 
@@ -48,10 +47,10 @@ class Call:
         self.given: set[int] = set()
 
 
-def cast_inputs(policy: MixedPrecisionPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def cast_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Floating-point arguments in the compute dtype, if the policy says so."""
-    dtype = policy.compute_dtype
-    if dtype is None or not (policy.cast_forward_inputs and _differs(dtype, tensors_in((args, kwargs)))):
+    dtype = unit.policy.compute_dtype
+    if dtype is None or not (unit.policy.cast_forward_inputs and _differs(dtype, tensors_in((args, kwargs)))):
         return args, kwargs
     return map_tensors(lambda tensor: _cast(tensor, dtype), (args, kwargs))  # type: ignore[no-any-return]
 

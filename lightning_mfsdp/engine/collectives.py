@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import ShardingError
 
-__all__ = ["Axis", "Mesh", "resolve_mesh"]
+__all__ = ["Axis", "Mesh", "broadcast_from_first", "resolve_mesh"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,8 @@ class Axis:
     def gather(self, outputs: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
         """Fill each output with the pieces of all ranks in rank order. A piece may be the output's own part at this rank's place."""
         group = self.gather_group or self.group
+        if not outputs[0].is_floating_point():  # backends do not know all integers
+            outputs, pieces = ([tensor.view(torch.uint8) for tensor in part] for part in (outputs, pieces))
         if len(outputs) == 1:
             compat.all_gather_flat(outputs[0], pieces[0], group)
         else:
@@ -143,6 +145,13 @@ class Mesh:
     def num_ranks(self) -> int:
         """Data-parallel ranks in all."""
         return self.shard.size * (self.outer.size if self.outer else 1)
+
+
+def broadcast_from_first(value: Tensor, mesh: Mesh) -> None:
+    """Overwrite a contiguous tensor of any dtype with that of the mesh's first rank: bytes, because backends do not know all dtypes."""
+    content = value.detach().view(-1).view(torch.uint8)
+    for axis in mesh.axes:
+        dist.broadcast(content, group=axis.group, group_src=0)
 
 
 def resolve_mesh(mesh: DeviceMesh | None) -> Mesh:

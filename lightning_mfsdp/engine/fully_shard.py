@@ -17,15 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.engine.channels import check_symmetric_memory
-from lightning_mfsdp.engine.collectives import Mesh, resolve_mesh
+from lightning_mfsdp.engine.collectives import Mesh, broadcast_from_first, resolve_mesh
 from lightning_mfsdp.engine.context import Context
 from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.group import GroupSpec, ParameterGroup
 from lightning_mfsdp.engine.layout import padding_advice
 from lightning_mfsdp.engine.materialize import materialize
-from lightning_mfsdp.engine.parameter import ShardedParameter, owner_of
+from lightning_mfsdp.engine.parameter import owner_of
 from lightning_mfsdp.engine.placement import resolve_placement
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
+from lightning_mfsdp.engine.sharded_tensor import ShardedParameter
 from lightning_mfsdp.engine.tree import map_tensors, tensors_in
 from lightning_mfsdp.engine.unit import Unit, unit_of
 
@@ -341,8 +342,7 @@ def _share_buffers(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
             if not isinstance(buffer, Tensor):
                 continue
             value = buffer.to(device).contiguous()
-            for axis in mesh.axes:
-                dist.broadcast(value, group=axis.group, group_src=0)
+            broadcast_from_first(value, mesh)
             if buffer.device == device:
                 buffer.copy_(value)
             else:

@@ -48,7 +48,7 @@ def clip_grad_norm_(
     Args:
         module_or_parameters: A sharded module, or parameters (DTensors of the module or an optimizer's local rows).
         max_norm: Largest norm allowed.
-        norm_type: p of the p-norm; may be infinite.
+        norm_type: p of the p-norm: positive, may be infinite.
         error_if_nonfinite: Raise if the norm is NaN or infinite. Waits for the device.
 
     Returns:
@@ -161,6 +161,8 @@ def _sharded_axes(group: ParameterGroup) -> tuple[Axis, ...]:
 
 
 def _norm(parts: list[_Owned], norm_type: float) -> Tensor:
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type}: expected a positive number or inf")
     parts = [part for part in parts if part.device is not None]
     if not parts:
         return torch.zeros(())

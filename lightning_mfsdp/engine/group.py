@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.buffer import FlatBuffer, buffer_numel
-from lightning_mfsdp.engine.collectives import Mesh
+from lightning_mfsdp.engine.collectives import Mesh, broadcast_from_first
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.layout import Layout, plan_layout
-from lightning_mfsdp.engine.parameter import Entry, ShardedParameter, mark_owner
+from lightning_mfsdp.engine.parameter import Entry, mark_owner
 from lightning_mfsdp.engine.placement import Placement
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
+from lightning_mfsdp.engine.sharded_tensor import ShardedParameter
 from lightning_mfsdp.engine.storage import Client, Slot
 from lightning_mfsdp.engine.streams import Event
 
@@ -142,6 +142,7 @@ class ParameterGroup:
     ) -> Entry:
         with torch.inference_mode(False):
             local = nn.Parameter(self.main.view(index), requires_grad=self.spec.trainable)
+            local.__dict__.update(vars(parameter))
             sharded = ShardedParameter.wrap(self, index, name, local, parameter)
         for face in (parameter, sharded, local):
             mark_owner(face, self, index)
@@ -162,9 +163,7 @@ class ParameterGroup:
         with torch.inference_mode(False), torch.no_grad():
             for index, entry in enumerate(self.entries):
                 value = entry.full.detach().to(self.device, copy=False).contiguous()
-                for axis in (self.outer_axis, self.shard_axis):
-                    if axis is not None and axis.size > 1:
-                        dist.broadcast(value, group=axis.group, group_src=0)
+                broadcast_from_first(value, self.mesh)
                 self.write(index, value)
                 entry.full.grad = None
                 entry.full.data = torch.empty(0, dtype=self.spec.compute_dtype, device=self.device)
@@ -321,6 +320,11 @@ class ParameterGroup:
         with torch.inference_mode(False), torch.no_grad():
             for entry, view in zip(self.entries, full.views(), strict=True):
                 entry.full.data = view
+
+    @property
+    def has_full_gradients(self) -> bool:
+        """Whether autograd left gradients that nobody has taken."""
+        return any(entry.full.grad is not None for entry in self.entries)
 
     def drop_full_gradients(self) -> None:
         """Forget what autograd left: the backward failed, or nobody wants it."""

@@ -58,7 +58,7 @@ def _attach_one(this: weakref.ref[Unit], module: nn.Module, index: int, series: 
         if unit is not None:
             unit.context.weights_changed()
 
-    module.register_forward_pre_hook(pre_forward, with_kwargs=True)
+    module.register_forward_pre_hook(pre_forward, with_kwargs=True, prepend=True)  # other hooks may read the weights
     module.register_forward_hook(post_forward, always_call=True)
     module.register_state_dict_pre_hook(rest)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(rest)  # type: ignore[no-untyped-call]

@@ -96,11 +96,6 @@ class GradientReducer:
 
     # -- on the compute stream -----------------------------------------------------------------------------------------
 
-    @property
-    def has_arrived(self) -> bool:
-        """Whether autograd left a gradient that was not collected yet."""
-        return any(entry.full.grad is not None for entry in self.group.entries)
-
     def drop(self) -> None:
         """Forget everything that is not reduced: the backward it belongs to failed."""
         self._unreduced = self._partial = None

@@ -171,7 +171,7 @@ class ReductionSchedule:
                 self._collect(unit)
         self._turn = len(self._order)
         for unit in units:
-            if any((reducer := self.known(group)) and reducer.has_arrived for group in unit.groups):
+            if any(group.has_full_gradients for group in unit.groups):
                 self._collect(unit)
         while self._in_flight:
             self._retire()

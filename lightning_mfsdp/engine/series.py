@@ -53,7 +53,7 @@ class Series:
             0 < index == self._next and self._with_grad == torch.is_grad_enabled() and compat.backward_task() == -1
         )
         if going_on:
-            args, kwargs = cast_inputs(unit.policy, args, kwargs)
+            args, kwargs = cast_inputs(unit, args, kwargs)
         else:
             self.stop()
             args, kwargs = unit.pre_forward(module, args, kwargs)

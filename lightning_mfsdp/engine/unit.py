@@ -171,7 +171,7 @@ class Unit:
         """Forward pre-hook."""
         self.context.ranges.begin("forward", self.name)
         self.enter()
-        args, kwargs = cast_inputs(self.policy, args, kwargs)
+        args, kwargs = cast_inputs(self, args, kwargs)
         call = Call() if torch.is_grad_enabled() and self.all_groups and not self._is_recomputed() else None
         self._open_calls.append(call)
         if call is not None:

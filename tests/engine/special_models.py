@@ -141,6 +141,13 @@ class Attention(nn.Module):
         return self.last(self.attention(tokens, key=tokens, value=tokens, need_weights=False)[0].flatten(1)).flatten()
 
 
+def with_pre_hook() -> nn.Module:
+    """As `weight_norm` and pruning do: a hook before forward looks at the module's own weight."""
+    model = Chain()
+    model.first.register_forward_pre_hook(lambda module, args: (args[0] * module.weight.mean(),))
+    return model
+
+
 class AttentionInPlace(Attention):
     """Attention returns a view, into which the caller writes."""
 

@@ -221,6 +221,12 @@ def two_axes():
     return run_cases(TWO_AXES, 4)
 
 
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, float("-inf"), float("nan")])
+def test_norms_that_are_none_are_refused(norm_type):
+    with pytest.raises(ValueError, match=r"norm_type=.*expected a positive number or inf"):
+        clip_grad_norm_([torch.zeros(1, requires_grad=True)], 1.0, norm_type)
+
+
 @pytest.mark.parametrize("case", ONE_AXIS)
 def test_clips_as_one_process_does(one_axis, case):
     assert not one_axis[case], one_axis[case]

@@ -22,7 +22,7 @@ from lightning_mfsdp.engine import (
 )
 from lightning_mfsdp.engine.inspect import context_of
 from tests.engine.worlds import by_world, check
-from tests.helpers.chain import adamw, inputs, loss_of, plain_chain, sharded_chain, train
+from tests.helpers.chain import STRATEGIES, adamw, inputs, loss_of, plain_chain, sharded_chain, train, weights
 
 
 class ReturnsItsWeight(nn.Linear):
@@ -70,6 +70,31 @@ def an_embedding_that_rescales_its_rows_is_refused(rank: int, world: int) -> Non
         ShardingError, match=r"parameter 0\.weight of Sequential belongs to an embedding with max_norm=1\.0"
     ):
         fully_shard(model)
+
+
+def gradients_of_a_frozen_optimizers_unit_do_not_reach_the_next_step(rank: int, world: int) -> None:
+    """As `LightningModule.toggle_optimizer` freezes: what the optimizer holds, from the very first step on."""
+    for sharding in STRATEGIES:
+        models = plain_chain(), sharded_chain(sharding=sharding)
+        optimizers = [
+            [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.layers[:2], model.layers[2:])]
+            for model in models
+        ]
+        for optimizer in optimizers[1]:
+            fully_shard_optimizer(optimizer)
+        for step in range(3):
+            for model, pair in zip(models, optimizers, strict=True):
+                for active, idle in (pair, pair[::-1]):
+                    for parameter in idle.param_groups[0]["params"]:
+                        parameter.requires_grad = False
+                    loss_of(model, inputs(step)).backward()
+                    for parameter in idle.param_groups[0]["params"]:
+                        parameter.requires_grad = True
+                    active.step()
+                    active.zero_grad()
+        found = weights(models[1])
+        for name, parameter in models[0].named_parameters():
+            torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-4, atol=1e-6, msg=f"{sharding} {name}")
 
 
 def replaced_parameters_are_noticed(rank: int, world: int) -> None:

@@ -71,6 +71,7 @@ CASES = {
     "attention and a parametrization": Case(models.Attention, ["attention"]),
     "attention whose result is written into": Case(models.AttentionInPlace, ["attention"]),
     "convolutions and writing into the input": Case(models.Images, ["conv", "rest"]),
+    "a hook of the user reads the weight": Case(models.with_pre_hook, ["first"]),
     "sparse gradients": Case(partial(models.Ids, tied=False, sparse=True), ["embedding"]),
     "sparse and tied": Case(partial(models.Ids, tied=True, sparse=True), ["embedding", "head"]),
     "the root returns an object": Case(models.OpaqueRoot, ["second"]),

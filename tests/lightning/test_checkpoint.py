@@ -363,14 +363,16 @@ def test_training_is_what_one_process_does(saved: Any) -> None:
 
 
 class Renaming(Classifier):
-    """Puts a prefix before every name it saves, or casts what it saves."""
+    """Puts a prefix before every name it saves, or casts what it saves, or the whole of it."""
 
-    def __init__(self, *, cast: bool = False) -> None:
+    def __init__(self, *, cast: bool = False, whole: bool = False) -> None:
         super().__init__()
-        self.cast = cast
+        self.cast, self.whole = cast, whole
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["state_dict"]
+        if self.whole:
+            state = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in state.items()}
         checkpoint["state_dict"] = {
             f"ema.{name}": value.double() if self.cast else value for name, value in state.items()
         }
@@ -400,6 +402,7 @@ def losses_avoided(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     with pytest.raises(RuntimeError) as cast:
         fitted(seeded(Renaming, cast=True)).save_checkpoint(f"{folder}/cast.ckpt")
     found["cast"] = str(cast.value)
+    fitted(seeded(Renaming, cast=True, whole=True)).save_checkpoint(f"{folder}/whole.ckpt")
 
     wrapped = seeded(Checkpointed)
     trainer = fitted(wrapped)
@@ -451,6 +454,13 @@ def test_names_changed_by_a_hook_are_saved_with_the_right_rows(kept: Any) -> Non
 def test_values_computed_from_sharded_parameters_are_refused_by_name(kept: Any) -> None:
     assert "ema.blocks.0.linear.weight" in kept[1]["cast"]
     assert "value.full_tensor()" in kept[1]["cast"]
+
+
+def test_the_cure_of_that_message_works(kept: Any) -> None:
+    folder, found = kept
+    saved_model = _load_distributed_checkpoint(folder / "whole.ckpt")["model"]
+    for name, tensor in found["renamed"].items():
+        assert torch.equal(saved_model[f"ema.{name}"], tensor.double()), name
 
 
 @pytest.mark.parametrize("model", ["again", "bare"])

@@ -144,6 +144,29 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
             torch.testing.assert_close(state[key].float(), tensor.detach(), rtol=tolerance, atol=tolerance, msg=key)
 
 
+class CallsItself(Classifier):
+    """Calls itself where Lightning has no autocast around it."""
+
+    def on_train_epoch_end(self) -> None:
+        self.outside = self(torch.ones(2, 3)).float()
+
+
+def called_outside_of_steps(rank: int, world_size: int) -> list[Tensor]:
+    strict_warnings()
+    found = []
+    for precision in ("32-true", "bf16-mixed"):
+        model = seeded(CallsItself, lr=0.0)
+        trainer = make_trainer(tempfile.gettempdir(), world_size, precision=precision, max_steps=1)
+        trainer.fit(model, loader(4, 8, rank, world_size))
+        found.append(model.outside)
+    return found
+
+
+def test_a_mixed_precision_model_may_be_called_outside_of_autocast() -> None:
+    for full, mixed in run_distributed(called_outside_of_steps, 2):
+        torch.testing.assert_close(mixed, full, rtol=0.02, atol=0.02)
+
+
 def test_value_clipping_under_loss_scaling_clips_unscaled_gradients() -> None:
     (state,) = run_distributed(clip_scaled, 1)
     reference = train_plainly(seeded(optimizer="sgd"), 8, STEPS, clip_value=0.01)

@@ -1,0 +1,174 @@
+"""What users hold of a sharded parameter outside its unit: right values, or an error that says what to do."""
+
+from __future__ import annotations
+
+import copy
+import io
+import tempfile
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from lightning_mfsdp.engine import EngineStateError, fully_shard, fully_shard_optimizer, sharded_parameters, unshard
+from tests.engine.worlds import by_world, check
+from tests.helpers.chain import adamw, inputs, loss_of, sharded_chain, train, weights
+
+
+def uneven(seed: int = 0) -> nn.Module:
+    """Rows that no number of ranks divides, and fewer rows than ranks."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+
+
+def derived_tensors_know_where_their_rows_lie(rank, world):
+    plain, model = uneven(), fully_shard(uneven())
+    state = model.state_dict()
+    for name, parameter in plain.named_parameters():
+        mine, expected = model.get_parameter(name), parameter.detach()
+        assert torch.equal(state[name].full_tensor(), expected)
+        for derive in (
+            Tensor.detach,
+            Tensor.clone,
+            Tensor.abs,
+            lambda t: t.data,
+            lambda t: 2 * t + t,
+            lambda t: -t.detach(),
+        ):
+            with torch.no_grad():
+                assert torch.equal(derive(mine).full_tensor(), derive(expected)), name
+        with torch.no_grad():
+            torch.testing.assert_close(mine.norm().full_tensor(), expected.norm())
+            torch.testing.assert_close(torch._foreach_norm([mine, mine])[1].full_tensor(), expected.norm())
+            assert torch._foreach_mul([mine], 2.0)[0].full_tensor().equal(2 * expected)
+    copied = copy.deepcopy(state)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    model.load_state_dict(copied)
+    found = weights(model)
+    assert all(torch.equal(found[name], parameter.detach()) for name, parameter in plain.named_parameters())
+
+
+def what_looks_at_rows_by_position_is_refused(rank, world):
+    model = fully_shard(uneven())
+    weight = model[0].weight
+    for look in (
+        *(lambda t: t.mean(), lambda t: t.mean(0), lambda t: t.std(), lambda t: t.max(), lambda t: t.softmax(0)),
+        *(
+            lambda t: t[1:],
+            lambda t: t.T,
+            lambda t: t.flatten(),
+            lambda t: t.sort(0),
+            lambda t: t.sum(1),
+            lambda t: t.chunk(2),
+        ),
+    ):
+        with (
+            torch.no_grad(),
+            pytest.raises(EngineStateError, match=r"weight of unit Sequential is sharded by rows.*full_tensor"),
+        ):
+            look(weight)
+    with pytest.raises(EngineStateError, match="sharded by rows"):
+        weight.redistribute(placements=weight.placements)
+
+
+def torchs_own_checkpoints_write_and_read_the_right_rows(rank, world):
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    torch.distributed.broadcast_object_list(folder)
+    source, target = fully_shard(uneven(0)), fully_shard(uneven(1))
+    dcp.save(source.state_dict(), checkpoint_id=folder[0])
+    state = target.state_dict()
+    dcp.load(state, checkpoint_id=folder[0])
+    target.load_state_dict(state)
+    expected = weights(source)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(target).items())
+    whole = {name: torch.empty_like(value) for name, value in expected.items()}
+    dcp.load(whole, checkpoint_id=folder[0])
+    assert all(torch.equal(value, expected[name]) for name, value in whole.items())
+
+
+def pickling_says_what_to_save_instead(rank, world):
+    model = fully_shard(uneven())
+    with pytest.raises(EngineStateError, match=r"parameter 0\.weight of unit Sequential.*save value\.full_tensor\(\)"):
+        torch.save(model.state_dict(), io.BytesIO())
+
+
+def a_loss_on_sharded_rows_is_noticed_in_backward(rank, world):
+    for sharding in ("no_shard", "optim_grads", "optim_grads_params"):
+        model = sharded_chain(sharding=sharding)
+        assert model.layers[0].weight.norm().full_tensor() > 0, "looking is fine"
+        with pytest.raises(EngineStateError, match=r"layers\.0.*gradient would be lost.*weight_decay"):
+            model.layers[0].weight.norm().backward()
+        train(model, adamw(model), range(2), rank)
+
+
+def hooks_that_would_never_run_are_refused(rank, world):
+    model = fully_shard(uneven())
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        with pytest.raises(EngineStateError, match=rf"{register} on parameter 0\.weight.*would never run"):
+            getattr(model[0].weight, register)(print)
+    with pytest.raises(EngineStateError, match="share_memory_ on parameter"):
+        model.share_memory()
+
+
+def a_module_cannot_be_converted_behind_the_engines_back(rank, world):
+    for steps in (0, 1):
+        model = sharded_chain()
+        expected = sharded_chain()
+        for one in (model, expected):
+            train(one, adamw(one), range(steps), rank)
+        for convert in (nn.Module.half, nn.Module.double, lambda m: m.to(torch.bfloat16)):
+            with pytest.raises(RuntimeError, match=r"Couldn't swap Linear\.weight"):
+                convert(model)
+        assert torch.equal(loss_of(model, inputs(0)), loss_of(expected, inputs(0)))
+
+
+def marks_on_parameters_stay(rank, world):
+    model = uneven()
+    model[0].bias.no_weight_decay = True
+    fully_shard(model)
+    marked = [hasattr(parameter, "no_weight_decay") for parameter in model.parameters()]
+    assert marked == [False, True, False, False]
+    assert [hasattr(view.local, "no_weight_decay") for view in sharded_parameters(model)] == marked
+
+
+class OddDtypes(nn.Linear):
+    """Buffers and a frozen parameter of dtypes that collectives do not know."""
+
+    def __init__(self, factor: int) -> None:
+        super().__init__(4, 4)
+        for dtype in (torch.int16, torch.uint16, torch.bool, torch.float8_e4m3fn, torch.complex64):
+            self.register_buffer(str(dtype).removeprefix("torch."), torch.full((3,), factor).to(dtype))
+        self.register_buffer("scalar", torch.tensor(factor, dtype=torch.int16))
+        self.table = nn.Parameter(torch.arange(12).view(6, 2).to(torch.int16) * factor, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.table.sum()
+
+
+def every_dtype_is_the_first_ranks(rank, world):
+    model = fully_shard(OddDtypes(1 if rank == 0 else 0))
+    assert all(buffer.to(torch.complex64).real.eq(1).all() for buffer in model.buffers())
+    assert model(torch.ones(1, 4)).abs().sum() > 0, "the table is gathered"
+    with unshard(model):
+        assert model.table.flatten().tolist() == list(range(12))
+
+
+CASES = tuple(
+    value
+    for value in list(globals().values())
+    if getattr(value, "__module__", "") == __name__
+    and getattr(value, "__code__", None)
+    and value.__code__.co_varnames[:2] == ("rank", "world")
+)
+WORLDS = {
+    2: CASES,
+    3: (derived_tensors_know_where_their_rows_lie, torchs_own_checkpoints_write_and_read_the_right_rows),
+}
+
+
+@by_world(WORLDS)
+def test_sharded_tensors(world, case):
+    check(WORLDS, world, case)
