@@ -139,6 +139,8 @@ def refuse_own_weights(unit: Unit, outputs: list[Tensor]) -> None:
     Raises:
         EngineStateError: There is one.
     """
+    if not any(tensor._is_view() or tensor.is_leaf for tensor in outputs):
+        return  # computed, so it has memory of its own
     places = {group.slot.address for group in unit.all_groups if group.slot is not None and group.gathered}
     strided = [tensor for tensor in outputs if tensor.layout is torch.strided] if places else []
     if any(tensor.untyped_storage().data_ptr() in places for tensor in strided):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
@@ -260,26 +260,29 @@ class ParameterGroup:
             self._streams.wait(self._gathered_event)
             self._gathered_event = None
         if not self.installed:
+            for entry in self.entries:
+                table, key = entry.sites[0]
+                if table[key] is not entry.resting:
+                    self._refuse_replaced(entry, table[key])
             self.installed = True
             for entry in self.entries:
-                self._check_in_place(entry)
-                entry.install(entry.full)
+                for table, key in entry.sites:
+                    table[key] = entry.full
 
-    def _check_in_place(self, entry: Entry) -> None:
-        table, key = entry.sites[0]
-        if table[key] is not entry.resting:
-            raise EngineStateError(
-                f"{self.name}: parameter {entry.name} was replaced after fully_shard (expected its sharded DTensor, got "
-                f"{type(table[key]).__name__}), by module.to(), half(), load_state_dict(assign=True) or an assignment. "
-                "Convert, move and assign before fully_shard; afterwards copy values in place"
-            )
+    def _refuse_replaced(self, entry: Entry, found: object) -> NoReturn:
+        raise EngineStateError(
+            f"{self.name}: parameter {entry.name} was replaced after fully_shard (expected its sharded DTensor, got "
+            f"{type(found).__name__}), by load_state_dict(assign=True) or an assignment. Assign before fully_shard; afterwards copy "
+            "values in place"
+        )
 
     def release(self) -> None:
         """Show sharded parameters again and give the slot back. Saved tensors keep pointing into it; a gather for backward refills it."""
         if self.installed:
             self.installed = False
             for entry in self.entries:
-                entry.install(entry.resting)
+                for table, key in entry.sites:
+                    table[key] = entry.resting
         if self.gathered:
             self.gathered = False
             if self.placement.weight:

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 from torch.profiler import record_function
 
 __all__ = ["Ranges"]
+
+_NOTHING = nullcontext()
 
 
 class Ranges:
@@ -24,14 +25,9 @@ class Ranges:
         self.enabled = False
         self._open: dict[tuple[str, str], list[record_function]] = {}
 
-    @contextmanager
-    def around(self, what: str, name: str) -> Iterator[None]:
+    def around(self, what: str, name: str) -> AbstractContextManager[object]:
         """A range around some lines."""
-        if not self.enabled:
-            yield
-            return
-        with record_function(f"mfsdp {what} {name}"):
-            yield
+        return record_function(f"mfsdp {what} {name}") if self.enabled else _NOTHING
 
     def begin(self, what: str, name: str) -> None:
         """Open a range that another hook ends."""

@@ -85,6 +85,7 @@ class GradientReducer:
             exposed = transient(layout, group.main_extent, group.spec.main_dtype, group.device)
             self._exposed_memory, self.exposed = exposed
         self.faces = [view if view.numel() else None for view in self.exposed.views()]
+        self._shown = [face for face in self.faces if face is not None]
         self._own_references = self._references()
         self._fresh = False
         self._unreduced: FlatBuffer | None = None
@@ -362,8 +363,7 @@ class GradientReducer:
 
     def _references(self) -> int:
         """How many hold the optimizer's gradients: Python objects, and tensors that share their memory."""
-        kept = sum(sys.getrefcount(face) for face in self.faces if face is not None)
-        return kept + compat.storage_users(self.exposed.segments[0])
+        return sum(map(sys.getrefcount, self._shown)) + compat.storage_users(self.exposed.segments[0])
 
     @property
     def allocated_bytes(self) -> int:

@@ -134,6 +134,8 @@ class Unit:
         apart = slots is None and self.pending > 0
         for index, group in enumerate(self.all_groups):
             needed = slots[index] if slots else None
+            if group.gathered and (needed is None or group.slot is needed):
+                continue
             if in_advance and needed is not None and needed.holder not in (None, group.client):
                 continue
             if needed is not None and group.gathered and group.slot is not needed:
