@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -75,7 +76,16 @@ def fsdp2(
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_symm_mem_for_comm()
-    return Engine(forward=model, step=_stepper(model, options))
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+    return Engine(forward=model, step=_stepper(model, options), no_sync=no_sync)
 
 
 def megatron_v1(options: Options, device: torch.device) -> Engine:
