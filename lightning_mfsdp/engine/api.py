@@ -165,12 +165,22 @@ def fully_shard_units(
         units: Modules inside it, in any order; a list among them becomes one unit.
         mesh: As in `fully_shard`.
         **options: As in `fully_shard`.
+
+    Raises:
+        ShardingError: As `fully_shard`, or a module is named twice or is not inside the root.
     """
     device = mesh_device(resolve_mesh(mesh))
     if options.get("ignored_parameters") is not None:
         options["ignored_parameters"] = list(options["ignored_parameters"])
     series = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
     unit_with = {id(member): members for members in series for member in members}
+    inside = {id(child) for child in module.modules() if child is not module}
+    if sum(map(len, series)) != len(unit_with) or not unit_with.keys() <= inside:
+        strange = [type(member).__name__ for members in series for member in members if id(member) not in inside]
+        raise ShardingError(
+            f"fully_shard_units: units: expected different modules inside {type(module).__name__}, got "
+            f"{f'{strange} from elsewhere' if strange else 'a module twice'}"
+        )
     seen, replaced = set[int](), Replaced()
     ignored = {id(parameter) for parameter in options.get("ignored_parameters") or ()}
     for name, child in children_first(module):

@@ -33,10 +33,11 @@ class Call:
         running: Its backward has begun and not ended.
         ended_in: The backward whose gradients of all its inputs came last.
         reads_weights: Its backward needs the weights.
+        hides: A result had no tensors to listen to.
         given: What its inputs are views of, by identity.
     """
 
-    __slots__ = ("ended_in", "given", "has_end", "reads_weights", "running", "slots")
+    __slots__ = ("ended_in", "given", "has_end", "hides", "reads_weights", "running", "slots")
 
     def __init__(self) -> None:
         self.slots: list[Slot | None] = []
@@ -44,6 +45,7 @@ class Call:
         self.running = False
         self.ended_in = -1
         self.reads_weights = True
+        self.hides = False
         self.given: set[int] = set()
 
 
@@ -93,6 +95,7 @@ def listen_to_outputs(unit: Unit, call: Call, outputs: list[Tensor]) -> None:
     differentiable = [tensor for tensor in outputs if tensor.requires_grad]
     if not differentiable:
         if not outputs:
+            call.hides = True
             _listen_to_parameters(unit)
         return
     call.slots = [group.slot for group in unit.all_groups]
@@ -109,7 +112,7 @@ def listen_to_outputs(unit: Unit, call: Call, outputs: list[Tensor]) -> None:
         if tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(begin)  # a tenth of the host time of a tensor's own hook
         else:
-            tensor.register_hook(begin)  # type: ignore[no-untyped-call]
+            unit.leaf_hooks.append(tensor.register_hook(begin))  # type: ignore[no-untyped-call]
         base = tensor._base  # who writes into a view in place takes the view's own node out of the graph
         if base is not None and base.grad_fn is not None and id(base) not in call.given:
             base.grad_fn.register_prehook(begin)

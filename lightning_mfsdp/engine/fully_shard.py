@@ -107,7 +107,7 @@ def fully_shard(
     _refuse_unfit(whole, named, policy)
     _check_same_model(whole, named, resolved)
     _share_buffers(whole, resolved, device)
-    keep_fp32 = _fp32_parameters(whole, policy)
+    keep_fp32 = set[int]().union(*(_fp32_parameters(member, policy) for member in members))
     groups = [
         ParameterGroup(
             name=f"{type(whole).__name__}[{index}]",

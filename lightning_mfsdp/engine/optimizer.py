@@ -1,8 +1,8 @@
 """Who writes main weights, and the refresh of compute weights after a step.
 
 An elementwise optimizer does to each number what it would do to it in the whole tensor, so it can work on plain local
-rows: no DTensor dispatch, and fused kernels. Others (Muon, Shampoo, LAMB, Adafactor: norms or matrices of the whole
-tensor) keep DTensors.
+rows: no DTensor dispatch, and fused kernels. Others (LARS, LAMB: norms of the whole tensor) keep DTensors; those that need
+whole matrices (Muon, Shampoo, Adafactor) are refused, by name or by the operation.
 
 Source of the list: the update rules in `torch.optim`; a class is taken only if it is exactly one of these, since a
 subclass may do anything.
@@ -39,8 +39,8 @@ ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
 )
 
-# LBFGS takes all parameters as one vector, SparseAdam sparse gradients, Muon products of whole matrices.
-_UNFIT_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
+# LBFGS takes all parameters as one vector, SparseAdam sparse gradients, Muon products of whole matrices, Adafactor their means.
+_UNFIT_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon, torch.optim.Adafactor)
 
 
 def fully_shard_optimizer(

@@ -7,7 +7,8 @@ unit is the user's choice; what follows here holds for any program that calls th
     anything else                               what was running is given back, and the call begins a run of its own
 
 so a skipped module, another order, a change of grad mode or a recomputation are never wrong, only gathered more often. Every
-module's result is listened to: a backward may begin at any of them.
+module's result is listened to: a backward may begin at any of them. Called by themselves, outside of the root's forward, modules run one
+by one, so that nothing stays gathered afterwards.
 
 Source: `torch.distributed.fsdp.fully_shard` also takes a list of modules; its pre-forward runs before the first and its
 post-forward once all have run.
@@ -49,9 +50,8 @@ class Series:
         self, unit: Unit, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before module `index`: go on with the run, or begin one."""
-        going_on = (
-            0 < index == self._next and self._with_grad == torch.is_grad_enabled() and compat.backward_task() == -1
-        )
+        expected = 0 < index == self._next and unit.live and compat.backward_task() == -1
+        going_on = expected and self._with_grad == torch.is_grad_enabled()
         if going_on:
             args, kwargs = cast_inputs(unit, args, kwargs)
         else:
@@ -66,7 +66,7 @@ class Series:
         """After module `index`; also runs when its forward raised, with `output` None."""
         self.busy = False
         failed = output is None and sys.exc_info()[0] is not None
-        if failed or index == self._last or compat.backward_task() != -1:
+        if failed or index == self._last or compat.backward_task() != -1 or not unit.is_inside_root:
             self._next = 0
             unit.context.note_series(None)
             unit.post_forward(module, args, output)

@@ -3,13 +3,14 @@
     Rows               parameters, their gradients, and what elementwise operations make of them
     ShardedParameter   what `module.parameters()` shows
 
-Elementwise operations and reductions to one number need no positions and are left to DTensor. Whatever would move rows, or look at
-them by their index, is refused: DTensor would silently take the wrong ones.
+Elementwise operations and reductions to one number need no positions and are left to DTensor. Everything else is refused before it
+runs: DTensor would silently take the wrong rows, or wait for ranks that have none.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -20,71 +21,60 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError
-from lightning_mfsdp.engine.tree import tensors_in
+from lightning_mfsdp.engine.tree import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.group import ParameterGroup
 
 __all__ = ["Rows", "ShardedParameter"]
 
-_OWNER = "_owner"
-# Of local results, these give the result of the whole, also where a rank has no rows.
-_REDUCTIONS = {"all", "any", "linalg_vector_norm", "norm", "sum", "vector_norm"}
-# These would move rows, or stop at a rank without any, before a wrong result could be seen.
-_MOVING = {
-    *(
-        "amax",
-        "amin",
-        "argmax",
-        "argmin",
-        "argsort",
-        "cumprod",
-        "cumsum",
-        "flip",
-        "kthvalue",
-        "log_softmax",
-        "logsumexp",
-        "max",
-        "median",
-    ),
-    *(
-        "min",
-        "mode",
-        "quantile",
-        "roll",
-        "softmax",
-        "sort",
-        "std",
-        "std_mean",
-        "topk",
-        "unique",
-        "flatten",
-        "ravel",
-        "reshape",
-        "view",
-        "var",
-        "var_mean",
-    ),
-}
-# In-place operators whose names do not end in one underscore.
-_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+# Elementwise operations that PyTorch does not tag as such.
+_ELEMENTWISE = frozenset(
+    (
+        *(
+            "_to_copy",
+            "alias",
+            "copy_",
+            "detach",
+            "empty_like",
+            "equal",
+            "fill_",
+            "full_like",
+            "is_same_size",
+            "isclose",
+        ),
+        *(
+            "lift_fresh",
+            "masked_fill",
+            "masked_fill_",
+            "ones_like",
+            "zero_",
+            "zeros_like",
+            "_amp_foreach_non_finite_check_and_unscale_",
+        ),
+    )
+)
+_ELEMENTWISE_FAMILIES = ("_foreach_", "_fused_adam", "_fused_adagrad", "_fused_sgd")
+# To one number, of all rows: right also where a rank has none.
+_REDUCTIONS = frozenset(("all", "any", "linalg_vector_norm", "norm", "sum", "_foreach_norm"))
 
 
 class Rows(DTensor):
     """This rank's rows of a tensor of a parameter's shape. Rows are whole; their number may differ between ranks or be zero."""
 
     _owner: tuple[weakref.ref[ParameterGroup], int]
+    _rows: range  # of dim 0, that lie here
 
     @classmethod
     def over(cls, local: Tensor, like: Rows) -> Rows:
         """Rows `local` of a tensor that is shared out as `like` is; no copy, no history."""
         plain = _as_dtensor(local, like.shape, like.device_mesh, like.placements)
         made = cls(local, plain._spec, requires_grad=False)
-        made._owner = like._owner
+        made._owner, made._rows = like._owner, like._rows
         return made
 
     def _group(self, what: str) -> ParameterGroup:
@@ -114,16 +104,12 @@ class Rows(DTensor):
 
     # -- saving and copying --------------------------------------------------------------------------------------------
 
-    def _first_row(self) -> torch.Size:
-        group = self._group("checkpoint")
-        rows = group.layout.owned_rows(self._owner[1], group.main_extent.start, len(group.main_extent))
-        return torch.Size([rows.start, *[0] * (self.dim() - 1)] if self.dim() else [])
-
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """For torch.distributed.checkpoint: where these rows lie."""
         if not self._local_tensor.numel():
             return []
-        return [ChunkStorageMetadata(offsets=self._first_row(), sizes=self._local_tensor.shape)]
+        offsets = torch.Size([self._rows.start, *[0] * (self.dim() - 1)] if self.dim() else [])
+        return [ChunkStorageMetadata(offsets=offsets, sizes=self._local_tensor.shape)]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """For torch.distributed.checkpoint: what this rank writes."""
@@ -156,42 +142,109 @@ class Rows(DTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
-            _weights_changed(args)
+        if func == _SET_DATA:
+            raise EngineStateError(
+                f"parameter {args[0].described}: its data cannot be replaced, because it is part of a buffer; copy values in place"
+            )
         tensors = tensors_in((args, kwargs or {}))
         if any(tensor.dim() > 0 for tensor in tensors if not isinstance(tensor, DTensor)):
-            _refuse_mixing(name, tensors)
-        first = next((tensor for tensor in tensors if isinstance(tensor, Rows)), None)
-        if name in _MOVING and first is not None and len(tensors) == 1:
-            _refuse_layout(name, first)
+            _refuse_mixing(getattr(func, "__name__", str(func)), tensors)
         with compat.without_torch_function():
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, (list, tuple)) and args and isinstance(args[0], (list, tuple)):
-                operands = [operand if isinstance(operand, Rows) else None for operand in args[0]]
-                if len(operands) == len(result):  # a foreach operation
-                    return type(result)(map(_as_rows, [name] * len(result), result, operands))
-            if isinstance(result, tuple):
-                for item in result:
-                    _as_rows(name, item, first)
-                return result
-            return _as_rows(name, result, first)
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operands = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Rows)]
+        name = func.overloadpacket.__name__
+        reduces = _check_operation(func, name, args, kwargs, operands)
+        result = func(*map_tensors(_as_plain, args), **map_tensors(_as_plain, kwargs))
+        if func._schema.is_mutable:
+            for operand in operands:
+                operand._note_write()
+            return kwargs.get("out", args[0]) if isinstance(result, DTensor) else result
+        if reduces:
+            return map_tensors(_on_every_rank, result)
+        lists = isinstance(result, (list, tuple)) and len(result) == len(operands)
+        if lists:  # a foreach operation
+            return type(result)(_as_rows(value, like) for value, like in zip(result, operands, strict=True))
+        return map_tensors(lambda value: _as_rows(value, operands[0]), result)
+
+    def _note_write(self) -> None:
+        """Main weights may have been written: forward must see it."""
+        group = self._owner[0]()
+        context = group.context if group is not None else None
+        if context is not None:
+            context.weights_changed()
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(placement.is_shard() for placement in self.placements)
 
 
-def _as_rows(name: str, value: Any, operand: Rows | None) -> Any:
-    """A result of an operation on `operand`: if it has its shape, it is shared out as it is."""
-    if operand is None or not isinstance(value, DTensor) or isinstance(value, Rows):
-        return value
-    if not any(placement.is_shard() for placement in operand.placements):
-        return value
-    like = (value.shape, value._local_tensor.shape, value.placements)
-    if like == (operand.shape, operand._local_tensor.shape, operand.placements):
-        value.__class__ = Rows  # keeps its history, unlike a new one
-        setattr(value, _OWNER, operand._owner)
-        return value
-    if value.dim() == 0 and (name.removeprefix("_foreach_") in _REDUCTIONS or operand.dim() == 0):
-        return value
-    return _refuse_layout(name, operand)
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _check_operation(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Rows]
+) -> bool:
+    """Whether an operation gives one number for all rows; refuses those that would look at rows by their position."""
+    sharded = [operand for operand in operands if operand._is_sharded]
+    if not sharded:
+        return False
+    for partners in _partners(args, kwargs, sharded):
+        if len({(partner.shape[0], partner._rows) for partner in partners}) > 1:
+            _refuse_partners(name, partners)
+    if name in _REDUCTIONS:
+        order = args[1] if len(args) > 1 and name != "sum" else kwargs.get("ord", 2)
+        of_all = (
+            func._overloadname in ("default", "Scalar") and not (len(args) > 2 and args[2]) and not kwargs.get("dim")
+        )
+        finite = isinstance(order, Tensor) or name in ("all", "any", "sum") or math.isfinite(order)
+        if of_all and finite:
+            return True
+    elif torch.Tag.pointwise in func.tags or name in _ELEMENTWISE or name.startswith(_ELEMENTWISE_FAMILIES):
+        return False
+    return _refuse_layout(name, sharded[0])
+
+
+def _partners(args: tuple[Any, ...], kwargs: dict[str, Any], sharded: Sequence[Rows]) -> list[list[Rows]]:
+    """Tensors whose elements meet: all operands, or those at the same place of a foreach operation's lists."""
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and tensors_in(value)]
+    if not lists:
+        return [list(sharded)]
+    return [[one for one in met if isinstance(one, Rows) and one._is_sharded] for met in zip(*lists, strict=False)]
+
+
+def _as_plain(tensor: Tensor) -> Tensor:
+    """As DTensor itself sees it; the same memory."""
+    if not isinstance(tensor, Rows):
+        return tensor
+    return DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _as_rows(value: Any, like: Rows) -> Any:
+    """A result of the operand's shape is shared out as the operand is."""
+    if isinstance(value, DTensor) and (value.shape, value.placements) == (like.shape, like.placements):
+        return Rows.over(value._local_tensor, like)
+    return value
+
+
+def _on_every_rank(value: Tensor) -> Tensor:
+    """A number of which each rank has its part becomes the same on all."""
+    if isinstance(value, DTensor):
+        return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+    return value
+
+
+def _refuse_partners(name: str, partners: Sequence[Rows]) -> NoReturn:
+    described = ", ".join(dict.fromkeys(partner.described for partner in partners))
+    raise EngineStateError(
+        f"{name}: parameters {described} have their rows on different ranks, because their shapes or units differ; go through "
+        "full_tensor(), or shard both models alike"
+    )
 
 
 def _refuse_gradient(reference: weakref.ref[ShardedParameter], _: Tensor) -> NoReturn:
@@ -207,19 +260,9 @@ def _refuse_gradient(reference: weakref.ref[ShardedParameter], _: Tensor) -> NoR
 def _refuse_layout(name: str, operand: Rows) -> NoReturn:
     raise EngineStateError(
         f"{name}: parameter {operand.described} is sharded by rows in parts that differ in length, which this operation would mix up; "
-        "call it on value.full_tensor(), the whole tensor, on all ranks, or use the weight inside its unit's forward"
+        "call it on value.full_tensor(), the whole tensor, on all ranks, use the weight inside its unit's forward, or change it under "
+        "unshard(module, writeback=True)"
     )
-
-
-def _weights_changed(args: tuple[Any, ...]) -> None:
-    """Main weights are written through their DTensors: forward must see it."""
-    written = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
-    for parameter in written:
-        if isinstance(parameter, ShardedParameter):
-            group = parameter._owner[0]()
-            context = group.context if group is not None else None
-            if context is not None:
-                context.weights_changed()
 
 
 def _refuse_mixing(name: str, tensors: Sequence[Tensor]) -> NoReturn:
@@ -266,6 +309,7 @@ class ShardedParameter(Rows):
         made.__dict__.update(vars(full))  # what users mark parameters with, for their optimizer's groups
         made._is_param = True
         made._owner = (weakref.ref(group), index)
+        made._rows = group.layout.owned_rows(index, group.main_extent.start, len(group.main_extent))
         made.has_empty_grad = False
         made._local_face, made._full_face, made._name, made._grad_face = local, full, name, None
         made._unswappable = weakref.ref(made)

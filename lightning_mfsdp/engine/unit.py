@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.calls import (
@@ -61,6 +62,7 @@ class Unit:
         context: Shared by all units of a root.
         calls: Those whose backward has not come through their inputs since the last backward ended.
         hears_end: Some call had an input that needs a gradient, so the end of its backward is noticed.
+        leaf_hooks: On results that nothing computed; taken away when a backward has ended.
         live: Shows full parameters.
         may_stay: Weights stay between forward and backward if there is memory to spare (planning.py).
         hears_parameters: A backward is noticed by the gradients it leaves.
@@ -93,6 +95,8 @@ class Unit:
         self._open_calls: list[Call | None] = []
         self._running = 0
         self._idle = False
+        self._is_series = len(modules) > 1
+        self.leaf_hooks: list[RemovableHandle] = []
         self.hears_parameters = False
         self.hears_end = False
         for module in modules:
@@ -209,12 +213,12 @@ class Unit:
         self.context.ranges.end("forward", self.name)
         call = self._open_calls.pop() if self._open_calls else None  # none: the pre-hook itself raised
         if call is not None:
-            call.reads_weights = not is_plain_lookup(module)
+            call.reads_weights = self._is_series or not is_plain_lookup(module)
         outputs = self.listen_to_result(call, output)
         if output is None and sys.exc_info()[0] is not None and compat.backward_task() == -1:
             self.abandon()
         else:
-            self.leave(reshard=bool(outputs) or call is None)
+            self.leave(reshard=call is None or (bool(outputs) and not call.hides))
 
     @property
     def open_call(self) -> Call | None:
@@ -232,8 +236,8 @@ class Unit:
     def close(self) -> None:
         """A run of several modules ended before its last."""
         self.context.ranges.end("forward", self.name)
-        self._open_calls.pop()
-        self.leave(reshard=True)
+        call = self._open_calls.pop()
+        self.leave(reshard=call is None or not call.hides)
 
     def leave(self, *, reshard: bool) -> None:
         """After forward: give weights back, unless they are needed again at once.
@@ -252,6 +256,12 @@ class Unit:
             self.release()
         else:
             self._idle = self is not context.root
+
+    @property
+    def is_inside_root(self) -> bool:
+        """Whether the forward of a root around it, or a step of one, is running."""
+        root = self.context.root
+        return root is not None and root is not self and (root.pinned or bool(root._open_calls))
 
     @property
     def full_bytes(self) -> int:
@@ -335,6 +345,9 @@ class Unit:
     def rest(self) -> None:
         """After a backward, or after one that failed: nothing of it is waited for any more."""
         self._running = 0
+        for handle in self.leaf_hooks:
+            handle.remove()
+        self.leaf_hooks.clear()
         for call in self.calls:
             call.running = False
         self.calls.clear()

@@ -175,6 +175,126 @@ def a_failure_inside_or_between_modules_does_no_harm(rank, world):
         assert torch.equal(torch.stack(train(model, optimizer, range(3), rank)), torch.stack(expected))
 
 
+class Query(nn.Module):
+    """Adds a parameter of the model around it, and returns it as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.linear(x + query)), query
+
+
+class Queries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(8))
+        self.layers = nn.ModuleList(Query() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, query = layer(x, self.query)
+        return x + query
+
+
+class Lookup(nn.Module):
+    """A linear layer, then an embedding that knows nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(8, 8), nn.Embedding(5, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x.tanh() * 1.0)
+        return x + self.table((x > 0).sum(-1).clamp(max=4))
+
+
+class Box:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Boxing(nn.Linear):
+    def forward(self, x: Tensor) -> Box:
+        return Box(super().forward(x))
+
+
+class Boxes(nn.Module):
+    """The first result hides its tensor, and the second module sometimes does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.steps = Boxing(8, 8), nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        x = self.first(x).value
+        return self.second(x) if self.steps % 2 else x
+
+
+def unusual_modules_train_like_plain_pytorch(rank, world):
+    """A unit must know all results of a run and all modules of it, not the last ones."""
+    for build, members in ((Queries, "layers"), (Lookup, ""), (Boxes, "")):
+        torch.manual_seed(0)
+        plain, model = build(), build()
+        model.load_state_dict(plain.state_dict())
+        fully_shard_units(model, [list(model.get_submodule(members).children())], storage="dynamic")
+        optimizer, expected = adamw(model), torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        for step in range(4):
+            for one, stepper in ((model, optimizer), (plain, expected)):
+                loss_of(one, inputs(step).requires_grad_()).backward()
+                for parameter in plain.parameters():
+                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                stepper.step()
+                stepper.zero_grad()
+            for parameter in plain.parameters():
+                parameter.grad = None
+        found = weights(model)
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(
+                found[name], parameter.detach(), rtol=1e-4, atol=1e-5, msg=f"{build.__name__} {name}"
+            )
+        leaves = [entry.full for unit in context(model).units for group in unit.groups for entry in group.entries]
+        assert not any(leaf._backward_hooks for leaf in leaves), "hooks pile up"
+
+
+def modules_called_by_themselves_leave_nothing_gathered(rank, world):
+    model, alone = in_series(), sharded_chain()
+    with torch.no_grad():
+        x = model.layers[0](inputs(0))
+        assert not any(shown_full(model))
+        model.load_state_dict(model.state_dict())
+        assert torch.equal(model.layers[1](x), alone.layers[1](alone.layers[0](inputs(0))))
+    x = model.layers[1](model.layers[0](inputs(0)))
+    x.square().sum().backward()
+    alone.layers[1](alone.layers[0](inputs(0))).square().sum().backward()
+    for name, parameter in model.layers[:2].named_parameters():
+        other = alone.layers.get_parameter(name)
+        assert torch.equal(parameter.grad.full_tensor(), other.grad.full_tensor()), name
+
+
+def float32_patterns_name_what_they_name_in_single_units(rank, world):
+    policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, fp32_modules=("own",))
+    blocks = [Holder(), Holder()]
+    fully_shard(blocks, policy=policy)
+    dtypes = {view.name: view.compute_dtype for view in sharded_parameters(nn.ModuleList(blocks))}
+    assert {name for name, dtype in dtypes.items() if dtype is torch.float32} == {
+        f"{index}.own.{kind}" for index in range(2) for kind in ("weight", "bias")
+    }
+
+
+def units_that_are_not_inside_are_refused(rank, world):
+    model = plain_chain()
+    for wrong in (
+        [[model.layers[0], nn.Linear(2, 2)]],
+        [[model, model.layers[0]]],
+        [model.layers[:2], [model.layers[1]]],
+    ):
+        with pytest.raises(ShardingError, match=r"expected different modules inside Chain, got"):
+            fully_shard_units(model, wrong)
+
+
 class Holder(nn.Module):
     """A module of a series, with a unit inside."""
 
@@ -245,6 +365,10 @@ CASES = (
     units_inside_a_series_are_their_own,
     a_series_keeps_names_and_shows_as_one_unit,
     a_series_built_on_meta_equals_a_real_one,
+    unusual_modules_train_like_plain_pytorch,
+    modules_called_by_themselves_leave_nothing_gathered,
+    float32_patterns_name_what_they_name_in_single_units,
+    units_that_are_not_inside_are_refused,
 )
 WORLDS = {
     1: (any_path_through_the_modules_trains_like_plain_pytorch,),

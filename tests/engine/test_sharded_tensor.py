@@ -42,6 +42,8 @@ def derived_tensors_know_where_their_rows_lie(rank, world):
             torch.testing.assert_close(mine.norm().full_tensor(), expected.norm())
             torch.testing.assert_close(torch._foreach_norm([mine, mine])[1].full_tensor(), expected.norm())
             assert torch._foreach_mul([mine], 2.0)[0].full_tensor().equal(2 * expected)
+    whole = fully_shard(uneven(), sharding="no_shard")
+    assert torch.equal(copy.deepcopy(whole.state_dict())["2.bias"].full_tensor(), plain[2].bias.detach())
     copied = copy.deepcopy(state)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.ones(2, 5)).sum().backward()
@@ -51,9 +53,68 @@ def derived_tensors_know_where_their_rows_lie(rank, world):
     assert all(torch.equal(found[name], parameter.detach()) for name, parameter in plain.named_parameters())
 
 
+def numbers_are_those_of_the_whole_tensor_on_every_rank(rank, world):
+    """Also of parameters that lie whole on one rank."""
+    for sharding in ("no_shard", "optim_grads_params"):
+        plain, model = uneven(), uneven()
+        for layer in model[::2]:
+            fully_shard(layer, sharding=sharding)
+        fully_shard(model, sharding=sharding)
+        for name, expected in plain.named_parameters():
+            mine = model.get_parameter(name)
+            for look in (Tensor.sum, Tensor.norm, lambda t: t.norm(1), lambda t: (t * float("nan")).isnan().any()):
+                assert look(mine).item() == pytest.approx(look(expected).item(), rel=1e-5), f"{sharding} {name}"
+        total = float(sum(parameter.square().sum() for parameter in model.parameters()))
+        assert total == pytest.approx(
+            float(sum(parameter.square().sum() for parameter in plain.parameters())), rel=1e-5
+        )
+
+
+def parameters_whose_rows_lie_elsewhere_do_not_mix(rank, world):
+    alone = fully_shard(nn.Linear(8, 2, bias=False))
+    together = nn.ModuleList([nn.Linear(8, 2, bias=False), nn.Linear(8, 6, bias=False)])
+    fully_shard(together)
+    for mix in (Tensor.copy_, Tensor.add, lambda a, b: torch._foreach_add([a], [b])):
+        with torch.no_grad(), pytest.raises(EngineStateError, match=r"rows on different ranks.*full_tensor"):
+            mix(together[0].weight, alone.weight)
+    with torch.no_grad():
+        torch._foreach_mul_([together[0].weight, together[1].weight], 2.0)
+        assert torch.equal(together[0].weight * 0.5 * 2, together[0].weight)
+
+
+def writes_through_a_state_dict_reach_forward(rank, world):
+    for sharding in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
+        model, x = sharded_chain(sharding=sharding), inputs(0)
+        train(model, adamw(model), range(1), rank)
+        with torch.no_grad():
+            before = model(x)
+            for value in model.state_dict().values():
+                value.zero_()
+            assert before.abs().sum() > 0
+            assert model(x).abs().sum() == 0, sharding
+    with pytest.raises(EngineStateError, match="its data cannot be replaced"):
+        model.out.weight.data = torch.zeros(3, 8)
+
+
 def what_looks_at_rows_by_position_is_refused(rank, world):
     model = fully_shard(uneven())
+    square = fully_shard(nn.ModuleDict({"square": nn.Linear(7, 7, bias=False), "other": nn.Linear(7, 7)})).square.weight
+    whole_on_one_rank = fully_shard(nn.Linear(3, 1, bias=False)).weight
     weight = model[0].weight
+    for look in (
+        lambda t: t @ t,
+        lambda t: t.softmax(0),
+        lambda t: t.normal_(),
+        lambda t: t.norm(float("inf")),
+        torch.trace,
+    ):
+        with torch.no_grad(), pytest.raises(EngineStateError, match="sharded by rows"):
+            look(square)
+    for look in (lambda t: t[0], lambda t: t.max(), lambda t: t.sum(0), nn.init.orthogonal_, nn.init.xavier_uniform_):
+        with torch.no_grad(), pytest.raises(EngineStateError, match="sharded by rows"):
+            look(whole_on_one_rank)
+    with pytest.raises(EngineStateError, match="sharded by rows"):
+        model[2].bias.item()
     for look in (
         *(lambda t: t.mean(), lambda t: t.mean(0), lambda t: t.std(), lambda t: t.max(), lambda t: t.softmax(0)),
         *(
