@@ -17,8 +17,10 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.modules import module as module_hooks
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 __all__ = [
+    "DispatchMode",
     "all_gather_coalesced",
     "all_gather_flat",
     "all_reduce_coalesced",
@@ -34,6 +36,7 @@ __all__ = [
     "premul_sum",
     "reduce_scatter_coalesced",
     "reduce_scatter_flat",
+    "sets_data",
     "storage_users",
     "symmetric_memory",
     "uses_nccl",
@@ -55,6 +58,11 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 def without_torch_function() -> AbstractContextManager[Any]:
     """Inside, tensor subclasses behave as if they did not override `__torch_function__`."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def sets_data(function: Any) -> bool:
+    """Whether a torch function is the assignment `tensor.data = value`."""
+    return bool(function == torch.Tensor.data.__set__)  # type: ignore[attr-defined]
 
 
 def all_gather_flat(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> None:

@@ -26,7 +26,7 @@ from lightning_mfsdp.engine.materialize import materialize
 from lightning_mfsdp.engine.parameter import owner_of
 from lightning_mfsdp.engine.placement import resolve_placement
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
-from lightning_mfsdp.engine.sharded_tensor import ShardedParameter
+from lightning_mfsdp.engine.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.tree import map_tensors, tensors_in
 from lightning_mfsdp.engine.unit import Unit, unit_of
 

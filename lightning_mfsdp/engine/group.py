@@ -29,7 +29,7 @@ from lightning_mfsdp.engine.layout import Layout, plan_layout
 from lightning_mfsdp.engine.parameter import Entry, mark_owner
 from lightning_mfsdp.engine.placement import Placement
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
-from lightning_mfsdp.engine.sharded_tensor import ShardedParameter
+from lightning_mfsdp.engine.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.storage import Client, Slot
 from lightning_mfsdp.engine.streams import Event
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mfsdp.engine.sharded_tensor import ShardedParameter
+from lightning_mfsdp.engine.sharded_parameter import ShardedParameter
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.group import ParameterGroup

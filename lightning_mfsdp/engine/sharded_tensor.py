@@ -1,7 +1,6 @@
 """Tensors whose rows are shared out as a layout says, and not in the equal parts that DTensor assumes.
 
-    Rows               parameters, their gradients, and what elementwise operations make of them
-    ShardedParameter   what `module.parameters()` shows
+Parameters at rest are such tensors (sharded_parameter.py), and so are their gradients and what elementwise operations make of them.
 
 Elementwise operations and reductions to one number need no positions and are left to DTensor. Everything else is refused before it
 runs: DTensor would silently take the wrong rows, or wait for ranks that have none.
@@ -13,11 +12,10 @@ import copy
 import math
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +28,7 @@ from lightning_mfsdp.engine.tree import map_tensors, tensors_in
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.group import ParameterGroup
 
-__all__ = ["Rows", "ShardedParameter"]
+__all__ = ["Rows", "as_dtensor"]
 
 # Elementwise operations that PyTorch does not tag as such.
 _ELEMENTWISE = frozenset(
@@ -72,7 +70,7 @@ class Rows(DTensor):
     @classmethod
     def over(cls, local: Tensor, like: Rows) -> Rows:
         """Rows `local` of a tensor that is shared out as `like` is; no copy, no history."""
-        plain = _as_dtensor(local, like.shape, like.device_mesh, like.placements)
+        plain = as_dtensor(local, like.shape, like.device_mesh, like.placements)
         made = cls(local, plain._spec, requires_grad=False)
         made._owner, made._rows = like._owner, like._rows
         return made
@@ -142,35 +140,15 @@ class Rows(DTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func == _SET_DATA:
+        if compat.sets_data(func):
             raise EngineStateError(
                 f"parameter {args[0].described}: its data cannot be replaced, because it is part of a buffer; copy values in place"
             )
         tensors = tensors_in((args, kwargs or {}))
         if any(tensor.dim() > 0 for tensor in tensors if not isinstance(tensor, DTensor)):
             _refuse_mixing(getattr(func, "__name__", str(func)), tensors)
-        with compat.without_torch_function():
+        with compat.without_torch_function(), _Checked():  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        operands = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Rows)]
-        name = func.overloadpacket.__name__
-        reduces = _check_operation(func, name, args, kwargs, operands)
-        result = func(*map_tensors(_as_plain, args), **map_tensors(_as_plain, kwargs))
-        if func._schema.is_mutable:
-            for operand in operands:
-                operand._note_write()
-            return kwargs.get("out", args[0]) if isinstance(result, DTensor) else result
-        if reduces:
-            return map_tensors(_on_every_rank, result)
-        lists = isinstance(result, (list, tuple)) and len(result) == len(operands)
-        if lists:  # a foreach operation
-            return type(result)(_as_rows(value, like) for value, like in zip(result, operands, strict=True))
-        return map_tensors(lambda value: _as_rows(value, operands[0]), result)
 
     def _note_write(self) -> None:
         """Main weights may have been written: forward must see it."""
@@ -184,7 +162,30 @@ class Rows(DTensor):
         return any(placement.is_shard() for placement in self.placements)
 
 
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+class _Checked(compat.DispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, every operation on rows is checked before it runs, also those that a larger function is made of.
+
+    A mode and not `Rows.__torch_dispatch__`, which DTensor's own dispatch in torch 2.11 passes by.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operands = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Rows)]
+        if not operands:
+            return func(*args, **kwargs)
+        reduces = _check_operation(func, func.overloadpacket.__name__, args, kwargs, operands)
+        result = func(*map_tensors(_as_plain, args), **map_tensors(_as_plain, kwargs))
+        if func._schema.is_mutable:
+            for operand in operands:
+                operand._note_write()
+            return kwargs.get("out", args[0]) if isinstance(result, DTensor) else result
+        if reduces:
+            return map_tensors(_on_every_rank, result)
+        if isinstance(result, (list, tuple)) and len(result) == len(operands):  # a foreach operation
+            return type(result)(_as_rows(value, like) for value, like in zip(result, operands, strict=True))
+        return map_tensors(lambda value: _as_rows(value, operands[0]), result)
 
 
 def _check_operation(
@@ -247,16 +248,6 @@ def _refuse_partners(name: str, partners: Sequence[Rows]) -> NoReturn:
     )
 
 
-def _refuse_gradient(reference: weakref.ref[ShardedParameter], _: Tensor) -> NoReturn:
-    parameter = reference()
-    described = parameter.described if parameter is not None else "of a deleted module"
-    raise EngineStateError(
-        f"parameter {described}: a loss was computed from its sharded rows, outside its unit's forward, and the gradient would be lost. "
-        "Compute penalties on weights in the forward of the module that owns them, or use the optimizer's weight_decay; to look at "
-        "values, use torch.no_grad()"
-    )
-
-
 def _refuse_layout(name: str, operand: Rows) -> NoReturn:
     raise EngineStateError(
         f"{name}: parameter {operand.described} is sharded by rows in parts that differ in length, which this operation would mix up; "
@@ -277,135 +268,7 @@ def _refuse_mixing(name: str, tensors: Sequence[Tensor]) -> NoReturn:
     )
 
 
-def _as_dtensor(local: Tensor, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+def as_dtensor(local: Tensor, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """This rank's part of a tensor of the global shape; its rows need not be what DTensor would compute."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-class ShardedParameter(Rows):
-    """This rank's rows of a main weight, in the global shape. Rows are whole; their number may differ between ranks or be zero.
-
-    It takes part in elementwise arithmetic and optimizers like any DTensor. Mixed with plain tensors, as in a forward
-    outside its unit, it says so.
-    """
-
-    _local_face: nn.Parameter
-    _full_face: nn.Parameter
-    _name: str
-    _grad_face: Rows | None
-    # Where this rank has no rows the local face never has a gradient (fused optimizers), and this says what other ranks' say.
-    has_empty_grad: bool
-    # Whoever wants to put another tensor in its place (`module.half()`) finds that a weak reference forbids it.
-    _unswappable: weakref.ref[ShardedParameter]
-
-    @classmethod
-    def wrap(
-        cls, group: ParameterGroup, index: int, name: str, local: nn.Parameter, full: nn.Parameter
-    ) -> ShardedParameter:
-        """Parameter `index` of a group, over `local` (rows of dim 0, main dtype); `full` still has the global shape."""
-        mesh, placements = group.mesh.device_mesh, group.dtensor_placements
-        plain = _as_dtensor(local.detach(), full.shape, mesh, placements)
-        made = cls(local.detach(), plain._spec, requires_grad=full.requires_grad)
-        made.__dict__.update(vars(full))  # what users mark parameters with, for their optimizer's groups
-        made._is_param = True
-        made._owner = (weakref.ref(group), index)
-        made._rows = group.layout.owned_rows(index, group.main_extent.start, len(group.main_extent))
-        made.has_empty_grad = False
-        made._local_face, made._full_face, made._name, made._grad_face = local, full, name, None
-        made._unswappable = weakref.ref(made)
-        if full.requires_grad:
-            Tensor.register_hook(made, partial(_refuse_gradient, made._unswappable))  # type: ignore[no-untyped-call]
-        return made
-
-    @property
-    def described(self) -> str:
-        """Name and unit, for messages."""
-        group = self._owner[0]()
-        unit = group.unit() if group is not None else None
-        return f"{self._name} of unit {unit.name}" if unit is not None else self._name
-
-    @property
-    def grad(self) -> DTensor | None:
-        """The reduced gradient of these rows; `None` until a synchronised backward."""
-        grad = self._local_face.grad
-        if grad is None:
-            if not (self.has_empty_grad and self.requires_grad):
-                return None
-            grad = self._local_face.detach()
-        if self._grad_face is None or self._grad_face._local_tensor is not grad:
-            self._grad_face = Rows.over(grad, self)
-        return self._grad_face
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        if value is not None and not isinstance(value, DTensor):
-            raise EngineStateError(
-                f"{self._name}.grad: expected a DTensor of shape {tuple(self.shape)} or None, got a plain tensor of "
-                f"shape {tuple(value.shape)}"
-            )
-        self._local_face.grad = None if value is None or not value._local_tensor.numel() else value._local_tensor
-        self.has_empty_grad = value is not None and not value._local_tensor.numel()
-        self._grad_face = value if isinstance(value, Rows) else None
-
-    def forget_grad_face(self) -> None:
-        """Do not keep a cleared gradient's memory alive for its DTensor."""
-        if self._local_face.grad is None:
-            self._grad_face = None
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether forward and backward compute a gradient."""
-        return self._full_face.requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.requires_grad_(value)
-
-    def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
-        """Turn gradients on or off for every face.
-
-        Raises:
-            EngineStateError: It was frozen when it was sharded, so it has no main weight of the policy's dtype.
-        """
-        group = self._owner[0]()
-        wanted = group.policy.main_params_dtype if group is not None else None
-        if (
-            requires_grad
-            and group is not None
-            and not group.spec.trainable
-            and wanted not in (None, group.spec.main_dtype)
-        ):
-            raise EngineStateError(
-                f"{self.described}: it was frozen when fully_shard was called, so its main weight is {group.spec.main_dtype} "
-                f"and not {wanted}; unfreeze it before fully_shard, and freeze it afterwards if need be"
-            )
-        self._full_face.requires_grad_(requires_grad)
-        self._local_face.requires_grad_(requires_grad)
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
-        raise EngineStateError(
-            f"{self._name}: a sharded parameter cannot be deep-copied, because the copy would belong to no unit. Copy "
-            "the module before fully_shard, "
-            "or copy values with unshard(module)"
-        )
-
-    def register_hook(self, hook: Any) -> NoReturn:
-        """Refused: autograd never sees this tensor."""
-        self._refuse_hook("register_hook")
-
-    def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
-        """Refused: autograd never sees this tensor."""
-        self._refuse_hook("register_post_accumulate_grad_hook")
-
-    def _refuse_hook(self, what: str) -> NoReturn:
-        raise EngineStateError(
-            f"{what} on parameter {self.described}: it would never run, because gradients are computed for full parameters and reduced "
-            "into shards. Look at gradients after backward (on_after_backward in Lightning), or register the hook before fully_shard"
-        )
-
-    def share_memory_(self) -> NoReturn:
-        """Refused: its memory is part of a buffer."""
-        raise EngineStateError(
-            f"share_memory_ on parameter {self.described}: shards lie in buffers of the engine; share the module before fully_shard"
-        )

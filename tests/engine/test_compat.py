@@ -200,6 +200,27 @@ def test_distributed_apis_do_what_is_relied_on(outcomes, case):
     assert not outcomes[case], outcomes[case]
 
 
+def test_a_dispatch_mode_sees_what_a_function_is_made_of():
+    seen = []
+
+    class Watching(compat.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.overloadpacket.__name__)
+            assert torch.Tag.pointwise in torch.ops.aten.mul.Tensor.tags
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        torch.nn.functional.normalize(torch.ones(2, 2))
+    assert "linalg_vector_norm" in seen
+    assert "div" in seen
+
+
+def test_setting_data_is_told_from_reading_it():
+    assert compat.sets_data(torch.Tensor.data.__set__)
+    assert not compat.sets_data(torch.Tensor.data.__get__)
+    assert not compat.sets_data(torch.Tensor.grad.__set__)
+
+
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a build with NCCL")
 def test_nccl_can_scale_before_the_sum():
     assert compat.premul_sum(0.5) is not None

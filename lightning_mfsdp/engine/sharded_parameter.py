@@ -1,0 +1,157 @@
+"""ShardedParameter: what `module.parameters()` shows of a parameter, at rest."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.sharded_tensor import Rows, as_dtensor
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.group import ParameterGroup
+
+__all__ = ["ShardedParameter"]
+
+
+class ShardedParameter(Rows):
+    """This rank's rows of a main weight, in the global shape. Rows are whole; their number may differ between ranks or be zero.
+
+    It takes part in elementwise arithmetic and optimizers like any DTensor. Mixed with plain tensors, as in a forward
+    outside its unit, it says so.
+    """
+
+    _local_face: nn.Parameter
+    _full_face: nn.Parameter
+    _name: str
+    _grad_face: Rows | None
+    # Where this rank has no rows the local face never has a gradient (fused optimizers), and this says what other ranks' say.
+    has_empty_grad: bool
+    # Whoever wants to put another tensor in its place (`module.half()`) finds that a weak reference forbids it.
+    _unswappable: weakref.ref[ShardedParameter]
+
+    @classmethod
+    def wrap(
+        cls, group: ParameterGroup, index: int, name: str, local: nn.Parameter, full: nn.Parameter
+    ) -> ShardedParameter:
+        """Parameter `index` of a group, over `local` (rows of dim 0, main dtype); `full` still has the global shape."""
+        mesh, placements = group.mesh.device_mesh, group.dtensor_placements
+        plain = as_dtensor(local.detach(), full.shape, mesh, placements)
+        made = cls(local.detach(), plain._spec, requires_grad=full.requires_grad)
+        made.__dict__.update(vars(full))  # what users mark parameters with, for their optimizer's groups
+        made._is_param = True
+        made._owner = (weakref.ref(group), index)
+        made._rows = group.layout.owned_rows(index, group.main_extent.start, len(group.main_extent))
+        made.has_empty_grad = False
+        made._local_face, made._full_face, made._name, made._grad_face = local, full, name, None
+        made._unswappable = weakref.ref(made)
+        if full.requires_grad:
+            Tensor.register_hook(made, partial(_refuse_gradient, made._unswappable))  # type: ignore[no-untyped-call]
+        return made
+
+    @property
+    def described(self) -> str:
+        """Name and unit, for messages."""
+        group = self._owner[0]()
+        unit = group.unit() if group is not None else None
+        return f"{self._name} of unit {unit.name}" if unit is not None else self._name
+
+    @property
+    def grad(self) -> DTensor | None:
+        """The reduced gradient of these rows; `None` until a synchronised backward."""
+        grad = self._local_face.grad
+        if grad is None:
+            if not (self.has_empty_grad and self.requires_grad):
+                return None
+            grad = self._local_face.detach()
+        if self._grad_face is None or self._grad_face._local_tensor is not grad:
+            self._grad_face = Rows.over(grad, self)
+        return self._grad_face
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None and not isinstance(value, DTensor):
+            raise EngineStateError(
+                f"{self._name}.grad: expected a DTensor of shape {tuple(self.shape)} or None, got a plain tensor of "
+                f"shape {tuple(value.shape)}"
+            )
+        self._local_face.grad = None if value is None or not value._local_tensor.numel() else value._local_tensor
+        self.has_empty_grad = value is not None and not value._local_tensor.numel()
+        self._grad_face = value if isinstance(value, Rows) else None
+
+    def forget_grad_face(self) -> None:
+        """Do not keep a cleared gradient's memory alive for its DTensor."""
+        if self._local_face.grad is None:
+            self._grad_face = None
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether forward and backward compute a gradient."""
+        return self._full_face.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
+        """Turn gradients on or off for every face.
+
+        Raises:
+            EngineStateError: It was frozen when it was sharded, so it has no main weight of the policy's dtype.
+        """
+        group = self._owner[0]()
+        wanted = group.policy.main_params_dtype if group is not None else None
+        if (
+            requires_grad
+            and group is not None
+            and not group.spec.trainable
+            and wanted not in (None, group.spec.main_dtype)
+        ):
+            raise EngineStateError(
+                f"{self.described}: it was frozen when fully_shard was called, so its main weight is {group.spec.main_dtype} "
+                f"and not {wanted}; unfreeze it before fully_shard, and freeze it afterwards if need be"
+            )
+        self._full_face.requires_grad_(requires_grad)
+        self._local_face.requires_grad_(requires_grad)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        raise EngineStateError(
+            f"{self._name}: a sharded parameter cannot be deep-copied, because the copy would belong to no unit. Copy "
+            "the module before fully_shard, "
+            "or copy values with unshard(module)"
+        )
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        """Refused: autograd never sees this tensor."""
+        self._refuse_hook("register_hook")
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
+        """Refused: autograd never sees this tensor."""
+        self._refuse_hook("register_post_accumulate_grad_hook")
+
+    def _refuse_hook(self, what: str) -> NoReturn:
+        raise EngineStateError(
+            f"{what} on parameter {self.described}: it would never run, because gradients are computed for full parameters and reduced "
+            "into shards. Look at gradients after backward (on_after_backward in Lightning), or register the hook before fully_shard"
+        )
+
+    def share_memory_(self) -> NoReturn:
+        """Refused: its memory is part of a buffer."""
+        raise EngineStateError(
+            f"share_memory_ on parameter {self.described}: shards lie in buffers of the engine; share the module before fully_shard"
+        )
+
+
+def _refuse_gradient(reference: weakref.ref[ShardedParameter], _: Tensor) -> NoReturn:
+    parameter = reference()
+    described = parameter.described if parameter is not None else "of a deleted module"
+    raise EngineStateError(
+        f"parameter {described}: a loss was computed from its sharded rows, outside its unit's forward, and the gradient would be lost. "
+        "Compute penalties on weights in the forward of the module that owns them, or use the optimizer's weight_decay; to look at "
+        "values, use torch.no_grad()"
+    )
