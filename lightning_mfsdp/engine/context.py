@@ -243,6 +243,7 @@ class Context:
     def _rest(self) -> None:
         """Nobody holds weights, nobody waits."""
         self.ranges.end_all("backward")
+        self.pool.end_backward()
         for unit in self.units:
             unit.rest()
         self.backwards_finished += 1

@@ -276,8 +276,12 @@ class ParameterGroup:
             "values in place"
         )
 
-    def release(self) -> None:
-        """Show sharded parameters again and give the slot back. Saved tensors keep pointing into it; a gather for backward refills it."""
+    def release(self, *, keep_memory: bool = False) -> None:
+        """Show sharded parameters again and give the slot back. Saved tensors keep pointing into it; a gather for backward refills it.
+
+        Args:
+            keep_memory: Nobody else may use the slot before the backward has ended.
+        """
         if self.installed:
             self.installed = False
             for entry in self.entries:
@@ -288,7 +292,8 @@ class ParameterGroup:
             if self.placement.weight:
                 self._streams.wait(self._gathered_event)
                 self._gathered_event = None
-                self._pool.release(self.client, self._streams.record())
+                give_back = self._pool.set_aside if keep_memory else self._pool.release
+                give_back(self.client, self._streams.record())
 
     def refill(self, weights_ready: Event) -> None:
         """Show what the optimizer wrote in weights that are in use."""

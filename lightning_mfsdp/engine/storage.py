@@ -129,6 +129,8 @@ class SlotPool:
         self._fixed: list[Slot] = []
         self._last_release: Event = None
         self._held: dict[Client, None] = {}
+        self._aside: dict[Slot, Client] = {}
+        self._keeper = Client(name="a forward recomputed in this backward", size_bytes=0, evict=lambda: False)
 
     def add(self, client: Client) -> None:
         """Make a client known, maybe from the pool of a root that became a nested unit; it starts with its own slot."""
@@ -164,6 +166,8 @@ class SlotPool:
             EngineStateError: `needed` is in use by somebody else.
         """
         slot = needed or (client.private if apart else client.planned) or client.private
+        if self._aside.get(slot) is client:
+            slot.holder = client  # its own weights, set aside
         if slot.holder is not None and slot.holder is not client and not slot.holder.evict():
             if needed is not None:
                 raise EngineStateError(
@@ -200,6 +204,22 @@ class SlotPool:
         self._last_release = event
         slot.discard()
         self._held.pop(client, None)
+
+    def set_aside(self, client: Client, event: Event) -> None:
+        """The client lets go of its slot, whose content stays as it is until `end_backward`."""
+        slot = client.slot
+        self._held.pop(client, None)
+        self._aside[slot] = client
+        slot.holder = self._keeper
+        slot.released = self._last_release = event
+
+    def end_backward(self) -> None:
+        """What was set aside is free again."""
+        while self._aside:
+            slot, _ = self._aside.popitem()
+            if slot.holder is self._keeper:
+                slot.holder = None
+                slot.discard()
 
     def forget_events(self) -> None:
         """All work is done: nobody has to wait for the last use of a slot."""

@@ -95,6 +95,7 @@ class Unit:
         self._open_calls: list[Call | None] = []
         self._running = 0
         self._idle = False
+        self._recomputed = False
         self._is_series = len(modules) > 1
         self.leaf_hooks: list[RemovableHandle] = []
         self.hears_parameters = False
@@ -143,7 +144,7 @@ class Unit:
             if in_advance and needed is not None and needed.holder not in (None, group.client):
                 continue
             if needed is not None and group.gathered and group.slot is not needed:
-                group.release()
+                group.release(keep_memory=self._recomputed)
             self.context.gather(group, needed, apart=apart)
 
     def install(self) -> None:
@@ -167,7 +168,7 @@ class Unit:
         for group in self.all_groups:
             group.users_live -= 1
             if group.users_live == 0:
-                group.release()
+                group.release(keep_memory=self._recomputed and self.pending > 0)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -191,6 +192,7 @@ class Unit:
             self._check_owners()
         self.context.interrupt()
         if compat.backward_task() != -1:
+            self._recomputed = True
             self.start_gather(self._latest_slots())
         else:
             self.context.note_forward(self)
@@ -345,6 +347,7 @@ class Unit:
     def rest(self) -> None:
         """After a backward, or after one that failed: nothing of it is waited for any more."""
         self._running = 0
+        self._recomputed = False
         for handle in self.leaf_hooks:
             handle.remove()
         self.leaf_hooks.clear()

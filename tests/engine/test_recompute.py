@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard, no_sync
+from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard, no_sync, sharded_parameters
 from lightning_mfsdp.engine.unit import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import (
@@ -96,6 +96,21 @@ def several_units_in_one_region_are_bit_equal(rank, world):
             recomputing = regions(reentrant, sharding=sharding, storage=storage)
             assert torch.equal(run(recomputing, rank), losses), f"{sharding} {storage} {reentrant=}"
             assert_same_weights(recomputing, model, f"{sharding} {storage} {reentrant=}")
+
+
+def a_call_that_nobody_uses_does_not_mislead_recomputation(rank, world):
+    """Its weights lie elsewhere, and it never ends: what is recomputed first goes there, and must stay until it was used."""
+    found = []
+    for reentrant in (None, False):
+        model = regions(reentrant)
+        run(model, rank, steps=2)
+        torch.manual_seed(3)
+        loss = loss_of(model, inputs(7, rank).requires_grad_())
+        model.layers[0](inputs(8, rank).requires_grad_())
+        loss.backward()
+        found.append([view.grad.clone() for view in sharded_parameters(model) if view.grad is not None])
+        assert not any(group.gathered for unit in context(model).units for group in unit.groups)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 def early_stop_makes_no_difference(rank, world):
@@ -200,6 +215,7 @@ def recompute_after_validation_and_a_lost_forward(rank, world):
 ALL = (
     every_unit_checkpointed_is_bit_equal,
     several_units_in_one_region_are_bit_equal,
+    a_call_that_nobody_uses_does_not_mislead_recomputation,
     early_stop_makes_no_difference,
     some_units_checkpointed_and_changing_between_steps,
     whole_root_checkpointed,
