@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.modules import module as module_hooks
-from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DispatchMode",
@@ -43,6 +43,8 @@ __all__ = [
     "without_torch_function",
     "zero_cta_group",
 ]
+
+DispatchMode = TorchDispatchMode  # sees every operation before it runs, of subclasses too (torch 2.11 to 2.13)
 
 
 def backward_task() -> int:
