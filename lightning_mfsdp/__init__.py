@@ -4,10 +4,12 @@ Importing this package registers "mfsdp", "mfsdp_optim_grads", "mfsdp_optim" and
 """
 
 from lightning_mfsdp.engine import (
+    CapturedLoss,
     CapturedStep,
     EngineStateError,
     MixedPrecisionPolicy,
     ShardingError,
+    capture_loss,
     capture_step,
     clip_grad_norm_,
     clip_grad_value_,
@@ -29,12 +31,14 @@ from lightning_mfsdp.strategy import MFSDPStrategy, register_strategies
 __version__ = "0.1.0"
 
 __all__ = [
+    "CapturedLoss",
     "CapturedStep",
     "EngineStateError",
     "MFSDPPrecision",
     "MFSDPStrategy",
     "MixedPrecisionPolicy",
     "ShardingError",
+    "capture_loss",
     "capture_step",
     "clip_grad_norm_",
     "clip_grad_value_",

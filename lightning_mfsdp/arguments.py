@@ -20,6 +20,7 @@ __all__ = [
     "check_blocks_per_unit",
     "check_callbacks",
     "check_choice",
+    "check_cuda_graph",
     "check_device",
     "check_ignored",
     "check_policy",
@@ -43,6 +44,16 @@ def check_choice(argument: str, value: object, choices: tuple[object, ...]) -> N
     """Raise a ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{argument}={value!r}: expected one of {', '.join(map(repr, choices))}")
+
+
+def check_cuda_graph(cuda_graph: object, storage: str) -> None:
+    """Raise unless it is a bool that the storage allows: a graph replays addresses."""
+    if not isinstance(cuda_graph, bool):
+        raise TypeError(f"cuda_graph={cuda_graph!r}: expected True or False")
+    if cuda_graph and storage != "pooled":
+        raise ValueError(
+            f'cuda_graph=True with storage={storage!r}: graphs replay addresses, which need storage="pooled"'
+        )
 
 
 def check_blocks_per_unit(blocks_per_unit: object) -> None:

@@ -32,6 +32,7 @@ from lightning_mfsdp.arguments import (
     check_blocks_per_unit,
     check_callbacks,
     check_choice,
+    check_cuda_graph,
     check_device,
     check_ignored,
     check_policy,
@@ -44,6 +45,7 @@ from lightning_mfsdp.arguments import (
 )
 from lightning_mfsdp.checkpointing import CheckpointingStrategy
 from lightning_mfsdp.compilation import compile_options, compile_units
+from lightning_mfsdp.cuda_graph import GraphedTrainingStep, graphed_training_step
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
     fully_shard_optimizer,
@@ -100,6 +102,8 @@ class MFSDPStrategy(CheckpointingStrategy):
         symmetric_memory: Gather by copy engines, which leaves compute cores to the matrix products (NCCL 2.28, one NVLink domain).
         compile: `torch.compile` the forward of every unit that has modules inside; a mapping holds options for it, such as
             {"mode": "max-autotune-no-cudagraphs"}.
+        cuda_graph: Record training_step and its backward as CUDA graphs after a few steps and replay them: hardly any host time. For
+            fixed shapes. Every backward is reduced, also with `accumulate_grad_batches`. What cannot be recorded is named and runs as ever.
         free_gradients: Clear gradients right after the optimizer's step. Lightning clears them after the next training_step, so they take
             memory while activations pile up. Hooks that run after the step then see no gradients.
         accumulation: With `accumulate_grad_batches`, "local": no communication until the last microbatch, for a full-size gradient in
@@ -133,6 +137,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         storage: Literal["pooled", "dynamic"] = "pooled",
         symmetric_memory: bool = False,
         compile: bool | Mapping[str, Any] = False,
+        cuda_graph: bool = False,
         free_gradients: bool = False,
         accumulation: Literal["local", "sharded"] = "local",
         state_dict_type: Literal["sharded"] = "sharded",
@@ -149,6 +154,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         check_blocks_per_unit(blocks_per_unit)
         check_choice("storage", storage, ("pooled", "dynamic"))
         check_choice("accumulation", accumulation, ("local", "sharded"))
+        check_cuda_graph(cuda_graph, storage)
         check_choice("reshard_after_forward", reshard_after_forward, (True, False, "auto"))
         check_state_dict_type(state_dict_type)
         check_policy(policy)
@@ -180,6 +186,8 @@ class MFSDPStrategy(CheckpointingStrategy):
         self._storage = storage
         self._symmetric_memory = symmetric_memory
         self._compile_options = compile_options(compile)
+        self._cuda_graph = cuda_graph
+        self._graphed: GraphedTrainingStep | None = None
         self._free_gradients = free_gradients
 
     # -- where we are --------------------------------------------------------------------------------------------------
@@ -247,6 +255,8 @@ class MFSDPStrategy(CheckpointingStrategy):
             for optimizer in self.optimizers:
                 if not isinstance(optimizer, _MockOptimizer):
                     fully_shard_optimizer(optimizer, grad_scaler=self.precision_plugin.scaler)
+        if fitting and self._cuda_graph:
+            self._graphed = graphed_training_step(self._run_training_step, self._module, trainer)
 
     def _shard(self, module: LightningModule) -> None:
         policy = self.precision_plugin.policy
@@ -301,6 +311,9 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """`LightningModule.training_step` with the root unit's weights there."""
+        return (self._graphed or self._run_training_step)(*args, **kwargs)
+
+    def _run_training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._step_context() as module:
             return module.training_step(*args, **kwargs)
 
@@ -326,7 +339,8 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Have the engine notice the backward of this loss."""
-        watch_backward(self._module, closure_loss)
+        if self._graphed is None or not self._graphed.replayed:
+            watch_backward(self._module, closure_loss)
 
     def optimizer_step(
         self,
@@ -343,7 +357,10 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Backwards inside keep gradients local, or sharded with `accumulation="sharded"`."""
+        """Backwards inside keep gradients local, or sharded with `accumulation="sharded"`; not with `cuda_graph`."""
+        if self._cuda_graph:  # also where a rank runs without: all must communicate alike
+            yield
+            return
         with no_sync(self._module, keep_sharded=self.accumulation == "sharded"):
             yield
 
@@ -351,6 +368,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         """Give back what this strategy made. The model stays sharded on its device, ready for the next entry point."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self._graphed = None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -94,7 +94,11 @@ def run(
     parser.add_argument("--reduce", choices=["float32", "bfloat16"], default="float32", help="gradients on the wire")
     parser.add_argument("--clip", type=float, default=0.0, help="largest gradient norm; 0: none")
     parser.add_argument("--accumulation", type=int, default=1, help="microbatches a step")
-    parser.add_argument("--graph", action="store_true", help="the whole step as one CUDA graph")
+    parser.add_argument(
+        "--graph",
+        action="store_true",
+        help="the whole step as one CUDA graph; through the Trainer: training_step and its backward",
+    )
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--steps", type=int, default=12)
     plan = parser.parse_args(namespace=Plan())

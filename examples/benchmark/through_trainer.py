@@ -39,6 +39,7 @@ class Timed(Callback):
         self.plan = plan
         self.stamps: list[torch.cuda.Event] = []
         self.host: list[float] = []
+        self.losses: list[Tensor] = []
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int) -> None:
         """Stamp the start of a step."""
@@ -50,6 +51,10 @@ class Timed(Callback):
         self.stamps.append(stamp())
         self.host.append(time.perf_counter())
 
+    def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
+        """Keep the loss, as it was before Lightning divided it by the number of microbatches."""
+        self.losses.append(loss.detach() * self.plan.accumulation)
+
 
 class TimedDecoder(LightningModule):
     """The decoder of the benchmark."""
@@ -58,7 +63,6 @@ class TimedDecoder(LightningModule):
         super().__init__()
         self.options, self.strategy = options, strategy
         self.decoder: Any = None
-        self.losses: list[Tensor] = []
 
     def configure_model(self) -> None:
         """Build, and shard where the strategy leaves that to the user."""
@@ -80,21 +84,20 @@ class TimedDecoder(LightningModule):
     def training_step(self, batch: list[Tensor], batch_index: int) -> Tensor:
         """Mean loss of the microbatch."""
         (ids,) = batch
-        loss = next_token_loss(self.decoder(ids[:, :-1]), ids[:, 1:])
-        self.losses.append(loss.detach())
-        return loss
+        return next_token_loss(self.decoder(ids[:, :-1]), ids[:, 1:])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """As in every engine of the benchmark."""
         return adamw(self.parameters())
 
 
-def strategy_of(name: str, options: Options) -> Strategy | str:
+def strategy_of(name: str, options: Options, *, graph: bool) -> Strategy | str:
     """The strategy as a user would set it up for this model."""
     if name == "mfsdp":
-        return MFSDPStrategy(
-            policy=MixedPrecisionPolicy(compute_dtype=torch.bfloat16, grad_comm_dtype=options.reduce_dtype)
-        )
+        policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, grad_comm_dtype=options.reduce_dtype)
+        return MFSDPStrategy(policy=policy, cuda_graph=graph)
+    if graph:
+        raise SystemExit(f"Error: {name} cannot capture a step as a CUDA graph")
     if name == "fsdp":
         from torch.distributed.fsdp import MixedPrecision
 
@@ -119,7 +122,7 @@ def measure(name: str, options: Options, plan: Plan) -> dict[str, object]:
     trainer = Trainer(
         accelerator="gpu",
         devices=dist.get_world_size(),
-        strategy=strategy_of(name, options),
+        strategy=strategy_of(name, options, graph=plan.graph),
         precision="bf16-mixed" if name in ("mfsdp", "ddp") else None,
         max_steps=plan.warmup + plan.steps + 1,
         accumulate_grad_batches=plan.accumulation,
@@ -133,7 +136,7 @@ def measure(name: str, options: Options, plan: Plan) -> dict[str, object]:
     )
     trainer.fit(module, DataLoader(TensorDataset(data), batch_size=microbatch, pin_memory=True))
     host = [b - a for a, b in zip(timed.host[plan.warmup :], timed.host[plan.warmup + 1 :], strict=False)]
-    return result_of(f"trainer:{name}", options, plan, timed.stamps[plan.warmup :], host, module.losses)
+    return result_of(f"trainer:{name}", options, plan, timed.stamps[plan.warmup :], host, timed.losses)
 
 
 if __name__ == "__main__":

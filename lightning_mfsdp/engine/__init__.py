@@ -10,6 +10,7 @@ from lightning_mfsdp.engine.api import (
     watch_backward,
 )
 from lightning_mfsdp.engine.capture import CapturedStep, capture_step
+from lightning_mfsdp.engine.captured_loss import CapturedLoss, capture_loss
 from lightning_mfsdp.engine.errors import EngineStateError, ShardingError
 from lightning_mfsdp.engine.fully_shard import fully_shard
 from lightning_mfsdp.engine.gradients import clip_grad_norm_, clip_grad_value_, grad_norm
@@ -27,6 +28,7 @@ from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
 
 __all__ = [
     "ELEMENTWISE_OPTIMIZERS",
+    "CapturedLoss",
     "CapturedStep",
     "EngineStateError",
     "FlatGradient",
@@ -34,6 +36,7 @@ __all__ = [
     "ParameterView",
     "ShardingError",
     "UnitView",
+    "capture_loss",
     "capture_step",
     "clip_grad_norm_",
     "clip_grad_value_",

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.layout import Layout
+from lightning_mfsdp.engine.storage import Slot
 
-__all__ = ["FlatBuffer", "accumulate_segments", "buffer_numel", "copy_or_add"]
+__all__ = ["FlatBuffer", "accumulate_segments", "buffer_numel", "copy_or_add", "transient"]
 
 _SMALL_GAPS = 1 << 16
 
@@ -154,3 +155,14 @@ def accumulate_segments(target: FlatBuffer, addend: FlatBuffer) -> None:
     """Add a buffer of the same extent, keeping the target's dtype."""
     for total, piece in zip(target.segments, addend.segments, strict=True):
         total.add_(piece)
+
+
+def transient(layout: Layout, extent: range, dtype: torch.dtype, device: torch.device) -> tuple[Slot, FlatBuffer]:
+    """A buffer whose memory comes and goes, and the slot to ask for it. Its views are made now and stay valid."""
+    memory = Slot(buffer_numel(layout, extent) * dtype.itemsize, device, fixed=False)
+    with torch.inference_mode(False):
+        buffer = FlatBuffer.over(layout, extent, memory.memory.view(dtype))
+        buffer.views()
+        buffer.gaps()
+    memory.discard()
+    return memory, buffer

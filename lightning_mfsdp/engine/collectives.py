@@ -32,6 +32,7 @@ class Axis:
         group: Carries gathers and reductions, unless the two below are set.
         reduce_group: A communicator of its own for reductions, so that a gather never queues behind one. `None`: share
             `group`.
+        averages: The backend can divide by the number of ranks while it sums.
         gather_group: A communicator for gathers of weights into symmetric memory. `None`: `group`.
     """
 
@@ -39,6 +40,7 @@ class Axis:
     size: int
     rank: int
     group: dist.ProcessGroup
+    averages: bool = False
     reduce_group: dist.ProcessGroup | None = None
     gather_group: dist.ProcessGroup | None = None
 
@@ -103,11 +105,11 @@ class Axis:
         """The reduction op for `factor`; where the backend cannot scale, the sources are scaled here instead."""
         if factor == 1.0:
             return dist.ReduceOp.SUM
-        if compat.uses_nccl(group, sources[0].device):
-            if factor == 1.0 / self.size:
-                return dist.ReduceOp.AVG
-            if sources[0].dtype.itemsize >= 4:  # NCCL rounds the factor to the dtype on the wire
-                return compat.premul_sum(factor)
+        if self.averages and factor == 1.0 / self.size:
+            return dist.ReduceOp.AVG
+        wide = sources[0].dtype.itemsize >= 4  # NCCL rounds the factor to the dtype on the wire
+        if wide and compat.uses_nccl(group, sources[0].device):
+            return compat.premul_sum(factor)
         for source in sources:
             source.mul_(factor)
         return dist.ReduceOp.SUM
@@ -203,7 +205,9 @@ def resolve_mesh(mesh: DeviceMesh | None) -> Mesh:
 
 def _axis(mesh: DeviceMesh, dim: int, default_name: str) -> Axis:
     name = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else default_name
-    return Axis(name=name, size=mesh.size(dim), rank=mesh.get_local_rank(dim), group=mesh.get_group(dim))
+    group = mesh.get_group(dim)
+    averages = compat.averages(group, mesh.device_type)
+    return Axis(name=name, size=mesh.size(dim), rank=mesh.get_local_rank(dim), group=group, averages=averages)
 
 
 def _accelerator_type() -> str:

@@ -24,6 +24,7 @@ __all__ = [
     "all_gather_coalesced",
     "all_gather_flat",
     "all_reduce_coalesced",
+    "averages",
     "backward_task",
     "foreach_add_",
     "foreach_copy_",
@@ -122,6 +123,11 @@ def _coalesced(group: dist.ProcessGroup, device: torch.device) -> AbstractContex
 def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether NCCL carries tensors of this device; a group's backend may be unnamed or a list such as "cpu:gloo,cuda:nccl"."""
     return device.type == "cuda" and dist.get_backend(group) not in ("gloo", "mpi", "ucc", "fake")
+
+
+def averages(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether the backend divides by the number of ranks. The fake backend, which stands in for NCCL, takes any operation."""
+    return uses_nccl(group, torch.device(device_type)) or dist.get_backend(group) == "fake"
 
 
 _OLDEST_NCCL_WITH_COPY_ENGINES = (2, 28)

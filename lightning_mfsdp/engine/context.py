@@ -47,6 +47,7 @@ class Context:
         self._planner = MemoryPlanner(self.pool, self.channels, mesh, device)
         self.reductions = ReductionSchedule(self.streams, self.ranges)
         self._covered: set[int] = set()
+        self._uncovered: list[Entry] | None = None
         self.weights_ready: Event = None
         self.gathers_started = 0
         self.backwards_finished = 0
@@ -82,12 +83,14 @@ class Context:
         """Take a unit in; it may come from a context of its own."""
         unit.context = self
         self._units.append(weakref.ref(unit))
+        self._uncovered = None
         for group in unit.groups:
             group.attach(unit, self)
 
     def take_over(self, other: Context) -> None:
         """Keep what is known about optimizers in a context whose units move into this one."""
         self._covered |= other._covered
+        self._uncovered = None
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -156,17 +159,15 @@ class Context:
     def cover(self, entries: Iterable[Entry]) -> None:
         """An optimizer that reports its steps holds these parameters."""
         self._covered.update(id(entry) for entry in entries)
+        self._uncovered = None
 
     @property
     def has_optimizer(self) -> bool:
         """Whether every trained parameter is held by an optimizer that reports its steps."""
-        return all(
-            id(entry) in self._covered
-            for unit in self.units
-            for group in unit.groups
-            for entry in group.entries
-            if entry.is_trained
-        )
+        if self._uncovered is None:
+            entries = [entry for unit in self.units for group in unit.groups for entry in group.entries]
+            self._uncovered = [entry for entry in entries if id(entry) not in self._covered]
+        return not any(entry.is_trained for entry in self._uncovered)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 

@@ -260,16 +260,18 @@ class ParameterGroup:
             self._streams.wait(self._gathered_event)
             self._gathered_event = None
         if not self.installed:
+            self.installed = True
             for entry in self.entries:
                 table, key = entry.sites[0]
                 if table[key] is not entry.resting:
                     self._refuse_replaced(entry, table[key])
-            self.installed = True
-            for entry in self.entries:
                 for table, key in entry.sites:
                     table[key] = entry.full
 
     def _refuse_replaced(self, entry: Entry, found: object) -> NoReturn:
+        for earlier in self.entries[: self.entries.index(entry)]:
+            earlier.install(earlier.resting)
+        self.installed = False
         raise EngineStateError(
             f"{self.name}: parameter {entry.name} was replaced after fully_shard (expected its sharded DTensor, got "
             f"{type(found).__name__}), by load_state_dict(assign=True) or an assignment. Assign before fully_shard; afterwards copy "
@@ -285,8 +287,9 @@ class ParameterGroup:
         if self.installed:
             self.installed = False
             for entry in self.entries:
+                resting = entry.resting
                 for table, key in entry.sites:
-                    table[key] = entry.resting
+                    table[key] = resting
         if self.gathered:
             self.gathered = False
             if self.placement.weight:
@@ -332,7 +335,10 @@ class ParameterGroup:
     @property
     def has_full_gradients(self) -> bool:
         """Whether autograd left gradients that nobody has taken."""
-        return any(entry.full.grad is not None for entry in self.entries)
+        for entry in self.entries:  # noqa: SIM110 - a generator costs host time, in every unit
+            if entry.full.grad is not None:
+                return True
+        return False
 
     def drop_full_gradients(self) -> None:
         """Forget what autograd left: the backward failed, or nobody wants it."""

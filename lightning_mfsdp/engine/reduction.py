@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp.engine import compat
-from lightning_mfsdp.engine.buffer import FlatBuffer, accumulate_segments, buffer_numel, copy_or_add
+from lightning_mfsdp.engine.buffer import FlatBuffer, accumulate_segments, copy_or_add, transient
 from lightning_mfsdp.engine.group import ParameterGroup
-from lightning_mfsdp.engine.layout import Layout
 from lightning_mfsdp.engine.storage import Slot
 from lightning_mfsdp.engine.streams import Streams
 
@@ -86,8 +85,10 @@ class GradientReducer:
             self._exposed_memory, self.exposed = exposed
         self.faces = [view if view.numel() else None for view in self.exposed.views()]
         self._shown = [face for face in self.faces if face is not None]
+        self._locals = [entry.local for entry in group.entries]
         self._own_references = self._references()
         self._fresh = False
+        self._adds = False
         self._unreduced: FlatBuffer | None = None
         self._kept: FlatBuffer | None = None
         self._partial: FlatBuffer | None = None
@@ -103,15 +104,17 @@ class GradientReducer:
 
     def open_main(self) -> FlatBuffer:
         """The main gradient with memory behind it; what it holds is undefined where there was none."""
-        self.main_memory.materialize()
-        self._exposed_memory.materialize()
+        if not self.main_memory.is_there:
+            self.main_memory.materialize()
+            self._exposed_memory.materialize()
         return self.main
 
     def _open_for_this_backward(self) -> None:
         """Have memory for the main gradient, with what the parameters' `.grad` say in it if they say anything."""
         was_open = self.is_open
         self.open_main()
-        if self._has_main():
+        self._adds = self._has_main()
+        if self._adds:
             if not was_open:  # the user's own gradients, set where there were none
                 compat.foreach_zero_(self.main.segments)
             self._settle_main()
@@ -119,7 +122,26 @@ class GradientReducer:
     @property
     def is_open(self) -> bool:
         """Whether the main gradient has memory."""
-        return self.main_memory.allocated_bytes > 0
+        return self.main_memory.is_there
+
+    def pin_main(self, pinned: bool) -> None:
+        """Keep the main gradient's memory where it is, or stop doing so."""
+        if pinned:
+            self.open_main()
+        self.main_memory.fixed = self._exposed_memory.fixed = pinned
+
+    def keep_main(self) -> list[Tensor]:
+        """A copy of the main gradient before a replayed graph overwrites it; empty where the optimizer's gradients were cleared."""
+        if not self._has_main():
+            return []
+        self._settle_main()
+        return [segment.clone() for segment in self.main.segments]
+
+    def add_to_main(self, kept: list[Tensor]) -> None:
+        """Add what `keep_main` returned to what was written since."""
+        compat.foreach_add_(self.main.segments, kept)
+        self._fresh = True
+        self.finish()
 
     def close_main(self) -> None:
         """Give the main gradient's memory back if the optimizer's gradients were cleared and nobody else kept one."""
@@ -129,14 +151,15 @@ class GradientReducer:
             entry.sharded.forget_grad_face()
         if self._references() == self._own_references:
             self.main_memory.discard()
-            self._exposed_memory.discard()
+            self._exposed_memory.discard()  # mostly the same slot
 
     def _take(self) -> list[Tensor | None]:
         taken: list[Tensor | None] = []
         for entry in self.group.entries:
-            grad = entry.full.grad
+            full = entry.full
+            grad = full.grad
             if grad is not None:
-                entry.full.grad = None
+                full.grad = None
                 if not entry.is_trained:
                     grad = None
                 elif grad.is_sparse:
@@ -296,7 +319,7 @@ class GradientReducer:
 
     def _output(self, source: FlatBuffer, extent: range, dtype: torch.dtype, *, final: bool) -> FlatBuffer:
         """Where a reduce-scatter writes: straight into the main gradient where nothing is there yet, else in place."""
-        if final and extent == self.main.extent and dtype == self.main.dtype and not self._has_main():
+        if final and extent == self.main.extent and dtype == self.main.dtype and not self._adds:
             return self.main
         if dtype == source.dtype:
             return source.part(extent)
@@ -306,23 +329,24 @@ class GradientReducer:
         """Copy or add a reduced gradient to the main gradient, and show it to the optimizer."""
         self._fresh = True
         if result is not self.main:
-            if self._has_main():
+            if self._adds:
                 accumulate_segments(self.main, result)
             else:
                 compat.foreach_copy_(self.main.segments, result.segments)
-        for entry, face in zip(self.group.entries, self.faces, strict=True):
-            if not entry.is_trained:
-                continue
+        for entry, local, face in zip(self.group.entries, self._locals, self.faces, strict=True):
             if face is None:
-                entry.sharded.has_empty_grad = True
-            elif entry.local.grad is not face:
-                entry.local.grad = face
+                entry.sharded.has_empty_grad = entry.sharded.has_empty_grad or entry.is_trained
+            elif local.grad is not face and entry.is_trained:
+                local.grad = face
 
     # -- what the optimizer sees ---------------------------------------------------------------------------------------
 
     def _has_main(self) -> bool:
         """Whether a reduced gradient is there that the optimizer has not cleared, for any parameter."""
-        return any(entry.local.grad is not None for entry in self.group.entries)
+        for local in self._locals:  # noqa: SIM110 - a generator costs host time, in every unit
+            if local.grad is not None:
+                return True
+        return False
 
     def _main_is_free(self) -> bool:
         """Whether the main gradient's memory holds nothing anybody still needs."""
@@ -374,14 +398,3 @@ class GradientReducer:
         buffers = {id(buffer): buffer for buffer in (self._kept, self._unreduced, self._partial) if buffer is not None}
         others = sum(buffer.size_bytes for buffer in buffers.values() if buffer is not self.main)
         return sum(slot.allocated_bytes for slot in slots) + others
-
-
-def transient(layout: Layout, extent: range, dtype: torch.dtype, device: torch.device) -> tuple[Slot, FlatBuffer]:
-    """A buffer whose memory comes and goes, and the slot to ask for it. Its views are made now and stay valid."""
-    memory = Slot(buffer_numel(layout, extent) * dtype.itemsize, device, fixed=False)
-    with torch.inference_mode(False):
-        buffer = FlatBuffer.over(layout, extent, memory.memory.view(dtype))
-        buffer.views()
-        buffer.gaps()
-    memory.discard()
-    return memory, buffer

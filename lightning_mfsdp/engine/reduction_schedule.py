@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -123,7 +123,7 @@ class ReductionSchedule:
                 group.drop_full_gradients()
         if not groups:
             return
-        with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             waiting = []
             for group in groups:
                 reducer = self.reducer(group)
@@ -192,6 +192,11 @@ class ReductionSchedule:
         """A new pass begins: gradients that were cleared give their memory back."""
         for reducer in self._reducers.values():
             reducer.close_main()
+
+    @property
+    def reducers(self) -> list[GradientReducer]:
+        """Of all groups that ever had a gradient."""
+        return list(self._reducers.values())
 
     @contextmanager
     def synchronizing(self, sync: Sync) -> Iterator[None]:

@@ -41,6 +41,7 @@ class Slot:
         size_bytes: Room in it.
         fixed: Planned and shared (memory stays), or private (memory only while it is needed).
         released: After the last use of the memory; whoever writes next waits for it.
+        is_there: There is memory at the moment. Nothing but the slot's own methods changes that.
     """
 
     def __init__(self, size_bytes: int, device: torch.device, *, fixed: bool, memory: Tensor | None = None) -> None:
@@ -50,6 +51,8 @@ class Slot:
         self.released: Event = None
         self._device = device
         self._memory = memory
+        self._storage = None if memory is None else memory.untyped_storage()
+        self.is_there = memory is not None
 
     @property
     def holder(self) -> Client | None:
@@ -66,6 +69,8 @@ class Slot:
         if self._memory is None:
             with torch.inference_mode(False):
                 self._memory = torch.empty(self.size_bytes, dtype=torch.uint8, device=self._device)
+            self._storage = self._memory.untyped_storage()
+            self.is_there = True
         return self._memory
 
     @property
@@ -76,25 +81,30 @@ class Slot:
     @property
     def allocated_bytes(self) -> int:
         """What the slot occupies at the moment."""
-        return 0 if self._memory is None else self._memory.untyped_storage().size()
+        return 0 if self._storage is None else self._storage.size()
 
     def materialize(self) -> None:
         """Make sure the memory is there; allocated on the current stream."""
-        storage = self.memory.untyped_storage()
-        if storage.size() == 0:
-            storage.resize_(self.size_bytes)
+        if self.is_there:
+            return
+        if self._storage is None:
+            _ = self.memory
+        else:
+            self._storage.resize_(self.size_bytes)
+            self.is_there = True
 
     def retire(self) -> None:
         """No longer fixed. Saved tensors may still point here: their gather brings the memory back."""
-        if self._memory is not None and self._memory.untyped_storage().resizable():
+        if self._storage is not None and self._storage.resizable():
             self.fixed = False
             if self.holder is None:
                 self.discard()
 
     def discard(self) -> None:
         """Give private memory back to the allocator; fixed memory stays."""
-        if not self.fixed and self._memory is not None:
-            self._memory.untyped_storage().resize_(0)
+        if self.is_there and not self.fixed and self._storage is not None:
+            self._storage.resize_(0)
+            self.is_there = False
 
 
 @dataclass(eq=False, kw_only=True)

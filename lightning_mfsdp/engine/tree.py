@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["map_tensors", "tensors_in"]
+__all__ = ["leaves_in", "map_tensors", "tensors_in"]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -31,6 +31,20 @@ def _collect(value: Any, found: list[Tensor]) -> None:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             _collect(getattr(value, field.name, None), found)
+
+
+def leaves_in(value: Any) -> list[Any]:
+    """All tensors in `value`, and everything else in it that is no container, in order."""
+    items: Iterable[Any]
+    if isinstance(value, (tuple, list)):
+        items = value
+    elif isinstance(value, Mapping):
+        items = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        return [value]
+    return [leaf for item in items for leaf in leaves_in(item)]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

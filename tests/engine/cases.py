@@ -38,9 +38,9 @@ class Problems:
         assert not self.found, "\n".join(self.found)
 
 
-def run_cases(cases: Mapping[str, Case], world: int) -> dict[str, str]:
+def run_cases(cases: Mapping[str, Case], world: int, backend: str = "gloo") -> dict[str, str]:
     """Run every case on `world` ranks; returns the tracebacks of all ranks by case, empty where it passed."""
-    outcomes = run_distributed(_run_all, world, dict(cases))
+    outcomes = run_distributed(_run_all, world, dict(cases), backend=backend)
     return {
         name: "\n".join(f"rank {rank}: {outcome[name]}" for rank, outcome in enumerate(outcomes) if outcome[name])
         for name in cases

@@ -178,6 +178,7 @@ def gloo_is_not_nccl(rank: int, world: int) -> None:
     """A group's own backend decides, and CPU tensors never travel by NCCL."""
     assert not compat.uses_nccl(dist.group.WORLD, torch.device("cpu"))
     assert not compat.uses_nccl(dist.group.WORLD, torch.device("cuda"))
+    assert not compat.averages(dist.group.WORLD, "cpu"), "gloo refuses ReduceOp.AVG"
 
 
 CASES = {

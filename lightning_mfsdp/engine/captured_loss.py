@@ -1,0 +1,247 @@
+"""The forward of a loss and its backward as two CUDA graphs. What comes after the backward stays ordinary Python.
+
+Clipping, the optimizer, schedules and whatever looks at gradients in between need no care, so a training loop that somebody else
+wrote (Lightning's) goes on working. Only a few launches a step are left to the host: the graphs, and those of the optimizer.
+
+    call            inputs are copied, the forward is replayed, the loss gets a backward of its own
+    backward        the gradient of the loss is copied (loss scaling, division by microbatches), the backward is replayed;
+                    gradients appear in `.grad`, or are added to those that nobody cleared
+
+The backward's graph holds the reductions too: every backward is synchronised, also under `no_sync`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_mfsdp.engine.api import watch_backward
+from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.parameter import owner_of
+from lightning_mfsdp.engine.recording import Recording
+from lightning_mfsdp.engine.reduction import Sync
+from lightning_mfsdp.engine.tree import map_tensors
+
+__all__ = ["CapturedLoss", "capture_loss", "loss_in"]
+
+
+def capture_loss(step: Callable[..., Any], module: nn.Module, *, warmup: int = 4) -> CapturedLoss:
+    """Record `step` and the backward of its loss as CUDA graphs after `warmup` ordinary calls, and replay them from then on.
+
+    Args:
+        step: Takes tensors (or containers of them) and returns the loss, or a mapping with the loss under "loss". It does not call
+            backward, and must not look at values on the host.
+        module: Sharded with `fully_shard` on CUDA devices, in pooled storage.
+        warmup: Calls before the recording; at least 3, so that memory is planned.
+
+    Returns:
+        A callable that takes what `step` takes and returns what `step` returns: a loss to call backward on, once and before the next
+        call; other tensors are detached copies.
+
+    Raises:
+        EngineStateError: The module is not on CUDA or not in pooled storage.
+    """
+    return CapturedLoss("capture_loss", step, module, warmup=warmup)
+
+
+def loss_in(outputs: Any) -> Tensor:
+    """The loss a step returned.
+
+    Raises:
+        EngineStateError: There is none that a backward could start from.
+    """
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(loss, Tensor) or not loss.requires_grad:
+        raise EngineStateError(
+            f'capture_loss: expected the step to return a loss that needs a gradient, or a mapping with one under "loss", got {loss!r:.80}'
+        )
+    return loss
+
+
+class CapturedLoss(Recording):
+    """A loss whose forward and backward become CUDA graphs. Made by `capture_loss`.
+
+    Attributes:
+        replayed: Whether the last call was a replay.
+    """
+
+    def __init__(self, caller: str, step: Callable[..., Any], module: nn.Module, *, warmup: int = 4) -> None:
+        super().__init__(caller, module, warmup)
+        self.replayed = False
+        self._step = step
+        self._module = module
+        self._forward: torch.cuda.CUDAGraph | None = None
+        self._backward = torch.cuda.CUDAGraph()
+        self._outputs: Any = None
+        self._loss = self._gradient = torch.empty(0)
+        self._anchor = torch.zeros((), device=self._context.device, requires_grad=True)
+        self._shown: list[tuple[Any, Tensor]] = []
+        self._shown_whole: list[tuple[nn.Parameter, Tensor]] = []
+        self._empty: list[Any] = []
+        self._awaited: object = None
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether calls replay the graphs."""
+        return self._forward is not None
+
+    def __call__(self, *inputs: Any) -> Any:
+        """One forward; see `capture_loss`."""
+        if self._forward is None and self._is_due():
+            self._record(inputs)
+        self.replayed = self._forward is not None and self._fits(inputs)
+        if self._forward is None or not self.replayed:
+            return self._step(*inputs)
+        self._fill(inputs)
+        self._forward.replay()
+        self._awaited = token = object()
+
+        def fresh(static: Tensor) -> Tensor:
+            return _Replay.apply(static, self._anchor, self, token) if static is self._loss else static.clone()  # type: ignore[no-untyped-call]
+
+        return map_tensors(fresh, self._outputs)
+
+    def refuse(self, reason: str) -> None:
+        """Do not record, with a warning that says why."""
+        self._refuse(reason)
+
+    # -- recording -----------------------------------------------------------------------------------------------------
+
+    def _record(self, inputs: Any) -> None:
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        reductions = self._context.reductions
+        for reducer in reductions.reducers:
+            reducer.pin_main(True)
+        try:
+            with self._preparing(inputs), self._gradients_aside(), reductions.synchronizing(Sync.ALL):
+                with self._graph(forward), self._same_buffers():
+                    outputs = self._step(*self._inputs)
+                    loss = loss_in(outputs)
+                self._context.forget_events()
+                watch_backward(self._module, loss)
+                self._gradient = torch.ones_like(loss)
+                with self._graph(backward, forward.pool()):
+                    self._context.weights_ready = self._context.streams.record()  # takes the gather stream in
+                    torch.autograd.backward(loss, self._gradient)
+                self._remember_gradients()
+        except RuntimeError as error:
+            for reducer in reductions.reducers:
+                reducer.pin_main(False)
+            self._give_up(error)
+            return
+        self._outputs = map_tensors(torch.Tensor.detach, outputs)
+        self._loss = loss_of_detached(self._outputs)
+        self._forward, self._backward = forward, backward
+
+    def _faces(self) -> Iterator[tuple[Any, Any]]:
+        """(local, sharded) of every parameter."""
+        for unit in self._context.units:
+            for group in unit.groups:
+                for entry in group.entries:
+                    yield entry.local, entry.sharded
+
+    def _whole(self) -> list[nn.Parameter]:
+        """Parameters that the engine does not manage (ignored ones)."""
+        return [parameter for parameter in self._module.parameters() if owner_of(parameter) is None]
+
+    @contextmanager
+    def _gradients_aside(self) -> Iterator[None]:
+        """Record as if the optimizer's gradients were cleared: the graph overwrites them. They are back afterwards."""
+        kept = [(local, local.grad, sharded, sharded.has_empty_grad) for local, sharded in self._faces()]
+        kept_whole = [(parameter, parameter.grad) for parameter in self._whole()]
+        for local, _, sharded, _ in kept:
+            local.grad, sharded.has_empty_grad = None, False
+        for parameter, _ in kept_whole:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, grad in kept_whole:
+                parameter.grad = grad
+            for local, grad, sharded, has_empty_grad in kept:
+                local.grad, sharded.has_empty_grad = grad, has_empty_grad
+
+    def _remember_gradients(self) -> None:
+        """Which gradients a backward leaves, and where."""
+        self._shown = [(local, local.grad) for local, _ in self._faces() if local.grad is not None]
+        self._shown_whole = [(one, one.grad) for one in self._whole() if one.grad is not None]
+        self._empty = [sharded for _, sharded in self._faces() if sharded.has_empty_grad]
+
+    @contextmanager
+    def _same_buffers(self) -> Iterator[None]:
+        """Refuse a step that puts new tensors in the place of buffers: replays would go on reading the old ones."""
+        before = [(module, name, buffer) for module in self._modules for name, buffer in module._buffers.items()]
+        replaced = []
+        try:
+            yield
+        finally:
+            for module, name, buffer in before:
+                if module._buffers.get(name) is not buffer:
+                    replaced.append((module, name))
+                    module._buffers[name] = buffer  # the new one was recorded, not computed
+        if replaced:
+            module, name = replaced[0]
+            raise EngineStateError(
+                f"buffer {name} of {type(module).__name__} was replaced by a new tensor, which a graph cannot follow; write into it in "
+                "place (copy_, add_)"
+            )
+
+    # -- replaying -----------------------------------------------------------------------------------------------------
+
+    def replay_backward(self, gradient: Tensor, token: object) -> None:
+        """Replay the backward of the last call.
+
+        Args:
+            gradient: Of the loss, 0-D.
+            token: Of the call.
+
+        Raises:
+            EngineStateError: Its activations are gone, because another forward or a backward came in between.
+        """
+        if token is not self._awaited:
+            raise EngineStateError(
+                f"{self._caller}: backward of a loss whose activations are gone. Call backward once for every loss, before the next one is "
+                "computed"
+            )
+        self._awaited = None
+        self._gradient.copy_(gradient)
+        with torch.no_grad():
+            kept = [
+                (reducer, addend) for reducer in self._context.reductions.reducers if (addend := reducer.keep_main())
+            ]
+            kept_whole = [(grad, one.grad.clone()) for one, grad in self._shown_whole if one.grad is not None]
+            self._backward.replay()
+            for reducer, addend in kept:
+                reducer.add_to_main(addend)
+            for grad, before in kept_whole:
+                grad.add_(before)
+        for parameter, grad in (*self._shown, *self._shown_whole):
+            if parameter.grad is not grad:
+                parameter.grad = grad
+        for sharded in self._empty:
+            sharded.has_empty_grad = True
+
+
+def loss_of_detached(outputs: Any) -> Tensor:
+    """The loss among outputs without graphs."""
+    return outputs["loss"] if isinstance(outputs, Mapping) else outputs  # type: ignore[no-any-return]
+
+
+class _Replay(torch.autograd.Function):
+    """The loss of a replayed forward, whose backward is a replay."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, anchor: Tensor, captured: CapturedLoss, token: object) -> Tensor:
+        ctx.captured, ctx.token = captured, token
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        ctx.captured.replay_backward(gradient, ctx.token)
+        return None, None, None, None

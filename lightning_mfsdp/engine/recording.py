@@ -1,0 +1,171 @@
+"""Recording: what all CUDA graphs of a training step have in common.
+
+The first calls run as they are. Then the work is recorded once and replayed: the host launches one graph instead of thousands of
+kernels. Gathered weights lie in fixed slots and everything else in the graph's own memory, so addresses hold.
+
+What a graph cannot hold is Python: it runs in the first calls and while it is recorded, and never again. Tensors given are copied
+into static ones. A call that the recording cannot stand for (other shapes, other Python values, other parameters trained) runs as it is.
+
+Source: CUDA graphs and their rules, "CUDA semantics" in PyTorch's notes.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import site
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mfsdp.engine.context import Context
+from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.inspect import context_of
+from lightning_mfsdp.engine.tree import leaves_in, map_tensors, tensors_in
+
+__all__ = ["Recording"]
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None))
+
+
+class Recording:
+    """Work that becomes CUDA graphs, and the conditions under which they stand for it.
+
+    Attributes:
+        failure: Why it could not be recorded; empty if it was, or was not tried yet.
+        pool_bytes: Memory reserved for the graphs alone: activations, gradients, buckets.
+    """
+
+    def __init__(self, caller: str, module: nn.Module, warmup: int) -> None:
+        self.failure = ""
+        self.pool_bytes = 0
+        self._caller = caller
+        self._context = _capturable_context(caller, module)
+        if warmup < 3:
+            raise EngineStateError(f"{caller}: expected warmup of at least 3 calls, got {warmup}")
+        self._remaining = warmup
+        self._modules = list(module.modules())
+        self._stream = torch.cuda.Stream(self._context.device)  # type: ignore[no-untyped-call]
+        self._inputs: Any = None
+        self._state: list[bool] = []
+
+    def _is_due(self) -> bool:
+        """Whether the calls that run as they are, are over. Counts them."""
+        if self.failure:
+            return False
+        self._remaining -= 1
+        return self._remaining < 0
+
+    # -- recording -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _preparing(self, inputs: Any) -> Iterator[None]:
+        """Around a recording: nothing is under way, nothing is waited for, and what it reserves is counted."""
+        device, context = self._context.device, self._context
+        self._inputs = map_tensors(lambda tensor: tensor.detach().to(device, copy=True), inputs)
+        self._state = self._described_state()
+        torch.cuda.synchronize(device)
+        context.forget_events()
+        context.weights_changed()
+        gc.collect()
+        torch.cuda.empty_cache()
+        reserved = torch.cuda.memory_reserved(device)
+        yield
+        context.forget_events()
+        self.pool_bytes = torch.cuda.memory_reserved(device) - reserved
+
+    def _graph(self, graph: torch.cuda.CUDAGraph, pool: Any = None) -> Any:
+        """Record what is launched inside, on the recording's stream."""
+        # Thread-local: NCCL's watchdog, another thread, goes on asking for events.
+        return torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
+
+    def _give_up(self, error: RuntimeError) -> None:
+        """Say which line of the user's code cannot be recorded, and train without a graph."""
+        self._inputs = None
+        self._context.recover()
+        self._context.forget_events()
+        first = error
+        while isinstance(first.__context__, RuntimeError):  # what cleans up inside a broken recording fails as well
+            first = first.__context__
+        self._refuse(f"{_line_of(first)}: {str(first).splitlines()[0]}")
+
+    def _refuse(self, reason: str) -> None:
+        self.failure = reason
+        warnings.warn(
+            f"{self._caller}: the step cannot be recorded and runs as it is from now on. {reason}. Avoid what waits for the "
+            "device or reads values on the host (item(), print, masks of unknown size), or do it outside the step",
+            stacklevel=5,
+        )
+
+    # -- replaying -----------------------------------------------------------------------------------------------------
+
+    def _fill(self, inputs: Any) -> None:
+        """Copy what a call was given to where the graph reads it."""
+        for static, given in zip(tensors_in(self._inputs), tensors_in(inputs), strict=True):
+            static.copy_(given, non_blocking=True)
+
+    def _fits(self, inputs: Any) -> bool:
+        """Whether a replay would do what this call asks for; if not, a warning says why."""
+        wanted, found = _described(self._inputs), _described(inputs)
+        if wanted != found:
+            warnings.warn(
+                f"{self._caller}: recorded with inputs {wanted}, called with {found}; this call runs as it is, slower and with "
+                "memory of its own. Pad batches to one shape, drop the last one, and leave out of them what is no tensor and changes",
+                stacklevel=3,
+            )
+        elif self._state != self._described_state():
+            warnings.warn(
+                f"{self._caller}: since the step was recorded, parameters were frozen or unfrozen, or a module changed between train() "
+                "and eval(); this call runs as it is. Do that before the recording",
+                stacklevel=3,
+            )
+        else:
+            return True
+        return False
+
+    def _described_state(self) -> list[bool]:
+        """Which modules are in training mode, and which parameters are trained."""
+        trained = [entry.is_trained for unit in self._context.units for group in unit.groups for entry in group.entries]
+        return [module.training for module in self._modules] + trained
+
+
+def _capturable_context(caller: str, module: nn.Module) -> Context:
+    context = context_of(module)
+    if context.device.type != "cuda":
+        raise EngineStateError(
+            f"{caller}: {type(module).__name__} is on {context.device.type}; CUDA graphs need parameters on cuda"
+        )
+    if not context.pool.pooled:
+        raise EngineStateError(
+            f'{caller}: expected fixed addresses of gathered weights, got storage="dynamic"; pass storage="pooled" to fully_shard'
+        )
+    return context
+
+
+def _described(inputs: Any) -> list[str]:
+    """Shapes and dtypes of tensors; values of numbers and strings; anything else by identity."""
+    described = []
+    for leaf in leaves_in(inputs):
+        if isinstance(leaf, Tensor):
+            described.append(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}")
+        elif isinstance(leaf, _PLAIN_VALUES):
+            described.append(repr(leaf))
+        else:
+            described.append(f"{type(leaf).__name__} at {id(leaf):#x}")
+    return described
+
+
+def _line_of(error: BaseException) -> str:
+    """Where the user's code was: the innermost frame outside this package and installed ones."""
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = (_PACKAGE, *site.getsitepackages(), os.path.dirname(inspect.getfile(torch)))
+    own = [frame for frame in frames if not frame.filename.startswith(foreign)]
+    chosen = (own or list(frames))[-1]
+    return f"{chosen.filename}:{chosen.lineno} ({chosen.line})"
