@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,8 +23,8 @@ from examples.benchmark.peers import PEERS
 from examples.decoder import PRESETS, next_token_loss
 
 
-def measure(name: str, options: Options, plan: Plan) -> dict[str, object]:
-    """Train on random tokens and time the steps."""
+def prepare(name: str, options: Options, plan: Plan) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """An engine's step, from token ids `[B, S + 1]` to the loss, and four batches of random ids."""
     device = torch.device("cuda", torch.cuda.current_device())
     engine = {**ENGINES, **PEERS}[name](options, device)
     config = PRESETS[options.size]
@@ -44,6 +45,12 @@ def measure(name: str, options: Options, plan: Plan) -> dict[str, object]:
         if engine.capture is None:
             raise SystemExit(f"Error: {name} cannot capture a step as a CUDA graph")
         train_step = engine.capture(whole)
+    return train_step, data
+
+
+def measure(name: str, options: Options, plan: Plan) -> dict[str, object]:
+    """Train on random tokens and time the steps."""
+    train_step, data = prepare(name, options, plan)
     losses, host, stamps = [], [], []
     for step in range(plan.warmup + plan.steps):
         if step == plan.warmup:

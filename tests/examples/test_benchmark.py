@@ -12,6 +12,7 @@ import pytest
 
 from examples.benchmark.host_time import BASE, BLOCKS, SUBJECTS, table
 from examples.benchmark.matrix import DEFAULT_ROWS, split_row
+from examples.benchmark.overlap import overlap
 from examples.benchmark.report import ratio_to, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,3 +69,14 @@ def test_host_time_is_told_beside_the_plain_model_and_fsdp2() -> None:
     lines = table(results).splitlines()
     assert len(lines) == 2 + len(BASE)
     assert lines[-1] == "| mfsdp | 0.250 | 0.25 | 1.000 | 0.25 |"
+
+
+def test_communication_that_computation_hides_is_not_exposed() -> None:
+    kernels = [
+        ("gemm", 0.0, 4000.0),
+        ("ncclDevKernel_AllGather", 1000.0, 5000.0),  # 1 ms after the matrix product
+        ("Memcpy PtoP (Device -> Device)", 4500.0, 6000.0),  # and 1 ms after that
+        ("adam", 8000.0, 10000.0),
+    ]
+    found = overlap(kernels, 2)
+    assert found == {"compute_ms": 3.0, "communication_ms": 2.5, "exposed_ms": 1.0, "idle_ms": 1.0, "step_ms": 5.0}
