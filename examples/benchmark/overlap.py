@@ -88,7 +88,7 @@ def measure(name: str, options: Options, plan: Plan) -> dict[str, object]:
     kernels = [
         (event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events() or []
-        if event.device_type is DeviceType.CUDA and not event.is_user_annotation
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
     return {
         "engine": name,
