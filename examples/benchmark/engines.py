@@ -109,6 +109,7 @@ def mfsdp(
     symmetric: bool = False,
     reshard: bool | Literal["auto"] = True,
     joined: bool = True,
+    direct: bool | Literal["auto"] = "auto",
 ) -> Engine:
     """This package, with small blocks joined as the strategy joins them.
 
@@ -119,6 +120,7 @@ def mfsdp(
         symmetric: Gathers on symmetric memory.
         reshard: `reshard_after_forward`; "auto" spends idle memory on skipped gathers.
         joined: Small blocks share a unit; only the 300m preset has some.
+        direct: Linear layers write weight gradients into the buckets.
     """
     from lightning_mfsdp import (
         MixedPrecisionPolicy,
@@ -134,7 +136,9 @@ def mfsdp(
     if options.compiled:
         for block in model.blocks:
             block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
-    policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, grad_comm_dtype=options.reduce_dtype)
+    policy = MixedPrecisionPolicy(
+        compute_dtype=torch.bfloat16, grad_comm_dtype=options.reduce_dtype, direct_weight_gradients=direct
+    )
     blocks = join_blocks(model, list(model.blocks), "auto" if joined else 1)
     for unit in (model.embedding, *blocks, model.head, model):
         fully_shard(unit, policy=policy, sharding=sharding, symmetric_memory=symmetric, reshard_after_forward=reshard)
@@ -159,6 +163,7 @@ ENGINES: dict[str, Callable[[Options, torch.device], Engine]] = {
     "mfsdp": mfsdp,
     "mfsdp-single": partial(mfsdp, joined=False),
     "mfsdp-symm": partial(mfsdp, symmetric=True),
+    "mfsdp-symm-usual": partial(mfsdp, symmetric=True, direct=False),
     "mfsdp-symm-auto": partial(mfsdp, symmetric=True, reshard="auto"),
     "mfsdp-zero2": partial(mfsdp, sharding="optim_grads"),
 }

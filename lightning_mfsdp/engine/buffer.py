@@ -11,6 +11,7 @@ A buffer holds the same shards of every segment, one segment after the other. A 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.layout import Layout
 from lightning_mfsdp.engine.storage import Slot
 
-__all__ = ["FlatBuffer", "accumulate_segments", "buffer_numel", "copy_or_add", "transient"]
+__all__ = ["Filling", "FlatBuffer", "accumulate_segments", "buffer_numel", "copy_or_add", "transient"]
 
 _SMALL_GAPS = 1 << 16
 
@@ -130,9 +131,43 @@ class FlatBuffer:
         return self._gaps
 
 
-def copy_or_add(target: FlatBuffer, grads: Sequence[Tensor | None], *, overwrite: bool) -> None:
-    """Copy or add gradients (full shapes, any float dtype) to a full-size buffer; overwriting defines every cell."""
+@dataclass(frozen=True)
+class Filling:
+    """Gradients on their way into the buffer they are reduced in.
+
+    Kept until the reduction is done: the allocator knows nothing of the reduce stream.
+
+    Attributes:
+        grads: One for each parameter, full shapes, where there is one.
+        unreduced: Those of earlier microbatches, full size.
+        target: Full size, in the communication dtype.
+        written: Which gradients are in the target already.
+    """
+
+    grads: list[Tensor | None]
+    unreduced: FlatBuffer | None
+    target: FlatBuffer
+    written: frozenset[int] = frozenset()
+
+
+def copy_or_add(
+    target: FlatBuffer, grads: Sequence[Tensor | None], *, overwrite: bool, written: frozenset[int] = frozenset()
+) -> None:
+    """Copy or add gradients (full shapes, any float dtype) to a full-size buffer; overwriting defines every cell.
+
+    Args:
+        target: Full size.
+        grads: One for each tensor of the layout.
+        overwrite: What `target` holds does not count, except
+        written: tensors that are there already.
+    """
     views = target.views()
+    if overwrite and written:
+        there = [(view, grad) for index, (view, grad) in enumerate(zip(views, grads, strict=True)) if index in written]
+        if late := [(view, grad) for view, grad in there if grad is not None]:
+            compat.foreach_add_([view for view, _ in late], [grad for _, grad in late])
+        views = [view for index, view in enumerate(views) if index not in written]
+        grads = [grad for index, grad in enumerate(grads) if index not in written]
     targets = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
     sources = [grad for grad in grads if grad is not None]
     if not overwrite:
@@ -140,7 +175,7 @@ def copy_or_add(target: FlatBuffer, grads: Sequence[Tensor | None], *, overwrite
             compat.foreach_add_(targets, sources)
         return
     gaps = target.gaps()
-    if gaps and len(sources) == len(views):
+    if gaps and sources and len(sources) == len(views):
         zeros = target.zeros_for_gaps(sources[0].dtype)
         if zeros:
             targets, sources, gaps = targets + gaps, sources + zeros, []

@@ -14,13 +14,14 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DispatchMode",
+    "accumulates",
     "all_gather_coalesced",
     "all_gather_flat",
     "all_reduce_coalesced",
@@ -31,7 +32,9 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_zero_",
+    "has_accumulation_hooks",
     "has_global_hooks",
+    "is_transformed",
     "no_symmetric_memory_because",
     "on_backward_end",
     "premul_sum",
@@ -56,6 +59,25 @@ def backward_task() -> int:
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward now running has finished; valid only inside one (`queue_callback`)."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def accumulates(leaf: Tensor) -> bool:
+    """Whether the backward now running adds to `leaf.grad`, and does not return it (torch 2.11 to 2.13: `_will_engine_execute_node`)."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # refuses leaves whose gradient is returned
+        return False
+
+
+def has_accumulation_hooks(leaf: Tensor) -> bool:
+    """Whether something runs after a gradient was added to `leaf.grad` (torch 2.11 to 2.13: `_post_accumulate_grad_hooks`)."""
+    return bool(leaf._post_accumulate_grad_hooks)
+
+
+def is_transformed() -> bool:
+    """Whether functorch or forward-mode differentiation is at work (torch 2.11 to 2.13)."""
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def without_torch_function() -> AbstractContextManager[Any]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from lightning_mfsdp.engine.channels import check_symmetric_memory
 from lightning_mfsdp.engine.collectives import Mesh, broadcast_from_first, resolve_mesh
 from lightning_mfsdp.engine.context import Context
+from lightning_mfsdp.engine.direct import write_directly
 from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.group import GroupSpec, ParameterGroup
 from lightning_mfsdp.engine.layout import padding_advice
@@ -123,6 +124,7 @@ def fully_shard(
     _advise_on_padding(groups)
     if not inputs_are_cast:
         policy = replace(policy, cast_forward_inputs=False)
+    write_directly(members, groups)
     unit = Unit(members, groups, policy, reshard_after_forward=reshard_after_forward)
     _join(whole, unit, Context(unit, resolved, device, pooled=storage == "pooled", symmetric=symmetric_memory))
     _borrow(unit, borrowed)

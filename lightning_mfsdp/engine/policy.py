@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -37,6 +38,9 @@ class MixedPrecisionPolicy:
             where weights stay whole, where both have one dtype, and with an outer axis that shards the main weight: there it is
             always kept.
         grad_reduce: "mean" over all data-parallel ranks, "sum" (per-token losses), or a number: the sum divided by it.
+        direct_weight_gradients: Linear layers write the gradients of their weights into the buffer that is reduced, in its dtype: no
+            rounding to the compute dtype in between, and no copy. "auto": large layers on CUDA, where it saves time; True: all;
+            False: none. What autograd must handle itself (hooks on the weight, compiled code) goes the usual way.
         high_precision_reduce: Send `grad_comm_dtype`, add in float32: all-to-all, then a local sum.
 
     Raises:
@@ -55,6 +59,7 @@ class MixedPrecisionPolicy:
     grad_reduce: str | float = "mean"
     high_precision_reduce: bool = False
     keep_compute_shard: bool = False
+    direct_weight_gradients: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         for field in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype", "compute_dtype"):
@@ -77,6 +82,10 @@ class MixedPrecisionPolicy:
         elif not (math.isfinite(self.grad_reduce) and self.grad_reduce > 0):
             raise ShardingError(
                 f"MixedPrecisionPolicy.grad_reduce: expected a positive divisor, got {self.grad_reduce!r}"
+            )
+        if self.direct_weight_gradients not in (True, False, "auto"):
+            raise ShardingError(
+                f'MixedPrecisionPolicy.direct_weight_gradients: expected True, False or "auto", got {self.direct_weight_gradients!r}'
             )
         if self.high_precision_reduce and self.comm_dtype not in (torch.bfloat16, torch.float16):
             raise ShardingError(

@@ -20,19 +20,18 @@ allocated on the reduce stream would be reserved for that stream alone.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor
 
 from lightning_mfsdp.engine import compat
-from lightning_mfsdp.engine.buffer import FlatBuffer, accumulate_segments, copy_or_add, transient
+from lightning_mfsdp.engine.buffer import Filling, FlatBuffer, accumulate_segments, copy_or_add, transient
+from lightning_mfsdp.engine.direct import DirectWrites
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.storage import Slot
-from lightning_mfsdp.engine.streams import Streams
 
-__all__ = ["Filling", "GradientReducer", "Sync"]
+__all__ = ["GradientReducer", "Sync"]
 
 
 class Sync(Enum):
@@ -43,23 +42,6 @@ class Sync(Enum):
     ALL = "all"
 
 
-@dataclass(frozen=True)
-class Filling:
-    """Gradients on their way into the buffer they are reduced in.
-
-    Kept until the reduction is done: the allocator knows nothing of the reduce stream.
-
-    Attributes:
-        grads: One for each parameter, full shapes, where there is one.
-        unreduced: Those of earlier microbatches, full size.
-        target: Full size, in the communication dtype.
-    """
-
-    grads: list[Tensor | None]
-    unreduced: FlatBuffer | None
-    target: FlatBuffer
-
-
 class GradientReducer:
     """Accumulates, reduces and exposes the gradients of one group.
 
@@ -68,11 +50,11 @@ class GradientReducer:
         is_alone: There is no other rank: nothing to communicate.
         exposed: What the optimizer sees: `main`, or its copy in the main weight's dtype where that differs.
         holds_bucket: Whether the bucket's memory is still needed.
+        writes: Gradients that layers write themselves (direct.py).
     """
 
-    def __init__(self, group: ParameterGroup, streams: Streams) -> None:
+    def __init__(self, group: ParameterGroup) -> None:
         self.group = group
-        self._streams = streams
         policy, layout, mesh = group.policy, group.layout, group.mesh
         self.comm_dtype = policy.comm_dtype
         self.main_dtype = policy.main_grads_dtype
@@ -95,12 +77,26 @@ class GradientReducer:
         self._bucket_memory: Slot | None = None
         self._bucket_buffer: FlatBuffer | None = None
         self.holds_bucket = False
+        self.writes = DirectWrites()
 
     # -- on the compute stream -----------------------------------------------------------------------------------------
 
     def drop(self) -> None:
         """Forget everything that is not reduced: the backward it belongs to failed."""
         self._unreduced = self._partial = None
+        self.writes.end()
+
+    def begin_writes(self, *, communicates: bool) -> None:
+        """Choose where layers write, if they did not begin to: what is unreduced, or the bucket if this backward `communicates`."""
+        if self.writes.target is not None:
+            return
+        is_new = self._unreduced is None
+        if is_new and communicates:
+            self.writes.begin(self._bucket(), is_new=True)
+            return
+        if self._unreduced is None:
+            self._unreduced = self._full_size_memory()
+        self.writes.begin(self._unreduced, is_new=is_new)
 
     def open_main(self) -> FlatBuffer:
         """The main gradient with memory behind it; what it holds is undefined where there was none."""
@@ -170,12 +166,13 @@ class GradientReducer:
     def accumulate(self) -> None:
         """Keep the gradients of this backward unreduced, in the main gradient dtype."""
         grads = self._take()
-        first = self._unreduced is None
-        if first and all(grad is None for grad in grads):
-            return
+        first = self._unreduced is None or self.writes.is_new
+        written = self.writes.end()
         if self._unreduced is None:
+            if all(grad is None for grad in grads):
+                return
             self._unreduced = self._full_size_memory()
-        copy_or_add(self._unreduced, grads, overwrite=first)
+        copy_or_add(self._unreduced, grads, overwrite=first, written=written)
 
     def _full_size_memory(self) -> FlatBuffer:
         """Where unreduced gradients go.
@@ -199,6 +196,9 @@ class GradientReducer:
         grads = self._take()
         self._open_for_this_backward()
         unreduced, self._unreduced = self._unreduced, None
+        if unreduced is None and (target := self.writes.target) is not None:
+            return Filling(grads, None, target, self.writes.end())
+        self.writes.end()
         if unreduced is not None and unreduced.dtype == self.comm_dtype:
             return Filling(grads, unreduced, unreduced)
         in_place = (
@@ -256,7 +256,7 @@ class GradientReducer:
         the rest of the backward, which is busy with matrix products and leaves memory bandwidth.
         """
         if filling.unreduced is None:
-            copy_or_add(filling.target, filling.grads, overwrite=True)
+            copy_or_add(filling.target, filling.grads, overwrite=True, written=filling.written)
             return filling.target
         copy_or_add(filling.unreduced, filling.grads, overwrite=False)
         if filling.target is not filling.unreduced:

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from lightning_mfsdp.engine.buffer import Filling
 from lightning_mfsdp.engine.collectives import Mesh
+from lightning_mfsdp.engine.direct import DirectWrites
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.ranges import Ranges
-from lightning_mfsdp.engine.reduction import Filling, GradientReducer, Sync
+from lightning_mfsdp.engine.reduction import GradientReducer, Sync
 from lightning_mfsdp.engine.streams import Event, Streams
 from lightning_mfsdp.engine.unit import Unit
 
@@ -59,12 +61,23 @@ class ReductionSchedule:
         """The group's gradients; their buffers are made when the first gradient arrives."""
         known = self._reducers.get(group)
         if known is None:
-            known = self._reducers[group] = GradientReducer(group, self._streams)
+            known = self._reducers[group] = GradientReducer(group)
         return known
 
     def known(self, group: ParameterGroup) -> GradientReducer | None:
         """The group's gradients, if there ever were any."""
         return self._reducers.get(group)
+
+    def writes(self, group: ParameterGroup) -> DirectWrites | None:
+        """Where a layer may write gradients of a group in this backward; `None`: leave them to autograd."""
+        reducer = self.reducer(group)
+        if reducer.is_alone:
+            return None
+        if reducer.writes.target is None:
+            while any(reducer in sent.reducers for sent in self._in_flight):  # its bucket is on its way
+                self._retire()
+            reducer.begin_writes(communicates=self._reduces(group))
+        return reducer.writes
 
     def in_order(self, units: Sequence[Unit]) -> list[Unit]:
         """A root's units in the order they are reduced."""
@@ -171,13 +184,17 @@ class ReductionSchedule:
                 self._collect(unit)
         self._turn = len(self._order)
         for unit in units:
-            if any(group.has_full_gradients for group in unit.groups):
+            if any(group.has_full_gradients or self._was_written(group) for group in unit.groups):
                 self._collect(unit)
         while self._in_flight:
             self._retire()
         for reducer in self._reducers.values():
             reducer.finish()
         self._done.clear()
+
+    def _was_written(self, group: ParameterGroup) -> bool:
+        known = self._reducers.get(group)
+        return known is not None and known.writes.target is not None
 
     def drop(self) -> None:
         """A backward raised: what it left is forgotten."""

@@ -117,6 +117,53 @@ def test_users_of_a_storage_are_counted():
     assert compat.storage_users(memory) == before
 
 
+def test_a_backward_tells_what_it_accumulates_from_what_it_returns():
+    weight = torch.nn.Parameter(torch.ones(3))
+    x = torch.ones(3, requires_grad=True)
+    seen = []
+
+    class Spy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(compat.accumulates(weight))
+            return grad, grad
+
+    Spy.apply(x, weight).sum().backward()
+    torch.autograd.grad(Spy.apply(x, weight).sum(), x)
+    torch.autograd.grad(Spy.apply(x, weight).sum(), [x, weight])
+    Spy.apply(x, weight).sum().backward(inputs=[weight])
+    assert seen == [True, False, False, True]
+
+
+def test_hooks_after_accumulation_are_noticed():
+    weight = torch.nn.Parameter(torch.ones(3))
+    assert not compat.has_accumulation_hooks(weight)
+    handle = weight.register_post_accumulate_grad_hook(lambda _: None)
+    assert compat.has_accumulation_hooks(weight)
+    handle.remove()
+    assert not compat.has_accumulation_hooks(weight)
+
+
+def test_transforms_are_noticed():
+    seen = []
+
+    def spy(x):
+        seen.append(compat.is_transformed())
+        return x.sum()
+
+    spy(torch.ones(2))
+    torch.func.grad(spy)(torch.ones(2))
+    torch.vmap(spy)(torch.ones(2, 2))
+    with torch.autograd.forward_ad.dual_level():
+        spy(torch.ones(2))
+    spy(torch.ones(2))
+    assert seen == [False, True, True, True, False]
+
+
 def test_hooks_for_all_modules_are_noticed():
     assert not compat.has_global_hooks()
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)

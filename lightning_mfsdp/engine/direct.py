@@ -1,0 +1,178 @@
+"""Direct weight gradients: a Linear writes the gradient of its weight straight into the buffer in which it is reduced.
+
+Autograd would leave it in `weight.grad`, rounded to the compute dtype, and the engine would copy it. Here the matrix product has the
+buffer's dtype and memory: one pass over memory less, no rounding in between, and microbatches are added in that dtype.
+
+It happens where nobody can tell the difference: a plain `nn.Linear`, in eager mode, in a backward that accumulates into `.grad`. Under
+hooks on the weight, `torch.compile`, `torch.autograd.grad`, `create_graph=True` or a functorch transform the gradient goes the usual way.
+
+Source: gradient accumulation fusion of Megatron-LM (`main_grad`), here without a copy of the gradient kept per weight.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_mfsdp.engine import compat
+from lightning_mfsdp.engine.buffer import FlatBuffer
+from lightning_mfsdp.engine.group import ParameterGroup
+from lightning_mfsdp.engine.parameter import place_of
+
+__all__ = ["DirectWrites", "write_directly"]
+
+# Smaller products save less than the host spends on an autograd function written in Python.
+_WORTHWHILE_ELEMENTS = 1 << 23
+
+
+class DirectWrites:
+    """What layers wrote into a full-size buffer since the last reduction.
+
+    Attributes:
+        target: The buffer; `None` if nothing was written.
+        is_new: Its other cells are undefined.
+        written: Which tensors of the layout are there.
+    """
+
+    def __init__(self) -> None:
+        self.target: FlatBuffer | None = None
+        self.is_new = False
+        self.written: set[int] = set()
+
+    def begin(self, target: FlatBuffer, *, is_new: bool) -> None:
+        """Gradients go to `target` from now on; with `is_new` it holds nothing yet."""
+        self.target, self.is_new = target, is_new
+
+    def add(self, index: int, left: Tensor, right: Tensor) -> None:
+        """Write, or add, the product `left @ right` as the gradient of a tensor of the layout."""
+        assert self.target is not None, "begin() comes first"
+        view = self.target.views()[index]
+        if self.is_new and index not in self.written:
+            _product_into(view, left, right)
+        else:
+            _add_product(view, left, right)
+        self.written.add(index)
+
+    def end(self) -> frozenset[int]:
+        """Forget the buffer; returns which tensors' cells of a new one are defined."""
+        written = frozenset(self.written) if self.is_new else frozenset()
+        self.target, self.is_new = None, False
+        self.written.clear()
+        return written
+
+
+def _product_into(view: Tensor, left: Tensor, right: Tensor) -> None:
+    if view.dtype is left.dtype:
+        torch.mm(left, right, out=view)
+    elif _has_wide_product(view, left):
+        torch.mm(left, right, out_dtype=view.dtype, out=view)
+    else:
+        view.copy_(left @ right)
+
+
+def _add_product(view: Tensor, left: Tensor, right: Tensor) -> None:
+    if view.dtype is left.dtype:
+        view.addmm_(left, right)
+    elif _has_wide_product(view, left):
+        view.add_(torch.mm(left, right, out_dtype=view.dtype))
+    else:
+        view.add_(left @ right)
+
+
+def _has_wide_product(view: Tensor, left: Tensor) -> bool:
+    return view.is_cuda and view.dtype is torch.float32 and left.dtype in (torch.bfloat16, torch.float16)
+
+
+def write_directly(modules: Sequence[nn.Module], groups: Sequence[ParameterGroup]) -> None:
+    """Have the Linear layers in `modules` write into the buffers of `groups`, as far as the groups' policy wants it."""
+    for module in modules:
+        for layer in module.modules():
+            if type(layer) is not nn.Linear or "forward" in vars(layer):
+                continue
+            place = place_of(layer.weight)
+            if place is not None and place[0] in groups and _is_wanted(place[0], layer.weight.shape.numel()):
+                layer.forward = _forward_of(weakref.ref(layer))  # type: ignore[assignment, method-assign]
+
+
+def _is_wanted(group: ParameterGroup, elements: int) -> bool:
+    wanted = group.policy.direct_weight_gradients
+    if wanted == "auto":
+        return group.device.type == "cuda" and elements >= _WORTHWHILE_ELEMENTS and bool(group.mesh.axes)
+    return wanted
+
+
+def _forward_of(this: weakref.ref[nn.Linear]) -> Callable[[Tensor], Tensor]:
+    """The forward of one layer; it does not keep the layer alive."""
+
+    def forward(input: Tensor) -> Tensor:
+        layer = this()
+        assert layer is not None, "called through the layer"
+        weight: Tensor = layer.weight
+        bias: Tensor | None = layer.bias
+        if torch.compiler.is_compiling() or not _can_be_direct(weight):
+            return F.linear(input, weight, bias)
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            input, bias = input.to(dtype), None if bias is None else bias.to(dtype)
+        if input.dtype is not weight.dtype:
+            return F.linear(input, weight, bias)
+        return _Linear.apply(input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+
+    return forward
+
+
+def _can_be_direct(weight: Tensor) -> bool:
+    return (
+        type(weight) is nn.Parameter  # a sharded face outside its unit
+        and weight.requires_grad
+        and torch.is_grad_enabled()
+        and not weight._backward_hooks
+        and not compat.has_accumulation_hooks(weight)
+        and not compat.is_transformed()
+    )
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear` whose backward may write the weight's gradient itself."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.leaf = weakref.ref(weight)  # what checkpointing hands back is a copy of it
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        input, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+        to_input = grad.matmul(weight) if needs_input else None
+        to_bias = rows.sum(0) if needs_bias else None
+        to_weight = None
+        if needs_weight:
+            left, right = rows.t(), input.reshape(-1, input.shape[-1])
+            if not _write(ctx.leaf(), left, right):
+                to_weight = left @ right
+        return to_input, to_weight, to_bias
+
+
+def _write(weight: Tensor | None, left: Tensor, right: Tensor) -> bool:
+    """Write `left @ right` as the gradient of a full weight, if this backward accumulates it."""
+    place = place_of(weight) if weight is not None else None
+    context = place[0].context if place is not None else None
+    if weight is None or place is None or context is None or torch.is_grad_enabled() or not compat.accumulates(weight):
+        return False
+    group, index = place
+    if not group.entries[index].is_trained:
+        return False
+    writes = context.reductions.writes(group)
+    if writes is None:
+        return False
+    writes.add(index, left, right)
+    return True
