@@ -92,7 +92,11 @@ def write_directly(modules: Sequence[nn.Module], groups: Sequence[ParameterGroup
     """Have the Linear layers in `modules` write into the buffers of `groups`, as far as the groups' policy wants it."""
     for module in modules:
         for layer in module.modules():
-            if type(layer) is not nn.Linear or "forward" in vars(layer):
+            if (
+                not isinstance(layer, nn.Linear)
+                or type(layer).forward is not nn.Linear.forward
+                or "forward" in vars(layer)
+            ):
                 continue
             place = place_of(layer.weight)
             if place is not None and place[0] in groups and _is_wanted(place[0], layer.weight.shape.numel()):

@@ -259,9 +259,19 @@ def frozen_weights_get_none(rank, world):
 
 def only_plain_layers_change(rank, world):
     class Own(nn.Linear):
-        pass
+        def reset_parameters(self):
+            nn.init.ones_(self.weight)
 
-    for policy, kind, changed in ((DIRECT, nn.Linear, True), (DIRECT, Own, False), (USUAL, nn.Linear, False)):
+    class Other(nn.Linear):
+        def forward(self, input):
+            return super().forward(input).relu()
+
+    for policy, kind, changed in (
+        (DIRECT, nn.Linear, True),
+        (DIRECT, Own, True),
+        (DIRECT, Other, False),
+        (USUAL, nn.Linear, False),
+    ):
         model = fully_shard(kind(4, 4), policy=policy)
         assert ("forward" in vars(model)) is changed
     model = fully_shard(nn.Linear(4096, 2048))
