@@ -79,7 +79,7 @@ def _add_product(view: Tensor, left: Tensor, right: Tensor) -> None:
     if view.dtype is left.dtype:
         view.addmm_(left, right)
     elif _has_wide_product(view, left):
-        view.add_(torch.mm(left, right, out_dtype=view.dtype))
+        torch.addmm(view, left, right, out_dtype=view.dtype, out=view)
     else:
         view.add_(left @ right)
 

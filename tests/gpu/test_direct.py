@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
-from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, sharded_parameters
+from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, no_sync, sharded_parameters
 from tests.engine.test_direct import counted, poisoned
 from tests.gpu.test_nccl import _needs
 from tests.helpers.distributed import run_distributed
@@ -14,13 +16,14 @@ from tests.helpers.distributed import run_distributed
 WIDTH = 2904  # squared, just above what "auto" writes directly
 
 
-def _gradient(rank, policy, rows, microbatches=2):
+def _gradient(rank, policy, rows, microbatches=4, held=(0, 1)):
     torch.manual_seed(0)
     model = fully_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8)).cuda(), policy=policy)
     generator = torch.Generator("cuda").manual_seed(rank)
-    for _ in range(microbatches):
+    for micro in range(microbatches):
         x = torch.randn(rows, WIDTH, device="cuda", generator=generator)
-        model(x).float().square().sum().backward()
+        with no_sync(model) if micro in held else nullcontext():
+            model(x).float().square().sum().backward()
     return sharded_parameters(model)[0].local.grad.clone()
 
 
@@ -34,7 +37,7 @@ def writes_what_the_product_is(rank, world):
             )
             with poisoned(), counted() as written:
                 found[direct, reduce] = _gradient(rank, policy, 64)
-            assert len(written) == {"auto": 2, True: 4, False: 0}[direct]
+            assert len(written) == {"auto": 4, True: 8, False: 0}[direct]
     exact = _gradient(rank, MixedPrecisionPolicy(compute_dtype=torch.bfloat16, direct_weight_gradients=False), 64)
     torch.testing.assert_close(found[False, torch.float32], exact, rtol=0, atol=0)
     for (direct, reduce), grad in found.items():
