@@ -25,7 +25,6 @@ __all__ = [
     "check_ignored",
     "check_policy",
     "check_sizes",
-    "check_state_dict_type",
     "check_world",
     "ignored_parameters",
     "warn_of_other_options",
@@ -61,15 +60,6 @@ def check_blocks_per_unit(blocks_per_unit: object) -> None:
     is_number = isinstance(blocks_per_unit, int) and not isinstance(blocks_per_unit, bool)
     if blocks_per_unit != "auto" and not (is_number and blocks_per_unit >= 1):  # type: ignore[operator]
         raise ValueError(f'blocks_per_unit={blocks_per_unit!r}: expected "auto" or a positive number of blocks')
-
-
-def check_state_dict_type(state_dict_type: str) -> None:
-    """Raise a ValueError unless it is the kind of checkpoint this version writes."""
-    if state_dict_type != "sharded":
-        raise ValueError(
-            f'state_dict_type={state_dict_type!r}: this version writes "sharded" checkpoints only; a single "full" file comes with a later '
-            "one. Until then convert: python -m lightning.pytorch.utilities.consolidate_checkpoint <directory>"
-        )
 
 
 def check_policy(policy: object) -> None:

@@ -1,10 +1,10 @@
-"""CheckpointingStrategy: what Lightning asks of a strategy about checkpoints. A checkpoint is one directory; every rank writes its rows."""
+"""CheckpointingStrategy: what Lightning asks of a strategy about checkpoints. One is a directory with rows of every rank, or a file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint import lightning_io
+from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
 from lightning_mfsdp.processes import ProcessStrategy
 
 if TYPE_CHECKING:
@@ -53,15 +54,24 @@ class CheckpointingStrategy(ProcessStrategy):
         """`load_checkpoint` restores optimizers."""
         return False
 
+    state_dict_type: Literal["sharded", "full"] = "sharded"
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """What hooks of the module see before it is saved: sharded tensors, or whole ones on rank 0 and nothing elsewhere."""
+        state = super().lightning_module_state_dict()
+        return whole_model_state(state, keep=self.is_global_zero) if self.state_dict_type == "full" else state
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """State by parameter name, of the rows this rank owns."""
+        """State by parameter name, of the rows this rank owns; or whole, as without sharding, on rank 0."""
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self.state_dict_type == "full":
+            return whole_optimizer_state(plain, keep=self.is_global_zero)
         return lightning_io.optimizer_state(self._module, plain)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a directory; every rank its rows, rank 0 the rest.
+        """Write a directory, every rank its rows and rank 0 the rest; or one file, from rank 0.
 
         Raises:
             TypeError: `storage_options` were given: they belong to a CheckpointIO.
@@ -70,7 +80,11 @@ class CheckpointingStrategy(ProcessStrategy):
             raise TypeError(
                 "MFSDPStrategy.save_checkpoint: storage_options belong to a CheckpointIO, which this strategy does not use"
             )
-        lightning_io.save(Path(self.broadcast(filepath)), self._module, checkpoint, is_rank_zero=self.is_global_zero)
+        path = Path(self.broadcast(filepath))
+        if self.state_dict_type == "full":
+            lightning_io.save_file(path, checkpoint, is_rank_zero=self.is_global_zero)
+        else:
+            lightning_io.save(path, self._module, checkpoint, is_rank_zero=self.is_global_zero)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read weights, and optimizer states when fitting, in place; returns what is left for Lightning.

@@ -37,7 +37,6 @@ from lightning_mfsdp.arguments import (
     check_ignored,
     check_policy,
     check_sizes,
-    check_state_dict_type,
     check_world,
     ignored_parameters,
     warn_of_other_options,
@@ -108,7 +107,8 @@ class MFSDPStrategy(CheckpointingStrategy):
             memory while activations pile up. Hooks that run after the step then see no gradients.
         accumulation: With `accumulate_grad_batches`, "local": no communication until the last microbatch, for a full-size gradient in
             memory. "sharded": strategies with sharded gradients reduce each microbatch over the shard axis; the outer axis waits.
-        state_dict_type: "sharded" is the only kind this version writes. It reads single-file Lightning checkpoints as well.
+        state_dict_type: Of saved checkpoints. "sharded": a directory, every rank writes its rows; "full": one file with whole tensors, as
+            without sharding, gathered one by one into the host memory of rank 0. Both kinds are read, whatever this says.
         timeout: Of collectives. `None`: PyTorch's own, 10 minutes for NCCL and 30 for gloo.
         process_group_backend: `None`: NCCL for CUDA, gloo for CPU.
         accelerator, parallel_devices, cluster_environment: As for every Lightning strategy; the Trainer sets them.
@@ -140,7 +140,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         cuda_graph: bool = False,
         free_gradients: bool = False,
         accumulation: Literal["local", "sharded"] = "local",
-        state_dict_type: Literal["sharded"] = "sharded",
+        state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
@@ -156,7 +156,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         check_choice("accumulation", accumulation, ("local", "sharded"))
         check_cuda_graph(cuda_graph, storage)
         check_choice("reshard_after_forward", reshard_after_forward, (True, False, "auto"))
-        check_state_dict_type(state_dict_type)
+        check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
         check_policy(policy)
         check_sizes(data_parallel_size, outer_size, mesh)
         self._policy = policy
@@ -173,6 +173,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         self.sharding = sharding
         self.outer_sharding = outer_sharding
         self.accumulation = accumulation
+        self.state_dict_type = state_dict_type
         self._units: UnitsArgument = units
         self._blocks_per_unit: int | Literal["auto"] = (
             1 if blocks_per_unit == "auto" and units != "auto" else blocks_per_unit

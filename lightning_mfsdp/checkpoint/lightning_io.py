@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_mfsdp.checkpoint import full, sharded
 from lightning_mfsdp.checkpoint.sharded import META_FILE, is_sharded_checkpoint, optimizer_state
 
-__all__ = ["load", "optimizer_state", "save"]
+__all__ = ["load", "optimizer_state", "save", "save_file"]
 
 
 def save(path: Path, module: nn.Module, checkpoint: dict[str, Any], *, is_rank_zero: bool) -> None:
@@ -29,10 +29,7 @@ def save(path: Path, module: nn.Module, checkpoint: dict[str, Any], *, is_rank_z
         IsADirectoryError: `path` is a directory with something else in it.
         RuntimeError: A hook changed values of the state dict so that their rows are unknown.
     """
-    if path.is_dir() and not is_sharded_checkpoint(path) and any(path.iterdir()):
-        raise IsADirectoryError(
-            f"{path} is a directory with other content; a sharded checkpoint would mix with it. Choose another path"
-        )
+    _refuse_foreign(path)
     rest = dict(checkpoint)
     model_state = rest.pop("state_dict")
     optimizer_states = rest.pop("optimizer_states", [])
@@ -45,6 +42,29 @@ def save(path: Path, module: nn.Module, checkpoint: dict[str, Any], *, is_rank_z
     if is_rank_zero:
         torch.save(rest, part / META_FILE)
         _replace(path, part)
+
+
+def save_file(path: Path, checkpoint: dict[str, Any], *, is_rank_zero: bool) -> None:
+    """Write a Lightning checkpoint of whole states as one file, atomically as `save` does. Only rank 0 has something to write.
+
+    Raises:
+        IsADirectoryError: `path` is a directory with something else in it.
+    """
+    _refuse_foreign(path)
+    if not is_rank_zero:
+        return
+    part = path.with_name(f"{path.name}.part")
+    _remove(part)
+    part.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(checkpoint, part)
+    _replace(path, part)
+
+
+def _refuse_foreign(path: Path) -> None:
+    if path.is_dir() and not is_sharded_checkpoint(path) and any(path.iterdir()):
+        raise IsADirectoryError(
+            f"{path} is a directory with other content; a checkpoint would mix with it. Choose another path"
+        )
 
 
 def _replace(path: Path, part: Path) -> None:

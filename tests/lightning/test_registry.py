@@ -57,7 +57,7 @@ def test_registering_again_changes_nothing() -> None:
         ({"blocks_per_unit": "all"}, ValueError, "blocks_per_unit=.all.: expected"),
         ({"storage": "heap"}, ValueError, "'pooled', 'dynamic'"),
         ({"accumulation": "none"}, ValueError, "'local', 'sharded'"),
-        ({"state_dict_type": "full"}, ValueError, "comes with a later one"),
+        ({"state_dict_type": "other"}, ValueError, "state_dict_type='other': expected one of 'sharded', 'full'"),
         ({"policy": "bf16"}, TypeError, "expected a MixedPrecisionPolicy"),
         ({"data_parallel_size": 0}, ValueError, "expected a positive number"),
         ({"outer_size": "two"}, ValueError, "outer_size='two'"),

@@ -1,0 +1,144 @@
+"""Whole states of a sharded model, for checkpoints that plain PyTorch reads: gathered tensor by tensor, kept on one rank in host memory.
+
+The device holds one whole tensor at a time, the rank that keeps them the model and its optimizer state in main memory, the others nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_mfsdp.engine.group import ParameterGroup
+from lightning_mfsdp.engine.parameter import place_of
+
+__all__ = ["whole_model_state", "whole_optimizer_state"]
+
+
+@dataclass(frozen=True)
+class _RowsOf:
+    """A state tensor that is sharded as its parameter is."""
+
+    dtype: torch.dtype
+    problem: str
+
+
+def whole_model_state(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
+    """A state dict with every sharded tensor whole, on the CPU. All ranks call it.
+
+    Args:
+        state: Of a sharded module.
+        keep: Whether this rank wants the result; else it is empty.
+    """
+    whole: dict[str, Any] = {}
+    known: dict[tuple[int, int], list[Tensor]] = {}
+    for name, value in state.items():
+        tensor = value.full_tensor() if isinstance(value, DTensor) else value
+        if keep:
+            whole[name] = _once(tensor.detach().cpu(), value, known) if isinstance(tensor, Tensor) else tensor
+    return whole
+
+
+def _once(tensor: Tensor, origin: Tensor, known: dict[tuple[int, int], list[Tensor]]) -> Tensor:
+    """Tied weights stay one tensor, as they are in the state dict of a plain model."""
+    place = place_of(origin)
+    if place is None:
+        return tensor
+    alike = known.setdefault((id(place[0]), place[1]), [])
+    for other in alike:
+        if other.dtype is tensor.dtype and torch.equal(other, tensor):
+            return other
+    alike.append(tensor)
+    return tensor
+
+
+def whole_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
+    """What `optimizer.state_dict()` would be without sharding, on the CPU. All ranks call it.
+
+    Args:
+        optimizer: Over sharded parameters.
+        keep: Whether this rank wants the result; else it is empty.
+
+    Raises:
+        ValueError: On all ranks; a state tensor of a sharded parameter that has neither its shape nor one value for all ranks.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    described = [_described(optimizer.state.get(parameter, {}), parameter) for parameter in parameters]
+    layout = _agreed(described)
+    state: dict[int, dict[str, Any]] = {}
+    for number, (parameter, parts) in enumerate(zip(parameters, layout, strict=True)):
+        own = optimizer.state.get(parameter, {})
+        for key, part in parts.items():
+            value = _gathered(own.get(key), part.dtype, parameter) if isinstance(part, _RowsOf) else part
+            if keep:
+                state.setdefault(number, {})[key] = value.cpu() if isinstance(value, Tensor) else value
+    if not keep:
+        return {}
+    groups, first = [], 0
+    for group in optimizer.param_groups:
+        count = len(group["params"])
+        options = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in group.items()}
+        groups.append({**options, "params": list(range(first, first + count))})
+        first += count
+    return {"state": state, "param_groups": groups}
+
+
+def _described(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """Each state of a parameter: how this rank's rows of it look, or the value where it is the same on all ranks."""
+    place = place_of(parameter)
+    described: dict[str, Any] = {}
+    for key, value in state.items():
+        if place is None or not isinstance(value, Tensor) or not value.dim():
+            described[key] = value.detach().cpu() if isinstance(value, Tensor) else value
+            continue
+        entry = place[0].entries[place[1]]
+        local = value.to_local() if isinstance(value, DTensor) else value
+        problem = ""
+        if local.shape != entry.local.shape:
+            problem = (
+                f"{key} of parameter {entry.name}: {tuple(local.shape)} where its rows are {tuple(entry.local.shape)}"
+            )
+        described[key] = _RowsOf(value.dtype, problem)
+    return described
+
+
+def _agreed(described: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What any rank knows, in an order that all share: a rank without rows of a parameter has no state of it."""
+    everyones: list[list[dict[str, Any]]] = [described]
+    if dist.is_initialized():
+        everyones = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyones, described)
+    merged: list[dict[str, Any]] = [{} for _ in described]
+    for theirs in everyones:
+        for known, parts in zip(merged, theirs, strict=True):
+            for key, part in parts.items():
+                if key not in known or (isinstance(part, _RowsOf) and part.problem):
+                    known[key] = part
+    problems = [
+        part.problem for parts in merged for part in parts.values() if isinstance(part, _RowsOf) and part.problem
+    ]
+    if problems:
+        raise ValueError(
+            f"optimizer state in a full checkpoint: expected tensors shaped like their parameters, or single numbers, got {problems[0]} "
+            f'(of {len(problems)}). Use state_dict_type="sharded"'
+        )
+    return merged
+
+
+def _gathered(rows: Any, dtype: torch.dtype, parameter: Tensor) -> Tensor:
+    place = place_of(parameter)
+    assert place is not None, "only sharded parameters have rows"
+    group: ParameterGroup = place[0]
+    entry = group.entries[place[1]]
+    if rows is None:
+        rows = torch.empty_like(entry.local, dtype=dtype, requires_grad=False)
+    elif isinstance(rows, DTensor):
+        rows = rows.to_local()
+    with torch.no_grad():
+        return group.gather_rows(place[1], rows.detach())

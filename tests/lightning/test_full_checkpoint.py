@@ -1,0 +1,152 @@
+"""Checkpoints as one file: what a sharded training writes, plain PyTorch and a single device read, and the other way round, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_mfsdp import MFSDPStrategy, fully_shard, fully_shard_optimizer
+from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
+from tests.engine.worlds import by_world, check
+from tests.helpers.distributed import run_distributed
+from tests.helpers.models import build
+from tests.lightning.models import FOREIGN_WARNINGS, full_state, loader, make_trainer, seeded, strict_warnings
+from tests.lightning.test_checkpoint import EPOCH, STEPS, Scheduled, assert_same, local_state
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in FOREIGN_WARNINGS]
+
+MESHES: dict[str, dict[str, Any]] = {
+    "optim_grads_params": {"sharding": "optim_grads_params"},
+    "optim_grads": {"sharding": "optim_grads"},
+    "no_shard": {"sharding": "no_shard"},
+    "hybrid": {"outer_size": 2, "outer_sharding": "optim"},
+}
+
+
+class Hooked(Scheduled):
+    """Sees whole tensors on rank 0 and nothing elsewhere when it is saved."""
+
+    seen: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()}
+        checkpoint["note"] = torch.tensor(7)
+
+
+def trainer_of(folder: str, world: int, strategy: Any, **options: Any) -> Any:
+    settings: dict[str, Any] = {"max_epochs": -1, "max_steps": STEPS // 2, "strategy": strategy}
+    return make_trainer(folder, world, **{**settings, **options})
+
+
+def save(rank: int, world: int, folder: str) -> dict[str, Any]:
+    strict_warnings()
+    found = {}
+    for name, options in MESHES.items():
+        model = seeded(Hooked)
+        saver = ModelCheckpoint(
+            dirpath=f"{folder}/{name}", filename="one", save_top_k=1, every_n_train_steps=STEPS // 2
+        )
+        strategy = MFSDPStrategy(units=["Block"], state_dict_type="full", **options)
+        trainer = trainer_of(folder, world, strategy, enable_checkpointing=True, callbacks=[saver])
+        trainer.fit(model, loader(8 // world, EPOCH, rank, world))
+        found[name] = {"weights": full_state(model), "seen": model.seen, "local": local_state(trainer, model)}
+        again = seeded(Hooked)
+        loading = trainer_of(folder, world, MFSDPStrategy(units=["Block"], **options))
+        loading.fit(again, loader(8 // world, EPOCH, rank, world), ckpt_path=f"{folder}/{name}/one.ckpt")
+        found[name]["again"] = local_state(loading, again)
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("full")
+    return folder, run_distributed(save, 4, str(folder))
+
+
+@pytest.mark.parametrize("name", MESHES)
+class TestAFullCheckpoint:
+    def test_is_one_file_that_plain_pytorch_loads(self, saved: Any, name: str) -> None:
+        folder, found = saved
+        assert [path.name for path in (folder / name).iterdir()] == ["one.ckpt"]
+        checkpoint = torch.load(folder / name / "one.ckpt", weights_only=True)
+        model = seeded(Scheduled)
+        model.load_state_dict(checkpoint["state_dict"])
+        for key, parameter in model.named_parameters():
+            assert torch.equal(parameter, found[0][name]["weights"][key]), key
+        state = checkpoint["state_dict"]
+        assert state["alias.weight"].data_ptr() == state["blocks.0.linear.weight"].data_ptr(), "stays tied"
+        assert checkpoint["note"] == 7
+
+    def test_has_the_optimizer_state_of_one_process(self, saved: Any, name: str) -> None:
+        """Same numbering, same shapes, and all ranks' rows put together."""
+        folder, found = saved
+        checkpoint = torch.load(folder / name / "one.ckpt", weights_only=True)
+        model = seeded(Scheduled)
+        optimizer = model.configure_optimizers()["optimizer"]
+        optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+        assert len(optimizer.state) == sum(parameter.requires_grad for parameter in model.parameters())
+        names = {id(parameter): key for key, parameter in model.named_parameters()}
+        pieces: dict[str, list[Tensor]] = {}
+        ranks = {"no_shard": [0], "hybrid": [0, 2, 1, 3]}.get(name, [0, 1, 2, 3])
+        for rank in ranks:  # of a hybrid mesh, sub-shards of one shard lie along the outer axis
+            for key, state in found[rank][name]["local"]["optimizer"].items():
+                pieces.setdefault(key, []).append(state["exp_avg"])
+        for parameter, state in optimizer.state.items():
+            assert torch.equal(state["exp_avg"], torch.cat(pieces[names[id(parameter)]])), names[id(parameter)]
+            assert state["step"] == STEPS // 2
+
+    def test_loads_back_to_the_bit(self, saved: Any, name: str) -> None:
+        for found in saved[1]:
+            assert_same(found[name]["again"], found[name]["local"], name)
+
+    def test_shows_hooks_whole_tensors_on_rank_0_only(self, saved: Any, name: str) -> None:
+        shapes = {key: tuple(value.shape) for key, value in seeded(Scheduled).state_dict().items()}
+        assert [found[name]["seen"] for found in saved[1]] == [shapes, {}, {}, {}]
+
+
+def test_a_single_device_continues_from_it_and_it_from_a_single_device(saved: Any, tmp_path: Path) -> None:
+    folder, found = saved
+    model = seeded(Scheduled)
+    trainer = trainer_of(str(tmp_path), 1, "auto")
+    trainer.fit(model, loader(8, EPOCH), ckpt_path=folder / "optim_grads_params/one.ckpt")
+    assert trainer.global_step == STEPS // 2
+    for key, parameter in model.named_parameters():
+        assert torch.equal(parameter, found[0]["optim_grads_params"]["weights"][key]), key
+    trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    theirs, ours = (
+        torch.load(path, weights_only=True)
+        for path in (tmp_path / "plain.ckpt", folder / "optim_grads_params/one.ckpt")
+    )
+    assert_same(ours["optimizer_states"], theirs["optimizer_states"])
+    assert_same(ours["state_dict"], theirs["state_dict"])
+
+
+# -- without a Trainer -------------------------------------------------------------------------------------------------
+
+
+def a_state_that_no_file_can_hold_is_refused_on_all_ranks(rank: int, world: int) -> None:
+    model = fully_shard(build())
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    if rank == 0:
+        optimizer.state[optimizer.param_groups[0]["params"][0]]["odd"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"odd of parameter .*: \(3,\) where its rows are"):
+        whole_optimizer_state(optimizer, keep=rank == 0)
+
+
+def tied_weights_stay_tied(rank: int, world: int) -> None:
+    model = fully_shard(build(tied=True))
+    state = whole_model_state(model.state_dict(), keep=rank == 0)
+    assert (not state) if rank else state["head.weight"] is state["embedding.weight"]
+
+
+WORLDS = {2: [a_state_that_no_file_can_hold_is_refused_on_all_ranks, tied_weights_stay_tied]}
+
+
+@by_world(WORLDS)
+def test_whole_states(world: Any, case: Any) -> None:
+    check(WORLDS, world, case)
