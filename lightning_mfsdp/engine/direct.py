@@ -98,15 +98,16 @@ def write_directly(modules: Sequence[nn.Module], groups: Sequence[ParameterGroup
                 or "forward" in vars(layer)
             ):
                 continue
-            place = place_of(layer.weight)
-            if place is not None and place[0] in groups and _is_wanted(place[0], layer.weight.shape.numel()):
+            weight = layer._parameters.get("weight")  # a parametrization has taken it away
+            place = place_of(weight) if weight is not None else None
+            if weight is not None and place is not None and place[0] in groups and _is_wanted(place[0], weight):
                 layer.forward = _forward_of(weakref.ref(layer))  # type: ignore[assignment, method-assign]
 
 
-def _is_wanted(group: ParameterGroup, elements: int) -> bool:
+def _is_wanted(group: ParameterGroup, weight: Tensor) -> bool:
     wanted = group.policy.direct_weight_gradients
     if wanted == "auto":
-        return group.device.type == "cuda" and elements >= _WORTHWHILE_ELEMENTS and bool(group.mesh.axes)
+        return group.device.type == "cuda" and weight.shape.numel() >= _WORTHWHILE_ELEMENTS and bool(group.mesh.axes)
     return wanted
 
 

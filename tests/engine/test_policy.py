@@ -8,6 +8,7 @@ from dataclasses import FrozenInstanceError, fields
 from functools import partial
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from lightning_mfsdp.engine import (
     units,
     unshard,
 )
+from lightning_mfsdp.engine.reduction import GradientReducer
 from tests.engine.cases import Problems, run_cases
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -338,7 +340,26 @@ def label(item: object) -> str:
     return item.__name__ if isinstance(item, type) else str(item).removeprefix("torch.")
 
 
+def direct_gradients(rank: int, world: int) -> None:
+    """True: weights of linear layers never have a `.grad` of their own in backward; False: they do. More in test_direct.py."""
+    take = GradientReducer._take
+    for direct in (True, False):
+        model = sharded(MixedPrecisionPolicy(direct_weight_gradients=direct))
+        seen: list[int] = []
+
+        def taken(reducer: GradientReducer, seen: list[int] = seen) -> list[Tensor | None]:
+            grads = take(reducer)
+            seen.extend(grad.dim() for grad in grads if grad is not None)
+            return grads
+
+        with mock.patch.object(GradientReducer, "_take", taken):
+            model(inputs().chunk(world)[rank]).square().mean().backward()
+        assert (2 in seen) is not direct, seen
+        assert all(view.grad is not None for view in sharded_parameters(model) if view.local.numel())
+
+
 CASES = {
+    "weight gradients are written directly or not": direct_gradients,
     **crossed("dtypes", dtypes, tuple(DTYPES), STRATEGIES),
     **crossed("a bucket around the reduction only", buckets, STRATEGIES),
     **crossed("the compute shard is cast or kept", compute_shard, STRATEGIES),
