@@ -100,6 +100,7 @@ class CheckpointingStrategy(ProcessStrategy):
             self.optimizers if fitting else [],
             strict=self._module.strict_loading,
             weights_only=weights_only,
+            is_rank_zero=self.is_global_zero,
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -10,13 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mfsdp.checkpoint.sharded import (
-    ParameterIndex,
-    check_names,
-    check_restored,
-    plain_name,
-    restore_optimizer,
-)
+from lightning_mfsdp.checkpoint.sharded import ParameterIndex, check_names, check_restored, plain_name
+from lightning_mfsdp.checkpoint.sharded_optimizer import restore_optimizer
 from lightning_mfsdp.engine import ParameterView, refresh_weights
 
 __all__ = ["load_model", "load_optimizers"]

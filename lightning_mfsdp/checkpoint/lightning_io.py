@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import pickle
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint import full, sharded
-from lightning_mfsdp.checkpoint.sharded import META_FILE, is_sharded_checkpoint, optimizer_state
+from lightning_mfsdp.checkpoint.files import (
+    META_FILE,
+    check_files,
+    is_sharded_checkpoint,
+    part_of,
+    put_in_place,
+    recover,
+    refuse_foreign,
+    remove,
+)
+from lightning_mfsdp.checkpoint.sharded_optimizer import load_optimizer, optimizer_state, plan_optimizer
 
 __all__ = ["load", "optimizer_state", "save", "save_file"]
 
@@ -29,19 +39,19 @@ def save(path: Path, module: nn.Module, checkpoint: dict[str, Any], *, is_rank_z
         IsADirectoryError: `path` is a directory with something else in it.
         RuntimeError: A hook changed values of the state dict so that their rows are unknown.
     """
-    _refuse_foreign(path)
+    refuse_foreign(path)
     rest = dict(checkpoint)
     model_state = rest.pop("state_dict")
     optimizer_states = rest.pop("optimizer_states", [])
-    part = path.with_name(f"{path.name}.part")
+    part = part_of(path)
     if is_rank_zero:
-        _remove(part)
+        remove(part)
         part.mkdir(parents=True)
     # Its first collective also makes the others wait for the directory.
     sharded.save(part, module, model_state, optimizer_states)
     if is_rank_zero:
-        torch.save(rest, part / META_FILE)
-        _replace(path, part)
+        _write(rest, part / META_FILE)
+        put_in_place(path)
 
 
 def save_file(path: Path, checkpoint: dict[str, Any], *, is_rank_zero: bool) -> None:
@@ -50,42 +60,32 @@ def save_file(path: Path, checkpoint: dict[str, Any], *, is_rank_zero: bool) -> 
     Raises:
         IsADirectoryError: `path` is a directory with something else in it.
     """
-    _refuse_foreign(path)
+    refuse_foreign(path)
     if not is_rank_zero:
         return
-    part = path.with_name(f"{path.name}.part")
-    _remove(part)
+    part = part_of(path)
+    remove(part)
     part.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(checkpoint, part)
-    _replace(path, part)
+    _write(checkpoint, part)
+    put_in_place(path)
 
 
-def _refuse_foreign(path: Path) -> None:
-    if path.is_dir() and not is_sharded_checkpoint(path) and any(path.iterdir()):
-        raise IsADirectoryError(
-            f"{path} is a directory with other content; a checkpoint would mix with it. Choose another path"
-        )
-
-
-def _replace(path: Path, part: Path) -> None:
-    """Put `part` where `path` is or is not. At any moment one complete checkpoint exists under some name."""
-    old = path.with_name(f"{path.name}.old")
-    if path.exists() or path.is_symlink():
-        _remove(old)
-        path.rename(old)
-    part.rename(path)
-    _remove(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def _write(checkpoint: dict[str, Any], path: Path) -> None:
+    """`torch.save`, on disk before anything is moved."""
+    with path.open("wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def load(
-    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, weights_only: bool | None
+    path: Path,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    strict: bool,
+    weights_only: bool | None,
+    is_rank_zero: bool,
 ) -> dict[str, Any]:
     """Read a checkpoint into a sharded module and its optimizers; all ranks call it.
 
@@ -95,6 +95,7 @@ def load(
         optimizers: Empty unless training resumes.
         strict: Names must match exactly.
         weights_only: As for `torch.load`.
+        is_rank_zero: Finishes a move that was interrupted.
 
     Returns:
         What neither weights nor optimizer states are: loops, callbacks, schedulers, hyperparameters.
@@ -103,12 +104,20 @@ def load(
         ValueError: The path holds no checkpoint.
         RuntimeError: The checkpoint does not fit.
     """
+    recover(path, is_rank_zero=is_rank_zero)
     if is_sharded_checkpoint(path):
+        metadata = check_files(path)
         rest = _torch_load(path / META_FILE, weights_only)
-        sharded.load_model(path, module, strict=strict)
-        restored = [
-            sharded.load_optimizer(path, module, optimizer, number) for number, optimizer in enumerate(optimizers)
+        model_plan = sharded.plan_model(path, metadata, module, strict=strict)
+        plans = [
+            plan_optimizer(path, metadata, module, optimizer, number) for number, optimizer in enumerate(optimizers)
         ]
+        # All of it fits; from here on things change.
+        sharded.load_model(path, model_plan, module)
+        for plan, optimizer in zip(plans, optimizers, strict=True):
+            if plan is not None:
+                load_optimizer(path, plan, optimizer)
+        restored = [plan is not None for plan in plans]
     elif path.is_file():
         rest = _torch_load(path, weights_only)
         full.load_model(path, rest.pop("state_dict"), module, strict=strict)

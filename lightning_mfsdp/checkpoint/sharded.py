@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +32,17 @@ from lightning_mfsdp.checkpoint.rows import RowShard
 from lightning_mfsdp.engine import ParameterView, refresh_weights, sharded_parameters
 
 __all__ = [
-    "META_FILE",
+    "ModelPlan",
     "ParameterIndex",
     "check_names",
     "check_restored",
-    "is_sharded_checkpoint",
     "load_model",
-    "load_optimizer",
-    "optimizer_state",
+    "paths_of",
     "plain_name",
-    "restore_optimizer",
+    "plan_model",
     "rows_by_name",
     "save",
 ]
-
-META_FILE = "meta.pt"
 
 # Modules of these names wrap another one and add nothing of their own: activation checkpointing and torch.compile.
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -116,11 +113,6 @@ class ParameterIndex:
         return [[self.name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def is_sharded_checkpoint(path: Path) -> bool:
-    """Whether `path` is a directory this module could have written."""
-    return path.is_dir() and (path / META_FILE).is_file()
-
-
 def save(path: Path, module: nn.Module, model_state: Mapping[str, Any], optimizer_states: list[dict[str, Any]]) -> None:
     """Write weights and optimizer states. All ranks call it.
 
@@ -160,38 +152,32 @@ def rows_by_name(state: Mapping[str, Any], index: ParameterIndex, doing: str) ->
     return rows
 
 
-def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """State of an optimizer by parameter name, for `save`; tensors share memory with the optimizer's.
+@dataclass(frozen=True)
+class ModelPlan:
+    """What will be read for a model; it was checked to fit.
 
-    Raises:
-        ValueError: A state tensor that is sharded in another way than its parameter.
+    Attributes:
+        wanted: Name in the checkpoint, and what is read in place or replaced.
+        others: Name in the model and in the checkpoint, of what is no tensor.
     """
-    index = ParameterIndex(module)
-    state: dict[str, dict[str, Any]] = {}
-    for parameter, values in optimizer.state.items():
-        name = index.name_of(parameter)
-        view = index.views.get(name)
-        state[name] = {key: _state_value(f"{name}.{key}", value, view) for key, value in values.items()}
-    groups = []
-    for group, names in zip(optimizer.param_groups, index.names_by_group(optimizer), strict=True):
-        groups.append({**group, "params": names})
-    return {"state": state, "param_groups": groups}
+
+    wanted: dict[str, Any]
+    others: dict[str, str]
 
 
-def load_model(path: Path, module: nn.Module, *, strict: bool) -> None:
-    """Read weights and buffers in place. All ranks call it.
+def plan_model(path: Path, metadata: Metadata, module: nn.Module, *, strict: bool) -> ModelPlan:
+    """Compare a checkpoint with a model; changes nothing. All ranks call it.
 
     Raises:
         RuntimeError: Names or shapes differ; all of them are listed. With `strict=False` only shapes count, and a warning says which
             parameters stay as they are.
     """
-    metadata = FileSystemReader(path).read_metadata()
     index = ParameterIndex(module)
     rows = rows_by_name(module.state_dict(), index, f"loading {path}")
     targets = {plain_name(name): (name, value) for name, value in rows.items()}
     saved: dict[str, str] = {}
     shapes: dict[str, torch.Size] = {}
-    for key, item in _paths(metadata).items():
+    for key, item in paths_of(metadata).items():
         if item[0] == "model":
             name = plain_name(str(item[1]))
             saved[name] = str(item[1])
@@ -201,14 +187,19 @@ def load_model(path: Path, module: nn.Module, *, strict: bool) -> None:
     check_names(path, {name: value for name, (_, value) in targets.items()}, list(saved), shapes, strict=strict)
     check_restored(path, index, [name for name in targets if name in saved], strict=strict)
     wanted = {saved[name]: value for name, (_, value) in targets.items() if name in saved}
-    dcp_load({"model": wanted}, storage_reader=FileSystemReader(path))
-    extra = {
-        name: wanted[saved[plain_name(name)]]
-        for name, value in targets.values()
-        if plain_name(name) in saved and not isinstance(value, Tensor)
+    others = {
+        full_name: saved[name]
+        for name, (full_name, value) in targets.items()
+        if name in saved and not isinstance(value, Tensor)
     }
-    if extra:
-        module.load_state_dict(extra, strict=False)
+    return ModelPlan(wanted, others)
+
+
+def load_model(path: Path, plan: ModelPlan, module: nn.Module) -> None:
+    """Read weights and buffers in place. All ranks call it."""
+    dcp_load({"model": plan.wanted}, storage_reader=FileSystemReader(path))
+    if plan.others:
+        module.load_state_dict({name: plan.wanted[saved] for name, saved in plan.others.items()}, strict=False)
     refresh_weights(module)
 
 
@@ -240,92 +231,9 @@ def check_restored(path: Path, index: ParameterIndex, names: Sequence[str], *, s
         warnings.warn(message, stacklevel=2)
 
 
-def load_optimizer(path: Path, module: nn.Module, optimizer: Optimizer, number: int) -> bool:
-    """Read the state of optimizer `number`. All ranks call it.
-
-    Returns:
-        False where the checkpoint holds no state for it (saved with weights only).
-
-    Raises:
-        RuntimeError: The optimizer's parameter groups hold other parameters than the saved ones.
-    """
-    key = f"optimizer_{number}"
-    metadata = FileSystemReader(path).read_metadata()
-    index = ParameterIndex(module)
-    names_by_group = index.names_by_group(optimizer)
-    known = {name for names in names_by_group for name in names}
-    target: dict[str, Any] = {"state": {}, "param_groups": [{} for _ in names_by_group]}
-    found = False
-    for flat, item in _paths(metadata).items():
-        if item[0] != key:
-            continue
-        found = True
-        if item[1] == "param_groups":
-            while len(target["param_groups"]) <= int(item[2]):
-                target["param_groups"].append({})
-            target["param_groups"][int(item[2])][item[3]] = _empty_like_saved(metadata, flat, None)
-        elif plain_name(str(item[2])) in known:
-            view = index.views.get(plain_name(str(item[2])))
-            if view is None or view.local.numel():
-                target["state"].setdefault(item[2], {})[item[3]] = _empty_like_saved(metadata, flat, view)
-    if not found:
-        return False
-    dcp_load({key: target}, storage_reader=FileSystemReader(path))
-    saved_groups = [[plain_name(name) for name in group.get("params", [])] for group in target["param_groups"]]
-    _check_groups(path, key, saved_groups, names_by_group)
-    state = {plain_name(name): values for name, values in target["state"].items()}
-    restore_optimizer(optimizer, state, target["param_groups"], names_by_group)
-    return True
-
-
-def restore_optimizer(
-    optimizer: Optimizer,
-    state_by_name: Mapping[str, Mapping[str, Any]],
-    param_groups: list[dict[str, Any]],
-    names_by_group: list[list[str]],
-) -> None:
-    """Put state keyed by parameter name, with local tensors, into an optimizer. Options a checkpoint lacks keep their present value."""
-    numbers = {name: number for number, name in enumerate(name for names in names_by_group for name in names)}
-    groups = []
-    for present, saved, names in zip(optimizer.param_groups, param_groups, names_by_group, strict=True):
-        groups.append({**present, **saved, "params": [numbers[name] for name in names]})
-    state = {
-        numbers[name]: {key: value._piece if isinstance(value, RowShard) else value for key, value in values.items()}
-        for name, values in state_by_name.items()
-        if name in numbers
-    }
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _state_value(name: str, value: Any, view: ParameterView | None) -> Any:
-    if view is None or not isinstance(value, Tensor):
-        return value
-    local = value.to_local() if isinstance(value, DTensor) else value
-    if value.dim() and local.shape == view.local.shape and value.shape in (view.shape, view.local.shape):
-        return RowShard.of(local, view.shape, view.rows)
-    if isinstance(value, DTensor):
-        if any(placement.is_shard() for placement in value.placements):
-            raise ValueError(
-                f"optimizer state {name}: a tensor of shape {tuple(value.shape)} sharded as {value.placements} for a parameter of shape "
-                f"{tuple(view.shape)}; a sharded checkpoint can hold state shaped like its parameter, or the same on all ranks"
-            )
-        return local
-    return value
-
-
-def _paths(metadata: Metadata) -> dict[str, tuple[Any, ...]]:
+def paths_of(metadata: Metadata) -> dict[str, tuple[Any, ...]]:
     """Nested path of every flat key of a checkpoint."""
     return dict(metadata.planner_data or {})
-
-
-def _empty_like_saved(metadata: Metadata, key: str, view: ParameterView | None) -> Any:
-    saved = metadata.state_dict_metadata[key]
-    if not isinstance(saved, TensorStorageMetadata):
-        return None
-    dtype = saved.properties.dtype
-    if view is None or not saved.size or saved.size != view.shape:
-        return torch.empty(saved.size, dtype=dtype)
-    return RowShard.of(torch.empty_like(view.local, dtype=dtype, requires_grad=False), view.shape, view.rows)
 
 
 def check_names(
@@ -361,16 +269,3 @@ def check_names(
             + "\n  ".join(problems)
             + "\nLoad it into the model it was saved from, or set strict_loading=False on the LightningModule to ignore missing names"
         )
-
-
-def _check_groups(path: Path, key: str, saved: list[list[str]], present: list[list[str]]) -> None:
-    for number in range(max(len(saved), len(present))):
-        theirs = saved[number] if number < len(saved) else []
-        ours = present[number] if number < len(present) else []
-        if sorted(theirs) != sorted(ours):
-            only_saved, only_here = sorted(set(theirs) - set(ours)), sorted(set(ours) - set(theirs))
-            raise RuntimeError(
-                f"{key} in {path}: parameter group {number} differs: only in the checkpoint {only_saved[:8]}, only here {only_here[:8]}. "
-                "Configure the optimizers as they were when the checkpoint was saved, or load weights only: "
-                "trainer.validate(ckpt_path=...), then fit"
-            )

@@ -1,0 +1,158 @@
+"""Optimizer states of sharded checkpoints, by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_mfsdp.checkpoint.rows import RowShard
+from lightning_mfsdp.checkpoint.sharded import ParameterIndex, paths_of, plain_name
+from lightning_mfsdp.engine import ParameterView
+
+__all__ = ["OptimizerPlan", "load_optimizer", "optimizer_state", "plan_optimizer", "restore_optimizer"]
+
+
+def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """State of an optimizer by parameter name, for `save`; tensors share memory with the optimizer's.
+
+    Raises:
+        ValueError: A state tensor that is sharded in another way than its parameter.
+    """
+    index = ParameterIndex(module)
+    state: dict[str, dict[str, Any]] = {}
+    for parameter, values in optimizer.state.items():
+        name = index.name_of(parameter)
+        view = index.views.get(name)
+        state[name] = {key: _state_value(f"{name}.{key}", value, view) for key, value in values.items()}
+    groups = []
+    for group, names in zip(optimizer.param_groups, index.names_by_group(optimizer), strict=True):
+        groups.append({**group, "params": names})
+    return {"state": state, "param_groups": groups}
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """What will be read for one optimizer; it was checked to fit.
+
+    Attributes:
+        key: Its name in the checkpoint.
+        target: Where `torch.distributed.checkpoint` reads to; groups are read already.
+        names_by_group: Parameters here.
+    """
+
+    key: str
+    target: dict[str, Any]
+    names_by_group: list[list[str]]
+
+
+def plan_optimizer(
+    path: Path, metadata: Metadata, module: nn.Module, optimizer: Optimizer, number: int
+) -> OptimizerPlan | None:
+    """Find the state of optimizer `number`, and check that it fits; changes nothing. All ranks call it.
+
+    Returns:
+        `None` where the checkpoint holds no state for it (saved with weights only).
+
+    Raises:
+        RuntimeError: The optimizer's parameter groups hold other parameters than the saved ones.
+    """
+    key = f"optimizer_{number}"
+    index = ParameterIndex(module)
+    names_by_group = index.names_by_group(optimizer)
+    known = {name for names in names_by_group for name in names}
+    target: dict[str, Any] = {"state": {}, "param_groups": []}
+    found = False
+    for flat, item in paths_of(metadata).items():
+        if item[0] != key:
+            continue
+        found = True
+        if item[1] == "param_groups":
+            while len(target["param_groups"]) <= int(item[2]):
+                target["param_groups"].append({})
+            target["param_groups"][int(item[2])][item[3]] = _empty_like_saved(metadata, flat, None)
+        elif plain_name(str(item[2])) in known:
+            view = index.views.get(plain_name(str(item[2])))
+            if view is None or view.local.numel():
+                target["state"].setdefault(item[2], {})[item[3]] = _empty_like_saved(metadata, flat, view)
+    if not found:
+        return None
+    groups = {key: {"param_groups": target["param_groups"]}}
+    dcp_load(groups, storage_reader=FileSystemReader(path))
+    saved_groups = [[plain_name(name) for name in group.get("params", [])] for group in target["param_groups"]]
+    _check_groups(path, key, saved_groups, names_by_group)
+    return OptimizerPlan(key, target, names_by_group)
+
+
+def load_optimizer(path: Path, plan: OptimizerPlan, optimizer: Optimizer) -> None:
+    """Read the state that was planned. All ranks call it."""
+    dcp_load({plan.key: plan.target}, storage_reader=FileSystemReader(path))
+    state = {plain_name(name): values for name, values in plan.target["state"].items()}
+    restore_optimizer(optimizer, state, plan.target["param_groups"], plan.names_by_group)
+
+
+def restore_optimizer(
+    optimizer: Optimizer,
+    state_by_name: Mapping[str, Mapping[str, Any]],
+    param_groups: list[dict[str, Any]],
+    names_by_group: list[list[str]],
+) -> None:
+    """Put state keyed by parameter name, with local tensors, into an optimizer. Options a checkpoint lacks keep their present value."""
+    numbers = {name: number for number, name in enumerate(name for names in names_by_group for name in names)}
+    groups = []
+    for present, saved, names in zip(optimizer.param_groups, param_groups, names_by_group, strict=True):
+        groups.append({**present, **saved, "params": [numbers[name] for name in names]})
+    state = {
+        numbers[name]: {key: value._piece if isinstance(value, RowShard) else value for key, value in values.items()}
+        for name, values in state_by_name.items()
+        if name in numbers
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _state_value(name: str, value: Any, view: ParameterView | None) -> Any:
+    if view is None or not isinstance(value, Tensor):
+        return value
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if value.dim() and local.shape == view.local.shape and value.shape in (view.shape, view.local.shape):
+        return RowShard.of(local, view.shape, view.rows)
+    if isinstance(value, DTensor):
+        if any(placement.is_shard() for placement in value.placements):
+            raise ValueError(
+                f"optimizer state {name}: a tensor of shape {tuple(value.shape)} sharded as {value.placements} for a parameter of shape "
+                f"{tuple(view.shape)}; a sharded checkpoint can hold state shaped like its parameter, or the same on all ranks"
+            )
+        return local
+    return value
+
+
+def _empty_like_saved(metadata: Metadata, key: str, view: ParameterView | None) -> Any:
+    saved = metadata.state_dict_metadata[key]
+    if not isinstance(saved, TensorStorageMetadata):
+        return None
+    dtype = saved.properties.dtype
+    if view is None or not saved.size or saved.size != view.shape:
+        return torch.empty(saved.size, dtype=dtype)
+    return RowShard.of(torch.empty_like(view.local, dtype=dtype, requires_grad=False), view.shape, view.rows)
+
+
+def _check_groups(path: Path, key: str, saved: list[list[str]], present: list[list[str]]) -> None:
+    for number in range(max(len(saved), len(present))):
+        theirs = saved[number] if number < len(saved) else []
+        ours = present[number] if number < len(present) else []
+        if sorted(theirs) != sorted(ours):
+            only_saved, only_here = sorted(set(theirs) - set(ours)), sorted(set(ours) - set(theirs))
+            raise RuntimeError(
+                f"{key} in {path}: parameter group {number} differs: only in the checkpoint {only_saved[:8]}, only here {only_here[:8]}. "
+                "Configure the optimizers as they were when the checkpoint was saved, or load weights only: "
+                "trainer.validate(ckpt_path=...), then fit"
+            )
