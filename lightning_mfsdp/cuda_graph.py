@@ -55,7 +55,8 @@ class LogRecorder:
         logged: Name, value and options of every `self.log` that reached it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
         self.logged: list[tuple[str, Tensor, dict[str, Any]]] = []
 
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
@@ -64,6 +65,11 @@ class LogRecorder:
         Raises:
             EngineStateError: A torchmetrics object, whose `update` is Python.
         """
+        if isinstance(value, Tensor) and value.device.type != self._device_type:
+            raise EngineStateError(
+                f"self.log({name!r}, a tensor on {value.device}): it would be logged as it was recorded for ever; log it from a hook, "
+                "on_train_batch_end say"
+            )
         if not isinstance(value, Tensor):
             raise EngineStateError(
                 f"self.log({name!r}, {type(value).__name__}): a metric's update is Python, which a graph cannot hold; return what it needs "
@@ -83,7 +89,7 @@ def recorded_logs(trainer: Trainer) -> Iterator[LogRecorder]:
     Lightning has no hook for this: the loop's `_results` is what `LightningModule.log` writes to (Lightning 2.6).
     """
     loop = trainer.fit_loop.epoch_loop
-    results, recorder = loop._results, LogRecorder()
+    results, recorder = loop._results, LogRecorder(trainer.strategy.root_device.type)
     loop._results = recorder  # type: ignore[assignment]
     try:
         yield recorder
@@ -101,7 +107,7 @@ class GraphedTrainingStep:
         self._captured = CapturedLoss("cuda_graph=True", self._step, module)
         self._metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
         self._rest: tuple[Any, ...] = ()
-        self._logs = LogRecorder()
+        self._logs = LogRecorder(module.device.type)
 
     @property
     def is_captured(self) -> bool:
@@ -127,7 +133,7 @@ class GraphedTrainingStep:
         if self.replayed:
             for name, value, options in self._logs.logged:
                 self._module.log(name, value, **options)
-        elif not self.failure:
+        elif not (self.failure or was_captured):
             self._check_metrics(updates)
         if self.is_captured and not was_captured:
             rank_zero_info(
@@ -135,6 +141,10 @@ class GraphedTrainingStep:
                 "memory belong to the graphs"
             )
         return outputs
+
+    def close(self) -> None:
+        """The training is over."""
+        self._captured.close()
 
     def _step(self, batch: Any) -> Any:
         if not torch.cuda.is_current_stream_capturing():

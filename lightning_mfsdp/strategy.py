@@ -369,6 +369,8 @@ class MFSDPStrategy(CheckpointingStrategy):
         """Give back what this strategy made. The model stays sharded on its device, ready for the next entry point."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        if self._graphed is not None:
+            self._graphed.close()
         self._graphed = None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

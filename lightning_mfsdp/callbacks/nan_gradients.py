@@ -29,7 +29,7 @@ from lightning_mfsdp.engine import compat, sharded_parameters
 from lightning_mfsdp.engine.context import Context
 from lightning_mfsdp.engine.gradients import local_gradients
 from lightning_mfsdp.engine.parameter import owner_of
-from lightning_mfsdp.engine.reduction import Sync
+from lightning_mfsdp.engine.reduction_schedule import Sync
 from lightning_mfsdp.engine.unit import unit_of
 from lightning_mfsdp.strategy import MFSDPStrategy
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -73,7 +73,9 @@ def recover(path: Path, *, is_rank_zero: bool) -> None:
     if is_rank_zero and not (path.exists() or path.is_symlink()) and _old_of(path).exists():
         part = part_of(path)
         source = part if part.exists() else _old_of(path)
-        rank_zero_warn(f"{path}: a save was interrupted while it replaced this checkpoint; taking {source.name}")
+        warnings.warn(
+            f"{path}: a save was interrupted while it replaced this checkpoint; taking {source.name}", stacklevel=2
+        )
         source.rename(path)
     if dist.is_initialized():
         dist.barrier()

@@ -17,7 +17,7 @@ from lightning_mfsdp.engine.fully_shard import fully_shard, mesh_device
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.inspect import context_of
 from lightning_mfsdp.engine.materialize import Replaced, children_first, materialize_module
-from lightning_mfsdp.engine.reduction import Sync
+from lightning_mfsdp.engine.reduction_schedule import Sync
 from lightning_mfsdp.engine.unit import Unit, unit_of
 
 __all__ = [

@@ -87,7 +87,7 @@ class CapturedStep(Recording):
 
     def __call__(self, *inputs: Any) -> Any:
         """One training step; see `capture_step`."""
-        if self._replayable is None and self._is_due():
+        if self._replayable is None and self._is_due(inputs):
             self._record(inputs)
         if self._replayable is None or not self._fits(inputs):
             return self._run(inputs)
@@ -113,5 +113,8 @@ class CapturedStep(Recording):
         except RuntimeError as error:
             self._give_up(error)
             return
+        except BaseException:  # no matter of recording: the step itself failed
+            self._drop()
+            raise
         self._outputs = map_tensors(torch.Tensor.detach, outputs)
         self._replayable = graph

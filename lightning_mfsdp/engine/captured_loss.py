@@ -7,11 +7,12 @@ wrote (Lightning's) goes on working. Only a few launches a step are left to the 
     backward        the gradient of the loss is copied (loss scaling, division by microbatches), the backward is replayed;
                     gradients appear in `.grad`, or are added to those that nobody cleared
 
-The backward's graph holds the reductions too: every backward is synchronised, also under `no_sync`.
+The backward's graph holds the reductions too: every backward is synchronised, and `no_sync` is refused.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,8 +25,8 @@ from lightning_mfsdp.engine.api import watch_backward
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.parameter import owner_of
 from lightning_mfsdp.engine.recording import Recording
-from lightning_mfsdp.engine.reduction import Sync
-from lightning_mfsdp.engine.tree import map_tensors
+from lightning_mfsdp.engine.reduction_schedule import Sync
+from lightning_mfsdp.engine.tree import map_tensors, tensors_in
 
 __all__ = ["CapturedLoss", "capture_loss", "loss_in"]
 
@@ -92,10 +93,13 @@ class CapturedLoss(Recording):
 
     def __call__(self, *inputs: Any) -> Any:
         """One forward; see `capture_loss`."""
-        if self._forward is None and self._is_due():
+        self._refuse_held_back()
+        if self._forward is None and self._is_due(inputs):
             self._record(inputs)
         self.replayed = self._forward is not None and self._fits(inputs)
         if self._forward is None or not self.replayed:
+            if self._forward is not None:
+                self._context.weights_changed()  # the collectives of a replay, which always gathers whole weights
             return self._step(*inputs)
         self._fill(inputs)
         self._forward.replay()
@@ -105,6 +109,20 @@ class CapturedLoss(Recording):
             return _Replay.apply(static, self._anchor, self, token) if static is self._loss else static.clone()  # type: ignore[no-untyped-call]
 
         return map_tensors(fresh, self._outputs)
+
+    def _refuse_held_back(self) -> None:
+        """What `no_sync` holds back would be reduced in the recording and never again."""
+        reductions = self._context.reductions
+        if reductions.sync is not Sync.ALL or any(reducer.holds_back for reducer in reductions.reducers):
+            raise EngineStateError(
+                f"{self._caller}: no_sync holds gradients back, but the graph of a backward reduces in every backward; leave no_sync out"
+            )
+
+    def close(self) -> None:
+        """Forget the graphs and let main gradients give their memory back between steps."""
+        self._forward, self._outputs, self._shown, self._shown_whole = None, None, [], []
+        for reducer in self._context.reductions.reducers:
+            reducer.pin_main(False)
 
     def refuse(self, reason: str) -> None:
         """Do not record, with a warning that says why."""
@@ -119,9 +137,10 @@ class CapturedLoss(Recording):
             reducer.pin_main(True)
         try:
             with self._preparing(inputs), self._gradients_aside(), reductions.synchronizing(Sync.ALL):
-                with self._graph(forward), self._same_buffers():
+                with self._graph(forward), self._same_state():
                     outputs = self._step(*self._inputs)
                     loss = loss_in(outputs)
+                    _check_devices(outputs, loss.device)
                 self._context.forget_events()
                 watch_backward(self._module, loss)
                 self._gradient = torch.ones_like(loss)
@@ -130,10 +149,13 @@ class CapturedLoss(Recording):
                     torch.autograd.backward(loss, self._gradient)
                 self._remember_gradients()
         except RuntimeError as error:
-            for reducer in reductions.reducers:
-                reducer.pin_main(False)
+            self.close()
             self._give_up(error)
             return
+        except BaseException:  # no matter of recording: the step itself failed
+            self.close()
+            self._drop()
+            raise
         self._outputs = map_tensors(torch.Tensor.detach, outputs)
         self._loss = loss_of_detached(self._outputs)
         self._forward, self._backward = forward, backward
@@ -144,6 +166,9 @@ class CapturedLoss(Recording):
             for group in unit.groups:
                 for entry in group.entries:
                     yield entry.local, entry.sharded
+
+    def _described_state(self) -> list[bool]:
+        return super()._described_state() + [parameter.requires_grad for parameter in self._whole()]
 
     def _whole(self) -> list[nn.Parameter]:
         """Parameters that the engine does not manage (ignored ones)."""
@@ -173,22 +198,26 @@ class CapturedLoss(Recording):
         self._empty = [sharded for _, sharded in self._faces() if sharded.has_empty_grad]
 
     @contextmanager
-    def _same_buffers(self) -> Iterator[None]:
-        """Refuse a step that puts new tensors in the place of buffers: replays would go on reading the old ones."""
-        before = [(module, name, buffer) for module in self._modules for name, buffer in module._buffers.items()]
+    def _same_state(self) -> Iterator[None]:
+        """Refuse a step that puts new tensors in the place of a module's old ones, or into its lists: replays would not."""
+        buffers = [(module, name, buffer) for module in self._modules for name, buffer in module._buffers.items()]
+        before = [_own_state(module) for module in self._modules]
         replaced = []
         try:
             yield
         finally:
-            for module, name, buffer in before:
+            for module, name, buffer in buffers:
                 if module._buffers.get(name) is not buffer:
-                    replaced.append((module, name))
+                    replaced.append((module, f"buffer {name}"))
                     module._buffers[name] = buffer  # the new one was recorded, not computed
+        for module, known in zip(self._modules, before, strict=True):
+            now = _own_state(module)
+            replaced += [(module, name) for name in now if now[name] != known.get(name)]
         if replaced:
             module, name = replaced[0]
             raise EngineStateError(
-                f"buffer {name} of {type(module).__name__} was replaced by a new tensor, which a graph cannot follow; write into it in "
-                "place (copy_, add_)"
+                f"{name} of {type(module).__name__} was replaced by a new tensor or grew, which a graph cannot follow; write into tensors "
+                "in place (copy_, add_), and collect what the step returns"
             )
 
     # -- replaying -----------------------------------------------------------------------------------------------------
@@ -208,6 +237,7 @@ class CapturedLoss(Recording):
                 f"{self._caller}: backward of a loss whose activations are gone. Call backward once for every loss, before the next one is "
                 "computed"
             )
+        self._refuse_held_back()
         self._awaited = None
         self._gradient.copy_(gradient)
         with torch.no_grad():
@@ -225,6 +255,25 @@ class CapturedLoss(Recording):
                 parameter.grad = grad
         for sharded in self._empty:
             sharded.has_empty_grad = True
+
+
+def _own_state(module: nn.Module) -> dict[str, int]:
+    """Identity of tensors among a module's attributes, and length of lists and dictionaries."""
+    state = {}
+    for name, value in vars(module).items():
+        if isinstance(value, Tensor):
+            state[name] = id(value)
+        elif isinstance(value, (list, dict, deque)) and not name.startswith("_"):
+            state[name] = len(value)
+    return state
+
+
+def _check_devices(outputs: Any, device: torch.device) -> None:
+    others = [tensor for tensor in tensors_in(outputs) if tensor.device != device]
+    if others:
+        raise EngineStateError(
+            f"the step returned a tensor on {others[0].device}, which would stay as it was recorded; return it on {device} or not at all"
+        )
 
 
 def loss_of_detached(outputs: Any) -> Tensor:

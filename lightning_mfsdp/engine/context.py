@@ -47,7 +47,8 @@ class Context:
         self._planner = MemoryPlanner(self.pool, self.channels, mesh, device)
         self.reductions = ReductionSchedule(self.streams, self.ranges)
         self._covered: set[int] = set()
-        self._uncovered: list[Entry] | None = None
+        self._uncovered: list[weakref.ref[Entry]] = []
+        self._known_units = -1  # for which `_uncovered` holds
         self.weights_ready: Event = None
         self.gathers_started = 0
         self.backwards_finished = 0
@@ -83,14 +84,13 @@ class Context:
         """Take a unit in; it may come from a context of its own."""
         unit.context = self
         self._units.append(weakref.ref(unit))
-        self._uncovered = None
         for group in unit.groups:
             group.attach(unit, self)
 
     def take_over(self, other: Context) -> None:
         """Keep what is known about optimizers in a context whose units move into this one."""
         self._covered |= other._covered
-        self._uncovered = None
+        self._known_units = -1
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -159,15 +159,17 @@ class Context:
     def cover(self, entries: Iterable[Entry]) -> None:
         """An optimizer that reports its steps holds these parameters."""
         self._covered.update(id(entry) for entry in entries)
-        self._uncovered = None
+        self._known_units = -1
 
     @property
     def has_optimizer(self) -> bool:
         """Whether every trained parameter is held by an optimizer that reports its steps."""
-        if self._uncovered is None:
-            entries = [entry for unit in self.units for group in unit.groups for entry in group.entries]
-            self._uncovered = [entry for entry in entries if id(entry) not in self._covered]
-        return not any(entry.is_trained for entry in self._uncovered)
+        units = self.units
+        if self._known_units != len(units):
+            entries = [entry for unit in units for group in unit.groups for entry in group.entries]
+            self._uncovered = [weakref.ref(entry) for entry in entries if id(entry) not in self._covered]
+            self._known_units = len(units)
+        return not any(entry.is_trained for reference in self._uncovered if (entry := reference()) is not None)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -217,6 +219,11 @@ class Context:
             first = self._first_of_pass() if self._first_of_pass is not None else None
             self.reductions.agree_on_order(self.units, first, self.mesh, self.device)
             self._separate_channels()
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the engine knows of a backward that is running."""
+        return self._in_backward
 
     def note_backward(self, unit: Unit) -> None:
         """Learn in which order backwards come."""

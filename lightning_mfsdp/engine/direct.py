@@ -122,9 +122,10 @@ def _forward_of(this: weakref.ref[nn.Linear]) -> Callable[[Tensor], Tensor]:
         if torch.compiler.is_compiling() or not _can_be_direct(weight):
             return F.linear(input, weight, bias)
         kind = input.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            input, bias = input.to(dtype), None if bias is None else bias.to(dtype)
+        if torch.is_autocast_enabled(kind) and input.is_floating_point() and input.dtype is not torch.float64:
+            if torch.get_autocast_dtype(kind) is not weight.dtype:
+                return F.linear(input, weight, bias)
+            input, bias = input.to(weight.dtype), None if bias is None else bias.to(weight.dtype)
         if input.dtype is not weight.dtype:
             return F.linear(input, weight, bias)
         return _Linear.apply(input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
@@ -174,7 +175,7 @@ def _write(weight: Tensor | None, left: Tensor, right: Tensor) -> bool:
     if weight is None or place is None or context is None or torch.is_grad_enabled() or not compat.accumulates(weight):
         return False
     group, index = place
-    if not group.entries[index].is_trained:
+    if not (context.in_backward and group.entries[index].is_trained):
         return False
     writes = context.reductions.writes(group)
     if writes is None:

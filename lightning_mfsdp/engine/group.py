@@ -263,8 +263,8 @@ class ParameterGroup:
             self.installed = True
             for entry in self.entries:
                 table, key = entry.sites[0]
-                if table[key] is not entry.resting:
-                    self._refuse_replaced(entry, table[key])
+                if table.get(key) is not entry.resting:
+                    self._refuse_replaced(entry, table.get(key))
                 for table, key in entry.sites:
                     table[key] = entry.full
 

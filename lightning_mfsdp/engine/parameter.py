@@ -27,7 +27,7 @@ __all__ = ["Entry", "mark_owner", "owner_of", "place_of"]
 _OWNER = "_owner"
 
 
-@dataclass(eq=False, kw_only=True, slots=True)
+@dataclass(eq=False, kw_only=True)
 class Entry:
     """One parameter of a group.
 

@@ -39,8 +39,8 @@ class MixedPrecisionPolicy:
             always kept.
         grad_reduce: "mean" over all data-parallel ranks, "sum" (per-token losses), or a number: the sum divided by it.
         direct_weight_gradients: Linear layers write the gradients of their weights into the buffer that is reduced, in its dtype: no
-            rounding to the compute dtype in between, and no copy. "auto": large layers on CUDA, where it saves time; True: all;
-            False: none. What autograd must handle itself (hooks on the weight, compiled code) goes the usual way.
+            rounding to the compute dtype in between, and no copy. "auto": large layers on CUDA, where it saves time; True: all, on more
+            than one rank; False: none. What autograd must handle itself (hooks on the weight, compiled code) goes the usual way.
         high_precision_reduce: Send `grad_comm_dtype`, add in float32: all-to-all, then a local sum.
 
     Raises:

@@ -55,13 +55,15 @@ class Recording:
         self._stream = torch.cuda.Stream(self._context.device)  # type: ignore[no-untyped-call]
         self._inputs: Any = None
         self._state: list[bool] = []
+        self._last: list[str] = []
 
-    def _is_due(self) -> bool:
-        """Whether the calls that run as they are, are over. Counts them."""
+    def _is_due(self, inputs: Any) -> bool:
+        """Whether to record now: enough calls ran as they are, and this one is like the last. Counts them."""
         if self.failure:
             return False
         self._remaining -= 1
-        return self._remaining < 0
+        last, self._last = self._last, _described(inputs)
+        return self._remaining < 0 and last == self._last
 
     # -- recording -----------------------------------------------------------------------------------------------------
 
@@ -86,12 +88,16 @@ class Recording:
         # Thread-local: NCCL's watchdog, another thread, goes on asking for events.
         return torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
 
-    def _give_up(self, error: RuntimeError) -> None:
-        """Say which line of the user's code cannot be recorded, and train without a graph."""
+    def _drop(self) -> None:
+        """Forget a recording that did not come to its end."""
         self._inputs = None
         self._context.recover()
         self._context.forget_events()
-        first = error
+
+    def _give_up(self, error: RuntimeError) -> None:
+        """Say which line of the user's code cannot be recorded, and train without a graph."""
+        self._drop()
+        first: BaseException = error
         while isinstance(first.__context__, RuntimeError):  # what cleans up inside a broken recording fails as well
             first = first.__context__
         self._refuse(f"{_line_of(first)}: {str(first).splitlines()[0]}")
@@ -150,15 +156,16 @@ def _capturable_context(caller: str, module: nn.Module) -> Context:
 
 
 def _described(inputs: Any) -> list[str]:
-    """Shapes and dtypes of tensors; values of numbers and strings; anything else by identity."""
+    """Where each leaf is, and what: shapes and dtypes of tensors, values of numbers and strings, anything else by identity."""
     described = []
-    for leaf in leaves_in(inputs):
+    for path, leaf in leaves_in(inputs):
         if isinstance(leaf, Tensor):
-            described.append(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}")
+            kind = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
         elif isinstance(leaf, _PLAIN_VALUES):
-            described.append(repr(leaf))
+            kind = repr(leaf)
         else:
-            described.append(f"{type(leaf).__name__} at {id(leaf):#x}")
+            kind = f"{type(leaf).__name__} at {id(leaf):#x}"
+        described.append(f"{path}: {kind}")
     return described
 
 

@@ -1,6 +1,6 @@
 """The gradients of one group, from autograd to the optimizer.
 
-    full gradients          compute dtype, left by autograd on the full parameters
+    full gradients          compute dtype, left by autograd on the full parameters, unless layers write them below (direct.py)
       | copied into the bucket (communication dtype, full size, a slot held around the reduction)
       | or, without synchronisation, added to `unreduced` (main gradient dtype, full size)
     reduced over the shard axis
@@ -20,7 +20,6 @@ allocated on the reduce stream would be reserved for that stream alone.
 from __future__ import annotations
 
 import sys
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -31,15 +30,7 @@ from lightning_mfsdp.engine.direct import DirectWrites
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.storage import Slot
 
-__all__ = ["GradientReducer", "Sync"]
-
-
-class Sync(Enum):
-    """How far gradients of a backward are reduced."""
-
-    NONE = "none"
-    SHARD = "shard"
-    ALL = "all"
+__all__ = ["GradientReducer"]
 
 
 class GradientReducer:
@@ -126,12 +117,19 @@ class GradientReducer:
             self.open_main()
         self.main_memory.fixed = self._exposed_memory.fixed = pinned
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether gradients wait for a later reduction."""
+        return self._unreduced is not None or self._partial is not None
+
     def keep_main(self) -> list[Tensor]:
         """A copy of the main gradient before a replayed graph overwrites it; empty where the optimizer's gradients were cleared."""
         if not self._has_main():
             return []
         self._settle_main()
-        return [segment.clone() for segment in self.main.segments]
+        kept = [segment.clone() for segment in self.main.segments]
+        compat.foreach_zero_(self.main.segments)  # one rank alone writes only gradients that are there
+        return kept
 
     def add_to_main(self, kept: list[Tensor]) -> None:
         """Add what `keep_main` returned to what was written since."""
@@ -166,6 +164,7 @@ class GradientReducer:
     def accumulate(self) -> None:
         """Keep the gradients of this backward unreduced, in the main gradient dtype."""
         grads = self._take()
+        assert self.writes.target in (None, self._unreduced), "layers write where this backward keeps its gradients"
         first = self._unreduced is None or self.writes.is_new
         written = self.writes.end()
         if self._unreduced is None:
@@ -263,8 +262,8 @@ class GradientReducer:
             compat.foreach_copy_(filling.target.segments, filling.unreduced.segments)
         return filling.target
 
-    def reduce(self, source: FlatBuffer, sync: Sync) -> None:
-        """Reduce a full-size buffer into the main gradient, or as far as the shard axis while the outer axis waits."""
+    def reduce(self, source: FlatBuffer, *, outer_later: bool) -> None:
+        """Reduce a full-size buffer into the main gradient, or as far as the shard axis with `outer_later`."""
         shard, outer = self.group.shard_axis, self.group.outer_axis
         outer_waits = outer is not None and outer.size > 1
         factor, result = self._factor, source
@@ -272,7 +271,7 @@ class GradientReducer:
             result = self._over_shard_axis(source, final=not outer_waits, factor=factor)
             factor = 1.0
         if outer is not None and outer_waits:
-            if sync is Sync.SHARD:
+            if outer_later:
                 self._keep_partial(result)
                 return
             result = self._over_outer_axis(result, factor)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -20,13 +21,21 @@ from lightning_mfsdp.engine.collectives import Mesh
 from lightning_mfsdp.engine.direct import DirectWrites
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.ranges import Ranges
-from lightning_mfsdp.engine.reduction import GradientReducer, Sync
+from lightning_mfsdp.engine.reduction import GradientReducer
 from lightning_mfsdp.engine.streams import Event, Streams
 from lightning_mfsdp.engine.unit import Unit
 
-__all__ = ["ReductionSchedule"]
+__all__ = ["ReductionSchedule", "Sync"]
 
 _MAX_BUCKETS = 2
+
+
+class Sync(Enum):
+    """How far gradients of a backward are reduced."""
+
+    NONE = "none"
+    SHARD = "shard"
+    ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -164,7 +173,7 @@ class ReductionSchedule:
             self._streams.wait(ready, self._streams.reduce)
             for reducer, filling in zip(reducers, fillings, strict=True):
                 with self._ranges.around("reduce", reducer.group.name):
-                    reducer.reduce(reducer.fill(filling), self.sync)
+                    reducer.reduce(reducer.fill(filling), outer_later=self.sync is Sync.SHARD)
                 self.started += 1
             done = self._streams.record()
         self._in_flight.append(_InFlight(reducers, fillings, done))

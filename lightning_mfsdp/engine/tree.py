@@ -33,18 +33,18 @@ def _collect(value: Any, found: list[Tensor]) -> None:
             _collect(getattr(value, field.name, None), found)
 
 
-def leaves_in(value: Any) -> list[Any]:
-    """All tensors in `value`, and everything else in it that is no container, in order."""
-    items: Iterable[Any]
+def leaves_in(value: Any, path: str = "") -> list[tuple[str, Any]]:
+    """Path and value of all tensors in `value`, and of everything else in it that is no container, in order."""
+    items: Iterable[tuple[Any, Any]]
     if isinstance(value, (tuple, list)):
-        items = value
+        items = enumerate(value)
     elif isinstance(value, Mapping):
-        items = value.values()
+        items = value.items()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        items = [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     else:
-        return [value]
-    return [leaf for item in items for leaf in leaves_in(item)]
+        return [(path, value)]
+    return [leaf for key, item in items for leaf in leaves_in(item, f"{path}.{key}" if path else str(key))]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

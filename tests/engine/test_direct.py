@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,13 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import init_device_mesh
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mfsdp.engine import MixedPrecisionPolicy, ShardingError, fully_shard, no_sync, sharded_parameters
+from lightning_mfsdp.engine import (
+    MixedPrecisionPolicy,
+    ShardingError,
+    fully_shard,
+    gather_root,
+    no_sync,
+    sharded_parameters,
+)
+from lightning_mfsdp.engine.buffer import FlatBuffer
 from lightning_mfsdp.engine.direct import DirectWrites
 from lightning_mfsdp.engine.storage import Slot
 from tests.engine.worlds import by_world, check
-from tests.helpers.chain import STRATEGIES, inputs, loss_of, plain_chain, sharded_chain
+from tests.helpers.chain import STRATEGIES, inputs, loss_of, sharded_chain
 from tests.helpers.models import batch, build
 from tests.helpers.models import loss_of as decoder_loss
 
@@ -41,7 +51,15 @@ def poisoned() -> Iterator[None]:
         if not was_there:
             slot.memory.fill_(0xFF)
 
-    with mock.patch.object(Slot, "materialize", poison):
+    empty = FlatBuffer.empty
+
+    def poisoned_empty(*arguments: Any) -> FlatBuffer:
+        made = empty(*arguments)
+        for segment in made.segments:
+            segment.fill_(float("nan"))
+        return made
+
+    with mock.patch.object(Slot, "materialize", poison), mock.patch.object(FlatBuffer, "empty", poisoned_empty):
         yield
 
 
@@ -257,6 +275,49 @@ def frozen_weights_get_none(rank, world):
     assert sharded_parameters(model.layers[1])[0].grad is None
 
 
+def one_rank_has_no_bucket_to_write_to(rank, world):
+    model = sharded_chain(policy=DIRECT)
+    with counted() as written:
+        loss_of(model, inputs(0)).backward()
+    assert not written
+    assert len(gradients(model)) == 10
+
+
+def a_backward_that_nobody_noticed_writes_nothing(rank, world):
+    """Layers of the root, called without its forward: their gradients wait in `.grad` for the next backward."""
+
+    def run(policy):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)), policy=policy)
+        for micro in range(3):
+            with gather_root(model), no_sync(model) if micro == 1 else nullcontext():
+                loss = model[1](model[0](inputs(micro, rank, dim=64))).square().mean()
+                loss.backward()
+        model(inputs(3, rank, dim=64)).sum().backward()
+        return gradients(model)
+
+    with poisoned():
+        for one, other in zip(run(DIRECT), run(USUAL), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def float64_stays_out_of_autocast(rank, world):
+    policy = MixedPrecisionPolicy(
+        main_params_dtype=torch.float64, main_grads_dtype=torch.float64, direct_weight_gradients=True
+    )
+    model = fully_shard(nn.Linear(8, 8).double(), policy=policy)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(inputs(0, rank).double()).dtype is torch.float64
+
+
+def parametrized_layers_are_left_alone(rank, world):
+    for wrap in (parametrizations.spectral_norm, parametrizations.weight_norm, parametrizations.orthogonal):
+        for policy in (None, DIRECT):
+            model = fully_shard(nn.Sequential(wrap(nn.Linear(8, 8)), nn.Linear(8, 8)), policy=policy)
+            loss_of(model, inputs(0, rank)).backward()
+            assert gradients(model) or rank
+
+
 def only_plain_layers_change(rank, world):
     class Own(nn.Linear):
         def reset_parameters(self):
@@ -279,6 +340,7 @@ def only_plain_layers_change(rank, world):
 
 
 WORLDS = {
+    1: [one_rank_has_no_bucket_to_write_to],
     2: [
         gradients_are_those_of_autograd_to_the_bit,
         microbatches_add_up,
@@ -292,6 +354,9 @@ WORLDS = {
         a_gradient_of_inputs_alone_leaves_weights_alone,
         frozen_weights_get_none,
         only_plain_layers_change,
+        a_backward_that_nobody_noticed_writes_nothing,
+        float64_stays_out_of_autocast,
+        parametrized_layers_are_left_alone,
     ],
     4: [hybrid_meshes_too],
 }
@@ -300,12 +365,6 @@ WORLDS = {
 @by_world(WORLDS)
 def test_direct(world, case):
     check(WORLDS, world, case)
-
-
-def test_one_rank_has_no_bucket_to_write_to():
-    with counted() as written:
-        loss_of(plain_chain(), inputs(0)).backward()
-    assert not written
 
 
 def test_other_values_are_refused():

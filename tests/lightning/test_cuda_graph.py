@@ -124,9 +124,14 @@ def test_a_step_without_a_loss_is_refused(outputs: Any) -> None:
 def test_calls_are_told_apart_by_shapes_dtypes_and_plain_values() -> None:
     x = torch.zeros(2, 3)
     same = _described(({"x": x, "n": 3, "name": "a"}, [x]))
-    assert same == ["float32[2, 3]", "3", "'a'", "float32[2, 3]"]
+    assert same == ["0.x: float32[2, 3]", "0.n: 3", "0.name: 'a'", "1.0: float32[2, 3]"]
     assert same == _described(({"x": torch.ones(2, 3), "n": 3, "name": "a"}, [x]))
-    for other in (({"x": x, "n": 4, "name": "a"}, [x]), ({"x": x.half(), "n": 3, "name": "a"}, [x]), (x, x)):
+    for other in (
+        ({"x": x, "n": 4, "name": "a"}, [x]),
+        ({"x": x.half(), "n": 3, "name": "a"}, [x]),
+        (x, x),
+        ({"n": 3, "x": x, "name": "a"}, [x]),
+    ):
         assert same != _described(other)
     first, second = object(), object()
     assert _described(first) == _described(first) != _described(second)
