@@ -119,7 +119,8 @@ class CapturedLoss(Recording):
             )
 
     def close(self) -> None:
-        """Forget the graphs and let main gradients give their memory back between steps."""
+        """Forget the graphs and let main gradients give their memory back between steps. Calls run as they are from now on."""
+        self.failure = "closed"
         self._forward, self._outputs, self._shown, self._shown_whole = None, None, [], []
         for reducer in self._context.reductions.reducers:
             reducer.pin_main(False)

@@ -1,0 +1,215 @@
+"""When a step is recorded as a CUDA graph, when not, and what is left behind: all but the graph itself, with CUDA played by dummies.
+
+Graphs and their numbers: tests/gpu/test_capture.py and tests/lightning/test_cuda_graph_gpu.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mfsdp.engine import EngineStateError, captured_loss, fully_shard, no_sync, recording
+from lightning_mfsdp.engine.inspect import context_of
+from tests.engine.cases import Case, run_cases
+from tests.helpers.chain import inputs, loss_of, sharded_chain
+
+
+class Graph:
+    """Remembers replays instead of doing them."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def pool(self) -> None:
+        return None
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+@contextmanager
+def dummies() -> Iterator[None]:
+    """CUDA is there and does nothing; what is recorded simply runs."""
+    nothing = {
+        name: mock.patch.object(torch.cuda, name, return_value=0)
+        for name in ("synchronize", "empty_cache", "memory_reserved", "Stream")
+    }
+    others = (
+        mock.patch.object(torch.cuda, "CUDAGraph", Graph),
+        mock.patch.object(recording.Recording, "_graph", return_value=nullcontext()),
+        mock.patch.object(recording, "_capturable_context", lambda _, module: context_of(module)),
+    )
+    with ExitStack() as stack:
+        for patch in (*nothing.values(), *others):
+            stack.enter_context(patch)
+        yield
+
+
+def captured(step: Callable[..., Any], module: nn.Module) -> Any:
+    return captured_loss.capture_loss(step, module, warmup=3)
+
+
+def call(loss_function: Any, model: nn.Module, *given: Any) -> None:
+    """One call; backward as in a step, where it is not replayed."""
+    output = loss_function(*given)
+    loss = output["loss"] if isinstance(output, dict) else output
+    if not loss_function.replayed:
+        loss.backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def the_call_that_is_recorded_is_like_the_one_before(rank: int, world: int) -> None:
+    model = sharded_chain()
+    step = captured(lambda x: loss_of(model, x), model)
+    for rows in (4, 4, 4, 2):  # the last batch of a short epoch
+        call(step, model, inputs(0, rank, rows=rows))
+    assert not step.is_captured
+    call(step, model, inputs(0, rank, rows=4))
+    assert not step.is_captured
+    call(step, model, inputs(0, rank, rows=4))
+    assert step.is_captured
+    assert step.replayed
+
+
+def batches_with_other_keys_or_order_are_not_replayed(rank: int, world: int) -> None:
+    model = sharded_chain()
+    step = captured(lambda batch: loss_of(model, batch["a"] - batch["b"]), model)
+    a, b = inputs(0, rank), inputs(1, rank)
+    for _ in range(4):
+        call(step, model, {"a": a, "b": b})
+    assert step.is_captured
+    for other in ({"b": b, "a": a}, {"a": a, "b": b, "c": a}):
+        with pytest.warns(UserWarning, match="recorded with inputs"):
+            call(step, model, other)
+        assert not step.replayed
+
+
+def no_sync_is_refused(rank: int, world: int) -> None:
+    model = sharded_chain()
+    step = captured(lambda x: loss_of(model, x), model)
+    with no_sync(model), pytest.raises(EngineStateError, match="no_sync holds gradients back"):
+        step(inputs(0, rank))
+    with no_sync(model):
+        loss_of(model, inputs(0, rank)).backward()
+    with pytest.raises(EngineStateError, match="no_sync holds gradients back"):
+        step(inputs(0, rank))
+
+
+def state_that_a_replay_would_not_change_is_refused(rank: int, world: int) -> None:
+    class Mean(nn.Module):
+        def __init__(self, how: str) -> None:
+            super().__init__()
+            self.layer, self.how, self.found = nn.Linear(8, 1), how, []
+            self.mean = torch.zeros(())
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            loss = self.layer(x).square().mean()
+            if self.how == "mean":
+                self.mean = 0.9 * self.mean + loss.detach()
+            elif self.how == "found":
+                self.found.append(loss.detach())
+            elif self.how == "buffer seen":
+                self.seen = self.seen + 1
+            return loss
+
+    for how in ("mean", "found", "buffer seen"):
+        model = fully_shard(Mean(how))
+        step = captured(model, model)
+        for _ in range(3):
+            call(step, model, inputs(0, rank))
+        kept = model.seen
+        with pytest.warns(UserWarning, match=f"{how} of Mean was replaced by a new tensor or grew"):
+            call(step, model, inputs(0, rank))
+        assert not step.is_captured
+        assert how != "buffer seen" or model.seen is not kept, (
+            "the ordinary call that followed replaced it, as the user wants"
+        )
+        call(step, model, inputs(0, rank))
+    model = fully_shard(Mean("nothing"))
+    step = captured(model, model)
+    for _ in range(4):
+        call(step, model, inputs(0, rank))
+    assert step.is_captured
+
+
+def a_step_that_fails_while_it_is_recorded_leaves_nothing_behind(rank: int, world: int) -> None:
+    model = sharded_chain()
+    calls = 0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyError("the step itself")
+        return loss_of(model, x)
+
+    run = captured(step, model)
+    for _ in range(3):
+        call(run, model, inputs(0, rank))
+    with pytest.raises(KeyError, match="the step itself"):
+        run(inputs(0, rank))
+    assert not any(reducer.main_memory.fixed for reducer in context_of(model).reductions.reducers)
+    loss_of(model, inputs(0, rank)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def closing_lets_gradients_go(rank: int, world: int) -> None:
+    model = sharded_chain()
+    step = captured(lambda x: loss_of(model, x), model)
+    for _ in range(4):
+        call(step, model, inputs(0, rank))
+    reducers = context_of(model).reductions.reducers
+    assert all(reducer.main_memory.fixed and reducer.is_open for reducer in reducers)
+    step.close()
+    call(step, model, inputs(0, rank))
+    loss_of(model, inputs(0, rank))  # a new pass begins
+    assert not any(reducer.is_open for reducer in reducers)
+
+
+def gradients_that_were_there_are_back_after_a_recording(rank: int, world: int) -> None:
+    """Lightning clears gradients after training_step, and not for every microbatch."""
+    model = sharded_chain()
+    step = captured(lambda x: loss_of(model, x), model)
+    for _ in range(3):
+        call(step, model, inputs(0, rank))
+    loss_of(model, inputs(0, rank)).backward()
+    before = [(parameter, parameter.grad.to_local().clone()) for parameter in model.parameters()]
+    assert any(grad.numel() for _, grad in before)
+    step(inputs(0, rank))
+    assert step.is_captured
+    assert all(parameter.grad is not None for parameter, _ in before)
+
+
+CASES = [
+    the_call_that_is_recorded_is_like_the_one_before,
+    batches_with_other_keys_or_order_are_not_replayed,
+    no_sync_is_refused,
+    state_that_a_replay_would_not_change_is_refused,
+    a_step_that_fails_while_it_is_recorded_leaves_nothing_behind,
+    closing_lets_gradients_go,
+    gradients_that_were_there_are_back_after_a_recording,
+]
+
+
+def with_dummies(case: Case, rank: int, world: int) -> None:
+    with dummies():
+        case(rank, world)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_cases({case.__name__: partial(with_dummies, case) for case in CASES}, 2)
+
+
+@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
+def test_recording(outcomes: dict[str, str], case: str) -> None:
+    assert not outcomes[case], outcomes[case]
