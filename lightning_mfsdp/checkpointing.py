@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
+from tqdm.auto import tqdm
 
 from lightning_mfsdp.checkpoint import lightning_io
+from lightning_mfsdp.checkpoint.background import BackgroundSaver
+from lightning_mfsdp.checkpoint.progress import Progress
+from lightning_mfsdp.checkpoint.ranks import Ranks
+from lightning_mfsdp.checkpoint.staging import Staging
 from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
 from lightning_mfsdp.processes import ProcessStrategy
 
@@ -21,9 +29,25 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointingStrategy"]
 
+# Smaller ones are done before anybody could read a bar.
+_BYTES_WORTH_A_BAR = 256 * 2**20
+
 
 class CheckpointingStrategy(ProcessStrategy):
-    """A strategy whose model is sharded and whose ranks write and read checkpoints together."""
+    """A strategy whose model is sharded and whose ranks write and read checkpoints together.
+
+    Attributes:
+        state_dict_type: "sharded": every rank writes its rows; "full": rank 0 writes whole tensors.
+        async_save: Saves are copied to the host, then written in the background.
+    """
+
+    def __init__(self, *, state_dict_type: Literal["sharded", "full"], async_save: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self.state_dict_type = state_dict_type
+        self.async_save = async_save
+        self._saver = BackgroundSaver()
+        self._staging = Staging()
+        self._background_group: dist.ProcessGroup | None = None
 
     @property
     def _module(self) -> LightningModule:
@@ -40,7 +64,7 @@ class CheckpointingStrategy(ProcessStrategy):
         if type(io) is not TorchCheckpointIO:
             raise TypeError(
                 f"MFSDPStrategy does not use a CheckpointIO, so {type(io).__name__} would be ignored: every rank writes its own part of a "
-                "checkpoint through torch.distributed.checkpoint. Remove the plugin"
+                "checkpoint through torch.distributed.checkpoint. Remove the plugin; MFSDPStrategy(async_save=True) saves in the background"
             )
         self._checkpoint_io = io
 
@@ -53,8 +77,6 @@ class CheckpointingStrategy(ProcessStrategy):
     def lightning_restore_optimizer(self) -> bool:
         """`load_checkpoint` restores optimizers."""
         return False
-
-    state_dict_type: Literal["sharded", "full"] = "sharded"
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """What hooks of the module see before it is saved: sharded tensors, or whole ones on rank 0 and nothing elsewhere."""
@@ -73,18 +95,39 @@ class CheckpointingStrategy(ProcessStrategy):
     ) -> None:
         """Write a directory, every rank its rows and rank 0 the rest; or one file, from rank 0.
 
+        With `async_save`, training goes on once everything is copied to the host. A save that is still being written is waited for first.
+
         Raises:
             TypeError: `storage_options` were given: they belong to a CheckpointIO.
+            RuntimeError: On all ranks: this save, or the one before it in the background, failed.
         """
         if storage_options is not None:
             raise TypeError(
                 "MFSDPStrategy.save_checkpoint: storage_options belong to a CheckpointIO, which this strategy does not use"
             )
-        path = Path(self.broadcast(filepath))
+        self._saver.wait()
+        location = lightning_io.locate(self.broadcast(os.fspath(filepath)))
+        ranks = Ranks()
+        content: lightning_io.ShardedContent | lightning_io.FullContent
         if self.state_dict_type == "full":
-            lightning_io.save_file(path, checkpoint, is_rank_zero=self.is_global_zero)
+            content = lightning_io.FullContent(checkpoint=checkpoint)
         else:
-            lightning_io.save(path, self._module, checkpoint, is_rank_zero=self.is_global_zero)
+            content = lightning_io.ShardedContent.of(self._module, checkpoint, ranks)
+        if not self.async_save:
+            with self._progress(f"Saving {location}") as progress:
+                lightning_io.save(location, content, ranks=ranks, progress=progress)
+            return
+        staged = content.staged(self._staging)
+        if self._background_group is None and dist.is_initialized():
+            # Of its own, and for host memory: collectives of two threads must not meet.
+            self._background_group = dist.new_group(backend="gloo")
+        background = Ranks(self._background_group)
+        self._saver.start(lambda: lightning_io.save(location, staged, ranks=background))
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint; not before the save that takes its place has succeeded."""
+        remove = super().remove_checkpoint
+        self._saver.after(f"removing {filepath}", lambda: remove(filepath))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read weights, and optimizer states when fitting, in place; returns what is left for Lightning.
@@ -93,18 +136,52 @@ class CheckpointingStrategy(ProcessStrategy):
             ValueError: Nothing that can be read lies at the path.
             RuntimeError: The checkpoint does not fit the model or the optimizers.
         """
+        self._saver.wait()
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
-        return lightning_io.load(
-            Path(self.broadcast(checkpoint_path)),
-            self._module,
-            self.optimizers if fitting else [],
-            strict=self._module.strict_loading,
-            weights_only=weights_only,
-            is_rank_zero=self.is_global_zero,
-        )
+        location = lightning_io.locate(self.broadcast(os.fspath(checkpoint_path)))
+        with self._progress(f"Loading {location}") as progress:
+            return lightning_io.load(
+                location,
+                self._module,
+                self.optimizers if fitting else [],
+                strict=self._module.strict_loading,
+                weights_only=weights_only,
+                progress=progress,
+            )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing is left to do: `load_checkpoint` read the weights."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing is left to do: `load_checkpoint` read the states."""
+
+    def finish_saving(self) -> None:
+        """Wait for a save in the background, and give its memory back.
+
+        Raises:
+            RuntimeError: It failed.
+        """
+        self._staging = Staging()
+        self._saver.close()
+
+    @contextmanager
+    def _progress(self, doing: str) -> Generator[Progress | None, None, None]:
+        """A bar of this rank's bytes, on rank 0, for what is large, where the Trainer shows bars."""
+        trainer = self._module.trainer
+        if not self.is_global_zero or trainer.progress_bar_callback is None:
+            yield None
+            return
+        bar: tqdm[Any] | None = None
+
+        def show(done: int, total: int) -> None:
+            nonlocal bar
+            if bar is None and total >= _BYTES_WORTH_A_BAR:
+                bar = tqdm(desc=doing, total=total, unit="B", unit_scale=True, unit_divisor=1024, leave=False)
+            if bar is not None:
+                bar.update(done - bar.n)
+
+        try:
+            yield show
+        finally:
+            if bar is not None:
+                bar.close()

@@ -16,17 +16,31 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ReduceOp
+from torchmetrics import Metric
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import Precision
 
-__all__ = ["ProcessStrategy"]
+__all__ = ["ProcessStrategy", "move_unmanaged"]
 
 T = TypeVar("T")
+
+
+def move_unmanaged(module: nn.Module, device: torch.device) -> None:
+    """Bring buffers, metrics and parameters that are not on `device` there: what the engine manages is."""
+    for part in module.modules():
+        if isinstance(part, Metric):
+            part.to(device)
+        for name, buffer in part.named_buffers(recurse=False):
+            if buffer.device != device:
+                setattr(part, name, buffer.to(device))
+        for parameter in part.parameters(recurse=False):
+            if parameter.device != device:
+                parameter.data = parameter.data.to(device)
 
 
 class ProcessStrategy(ParallelStrategy):

@@ -25,7 +25,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lightning_mfsdp.arguments import (
     build_mesh,
@@ -58,6 +57,7 @@ from lightning_mfsdp.engine import (
 from lightning_mfsdp.engine.placement import resolve_placement
 from lightning_mfsdp.engine.unit import unit_of
 from lightning_mfsdp.precision import MFSDPPrecision, translate_precision
+from lightning_mfsdp.processes import move_unmanaged
 from lightning_mfsdp.unit_selection import (
     UnitsArgument,
     describe_units,
@@ -109,6 +109,7 @@ class MFSDPStrategy(CheckpointingStrategy):
             memory. "sharded": strategies with sharded gradients reduce each microbatch over the shard axis; the outer axis waits.
         state_dict_type: Of saved checkpoints. "sharded": a directory, every rank writes its rows; "full": one file with whole tensors, as
             without sharding, gathered one by one into the host memory of rank 0. Both kinds are read, whatever this says.
+        async_save: Copy what is saved to the host and go on training while it is written. The next save, loading and the end wait for it.
         timeout: Of collectives. `None`: PyTorch's own, 10 minutes for NCCL and 30 for gloo.
         process_group_backend: `None`: NCCL for CUDA, gloo for CPU.
         accelerator, parallel_devices, cluster_environment: As for every Lightning strategy; the Trainer sets them.
@@ -141,6 +142,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         free_gradients: bool = False,
         accumulation: Literal["local", "sharded"] = "local",
         state_dict_type: Literal["sharded", "full"] = "sharded",
+        async_save: bool = False,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
@@ -157,6 +159,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         check_cuda_graph(cuda_graph, storage)
         check_choice("reshard_after_forward", reshard_after_forward, (True, False, "auto"))
         check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
+        check_choice("async_save", async_save, (True, False))
         check_policy(policy)
         check_sizes(data_parallel_size, outer_size, mesh)
         self._policy = policy
@@ -167,13 +170,14 @@ class MFSDPStrategy(CheckpointingStrategy):
             precision_plugin=precision_plugin,
             timeout=timeout,
             process_group_backend=process_group_backend,
+            state_dict_type=state_dict_type,
+            async_save=async_save,
         )
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
         self.sharding = sharding
         self.outer_sharding = outer_sharding
         self.accumulation = accumulation
-        self.state_dict_type = state_dict_type
         self._units: UnitsArgument = units
         self._blocks_per_unit: int | Literal["auto"] = (
             1 if blocks_per_unit == "auto" and units != "auto" else blocks_per_unit
@@ -297,16 +301,7 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     def model_to_device(self) -> None:
         """Move what the engine does not manage: buffers, ignored parameters, metrics."""
-        device = self.root_device
-        for module in self._module.modules():
-            if isinstance(module, Metric):
-                module.to(device)
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.device != device:
-                    setattr(module, name, buffer.to(device))
-            for parameter in module.parameters(recurse=False):
-                if parameter.device != device:
-                    parameter.data = parameter.data.to(device)
+        move_unmanaged(self._module, self.root_device)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -350,7 +345,12 @@ class MFSDPStrategy(CheckpointingStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Lightning's step; gradients go at once if that was asked for."""
+        """Lightning's step; gradients go at once if that was asked for.
+
+        Raises:
+            RuntimeError: A checkpoint that was being written in the background failed.
+        """
+        self._saver.raise_if_failed()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._free_gradients:
             optimizer.zero_grad()
@@ -369,13 +369,16 @@ class MFSDPStrategy(CheckpointingStrategy):
         """Give back what this strategy made. The model stays sharded on its device, ready for the next entry point."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        if self._graphed is not None:
-            self._graphed.close()
-        self._graphed = None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        try:
+            self.finish_saving()
+        finally:
+            if self._graphed is not None:
+                self._graphed.close()
+            self._graphed = None
+            self.cluster_environment.teardown()
+            self.precision_plugin.teardown()
+            self.accelerator.teardown()
+            self.checkpoint_io.teardown()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

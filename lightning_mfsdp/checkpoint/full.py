@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mfsdp.checkpoint.location import Location
 from lightning_mfsdp.checkpoint.sharded import ParameterIndex, check_names, check_restored, plain_name
 from lightning_mfsdp.checkpoint.sharded_optimizer import restore_optimizer
 from lightning_mfsdp.engine import ParameterView, refresh_weights
@@ -17,7 +17,7 @@ from lightning_mfsdp.engine import ParameterView, refresh_weights
 __all__ = ["load_model", "load_optimizers"]
 
 
-def load_model(path: Path, saved: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
+def load_model(path: Location, saved: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
     """Copy whole tensors by name into the rows this rank owns.
 
     Raises:
@@ -44,7 +44,7 @@ def load_model(path: Path, saved: Mapping[str, Any], module: nn.Module, *, stric
 
 
 def load_optimizers(
-    path: Path, saved: Sequence[Mapping[str, Any]], module: nn.Module, optimizers: Sequence[Optimizer]
+    path: Location, saved: Sequence[Mapping[str, Any]], module: nn.Module, optimizers: Sequence[Optimizer]
 ) -> list[bool]:
     """Restore optimizers from states numbered by parameter, as an unsharded `Optimizer.state_dict()` has them.
 

@@ -2,148 +2,211 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import os
 import pickle
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint import full, sharded
-from lightning_mfsdp.checkpoint.files import (
-    META_FILE,
-    check_files,
-    is_sharded_checkpoint,
-    part_of,
-    put_in_place,
-    recover,
-    refuse_foreign,
-    remove,
-)
-from lightning_mfsdp.checkpoint.sharded_optimizer import load_optimizer, optimizer_state, plan_optimizer
+from lightning_mfsdp.checkpoint.local import LocalLocation
+from lightning_mfsdp.checkpoint.location import META_FILE, Location, check_files, reason_of
+from lightning_mfsdp.checkpoint.progress import CountingFile, LoadPlanner, Progress, SavePlanner
+from lightning_mfsdp.checkpoint.ranks import Ranks
+from lightning_mfsdp.checkpoint.remote import RemoteLocation
+from lightning_mfsdp.checkpoint.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
+from lightning_mfsdp.checkpoint.staging import Staging
 
-__all__ = ["load", "optimizer_state", "save", "save_file"]
+__all__ = ["FullContent", "ShardedContent", "load", "locate", "optimizer_state", "save"]
 
 
-def save(path: Path, module: nn.Module, checkpoint: dict[str, Any], *, is_rank_zero: bool) -> None:
-    """Write a Lightning checkpoint as a directory. A checkpoint of that name is replaced; all ranks call it.
+def locate(path: str | os.PathLike[str]) -> Location:
+    """The place that a path or URL names. `file://` and what has no protocol is local."""
+    text = os.fspath(path)
+    protocol, separator, rest = text.partition("://")
+    if not separator or protocol in ("file", "local"):
+        return LocalLocation(Path(rest if separator else text))
+    return RemoteLocation(text)
 
-    It is written beside its place, as `<name>.part`, and moved there once all ranks have written: a save that fails leaves the old
-    checkpoint as it was. On return of rank 0 everything is in place.
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedContent:
+    """What a directory will hold.
+
+    Attributes:
+        state: For `torch.distributed.checkpoint`: this rank's rows of weights and optimizer states.
+        rest: `meta.pt`; empty except on rank 0.
+        on_host: No tensor lies on a GPU.
+    """
+
+    state: dict[str, Any]
+    rest: bytes
+    on_host: bool = False
+
+    @classmethod
+    def of(cls, module: nn.Module, checkpoint: dict[str, Any], ranks: Ranks) -> ShardedContent:
+        """From Lightning's dictionary. All ranks call it; tensors share memory with the module's.
+
+        Raises:
+            RuntimeError: A hook changed values of the state dict so that their rows are unknown, or something cannot be pickled.
+        """
+        rest = dict(checkpoint)
+        rows = sharded.rows_by_name(rest.pop("state_dict"), sharded.ParameterIndex(module), "saving a checkpoint")
+        states = rest.pop("optimizer_states", [])
+        state = {"model": rows, **{f"optimizer_{number}": value for number, value in enumerate(states)}}
+        packed: list[bytes] = []
+        ranks.first(f"packing {META_FILE}", lambda: packed.append(_packed(rest)))
+        return cls(state=state, rest=packed[0] if packed else b"")
+
+    def staged(self, staging: Staging) -> ShardedContent:
+        """The same in memory of its own."""
+        return ShardedContent(state=staging.copy(self.state), rest=self.rest, on_host=True)
+
+    def write(self, location: Location, ranks: Ranks, progress: Progress | None) -> None:
+        """Write every rank's part, then `meta.pt`."""
+        with location.saving(ranks, directory=True) as written:
+            writer = location.writer(written, on_host=self.on_host)
+            # It sees to it that an error on one rank is raised on all.
+            dcp_save(self.state, storage_writer=writer, planner=SavePlanner(progress), process_group=ranks.group)
+            ranks.first(
+                f"writing {META_FILE} of {location}", lambda: location.write(f"{written}/{META_FILE}", self.rest)
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullContent:
+    """What a single file will hold: Lightning's dictionary with whole tensors on the host; only rank 0 has one."""
+
+    checkpoint: dict[str, Any]
+
+    def staged(self, staging: Staging) -> FullContent:
+        """The same in memory of its own."""
+        return FullContent(checkpoint=copy.deepcopy(self.checkpoint))
+
+    def write(self, location: Location, ranks: Ranks, progress: Progress | None) -> None:
+        """Write the file on rank 0."""
+        with location.saving(ranks, directory=False) as written:
+            ranks.first(f"writing {location}", lambda: self._write(location, written, progress))
+
+    def _write(self, location: Location, written: str, progress: Progress | None) -> None:
+        with location.create(written) as file:
+            counted: Any = file if progress is None else CountingFile(file, progress, self.checkpoint)
+            torch.save(self.checkpoint, counted)
+
+
+def save(
+    location: Location, content: ShardedContent | FullContent, *, ranks: Ranks, progress: Progress | None = None
+) -> None:
+    """Write a checkpoint. One at that place is replaced once all ranks have written; all ranks call it.
 
     Raises:
-        IsADirectoryError: `path` is a directory with something else in it.
-        RuntimeError: A hook changed values of the state dict so that their rows are unknown.
+        RuntimeError: On all ranks, if something failed on any. An older checkpoint is as it was.
     """
-    refuse_foreign(path)
-    rest = dict(checkpoint)
-    model_state = rest.pop("state_dict")
-    optimizer_states = rest.pop("optimizer_states", [])
-    part = part_of(path)
-    if is_rank_zero:
-        remove(part)
-        part.mkdir(parents=True)
-    # Its first collective also makes the others wait for the directory.
-    sharded.save(part, module, model_state, optimizer_states)
-    if is_rank_zero:
-        _write(rest, part / META_FILE)
-        put_in_place(path)
+    content.write(location, ranks, progress)
 
 
-def save_file(path: Path, checkpoint: dict[str, Any], *, is_rank_zero: bool) -> None:
-    """Write a Lightning checkpoint of whole states as one file, atomically as `save` does. Only rank 0 has something to write.
-
-    Raises:
-        IsADirectoryError: `path` is a directory with something else in it.
-    """
-    refuse_foreign(path)
-    if not is_rank_zero:
-        return
-    part = part_of(path)
-    remove(part)
-    part.parent.mkdir(parents=True, exist_ok=True)
-    _write(checkpoint, part)
-    put_in_place(path)
-
-
-def _write(checkpoint: dict[str, Any], path: Path) -> None:
-    """`torch.save`, on disk before anything is moved."""
-    with path.open("wb") as file:
-        torch.save(checkpoint, file)
-        file.flush()
-        os.fsync(file.fileno())
+def _packed(rest: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(rest, buffer)
+    return buffer.getvalue()
 
 
 def load(
-    path: Path,
+    location: Location,
     module: nn.Module,
     optimizers: Sequence[Optimizer],
     *,
     strict: bool,
     weights_only: bool | None,
-    is_rank_zero: bool,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Read a checkpoint into a sharded module and its optimizers; all ranks call it.
 
     Args:
-        path: A directory written by `save`, or a single file written by Lightning without sharding.
+        location: Of a directory written by `save`, or a single file written by Lightning with or without sharding.
         module: Sharded.
         optimizers: Empty unless training resumes.
         strict: Names must match exactly.
         weights_only: As for `torch.load`.
-        is_rank_zero: Finishes a move that was interrupted.
+        progress: Hears of every tensor of a directory that was read.
 
     Returns:
         What neither weights nor optimizer states are: loops, callbacks, schedulers, hyperparameters.
 
     Raises:
-        ValueError: The path holds no checkpoint.
-        RuntimeError: The checkpoint does not fit.
+        ValueError: There is no checkpoint.
+        RuntimeError: The checkpoint does not fit, or is damaged.
     """
-    recover(path, is_rank_zero=is_rank_zero)
-    if is_sharded_checkpoint(path):
-        metadata = check_files(path)
-        rest = _torch_load(path / META_FILE, weights_only)
-        model_plan = sharded.plan_model(path, metadata, module, strict=strict)
+    ranks = Ranks()
+    taken = ranks.first(f"looking for {location}", location.recover)
+    if taken and ranks.rank == 0:
+        warnings.warn(
+            f"{location}: a save was interrupted while it replaced this checkpoint; taking {taken}", stacklevel=2
+        )
+    if location.is_sharded():
+        metadata = check_files(location, ranks)
+        rest = _load(location, META_FILE, weights_only)
+        model_plan = sharded.plan_model(location, metadata, module, strict=strict)
         plans = [
-            plan_optimizer(path, metadata, module, optimizer, number) for number, optimizer in enumerate(optimizers)
+            plan_optimizer(location, metadata, module, optimizer, number) for number, optimizer in enumerate(optimizers)
         ]
         # All of it fits; from here on things change.
-        sharded.load_model(path, model_plan, module)
+        targets = {"model": model_plan.wanted, **{plan.key: plan.target for plan in plans if plan is not None}}
+        try:
+            dcp_load(targets, storage_reader=location.reader(), planner=LoadPlanner(progress))
+        except CheckpointException as error:
+            raise RuntimeError(
+                f"reading {location} failed half-way, so the model is no longer what it was: {reason_of(error)}. Use another checkpoint"
+            ) from error
+        sharded.finish_model(model_plan, module)
         for plan, optimizer in zip(plans, optimizers, strict=True):
             if plan is not None:
-                load_optimizer(path, plan, optimizer)
+                restore_planned(plan, optimizer)
         restored = [plan is not None for plan in plans]
-    elif path.is_file():
-        rest = _torch_load(path, weights_only)
-        full.load_model(path, rest.pop("state_dict"), module, strict=strict)
-        restored = full.load_optimizers(path, rest.pop("optimizer_states", []), module, optimizers)
+    elif location.is_file():
+        rest = _load(location, None, weights_only)
+        if "state_dict" not in rest:
+            raise RuntimeError(f"{location} is no Lightning checkpoint: it has no 'state_dict', only {list(rest)[:8]}")
+        full.load_model(location, rest.pop("state_dict"), module, strict=strict)
+        restored = full.load_optimizers(location, rest.pop("optimizer_states", []), module, optimizers)
     else:
         raise ValueError(
-            f"ckpt_path={str(path)!r}: expected a directory with {META_FILE} in it, as this strategy writes, or a single Lightning "
+            f"ckpt_path={str(location)!r}: expected a directory with {META_FILE} in it, as this strategy writes, or a single Lightning "
             "checkpoint file; "
-            + ("the directory has no such file" if path.is_dir() else "there is nothing at that path")
+            + ("the directory has no such file" if location.is_directory() else "there is nothing at that path")
         )
     if optimizers and not all(restored):
         rank_zero_warn(
-            f"{path} holds no state for {restored.count(False)} of {len(restored)} optimizers, which start afresh"
+            f"{location} holds no state for {restored.count(False)} of {len(restored)} optimizers, which start afresh"
         )
         # Lightning insists on the key; there is nothing to restore schedulers from.
         rest.setdefault("lr_schedulers", [])
     return rest
 
 
-def _torch_load(path: Path, weights_only: bool | None) -> dict[str, Any]:
+def _load(location: Location, name: str | None, weights_only: bool | None) -> dict[str, Any]:
     try:
-        loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
+        return location.load(name, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise RuntimeError(
-            f"{path} holds Python objects that torch.load refuses by default. If you trust it, allow their classes with "
+            f"{location} holds Python objects that torch.load refuses by default. If you trust it, allow their classes with "
             "torch.serialization.add_safe_globals, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 "
             "(Lightning does not hand weights_only on to strategies that load after setup)"
         ) from error
-    return loaded
+    except (RuntimeError, EOFError, OSError) as error:
+        raise RuntimeError(
+            f"{location}{'' if name is None else '/' + name} cannot be read, so nothing was: {error}. It is damaged, or no "
+            "checkpoint; use another"
+        ) from error

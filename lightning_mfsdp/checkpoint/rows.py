@@ -40,6 +40,16 @@ class RowShard(Tensor):
         made._offsets = torch.Size([rows.start, *[0] * (len(shape) - 1)] if shape else [])
         return made
 
+    @property
+    def piece(self) -> Tensor:
+        """The rows, as a plain tensor."""
+        return self._piece
+
+    def with_piece(self, piece: Tensor) -> RowShard:
+        """The same rows, kept in other memory."""
+        start = self._offsets[0] if self._offsets else 0
+        return RowShard.of(piece, self._global_shape, range(start, start + (len(piece) if piece.dim() else 1)))
+
     def size(self, dim: int | None = None) -> Any:
         """Of the whole tensor: DCP compares it with the size in the checkpoint."""
         return self._global_shape if dim is None else self._global_shape[dim]

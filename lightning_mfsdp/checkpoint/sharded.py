@@ -15,19 +15,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_mfsdp.checkpoint.location import Location
 from lightning_mfsdp.checkpoint.rows import RowShard
 from lightning_mfsdp.engine import ParameterView, refresh_weights, sharded_parameters
 
@@ -36,12 +33,11 @@ __all__ = [
     "ParameterIndex",
     "check_names",
     "check_restored",
-    "load_model",
+    "finish_model",
     "paths_of",
     "plain_name",
     "plan_model",
     "rows_by_name",
-    "save",
 ]
 
 # Modules of these names wrap another one and add nothing of their own: activation checkpointing and torch.compile.
@@ -113,24 +109,6 @@ class ParameterIndex:
         return [[self.name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def save(path: Path, module: nn.Module, model_state: Mapping[str, Any], optimizer_states: list[dict[str, Any]]) -> None:
-    """Write weights and optimizer states. All ranks call it.
-
-    Args:
-        path: Directory without a checkpoint; made where missing.
-        module: Sharded.
-        model_state: Its `state_dict()`, or part of it.
-        optimizer_states: From `optimizer_state`.
-
-    Raises:
-        RuntimeError: An entry of `model_state` was computed from sharded parameters, so its rows are unknown.
-    """
-    rows = rows_by_name(model_state, ParameterIndex(module), "saving a checkpoint")
-    state: dict[str, Any] = {"model": rows}
-    state.update({f"optimizer_{number}": value for number, value in enumerate(optimizer_states)})
-    dcp_save(state, storage_writer=FileSystemWriter(path, single_file_per_rank=True, overwrite=False))
-
-
 def rows_by_name(state: Mapping[str, Any], index: ParameterIndex, doing: str) -> dict[str, Any]:
     """`state` with every sharded parameter as the rows this rank owns. All ranks call it.
 
@@ -165,7 +143,7 @@ class ModelPlan:
     others: dict[str, str]
 
 
-def plan_model(path: Path, metadata: Metadata, module: nn.Module, *, strict: bool) -> ModelPlan:
+def plan_model(path: Location, metadata: Metadata, module: nn.Module, *, strict: bool) -> ModelPlan:
     """Compare a checkpoint with a model; changes nothing. All ranks call it.
 
     Raises:
@@ -195,15 +173,14 @@ def plan_model(path: Path, metadata: Metadata, module: nn.Module, *, strict: boo
     return ModelPlan(wanted, others)
 
 
-def load_model(path: Path, plan: ModelPlan, module: nn.Module) -> None:
-    """Read weights and buffers in place. All ranks call it."""
-    dcp_load({"model": plan.wanted}, storage_reader=FileSystemReader(path))
+def finish_model(plan: ModelPlan, module: nn.Module) -> None:
+    """After everything planned was read in place. All ranks call it."""
     if plan.others:
         module.load_state_dict({name: plan.wanted[saved] for name, saved in plan.others.items()}, strict=False)
     refresh_weights(module)
 
 
-def check_restored(path: Path, index: ParameterIndex, names: Sequence[str], *, strict: bool) -> None:
+def check_restored(path: Location, index: ParameterIndex, names: Sequence[str], *, strict: bool) -> None:
     """See to it that no sharded parameter silently keeps the value it was built with.
 
     Args:
@@ -237,7 +214,7 @@ def paths_of(metadata: Metadata) -> dict[str, tuple[Any, ...]]:
 
 
 def check_names(
-    path: Path, present: Mapping[str, Any], saved: Sequence[str], shapes: Mapping[str, torch.Size], *, strict: bool
+    path: Location, present: Mapping[str, Any], saved: Sequence[str], shapes: Mapping[str, torch.Size], *, strict: bool
 ) -> None:
     """Compare names and global shapes of a checkpoint with those of a model.
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_mfsdp.checkpoint.location import Location
 from lightning_mfsdp.checkpoint.rows import RowShard
 from lightning_mfsdp.checkpoint.sharded import ParameterIndex, paths_of, plain_name
 from lightning_mfsdp.engine import ParameterView
 
-__all__ = ["OptimizerPlan", "load_optimizer", "optimizer_state", "plan_optimizer", "restore_optimizer"]
+__all__ = ["OptimizerPlan", "optimizer_state", "plan_optimizer", "restore_optimizer", "restore_planned"]
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -56,7 +55,7 @@ class OptimizerPlan:
 
 
 def plan_optimizer(
-    path: Path, metadata: Metadata, module: nn.Module, optimizer: Optimizer, number: int
+    path: Location, metadata: Metadata, module: nn.Module, optimizer: Optimizer, number: int
 ) -> OptimizerPlan | None:
     """Find the state of optimizer `number`, and check that it fits; changes nothing. All ranks call it.
 
@@ -87,15 +86,14 @@ def plan_optimizer(
     if not found:
         return None
     groups = {key: {"param_groups": target["param_groups"]}}
-    dcp_load(groups, storage_reader=FileSystemReader(path))
+    dcp_load(groups, storage_reader=path.reader())
     saved_groups = [[plain_name(name) for name in group.get("params", [])] for group in target["param_groups"]]
     _check_groups(path, key, saved_groups, names_by_group)
     return OptimizerPlan(key, target, names_by_group)
 
 
-def load_optimizer(path: Path, plan: OptimizerPlan, optimizer: Optimizer) -> None:
-    """Read the state that was planned. All ranks call it."""
-    dcp_load({plan.key: plan.target}, storage_reader=FileSystemReader(path))
+def restore_planned(plan: OptimizerPlan, optimizer: Optimizer) -> None:
+    """After everything planned was read: hand it to the optimizer."""
     state = {plain_name(name): values for name, values in plan.target["state"].items()}
     restore_optimizer(optimizer, state, plan.target["param_groups"], plan.names_by_group)
 
@@ -145,7 +143,7 @@ def _empty_like_saved(metadata: Metadata, key: str, view: ParameterView | None) 
     return RowShard.of(torch.empty_like(view.local, dtype=dtype, requires_grad=False), view.shape, view.rows)
 
 
-def _check_groups(path: Path, key: str, saved: list[list[str]], present: list[list[str]]) -> None:
+def _check_groups(path: Location, key: str, saved: list[list[str]], present: list[list[str]]) -> None:
     for number in range(max(len(saved), len(present))):
         theirs = saved[number] if number < len(saved) else []
         ours = present[number] if number < len(present) else []

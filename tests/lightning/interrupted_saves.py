@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_mfsdp import fully_shard, fully_shard_optimizer
 from lightning_mfsdp.checkpoint import lightning_io
+from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.unlink", "os.truncate")
@@ -42,21 +43,23 @@ def made(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
 def save(path: Path, kind: str, value: int) -> None:
     model, optimizer = made(value)
     rest = {"global_step": value}
+    content: lightning_io.FullContent | lightning_io.ShardedContent
     if kind == "full":
         states = [whole_optimizer_state(optimizer, keep=True)]
         whole = {"state_dict": whole_model_state(model.state_dict(), keep=True), "optimizer_states": states, **rest}
-        lightning_io.save_file(path, whole, is_rank_zero=True)
+        content = lightning_io.FullContent(checkpoint=whole)
     else:
         states = [lightning_io.optimizer_state(model, optimizer)]
         parts = {"state_dict": model.state_dict(), "optimizer_states": states, **rest}
-        lightning_io.save(path, model, parts, is_rank_zero=True)
+        content = lightning_io.ShardedContent.of(model, parts, Ranks())
+    lightning_io.save(lightning_io.locate(path), content, ranks=Ranks())
 
 
 def load(path: Path) -> str:
     """The one number that everything loaded shows; or what was raised."""
     model, optimizer = made(0)
     try:
-        rest = lightning_io.load(path, model, [optimizer], strict=True, weights_only=True, is_rank_zero=True)
+        rest = lightning_io.load(lightning_io.locate(path), model, [optimizer], strict=True, weights_only=True)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     tensors = list(optimizer.param_groups[0]["params"]) + [s["momentum_buffer"] for s in optimizer.state.values()]

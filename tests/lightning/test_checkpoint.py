@@ -12,7 +12,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_mfsdp import MFSDPStrategy, sharded_parameters
@@ -298,7 +297,7 @@ def problems(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found["steps"] = again.global_step
     Path(folder, "foreign").mkdir()
     Path(folder, "foreign", "notes.txt").write_text("mine")
-    with pytest.raises(IsADirectoryError) as info:
+    with pytest.raises(RuntimeError) as info:
         first.save_checkpoint(f"{folder}/foreign")
     found["foreign"] = str(info.value)
     Path(folder, "file.ckpt").write_text("old")
@@ -427,7 +426,7 @@ def losses_avoided(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             return write(self, *args)
 
         patch.setattr(FileSystemWriter, "write_data", fail_on_one)
-        with pytest.raises(CheckpointException, match="disk full"):
+        with pytest.raises(RuntimeError, match=r"what was there before is as it was: rank 1: OSError: disk full"):
             trainer.save_checkpoint(f"{folder}/wrapped.ckpt")
     after = seeded(Checkpointed)
     make_trainer(folder, world_size, strategy=MFSDPStrategy(units=["Block"])).validate(

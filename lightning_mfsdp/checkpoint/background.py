@@ -1,0 +1,74 @@
+"""Saves that go on while training does: one at a time, in a thread."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+__all__ = ["BackgroundSaver"]
+
+
+class BackgroundSaver:
+    """Runs at most one save in the background, and afterwards what had to wait for its success."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._save: Future[None] | None = None
+        self._waiting: list[tuple[str, Callable[[], None]]] = []
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save has begun that nobody has waited for."""
+        return self._save is not None
+
+    def start(self, save: Callable[[], None]) -> None:
+        """Begin a save. The one before must have been waited for."""
+        assert self._save is None, "wait for the save before this one first"
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mfsdp-save")
+        self._save = self._thread.submit(save)
+
+    def after(self, doing: str, action: Callable[[], None]) -> None:
+        """Do something once the save has succeeded, at once where there is none. `doing` names it if it cannot be done."""
+        if self._save is None:
+            action()
+        else:
+            self._waiting.append((doing, action))
+
+    def raise_if_failed(self) -> None:
+        """Raise what made the save fail, if it is over and did; never waits."""
+        if self._save is not None and self._save.done() and self._save.exception() is not None:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save, and do what waited for it.
+
+        Raises:
+            RuntimeError: The save failed; from its error.
+        """
+        if self._save is None:
+            return
+        save, self._save = self._save, None
+        waiting, self._waiting = self._waiting, []
+        try:
+            save.result()
+        except Exception as error:
+            for doing, _ in waiting:
+                warnings.warn(f"{doing} was left out: the checkpoint saved before it failed", stacklevel=2)
+            raise RuntimeError(f"a checkpoint saved in the background failed: {error}") from error
+        for _, action in waiting:
+            action()
+
+    def close(self) -> None:
+        """Wait, then end the thread.
+
+        Raises:
+            RuntimeError: The save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            self._thread = None

@@ -1,0 +1,107 @@
+"""Checkpoints on a file system of the operating system, where a rename moves a whole directory at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from typing_extensions import override
+
+from lightning_mfsdp.checkpoint.location import COPY_AHEAD_BYTES, META_FILE, Location
+
+__all__ = ["LocalLocation"]
+
+
+class LocalLocation(Location):
+    """A path. Saves are written beside it, as `<name>.part`; the predecessor is `<name>.old` between the two renames of a commit."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._part = path.with_name(f"{path.name}.part")
+        self._old = path.with_name(f"{path.name}.old")
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    @override
+    def is_sharded(self) -> bool:
+        return (self._path / META_FILE).is_file()
+
+    @override
+    def is_directory(self) -> bool:
+        return self._path.is_dir()
+
+    @override
+    def is_file(self) -> bool:
+        return self._path.is_file()
+
+    @override
+    def begin(self, *, directory: bool) -> str:
+        if self.is_directory() and not self.is_sharded() and any(self._path.iterdir()):
+            raise IsADirectoryError(
+                f"{self} is a directory with other content; a checkpoint would mix with it. Choose another path"
+            )
+        self.recover()
+        _remove(self._part)
+        (self._part if directory else self._part.parent).mkdir(parents=True, exist_ok=True)
+        return str(self._part)
+
+    @override
+    def commit(self, written: str) -> None:
+        if self._path.exists() or self._path.is_symlink():
+            _remove(self._old)
+            self._path.rename(self._old)
+        Path(written).rename(self._path)
+        _remove(self._old)
+
+    @override
+    def abandon(self) -> None:
+        _remove(self._part)
+
+    @override
+    def recover(self) -> str | None:
+        if self._path.exists() or self._path.is_symlink() or not self._old.exists():
+            return None
+        source = self._part if self._part.exists() else self._old
+        source.rename(self._path)
+        return source.name
+
+    @override
+    @contextmanager
+    def create(self, path: str) -> Iterator[IO[bytes]]:
+        with open(path, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+
+    @override
+    def writer(self, written: str, *, on_host: bool) -> FileSystemWriter:
+        return FileSystemWriter(written, overwrite=False, per_thread_copy_ahead=0 if on_host else COPY_AHEAD_BYTES)
+
+    @override
+    def reader(self) -> FileSystemReader:
+        return FileSystemReader(self._path)
+
+    @override
+    def sizes(self) -> dict[str, int]:
+        return {entry.name: entry.stat().st_size for entry in os.scandir(self._path) if entry.is_file()}
+
+    @override
+    def load(self, name: str | None, *, weights_only: bool | None) -> dict[str, Any]:
+        path = self._path if name is None else self._path / name
+        loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
+        return loaded
+
+
+def _remove(path: Path) -> None:
+    """Delete a file, a link or a directory, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

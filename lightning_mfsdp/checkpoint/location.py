@@ -1,0 +1,165 @@
+"""Where a checkpoint lies. A save never touches what is there before all ranks have written; then both are exchanged.
+
+    begin       where to write; nothing of an older checkpoint is touched
+    ...         all ranks write; `meta.pt` comes last and marks a directory as complete
+    commit      the new checkpoint takes the place of the old one
+    abandon     instead of that, after a failure
+    recover     before a load: finish a commit that was interrupted
+
+Local file systems move a directory in one operation (`local.py`); others, reached through fsspec, cannot (`remote.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+
+from lightning_mfsdp.checkpoint.ranks import Ranks
+
+__all__ = ["COPY_AHEAD_BYTES", "META_FILE", "Location", "check_files", "reason_of"]
+
+META_FILE = "meta.pt"
+# How much is copied from a GPU while what was copied before is written.
+COPY_AHEAD_BYTES = 64 * 2**20
+
+
+class Location(ABC):
+    """A path or URL that one checkpoint has, or will have; in messages, its text.
+
+    What writes or moves is called by rank 0 alone; the methods that make readers and writers, and those that look, by any rank.
+    """
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """The path or URL."""
+
+    @abstractmethod
+    def is_sharded(self) -> bool:
+        """Whether there is a directory that a save has finished."""
+
+    @abstractmethod
+    def is_directory(self) -> bool:
+        """Whether there is a directory of any kind."""
+
+    @abstractmethod
+    def is_file(self) -> bool:
+        """Whether there is a single file."""
+
+    @abstractmethod
+    def begin(self, *, directory: bool) -> str:
+        """Make room for a save.
+
+        Returns:
+            Where to write: an empty directory, or a file that is not there yet.
+
+        Raises:
+            IsADirectoryError: At this place is a directory that is no checkpoint.
+        """
+
+    @abstractmethod
+    def commit(self, written: str) -> None:
+        """Put what was written to `begin`'s result in place. At any moment one complete checkpoint exists, which `recover` finds."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Delete what a failed save has written."""
+
+    @abstractmethod
+    def recover(self) -> str | None:
+        """Finish an interrupted commit. Returns what was put in place, if something was."""
+
+    @abstractmethod
+    def create(self, path: str) -> Any:
+        """A context manager that gives a binary file to write; on leaving, what was written is durable."""
+
+    @abstractmethod
+    def writer(self, written: str, *, on_host: bool) -> FileSystemWriter:
+        """What `torch.distributed.checkpoint` writes with. `on_host`: nothing has to be copied from a device."""
+
+    @abstractmethod
+    def reader(self) -> FileSystemReader:
+        """What `torch.distributed.checkpoint` reads with."""
+
+    @abstractmethod
+    def sizes(self) -> dict[str, int]:
+        """Names and sizes of the files in the directory."""
+
+    @abstractmethod
+    def load(self, name: str | None, *, weights_only: bool | None) -> dict[str, Any]:
+        """`torch.load` of a file in the directory, or of the single file."""
+
+    @contextmanager
+    def saving(self, ranks: Ranks, *, directory: bool) -> Iterator[str]:
+        """Around a save by all ranks: `begin`, and `commit` where nothing failed.
+
+        Raises:
+            RuntimeError: On all ranks; something failed on any. What was there before is there still.
+        """
+        written = ranks.first(f"preparing to save {self}", lambda: self.begin(directory=directory))
+        try:
+            yield written
+        # Raised on all ranks: whoever writes sees to that. PyTorch's own is no Exception.
+        except (Exception, CheckpointException) as error:
+            ranks.first(f"cleaning up after a failed save of {self}", self.abandon)
+            raise RuntimeError(
+                f"saving {self} failed, and what was there before is as it was: {reason_of(error)}. "
+                "Make room, or mend what it names, and save again"
+            ) from error
+        ranks.first(f"putting {self} in place", lambda: self.commit(written))
+
+    def write(self, path: str, content: bytes) -> None:
+        """Write a whole file, durably."""
+        with self.create(path) as file:
+            file.write(content)
+
+
+def reason_of(error: BaseException) -> str:
+    """What happened, on one line; of errors that torch.distributed.checkpoint collected, on which ranks."""
+    if not isinstance(error, CheckpointException):
+        return f"{type(error).__name__}: {error}"
+    failures = list(error.failures.items())
+    return "; ".join(f"rank {rank}: {type(cause[0]).__name__}: {cause[0]}" for rank, cause in failures[:4])
+
+
+def check_files(location: Location, ranks: Ranks) -> Metadata:
+    """Look over the files of a sharded checkpoint, before anything is read into a model. Collective.
+
+    Returns:
+        The checkpoint's table of contents.
+
+    Raises:
+        RuntimeError: On all ranks, if on any it cannot be read, or files that it names are missing or too short; all of them are listed.
+    """
+    metadata, problem = _look_over(location)
+    for rank, found in enumerate(ranks.gather(problem)):
+        if found:
+            raise RuntimeError(
+                f"{location} is incomplete or damaged, so nothing was read: rank {rank} finds that {found}. Use another checkpoint, or "
+                "copy files from where they were written: every node must see all of them"
+            )
+    assert metadata is not None, "no problem was found"
+    return metadata
+
+
+def _look_over(location: Location) -> tuple[Metadata | None, str]:
+    """The table of contents, and what is wrong with the files; empty if nothing."""
+    try:
+        metadata: Metadata = location.reader().read_metadata()
+    except Exception as error:  # a damaged pickle may come to anything
+        return None, f".metadata cannot be read ({type(error).__name__}: {error})"
+    needed: dict[str, int] = {}
+    for item in (metadata.storage_data or {}).values():
+        needed[item.relative_path] = max(needed.get(item.relative_path, 0), item.offset + item.length)
+    present, problems = location.sizes(), []
+    for name, size in sorted(needed.items()):
+        if name not in present:
+            problems.append(f"{name} is missing")
+        elif present[name] < size:
+            problems.append(f"{name} has {present[name]} bytes instead of {size}")
+    return metadata, "; ".join(problems[:8]) + (f" and {len(problems) - 8} more" if len(problems) > 8 else "")

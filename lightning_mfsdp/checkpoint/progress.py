@@ -1,0 +1,110 @@
+"""How far a save or load is, in bytes of tensors, from the planners of torch.distributed.checkpoint, which see every item."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import IO, Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
+from typing_extensions import override
+
+__all__ = ["CountingFile", "LoadPlanner", "Progress", "SavePlanner"]
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes this rank has written or read, and with all it will."""
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Tells `progress` of each tensor that is about to be written."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        super().__init__()
+        self._progress = progress
+        self._done = self._total = 0
+
+    @override
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        self._total = sum(map(_bytes_to_write, plan.items))
+        self._advance(0)
+        return plan
+
+    @override
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        data = super().resolve_data(write_item)
+        self._advance(_bytes_to_write(write_item))
+        return data
+
+    def _advance(self, count: int) -> None:
+        self._done += count
+        if self._progress is not None and self._total:
+            self._progress(self._done, self._total)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Tells `progress` of each tensor that was read."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        super().__init__()
+        self._progress = progress
+        self._done = self._total = 0
+
+    @override
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        plan = super().finish_plan(new_plan)
+        self._total = sum(self._bytes_to_read(item) for item in plan.items)
+        self._advance(0)
+        return plan
+
+    @override
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+        self._advance(self._bytes_to_read(read_item))
+
+    def _bytes_to_read(self, item: ReadItem) -> int:
+        assert self.metadata is not None
+        index: MetadataIndex = item.dest_index
+        properties = getattr(self.metadata.state_dict_metadata[index.fqn], "properties", None)
+        return math.prod(item.lengths) * properties.dtype.itemsize if properties is not None else 0
+
+    def _advance(self, count: int) -> None:
+        self._done += count
+        if self._progress is not None and self._total:
+            self._progress(self._done, self._total)
+
+
+class CountingFile:
+    """A file that tells `progress` what is written to it, out of the bytes of all tensors in `content`."""
+
+    def __init__(self, file: IO[bytes], progress: Progress, content: Any) -> None:
+        self._file, self._progress = file, progress
+        self._done, self._total = 0, _tensor_bytes(content)
+
+    def write(self, data: Any) -> int:
+        """As of a file."""
+        count = self._file.write(data)
+        self._done += count
+        self._progress(min(self._done, self._total), self._total)
+        return count
+
+    def flush(self) -> None:
+        """As of a file."""
+        self._file.flush()
+
+
+def _tensor_bytes(content: Any) -> int:
+    if isinstance(content, Tensor):
+        return content.nbytes
+    if isinstance(content, dict):
+        content = list(content.values())
+    return sum(map(_tensor_bytes, content)) if isinstance(content, (list, tuple)) else 0
+
+
+def _bytes_to_write(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

@@ -1,0 +1,56 @@
+"""Ranks that save or load together: what fails on one of them is raised on all, so that none waits for the others for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+__all__ = ["Ranks"]
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """All ranks, through the default process group or another one that holds all of them; or this process alone.
+
+    Args:
+        group: For communication from another thread, which must not mix with that of training. `None`: the default group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def gather(self, item: T) -> list[T]:
+        """What every rank has, by rank."""
+        if self.size == 1:
+            return [item]
+        everyones: list[Any] = [None] * self.size
+        dist.all_gather_object(everyones, item, group=self.group)
+        return everyones
+
+    def first(self, doing: str, action: Callable[[], T]) -> T:
+        """Run something on rank 0 alone.
+
+        Returns:
+            Its result, on all ranks.
+
+        Raises:
+            RuntimeError: On all ranks, if it failed; on rank 0 from its error.
+        """
+        result: list[Any] = [None, ""]
+        cause: Exception | None = None
+        if self.rank == 0:
+            try:
+                result[0] = action()
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                cause, result[1] = error, f"{type(error).__name__}: {error}"
+        if self.size > 1:
+            dist.broadcast_object_list(result, src=0, group=self.group)
+        if result[1]:
+            raise RuntimeError(f"{doing}: rank 0 failed with {result[1]}") from cause
+        found: T = result[0]
+        return found
