@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from typing_extensions import override
 
-from lightning_mfsdp.checkpoint.location import COPY_AHEAD_BYTES, META_FILE, Location
+from lightning_mfsdp.checkpoint.location import COPY_AHEAD_BYTES, META_FILE, Location, Writer
 
 __all__ = ["LocalLocation"]
 
@@ -44,9 +44,7 @@ class LocalLocation(Location):
     @override
     def begin(self, *, directory: bool) -> str:
         if self.is_directory() and not self.is_sharded() and any(self._path.iterdir()):
-            raise IsADirectoryError(
-                f"{self} is a directory with other content; a checkpoint would mix with it. Choose another path"
-            )
+            raise self.foreign_content()
         self.recover()
         _remove(self._part)
         (self._part if directory else self._part.parent).mkdir(parents=True, exist_ok=True)
@@ -82,7 +80,7 @@ class LocalLocation(Location):
 
     @override
     def writer(self, written: str, *, on_host: bool) -> FileSystemWriter:
-        return FileSystemWriter(written, overwrite=False, per_thread_copy_ahead=0 if on_host else COPY_AHEAD_BYTES)
+        return Writer(written, overwrite=False, per_thread_copy_ahead=0 if on_host else COPY_AHEAD_BYTES)
 
     @override
     def reader(self) -> FileSystemReader:

@@ -19,10 +19,14 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from typing_extensions import override
 
-from lightning_mfsdp.checkpoint.ranks import Ranks
+from lightning_mfsdp.checkpoint.ranks import Ranks, root_of
 
-__all__ = ["COPY_AHEAD_BYTES", "META_FILE", "Location", "check_files", "reason_of"]
+__all__ = ["COPY_AHEAD_BYTES", "META_FILE", "Location", "Writer", "check_files", "reason_of"]
 
 META_FILE = "meta.pt"
 # How much is copied from a GPU while what was copied before is written.
@@ -113,10 +117,30 @@ class Location(ABC):
             ) from error
         ranks.first(f"putting {self} in place", lambda: self.commit(written))
 
+    def foreign_content(self) -> IsADirectoryError:
+        """What `begin` raises rather than write over a directory that is no checkpoint."""
+        return IsADirectoryError(
+            f"{self} is a directory with other content; a checkpoint would mix with it. Choose another path"
+        )
+
     def write(self, path: str, content: bytes) -> None:
         """Write a whole file, durably."""
         with self.create(path) as file:
             file.write(content)
+
+
+class Writer(FileSystemWriter):
+    """PyTorch's, whose errors say what the operating system said."""
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            root = root_of(error)
+            if root is error:
+                raise
+            raise root from error
 
 
 def reason_of(error: BaseException) -> str:

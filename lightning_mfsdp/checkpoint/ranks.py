@@ -7,9 +7,19 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "root_of"]
 
 T = TypeVar("T")
+
+
+def root_of(error: BaseException) -> BaseException:
+    """What the operating system said, where that lies behind an error: torch.save hides a full disk behind a position in its file."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, OSError):
+            return found
+        found = found.__cause__ or found.__context__
+    return error
 
 
 class Ranks:
@@ -47,7 +57,8 @@ class Ranks:
             try:
                 result[0] = action()
             except Exception as error:  # whatever it is, the other ranks must hear of it
-                cause, result[1] = error, f"{type(error).__name__}: {error}"
+                root = root_of(error)
+                cause, result[1] = error, f"{type(root).__name__}: {root}"
         if self.size > 1:
             dist.broadcast_object_list(result, src=0, group=self.group)
         if result[1]:

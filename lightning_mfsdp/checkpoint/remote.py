@@ -21,7 +21,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
 from typing_extensions import override
 
-from lightning_mfsdp.checkpoint.location import COPY_AHEAD_BYTES, META_FILE, Location
+from lightning_mfsdp.checkpoint.location import COPY_AHEAD_BYTES, META_FILE, Location, Writer
 
 __all__ = ["RemoteLocation"]
 
@@ -58,9 +58,7 @@ class RemoteLocation(Location):
         self.recover()
         names = self._names(self._path)
         if names and not self.is_sharded() and not all(map(_is_ours, names)):
-            raise IsADirectoryError(
-                f"{self} is a directory with other content; a checkpoint would mix with it. Choose another path"
-            )
+            raise self.foreign_content()
         is_free = not self.is_file() and not self.is_sharded()
         written = self._path if directory and is_free else self._part
         self._remove(written)
@@ -204,7 +202,7 @@ class _Files(FileSystemBase):
         self._fs.rm_file(os.fspath(path))
 
 
-class _Writer(FileSystemWriter):
+class _Writer(Writer):
     def __init__(self, path: str, files: _Files, copy_ahead: int) -> None:
         # Closing a file is what makes it durable; there is nothing to fsync.
         super().__init__(path, sync_files=False, overwrite=False, per_thread_copy_ahead=copy_ahead)

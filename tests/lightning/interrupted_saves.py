@@ -33,14 +33,20 @@ def made(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
-    with torch.no_grad():
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.fill_(value)
-            optimizer.state[parameter]["momentum_buffer"].fill_(value)
+    fill(optimizer, value)
     return model, optimizer
 
 
-def save(path: Path, kind: str, value: int) -> None:
+def fill(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """All weights and all state; a rank may have none of some parameter."""
+    with torch.no_grad():
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.fill_(value)
+        for state in optimizer.state.values():
+            state["momentum_buffer"].fill_(value)
+
+
+def save(path: Path | str, kind: str, value: int) -> None:
     model, optimizer = made(value)
     rest = {"global_step": value}
     content: lightning_io.FullContent | lightning_io.ShardedContent
@@ -55,7 +61,7 @@ def save(path: Path, kind: str, value: int) -> None:
     lightning_io.save(lightning_io.locate(path), content, ranks=Ranks())
 
 
-def load(path: Path) -> str:
+def load(path: Path | str) -> str:
     """The one number that everything loaded shows; or what was raised."""
     model, optimizer = made(0)
     try:

@@ -1,0 +1,120 @@
+"""Kills trainings at random moments: `python killed_training.py FOLDER KILLS SEED sync|async`.
+
+Forks two ranks that save numbered states over and over, kills both some time after their first save, and lets two others load what is
+left. Prints one line of JSON for each: the last number whose save had returned, the files, and the numbers that were loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_mfsdp.checkpoint import lightning_io
+from lightning_mfsdp.checkpoint.background import BackgroundSaver
+from lightning_mfsdp.checkpoint.ranks import Ranks
+from lightning_mfsdp.checkpoint.staging import Staging
+from tests.lightning.interrupted_saves import fill, made
+
+WORLD = 2
+
+
+class Children:
+    """Ranks of one process group, and a pipe that they write numbers to."""
+
+    def __init__(self, meeting: Path, work: Callable[[int], None]) -> None:
+        self.pipe, write = os.pipe()
+        self.processes = [self._fork(rank, meeting, write, work) for rank in range(WORLD)]
+        os.close(write)
+
+    def _fork(self, rank: int, meeting: Path, write: int, work: Callable[[int], None]) -> int:
+        child = os.fork()
+        if child == 0:
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORLD)
+            work(write)
+            os._exit(0)
+        return child
+
+    def kill(self) -> None:
+        for process in self.processes:
+            os.kill(process, signal.SIGKILL)
+
+    def wait(self) -> list[int]:
+        """Statuses, and that nothing is left of them."""
+        return [os.waitpid(process, 0)[1] for process in self.processes]
+
+    def numbers(self) -> list[float]:
+        """All that is in the pipe, once everybody who writes to it is gone."""
+        with os.fdopen(self.pipe) as lines:
+            return [float(line) for line in lines]
+
+
+def say(pipe: int, number: float) -> None:
+    os.write(pipe, f"{number}\n".encode())
+
+
+def train(pipe: int, path: Path, number: int, *, is_async: bool) -> None:
+    model, optimizer = made(0)
+    location, saver, staging = lightning_io.locate(path), BackgroundSaver(), Staging()
+    ranks = Ranks(dist.new_group(backend="gloo"))
+    while True:
+        fill(optimizer, number)
+        parts = {"state_dict": model.state_dict(), "global_step": number}
+        parts["optimizer_states"] = [lightning_io.optimizer_state(model, optimizer)]
+        content = lightning_io.ShardedContent.of(model, parts, Ranks())
+        if is_async:
+            if saver.is_saving:
+                saver.wait()
+                say(pipe, number - 1)
+            staged = content.staged(staging)
+            saver.start(lambda staged=staged: lightning_io.save(location, staged, ranks=ranks))
+        else:
+            lightning_io.save(location, content, ranks=Ranks())
+            say(pipe, number)
+        number += 1
+
+
+def load(pipe: int, path: Path) -> None:
+    model, optimizer = made(-1)
+    rest = lightning_io.load(lightning_io.locate(path), model, [optimizer], strict=True, weights_only=True)
+    tensors = [*optimizer.param_groups[0]["params"]] + [state["momentum_buffer"] for state in optimizer.state.values()]
+    for number in {float(rest["global_step"])} | {
+        float(value) for part in tensors for value in part.detach().flatten()
+    }:
+        say(pipe, number)
+
+
+def main(folder: Path, kills: int, seed: int, *, is_async: bool) -> None:
+    path, chance, first = folder / "last.ckpt", random.Random(seed), 1
+    for attempt in range(kills):
+
+        def work(pipe: int, first: int = first) -> None:
+            train(pipe, path, first, is_async=is_async)
+
+        training = Children(folder / f"meet-{attempt}", work)
+        assert select.select([training.pipe], [], [], 60)[0], "the first save never ended"
+        # Nobody ends by itself, so this waits for a random time: some saves long.
+        select.select([], [], [], chance.uniform(0.0, 0.15))
+        training.kill()
+        assert training.wait() == [signal.SIGKILL] * WORLD
+        finished = max(training.numbers())
+        names = sorted(name for name in os.listdir(folder) if "ckpt" in name)
+        loading = Children(folder / f"load-{attempt}", lambda pipe: load(pipe, path))
+        assert loading.wait() == [0] * WORLD, "loading failed"
+        found = {"first": first, "finished": finished, "names": names, "loaded": sorted(set(loading.numbers()))}
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
+        first = int(finished) + 100
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), is_async=sys.argv[4] == "async")

@@ -1,0 +1,195 @@
+"""MFSDPStrategy(async_save=True): training goes on while a checkpoint is written, and nothing is lost when that fails."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from lightning_mfsdp import MFSDPStrategy
+from lightning_mfsdp.checkpoint.background import BackgroundSaver
+from lightning_mfsdp.checkpoint.rows import RowShard
+from lightning_mfsdp.checkpoint.staging import Staging
+from tests.helpers.distributed import run_distributed
+from tests.lightning.models import FOREIGN_WARNINGS, loader, make_trainer, seeded, strict_warnings
+from tests.lightning.test_checkpoint import Scheduled, assert_same, local_state
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in FOREIGN_WARNINGS]
+
+STEPS = 4
+
+
+class HeldBack(FileSystemWriter):
+    """Stands for a slow disk: writes nothing before it is told to, on one rank."""
+
+    may_write = threading.Event()
+    write = FileSystemWriter.write_data
+
+    def write_data(self, *args: Any) -> Any:
+        assert threading.current_thread().name.startswith("mfsdp-save")
+        assert HeldBack.may_write.wait(60)
+        return HeldBack.write(self, *args)
+
+
+class SaveOnce(Callback):
+    """Saves after the second step, trains two more while nothing can be written, and only then lets the disk go on."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.seen: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            self.seen["saved"] = local_state(trainer, module)
+            trainer.save_checkpoint(self.path)
+        if trainer.global_step == STEPS:
+            self.seen["there while training"] = Path(self.path).exists()
+            trainer.strategy.barrier()
+            HeldBack.may_write.set()
+
+
+def trainer_of(folder: str, world: int, **options: Any) -> Any:
+    strategy = MFSDPStrategy(
+        units=["Block"], async_save=True, state_dict_type=options.pop("state_dict_type", "sharded")
+    )
+    return make_trainer(folder, world, max_epochs=-1, strategy=strategy, **options)
+
+
+def background(rank: int, world: int, folder: str) -> dict[str, Any]:
+    strict_warnings()
+    found: dict[str, Any] = {}
+    data = loader(8 // world, 8 * STEPS, rank, world)
+    for kind in ("sharded", "full"):
+        with pytest.MonkeyPatch.context() as patch:
+            HeldBack.may_write.clear()
+            if kind == "sharded":
+                patch.setattr(FileSystemWriter, "write_data", HeldBack.write_data)
+            saver = SaveOnce(f"{folder}/{kind}.ckpt")
+            trainer = trainer_of(folder, world, max_steps=STEPS, callbacks=[saver], state_dict_type=kind)
+            trainer.fit(seeded(Scheduled), data)
+        saver.seen["there after fit"] = Path(saver.path).exists()
+        again = seeded(Scheduled)
+        loading = trainer_of(folder, world, max_steps=2)
+        loading.fit(again, data, ckpt_path=saver.path)
+        saver.seen["loaded"] = local_state(loading, again)
+        found[kind] = saver.seen
+    found["top"] = keeps_the_last_good_one(folder, data, world)
+    found["error"] = an_error_surfaces(folder, data, world, rank)
+    return found
+
+
+def keeps_the_last_good_one(folder: str, data: Any, world: int) -> list[str]:
+    """save_top_k=1 removes the predecessor of each checkpoint, but not before the new one is there."""
+    kept = f"{folder}/top"
+    seen: list[str] = []
+
+    class Watch(ModelCheckpoint):
+        def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
+            super()._remove_checkpoint(trainer, filepath)
+            seen.append(f"{Path(filepath).name} is {'still' if Path(filepath).exists() else 'no longer'} there")
+
+    saver = Watch(dirpath=kept, filename="{step}", every_n_train_steps=2, save_top_k=1, save_last="link")
+    trainer_of(folder, world, max_steps=STEPS, callbacks=[saver], enable_checkpointing=True).fit(
+        seeded(Scheduled), data
+    )
+    return [*seen, *sorted(path.name for path in Path(kept).iterdir())]
+
+
+def an_error_surfaces(folder: str, data: Any, world: int, rank: int) -> str:
+    """At the next step after the save has failed, or at the latest when fit ends; the older checkpoint stays, and is not removed."""
+
+    def fail_on_one(self: Any, *args: Any) -> Any:
+        if rank == world - 1:
+            raise OSError("disk full")
+        return HeldBack.write(self, *args)
+
+    class Failing(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(f"{folder}/good.ckpt")
+                trainer.strategy.finish_saving()
+                patch.setattr(FileSystemWriter, "write_data", fail_on_one)
+                trainer.save_checkpoint(f"{folder}/bad.ckpt")
+                trainer.strategy.remove_checkpoint(f"{folder}/good.ckpt")
+
+    trainer = trainer_of(folder, world, max_steps=STEPS, callbacks=[Failing()])
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(RuntimeError) as info:
+            trainer.fit(seeded(Scheduled), data)
+    text = [str(info.value), *(str(warning.message) for warning in caught)]
+    names = [path.name for path in Path(folder).iterdir() if path.name.startswith(("good", "bad"))]
+    return "\n".join([*text, *names])
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_distributed(background, 2, str(tmp_path_factory.mktemp("background")))
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_a_checkpoint_holds_what_was_there_when_it_was_saved_though_training_went_on(ran: Any, kind: str) -> None:
+    for found in ran:
+        assert_same(found[kind]["loaded"], found[kind]["saved"])
+        assert found[kind]["there after fit"], "the end of fit waits for it"
+
+
+def test_training_does_not_wait_for_the_disk(ran: Any) -> None:
+    assert [found["sharded"]["there while training"] for found in ran] == [False, False]
+
+
+def test_the_predecessor_is_removed_once_the_new_checkpoint_is_there(ran: Any) -> None:
+    names = ["last.ckpt", "step=4.ckpt"]
+    assert ran[0]["top"] == ["step=2.ckpt is still there", *names]
+
+
+def test_a_failure_is_raised_on_all_ranks_and_the_older_checkpoint_stays(ran: Any) -> None:
+    for found in ran:
+        assert "a checkpoint saved in the background failed" in found["error"]
+        assert "rank 1: OSError: disk full" in found["error"]
+        assert "good.ckpt was left out: the checkpoint saved before it failed" in found["error"]
+        assert found["error"].endswith("\ngood.ckpt")
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def test_staging_copies_every_tensor_and_uses_its_memory_again() -> None:
+    rows = RowShard.of(torch.arange(6.0).reshape(3, 2), torch.Size([8, 2]), range(4, 7))
+    tree = {"a": rows, "b": [torch.ones(2), {"c": (torch.zeros(()), 3)}], "d": {"step": 7}}
+    staging = Staging()
+    copied = staging.copy(tree)
+    rows.piece.fill_(9)
+    tree["b"][0].fill_(9)  # type: ignore[index]
+    assert torch.equal(copied["a"].piece, torch.arange(6.0).reshape(3, 2))
+    assert copied["a"].size() == torch.Size([8, 2])
+    assert copied["a"].__create_chunk_list__()[0].offsets == torch.Size([4, 0])
+    assert torch.equal(copied["b"][0], torch.ones(2))
+    assert copied["b"][1]["c"][1] == 3
+    assert copied["d"] == {"step": 7}
+    addresses = copied["a"].piece.data_ptr(), copied["b"][0].data_ptr()
+    again = staging.copy(tree)
+    assert (again["a"].piece.data_ptr(), again["b"][0].data_ptr()) == addresses
+    assert again["a"].piece.eq(9).all()
+
+
+def test_actions_wait_for_the_save_and_run_in_order() -> None:
+    saver, order = BackgroundSaver(), []
+    saver.after("at once", lambda: order.append("at once"))
+    go = threading.Event()
+    saver.start(lambda: (go.wait(60), order.append("saved"))[1])
+    saver.after("first", lambda: order.append("first"))
+    saver.after("second", lambda: order.append("second"))
+    assert saver.is_saving
+    saver.raise_if_failed()
+    assert order == ["at once"]
+    go.set()
+    saver.close()
+    assert order == ["at once", "saved", "first", "second"]

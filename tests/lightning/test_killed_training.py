@@ -1,0 +1,37 @@
+"""A training of two processes that saves all the time is killed at random moments, 50 times; a checkpoint that loads is always left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+KILLS = 50
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("mode", "kills"), [("sync", KILLS // 2), ("async", KILLS - KILLS // 2)])
+def test_a_killed_training_leaves_the_last_checkpoint_it_finished_or_the_one_after(
+    mode: str, kills: int, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/lightning/killed_training.py"), str(tmp_path), str(kills), "7", mode],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    seen = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(seen) == kills
+    for one in seen:
+        assert len(one["loaded"]) == 1, f"a mixture of checkpoints: {one}"
+        # The save after the last one that returned may have got through, or even have returned unheard.
+        assert one["finished"] <= one["loaded"][0] <= one["finished"] + 2, one
+    assert any("last.ckpt.part" in one["names"] for one in seen), "some were killed in the middle of a save"
