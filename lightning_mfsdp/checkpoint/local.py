@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from typing_extensions import override
 
-from lightning_mfsdp.checkpoint.location import COPY_AHEAD_BYTES, META_FILE, Location, Writer
+from lightning_mfsdp.checkpoint.location import COPY_AHEAD_BYTES, META_FILE, Location, Reader, Writer
 
 __all__ = ["LocalLocation"]
 
@@ -84,7 +84,7 @@ class LocalLocation(Location):
 
     @override
     def reader(self) -> FileSystemReader:
-        return FileSystemReader(self._path)
+        return Reader(self._path)
 
     @override
     def sizes(self) -> dict[str, int]:

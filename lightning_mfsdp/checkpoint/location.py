@@ -13,24 +13,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
 from lightning_mfsdp.checkpoint.ranks import Ranks, root_of
 
-__all__ = ["COPY_AHEAD_BYTES", "META_FILE", "Location", "Writer", "check_files", "reason_of"]
+__all__ = ["COPY_AHEAD_BYTES", "META_FILE", "Location", "Reader", "Writer", "check_files", "reason_of"]
 
 META_FILE = "meta.pt"
 # How much is copied from a GPU while what was copied before is written.
 COPY_AHEAD_BYTES = 64 * 2**20
+_READ_THREADS = 4
 
 
 class Location(ABC):
@@ -141,6 +144,21 @@ class Writer(FileSystemWriter):
             if root is error:
                 raise
             raise root from error
+
+
+class Reader(FileSystemReader):
+    """PyTorch's, with several threads: each reads, unpacks and copies to the device some of the tensors."""
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        read = super().read_data
+        shares = [replace(plan, items=plan.items[start::_READ_THREADS]) for start in range(_READ_THREADS)]
+        with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="mfsdp-load") as threads:
+            for started in [threads.submit(read, share, planner) for share in shares]:
+                started.result()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 def reason_of(error: BaseException) -> str:

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
 from typing_extensions import override
 
-from lightning_mfsdp.checkpoint.location import COPY_AHEAD_BYTES, META_FILE, Location, Writer
+from lightning_mfsdp.checkpoint.location import COPY_AHEAD_BYTES, META_FILE, Location, Reader, Writer
 
 __all__ = ["RemoteLocation"]
 
@@ -210,7 +210,7 @@ class _Writer(Writer):
         self.path = path
 
 
-class _Reader(FileSystemReader):
+class _Reader(Reader):
     def __init__(self, path: str, files: _Files) -> None:
         super().__init__(path)
         self.fs = files  # type: ignore[assignment]
