@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
+from lightning_mfsdp.lightning_api import LightningOptimizer, TorchCheckpointIO, TrainerFn
 from lightning_mfsdp.processes import ProcessStrategy
 
 if TYPE_CHECKING:
