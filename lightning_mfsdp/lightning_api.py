@@ -17,6 +17,7 @@ __all__ = [
     "Callback",
     "CheckpointIO",
     "DoublePrecision",
+    "FabricBackwardSyncControl",
     "FabricDoublePrecision",
     "FabricHalfPrecision",
     "FabricLauncher",
@@ -67,6 +68,7 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGY_REGISTRY
     from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as FabricLauncher
     from lightning.fabric.strategies.parallel import ParallelStrategy as FabricParallelStrategy
+    from lightning.fabric.strategies.strategy import _BackwardSyncControl as FabricBackwardSyncControl
     from lightning.fabric.utilities.distributed import (
         _get_default_process_group_backend_for_device as default_process_group_backend,
     )
@@ -99,6 +101,7 @@ else:
     from lightning_fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGY_REGISTRY
     from lightning_fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as FabricLauncher
     from lightning_fabric.strategies.parallel import ParallelStrategy as FabricParallelStrategy
+    from lightning_fabric.strategies.strategy import _BackwardSyncControl as FabricBackwardSyncControl
     from lightning_fabric.utilities.distributed import (
         _get_default_process_group_backend_for_device as default_process_group_backend,
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -26,7 +27,7 @@ from lightning_mfsdp.checkpoint.files import (
 )
 from lightning_mfsdp.checkpoint.sharded_optimizer import load_optimizer, optimizer_state, plan_optimizer
 
-__all__ = ["load", "optimizer_state", "save", "save_file"]
+__all__ = ["load", "no_checkpoint_error", "optimizer_state", "read", "save", "save_directory", "save_file"]
 
 
 def save(path: Path, module: nn.Module, checkpoint: dict[str, Any], *, is_rank_zero: bool) -> None:
@@ -39,16 +40,27 @@ def save(path: Path, module: nn.Module, checkpoint: dict[str, Any], *, is_rank_z
         IsADirectoryError: `path` is a directory with something else in it.
         RuntimeError: A hook changed values of the state dict so that their rows are unknown.
     """
-    refuse_foreign(path)
     rest = dict(checkpoint)
-    model_state = rest.pop("state_dict")
-    optimizer_states = rest.pop("optimizer_states", [])
+    index = sharded.ParameterIndex(module)
+    state: dict[str, Any] = {"model": sharded.rows_by_name(rest.pop("state_dict"), index, "saving a checkpoint")}
+    state.update({f"optimizer_{number}": value for number, value in enumerate(rest.pop("optimizer_states", []))})
+    save_directory(path, state, rest, is_rank_zero=is_rank_zero)
+
+
+def save_directory(path: Path, state: Mapping[str, Any], rest: dict[str, Any], *, is_rank_zero: bool) -> None:
+    """Write `state` as every rank's rows and `rest` as `meta.pt`, as `save` explains.
+
+    Raises:
+        IsADirectoryError: `path` is a directory with something else in it.
+    """
+    refuse_foreign(path)
     part = part_of(path)
     if is_rank_zero:
         remove(part)
         part.mkdir(parents=True)
-    # Its first collective also makes the others wait for the directory.
-    sharded.save(part, module, model_state, optimizer_states)
+    if dist.is_initialized():  # the directory is there before anybody writes into it
+        dist.barrier()
+    sharded.save(part, state)
     if is_rank_zero:
         _write(rest, part / META_FILE)
         put_in_place(path)
@@ -107,10 +119,11 @@ def load(
     recover(path, is_rank_zero=is_rank_zero)
     if is_sharded_checkpoint(path):
         metadata = check_files(path)
-        rest = _torch_load(path / META_FILE, weights_only)
+        rest = read(path / META_FILE, weights_only)
         model_plan = sharded.plan_model(path, metadata, module, strict=strict)
         plans = [
-            plan_optimizer(path, metadata, module, optimizer, number) for number, optimizer in enumerate(optimizers)
+            plan_optimizer(path, metadata, module, optimizer, f"optimizer_{number}")
+            for number, optimizer in enumerate(optimizers)
         ]
         # All of it fits; from here on things change.
         sharded.load_model(path, model_plan, module)
@@ -119,15 +132,11 @@ def load(
                 load_optimizer(path, plan, optimizer)
         restored = [plan is not None for plan in plans]
     elif path.is_file():
-        rest = _torch_load(path, weights_only)
+        rest = read(path, weights_only)
         full.load_model(path, rest.pop("state_dict"), module, strict=strict)
         restored = full.load_optimizers(path, rest.pop("optimizer_states", []), module, optimizers)
     else:
-        raise ValueError(
-            f"ckpt_path={str(path)!r}: expected a directory with {META_FILE} in it, as this strategy writes, or a single Lightning "
-            "checkpoint file; "
-            + ("the directory has no such file" if path.is_dir() else "there is nothing at that path")
-        )
+        raise no_checkpoint_error(path)
     if optimizers and not all(restored):
         rank_zero_warn(
             f"{path} holds no state for {restored.count(False)} of {len(restored)} optimizers, which start afresh"
@@ -137,13 +146,26 @@ def load(
     return rest
 
 
-def _torch_load(path: Path, weights_only: bool | None) -> dict[str, Any]:
+def no_checkpoint_error(path: Path) -> ValueError:
+    """What to raise where nothing lies that can be read."""
+    return ValueError(
+        f"{str(path)!r}: expected a directory with {META_FILE} in it, as this strategy writes, or a single Lightning checkpoint file; "
+        + ("the directory has no such file" if path.is_dir() else "there is nothing at that path")
+    )
+
+
+def read(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """`torch.load` of a dictionary, mapped into memory.
+
+    Raises:
+        RuntimeError: It holds classes that `torch.load` refuses.
+    """
     try:
         loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
     except pickle.UnpicklingError as error:
         raise RuntimeError(
             f"{path} holds Python objects that torch.load refuses by default. If you trust it, allow their classes with "
             "torch.serialization.add_safe_globals, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 "
-            "(Lightning does not hand weights_only on to strategies that load after setup)"
+            "(the Trainer does not hand weights_only on to strategies that load after setup; under Fabric, pass weights_only=False)"
         ) from error
     return loaded

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint.rows import RowShard
-from lightning_mfsdp.engine import ParameterView, refresh_weights, sharded_parameters
+from lightning_mfsdp.engine import ParameterView, is_sharded, refresh_weights, sharded_parameters
 
 __all__ = [
     "ModelPlan",
@@ -40,6 +40,7 @@ __all__ = [
     "paths_of",
     "plain_name",
     "plan_model",
+    "refresh",
     "rows_by_name",
     "save",
 ]
@@ -103,32 +104,28 @@ class ParameterIndex:
         name = self._names.get(id(parameter))
         if name is None:
             raise ValueError(
-                f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the LightningModule; its state cannot be "
-                "saved or restored by name. Build optimizers from self.parameters() or parts of it"
+                f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the module; its state cannot be saved or "
+                "restored by name. Build optimizers from parameters of the LightningModule, or of the module that is saved along with them"
             )
         return name
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether all that an optimizer holds is part of the module."""
+        return all(id(parameter) in self._names for group in optimizer.param_groups for parameter in group["params"])
 
     def names_by_group(self, optimizer: Optimizer) -> list[list[str]]:
         """Parameter names of each param_group, in order."""
         return [[self.name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def save(path: Path, module: nn.Module, model_state: Mapping[str, Any], optimizer_states: list[dict[str, Any]]) -> None:
+def save(path: Path, state: Mapping[str, Any]) -> None:
     """Write weights and optimizer states. All ranks call it.
 
     Args:
         path: Directory without a checkpoint; made where missing.
-        module: Sharded.
-        model_state: Its `state_dict()`, or part of it.
-        optimizer_states: From `optimizer_state`.
-
-    Raises:
-        RuntimeError: An entry of `model_state` was computed from sharded parameters, so its rows are unknown.
+        state: By the keys of the layout; from `rows_by_name` and `optimizer_state`.
     """
-    rows = rows_by_name(model_state, ParameterIndex(module), "saving a checkpoint")
-    state: dict[str, Any] = {"model": rows}
-    state.update({f"optimizer_{number}": value for number, value in enumerate(optimizer_states)})
-    dcp_save(state, storage_writer=FileSystemWriter(path, single_file_per_rank=True, overwrite=False))
+    dcp_save(dict(state), storage_writer=FileSystemWriter(path, single_file_per_rank=True, overwrite=False))
 
 
 def rows_by_name(state: Mapping[str, Any], index: ParameterIndex, doing: str) -> dict[str, Any]:
@@ -157,15 +154,17 @@ class ModelPlan:
     """What will be read for a model; it was checked to fit.
 
     Attributes:
+        key: Of the model in the checkpoint.
         wanted: Name in the checkpoint, and what is read in place or replaced.
         others: Name in the model and in the checkpoint, of what is no tensor.
     """
 
+    key: str
     wanted: dict[str, Any]
     others: dict[str, str]
 
 
-def plan_model(path: Path, metadata: Metadata, module: nn.Module, *, strict: bool) -> ModelPlan:
+def plan_model(path: Path, metadata: Metadata, module: nn.Module, *, strict: bool, key: str = "model") -> ModelPlan:
     """Compare a checkpoint with a model; changes nothing. All ranks call it.
 
     Raises:
@@ -177,11 +176,11 @@ def plan_model(path: Path, metadata: Metadata, module: nn.Module, *, strict: boo
     targets = {plain_name(name): (name, value) for name, value in rows.items()}
     saved: dict[str, str] = {}
     shapes: dict[str, torch.Size] = {}
-    for key, item in paths_of(metadata).items():
-        if item[0] == "model":
+    for flat, item in paths_of(metadata).items():
+        if item[0] == key and len(item) > 1:
             name = plain_name(str(item[1]))
             saved[name] = str(item[1])
-            entry = metadata.state_dict_metadata[key]
+            entry = metadata.state_dict_metadata[flat]
             if len(item) == 2 and isinstance(entry, TensorStorageMetadata):
                 shapes[name] = entry.size
     check_names(path, {name: value for name, (_, value) in targets.items()}, list(saved), shapes, strict=strict)
@@ -192,15 +191,21 @@ def plan_model(path: Path, metadata: Metadata, module: nn.Module, *, strict: boo
         for name, (full_name, value) in targets.items()
         if name in saved and not isinstance(value, Tensor)
     }
-    return ModelPlan(wanted, others)
+    return ModelPlan(key, wanted, others)
 
 
 def load_model(path: Path, plan: ModelPlan, module: nn.Module) -> None:
     """Read weights and buffers in place. All ranks call it."""
-    dcp_load({"model": plan.wanted}, storage_reader=FileSystemReader(path))
+    dcp_load({plan.key: plan.wanted}, storage_reader=FileSystemReader(path))
     if plan.others:
         module.load_state_dict({name: plan.wanted[saved] for name, saved in plan.others.items()}, strict=False)
-    refresh_weights(module)
+    refresh(module)
+
+
+def refresh(module: nn.Module) -> None:
+    """Take over what was written to main weights, if any part of `module` is sharded."""
+    if any(is_sharded(part) for part in module.modules()):
+        refresh_weights(module)
 
 
 def check_restored(path: Path, index: ParameterIndex, names: Sequence[str], *, strict: bool) -> None:
@@ -225,7 +230,8 @@ def check_restored(path: Path, index: ParameterIndex, names: Sequence[str], *, s
     )
     if strict:
         raise RuntimeError(
-            f"{message}. Let state_dict() of the LightningModule list them, or set strict_loading=False on it if this is meant"
+            f"{message}. Let state_dict() of the module list them, or if this is meant set strict_loading=False on the LightningModule, "
+            "or load with strict=False under Fabric"
         )
     if not dist.is_initialized() or dist.get_rank() == 0:
         warnings.warn(message, stacklevel=2)
@@ -267,5 +273,6 @@ def check_names(
         raise RuntimeError(
             f"the checkpoint {path} does not fit the model:\n  "
             + "\n  ".join(problems)
-            + "\nLoad it into the model it was saved from, or set strict_loading=False on the LightningModule to ignore missing names"
+            + "\nLoad it into the model it was saved from. To ignore missing names, set strict_loading=False on the LightningModule, or "
+            "load with strict=False under Fabric"
         )

@@ -56,9 +56,9 @@ class OptimizerPlan:
 
 
 def plan_optimizer(
-    path: Path, metadata: Metadata, module: nn.Module, optimizer: Optimizer, number: int
+    path: Path, metadata: Metadata, module: nn.Module, optimizer: Optimizer, key: str
 ) -> OptimizerPlan | None:
-    """Find the state of optimizer `number`, and check that it fits; changes nothing. All ranks call it.
+    """Find the state of the optimizer saved as `key`, and check that it fits; changes nothing. All ranks call it.
 
     Returns:
         `None` where the checkpoint holds no state for it (saved with weights only).
@@ -66,7 +66,6 @@ def plan_optimizer(
     Raises:
         RuntimeError: The optimizer's parameter groups hold other parameters than the saved ones.
     """
-    key = f"optimizer_{number}"
     index = ParameterIndex(module)
     names_by_group = index.names_by_group(optimizer)
     known = {name for names in names_by_group for name in names}
