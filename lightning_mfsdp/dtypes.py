@@ -153,6 +153,10 @@ class ShardedPrecision(FabricPrecision):
     # -- module, inputs and contexts -----------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
+        """The module as it is: a strategy calls `cast_module` where nothing is sharded yet."""
+        return module
+
+    def cast_module(self, module: nn.Module) -> nn.Module:
         """The module in the dtype of a "*-true" precision; the policy decides everything else."""
         dtype = _TRUE_DTYPES.get(self.precision)
         return module if dtype is None else module.to(dtype=dtype)

@@ -113,7 +113,7 @@ class ShardingOptions:
         else:
             if before is not None:
                 before(module)
-            precision.convert_module(module)
+            precision.cast_module(module)
             together = 1 if self.blocks_per_unit == "auto" and self.units != "auto" else self.blocks_per_unit
             chosen = join_blocks(module, select_units(module, self.units), together)
         fully_shard_units(

@@ -64,12 +64,12 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
 
 
-def rows(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """What this rank owns of weights and optimizer state."""
-    state = optimizer.optimizer.state
+def rows(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What this rank owns of weights and optimizer state; of objects that Fabric did not wrap."""
+    state = optimizer.state
     return {
         view.name: (view.main.clone(), {key: value.clone() for key, value in state.get(view.local, {}).items()})
-        for view in sharded_parameters(model.module)
+        for view in sharded_parameters(module)
     }
 
 
