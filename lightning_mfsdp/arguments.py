@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -14,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_mfsdp.engine import MixedPrecisionPolicy
 from lightning_mfsdp.engine.placement import resolve_placement
 from lightning_mfsdp.engine.unit import Unit, unit_of
+from lightning_mfsdp.lightning_api import BaseFinetuning, Callback, StochasticWeightAveraging, WeightAveraging
 
 __all__ = [
     "build_mesh",
@@ -80,7 +79,7 @@ def check_ignored(ignored: object) -> None:
 def check_device(device_type: str) -> None:
     """Raise a ValueError for devices the engine does not know."""
     if device_type not in ("cpu", "cuda"):
-        raise ValueError(f'MFSDPStrategy runs on CPU and CUDA, got {device_type}; use accelerator="cpu" or "gpu"')
+        raise ValueError(f'mfsdp runs on CPU and CUDA, got {device_type}; use accelerator="cpu" or "gpu"')
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> None:
@@ -152,7 +151,7 @@ def warn_of_other_options(
     name = type(module).__name__
     if root.policy != policy:
         rank_zero_warn(
-            f"{name} is already sharded and keeps its policy {root.policy}; this Trainer's precision stands for "
+            f"{name} is already sharded and keeps its policy {root.policy}; this run's precision stands for "
             f"{policy}. Give both the same precision, or MFSDPStrategy(policy=...) the one you sharded with"
         )
     mesh = root.context.mesh
@@ -170,6 +169,6 @@ def warn_of_other_policies(module: nn.Module, policy: MixedPrecisionPolicy) -> N
     others = [unit.name for part in module.modules() if (unit := unit_of(part)) is not None and unit.policy != policy]
     if others:
         rank_zero_warn(
-            f"units {others[:4]} were given to fully_shard with another policy than this Trainer's precision stands for ({policy}) and "
+            f"units {others[:4]} were given to fully_shard with another policy than this run's precision stands for ({policy}) and "
             "keep theirs; pass fully_shard(..., policy=...) the same one if that is not meant"
         )

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
@@ -21,6 +18,7 @@ from lightning_mfsdp.checkpoint.progress import Progress
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.staging import Staging
 from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
+from lightning_mfsdp.lightning_api import LightningOptimizer, TorchCheckpointIO, TrainerFn
 from lightning_mfsdp.processes import ProcessStrategy
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_mfsdp.engine import EngineStateError
 from lightning_mfsdp.engine.captured_loss import CapturedLoss
+from lightning_mfsdp.lightning_api import is_param_in_hook_signature
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -7,40 +7,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ReduceOp
-from torchmetrics import Metric
+
+from lightning_mfsdp import communication
+from lightning_mfsdp.lightning_api import Launcher, ParallelStrategy, sync_if_available
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import Precision
 
-__all__ = ["ProcessStrategy", "move_unmanaged"]
+__all__ = ["ProcessStrategy"]
 
 T = TypeVar("T")
-
-
-def move_unmanaged(module: nn.Module, device: torch.device) -> None:
-    """Bring buffers, metrics and parameters that are not on `device` there: what the engine manages is."""
-    for part in module.modules():
-        if isinstance(part, Metric):
-            part.to(device)
-        for name, buffer in part.named_buffers(recurse=False):
-            if buffer.device != device:
-                setattr(part, name, buffer.to(device))
-        for parameter in part.parameters(recurse=False):
-            if parameter.device != device:
-                parameter.data = parameter.data.to(device)
 
 
 class ProcessStrategy(ParallelStrategy):
@@ -102,14 +82,11 @@ class ProcessStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         # One process needs nobody to start it, which lets notebooks in.
         if not self.cluster_environment.creates_processes_externally and self.num_nodes * self.num_processes > 1:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's rank-zero helpers who we are."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        communication.set_world_ranks(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Connect the processes, unless somebody has.
@@ -118,48 +95,28 @@ class ProcessStrategy(ParallelStrategy):
             ValueError: Another number of processes is connected than the Trainer was given.
         """
         super().setup_environment()
-        reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None
-        device = self.root_device
-        if self._process_group_backend is None:
-            self._process_group_backend = _get_default_process_group_backend_for_device(device)
-        _init_dist_connection(
-            self.cluster_environment,
-            self._process_group_backend,
-            timeout=self._timeout,
-            device_id=device if device.type == "cuda" else None,
+        self._process_group_backend = communication.connect(
+            self.cluster_environment, self.root_device, self._process_group_backend, self._timeout
         )
-        if dist.get_world_size() != self.world_size:
-            raise ValueError(
-                f"{dist.get_world_size()} processes are connected but the Trainer was given {self.world_size} (num_nodes x devices); "
-                "make them agree"
-            )
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
-        if dist.is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+        communication.barrier(self.root_device)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """The object rank `src` has."""
-        if not dist.is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
+        return communication.broadcast(obj, src)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """The tensor of every rank, stacked: `[world_size, *tensor.shape]`. `sync_grads` lets gradients flow back."""
         if sync_grads or not dist.is_initialized():
             return super().all_gather(tensor, group, sync_grads)
-        tensor = tensor.detach().contiguous()
-        pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(pieces, tensor, group=group)
-        return torch.stack(pieces)
+        return communication.all_gather(tensor, group)
 
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Tensor | Any:
         """A metric over all ranks; what is no tensor comes back as it is."""
-        return _sync_ddp_if_available(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor
+        return sync_if_available(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor

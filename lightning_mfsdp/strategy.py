@@ -18,53 +18,18 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.pytorch.core.optimizer import _MockOptimizer
-from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_mfsdp.arguments import (
-    build_mesh,
-    check_blocks_per_unit,
-    check_callbacks,
-    check_choice,
-    check_cuda_graph,
-    check_device,
-    check_ignored,
-    check_policy,
-    check_sizes,
-    check_world,
-    ignored_parameters,
-    warn_of_other_options,
-    warn_of_other_policies,
-)
+from lightning_mfsdp.arguments import check_callbacks, check_choice, check_cuda_graph, check_device
 from lightning_mfsdp.checkpointing import CheckpointingStrategy
-from lightning_mfsdp.compilation import compile_options, compile_units
 from lightning_mfsdp.cuda_graph import GraphedTrainingStep, graphed_training_step
-from lightning_mfsdp.engine import (
-    MixedPrecisionPolicy,
-    fully_shard_optimizer,
-    fully_shard_units,
-    gather_root,
-    no_sync,
-    sharded_parameters,
-    units,
-    watch_backward,
-)
-from lightning_mfsdp.engine.placement import resolve_placement
-from lightning_mfsdp.engine.unit import unit_of
+from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard_optimizer, gather_root, no_sync, watch_backward
+from lightning_mfsdp.lightning_api import MockOptimizer, StrategyRegistry, TrainerFn
 from lightning_mfsdp.precision import MFSDPPrecision, translate_precision
-from lightning_mfsdp.processes import move_unmanaged
-from lightning_mfsdp.unit_selection import (
-    UnitsArgument,
-    describe_units,
-    join_blocks,
-    select_units,
-    validate_units,
-)
+from lightning_mfsdp.sharding import REGISTERED, ShardingOptions, move_rest_to_device
+from lightning_mfsdp.unit_selection import UnitsArgument
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -73,13 +38,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins import Precision
 
 __all__ = ["MFSDPStrategy", "register_strategies"]
-
-_REGISTERED = {
-    "mfsdp": ("optim_grads_params", "weights, gradients and optimizer state sharded"),
-    "mfsdp_optim_grads": ("optim_grads", "gradients and optimizer state sharded"),
-    "mfsdp_optim": ("optim", "optimizer state sharded"),
-    "mfsdp_no_shard": ("no_shard", "everything replicated"),
-}
 
 
 class MFSDPStrategy(CheckpointingStrategy):
@@ -151,18 +109,25 @@ class MFSDPStrategy(CheckpointingStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        resolve_placement(sharding, outer_sharding, 1, 1)
-        validate_units(units)
-        check_blocks_per_unit(blocks_per_unit)
-        check_choice("storage", storage, ("pooled", "dynamic"))
+        self._options = ShardingOptions(
+            sharding=sharding,
+            outer_sharding=outer_sharding,
+            policy=policy,
+            units=units,
+            blocks_per_unit=blocks_per_unit,
+            data_parallel_size=data_parallel_size,
+            outer_size=outer_size,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            ignored_parameters=ignored_parameters,
+            storage=storage,
+            symmetric_memory=symmetric_memory,
+            compile=compile,
+        )
         check_choice("accumulation", accumulation, ("local", "sharded"))
         check_cuda_graph(cuda_graph, storage)
-        check_choice("reshard_after_forward", reshard_after_forward, (True, False, "auto"))
         check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
         check_choice("async_save", async_save, (True, False))
-        check_policy(policy)
-        check_sizes(data_parallel_size, outer_size, mesh)
-        self._policy = policy
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -178,19 +143,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         self.sharding = sharding
         self.outer_sharding = outer_sharding
         self.accumulation = accumulation
-        self._units: UnitsArgument = units
-        self._blocks_per_unit: int | Literal["auto"] = (
-            1 if blocks_per_unit == "auto" and units != "auto" else blocks_per_unit
-        )
-        self._data_parallel_size = data_parallel_size
-        self._outer_size = outer_size
         self._mesh = mesh
-        self._reshard_after_forward = reshard_after_forward
-        check_ignored(ignored_parameters)
-        self._ignored_parameters = tuple(ignored_parameters)
-        self._storage = storage
-        self._symmetric_memory = symmetric_memory
-        self._compile_options = compile_options(compile)
         self._cuda_graph = cuda_graph
         self._graphed: GraphedTrainingStep | None = None
         self._free_gradients = free_gradients
@@ -216,12 +169,12 @@ class MFSDPStrategy(CheckpointingStrategy):
         """The precision, translated from whatever Lightning built."""
         if isinstance(self._precision_plugin, MFSDPPrecision):
             return self._precision_plugin
-        return MFSDPPrecision(policy=self._policy)
+        return MFSDPPrecision(policy=self._options.policy)
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = (
-            None if precision_plugin is None else translate_precision(precision_plugin, self._policy)
+            None if precision_plugin is None else translate_precision(precision_plugin, self._options.policy)
         )
 
     # -- the mesh ------------------------------------------------------------------------------------------------------
@@ -230,9 +183,8 @@ class MFSDPStrategy(CheckpointingStrategy):
         """Connect the processes and build the mesh, once; later entry points find both."""
         check_device(self.root_device.type)
         super().setup_environment()
-        check_world(self.world_size, self._data_parallel_size, self._outer_size, self._mesh)
-        if self._mesh is None:
-            self._mesh = build_mesh(self.root_device.type, self.world_size, self._outer_size, self.outer_sharding)
+        if self._mesh is None or self._options.mesh is not None:
+            self._mesh = self._options.mesh_of(self.root_device.type, self.world_size)
         self._module._device_mesh = self._mesh
 
     # -- the model -----------------------------------------------------------------------------------------------------
@@ -249,7 +201,12 @@ class MFSDPStrategy(CheckpointingStrategy):
         self.accelerator.setup(trainer)
         check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         self.model = self._module
-        self._shard(self._module)
+        self._options.shard(
+            self._module,
+            self.device_mesh,
+            self.precision_plugin,
+            before=self._layer_sync.apply if self._layer_sync is not None else None,
+        )
         self.model_to_device()
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
@@ -258,50 +215,14 @@ class MFSDPStrategy(CheckpointingStrategy):
         self.setup_precision_plugin()
         if fitting:
             for optimizer in self.optimizers:
-                if not isinstance(optimizer, _MockOptimizer):
+                if not isinstance(optimizer, MockOptimizer):
                     fully_shard_optimizer(optimizer, grad_scaler=self.precision_plugin.scaler)
         if fitting and self._cuda_graph:
             self._graphed = graphed_training_step(self._run_training_step, self._module, trainer)
 
-    def _shard(self, module: LightningModule) -> None:
-        policy = self.precision_plugin.policy
-        root = unit_of(module)
-        if root is not None:
-            warn_of_other_options(module, root, policy, self.sharding, self.outer_sharding)
-            return
-        chosen: list[nn.Module | list[nn.Module]] = []
-        if any(unit_of(part) is not None for part in module.modules()):
-            if self._units != "auto":
-                raise ValueError(
-                    f"units={self._units!r}, but {type(module).__name__} already contains modules given to fully_shard. Leave units out, "
-                    "or do not call fully_shard in configure_model"
-                )
-        else:
-            if self._layer_sync is not None:
-                self._layer_sync.apply(module)
-            self.precision_plugin.convert_module(module)
-            chosen = join_blocks(module, select_units(module, self._units), self._blocks_per_unit)
-        fully_shard_units(
-            module,
-            chosen,
-            mesh=self.device_mesh,
-            sharding=self.sharding,
-            outer_sharding=self.outer_sharding,
-            policy=policy,
-            reshard_after_forward=self._reshard_after_forward,
-            ignored_parameters=ignored_parameters(module, self._ignored_parameters),
-            storage=self._storage,
-            symmetric_memory=self._symmetric_memory,
-        )
-        self.precision_plugin.autocast_calls(module)
-        if self._compile_options is not None:
-            compile_units(module, self._compile_options)
-        warn_of_other_policies(module, policy)
-        rank_zero_info(describe_units(units(module), sum(view.main.numel() for view in sharded_parameters(module))))
-
     def model_to_device(self) -> None:
         """Move what the engine does not manage: buffers, ignored parameters, metrics."""
-        move_unmanaged(self._module, self.root_device)
+        move_rest_to_device(self._module, self.root_device)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -383,7 +304,7 @@ class MFSDPStrategy(CheckpointingStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Add the strategy's names to a Lightning registry; calling it again changes nothing."""
-        for name, (sharding, description) in _REGISTERED.items():
+        for name, (sharding, description) in REGISTERED.items():
             strategy_registry.register(
                 name, cls, description=f"Fully sharded: {description}", override=True, sharding=sharding
             )

@@ -5,16 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelSummary
-from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary as Summary
-from lightning.pytorch.utilities.model_summary.model_summary import get_formatted_model_size, get_human_readable_count
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.engine import units
 from lightning_mfsdp.engine.parameter import owner_of
+from lightning_mfsdp.lightning_api import (
+    LightningModule,
+    ModelSummary,
+    Summary,
+    Trainer,
+    get_formatted_model_size,
+    get_human_readable_count,
+)
 from lightning_mfsdp.strategy import MFSDPStrategy
 
 __all__ = ["ShardedModelSummary", "ShardedSummary"]

@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -31,6 +30,7 @@ from lightning_mfsdp.engine.gradients import local_gradients
 from lightning_mfsdp.engine.parameter import owner_of
 from lightning_mfsdp.engine.reduction_schedule import Sync
 from lightning_mfsdp.engine.unit import unit_of
+from lightning_mfsdp.lightning_api import Callback, LightningModule, Trainer
 from lightning_mfsdp.strategy import MFSDPStrategy
 
 __all__ = ["NaNGradientReporter", "NonFiniteGradientError"]

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint.location import Location
-from lightning_mfsdp.checkpoint.sharded import ParameterIndex, check_names, check_restored, plain_name
+from lightning_mfsdp.checkpoint.sharded import ParameterIndex, check_names, check_restored, plain_name, refresh
 from lightning_mfsdp.checkpoint.sharded_optimizer import restore_optimizer
-from lightning_mfsdp.engine import ParameterView, refresh_weights
+from lightning_mfsdp.engine import ParameterView
 
 __all__ = ["load_model", "load_optimizers"]
 
@@ -40,7 +40,7 @@ def load_model(path: Location, saved: Mapping[str, Any], module: nn.Module, *, s
             elif name in present:
                 rest[names[name]] = value
     module.load_state_dict(rest, strict=False)
-    refresh_weights(module)
+    refresh(module)
 
 
 def load_optimizers(

@@ -7,7 +7,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,22 @@ from lightning_mfsdp.checkpoint.location import META_FILE, Location, check_files
 from lightning_mfsdp.checkpoint.progress import CountingFile, LoadPlanner, Progress, SavePlanner
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.remote import RemoteLocation
-from lightning_mfsdp.checkpoint.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
+from lightning_mfsdp.checkpoint.sharded import ModelPlan
+from lightning_mfsdp.checkpoint.sharded_optimizer import OptimizerPlan, optimizer_state, plan_optimizer, restore_planned
 from lightning_mfsdp.checkpoint.staging import Staging
 
-__all__ = ["FullContent", "ShardedContent", "load", "locate", "optimizer_state", "save"]
+__all__ = [
+    "FullContent",
+    "ShardedContent",
+    "load",
+    "locate",
+    "no_checkpoint_error",
+    "optimizer_state",
+    "read",
+    "read_rows",
+    "recover",
+    "save",
+]
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
@@ -65,10 +77,20 @@ class ShardedContent:
         rest = dict(checkpoint)
         rows = sharded.rows_by_name(rest.pop("state_dict"), sharded.ParameterIndex(module), "saving a checkpoint")
         states = rest.pop("optimizer_states", [])
-        state = {"model": rows, **{f"optimizer_{number}": value for number, value in enumerate(states)}}
+        return cls.packed(
+            {"model": rows, **{f"optimizer_{number}": value for number, value in enumerate(states)}}, rest, ranks
+        )
+
+    @classmethod
+    def packed(cls, state: Mapping[str, Any], rest: dict[str, Any], ranks: Ranks) -> ShardedContent:
+        """From rows by the keys of the layout, and from what rank 0 writes. All ranks call it.
+
+        Raises:
+            RuntimeError: Something cannot be pickled.
+        """
         packed: list[bytes] = []
         ranks.first(f"packing {META_FILE}", lambda: packed.append(_packed(rest)))
-        return cls(state=state, rest=packed[0] if packed else b"")
+        return cls(state=dict(state), rest=packed[0] if packed else b"")
 
     def staged(self, staging: Staging) -> ShardedContent:
         """The same in memory of its own."""
@@ -150,43 +172,30 @@ def load(
         RuntimeError: The checkpoint does not fit, or is damaged.
     """
     ranks = Ranks()
-    taken = ranks.first(f"looking for {location}", location.recover)
-    if taken and ranks.rank == 0:
-        warnings.warn(
-            f"{location}: a save was interrupted while it replaced this checkpoint; taking {taken}", stacklevel=2
-        )
+    recover(location, ranks)
     if location.is_sharded():
         metadata = check_files(location, ranks)
-        rest = _load(location, META_FILE, weights_only)
+        rest = read(location, META_FILE, weights_only)
         model_plan = sharded.plan_model(location, metadata, module, strict=strict)
         plans = [
-            plan_optimizer(location, metadata, module, optimizer, number) for number, optimizer in enumerate(optimizers)
+            plan_optimizer(location, metadata, module, optimizer, f"optimizer_{number}")
+            for number, optimizer in enumerate(optimizers)
         ]
         # All of it fits; from here on things change.
-        targets = {"model": model_plan.wanted, **{plan.key: plan.target for plan in plans if plan is not None}}
-        try:
-            dcp_load(targets, storage_reader=location.reader(), planner=LoadPlanner(progress))
-        except CheckpointException as error:
-            raise RuntimeError(
-                f"reading {location} failed half-way, so the model is no longer what it was: {reason_of(error)}. Use another checkpoint"
-            ) from error
+        read_rows(location, [model_plan, *(plan for plan in plans if plan is not None)], progress)
         sharded.finish_model(model_plan, module)
         for plan, optimizer in zip(plans, optimizers, strict=True):
             if plan is not None:
                 restore_planned(plan, optimizer)
         restored = [plan is not None for plan in plans]
     elif location.is_file():
-        rest = _load(location, None, weights_only)
+        rest = read(location, None, weights_only)
         if "state_dict" not in rest:
             raise RuntimeError(f"{location} is no Lightning checkpoint: it has no 'state_dict', only {list(rest)[:8]}")
         full.load_model(location, rest.pop("state_dict"), module, strict=strict)
         restored = full.load_optimizers(location, rest.pop("optimizer_states", []), module, optimizers)
     else:
-        raise ValueError(
-            f"ckpt_path={str(location)!r}: expected a directory with {META_FILE} in it, as this strategy writes, or a single Lightning "
-            "checkpoint file; "
-            + ("the directory has no such file" if location.is_directory() else "there is nothing at that path")
-        )
+        raise no_checkpoint_error(location)
     if optimizers and not all(restored):
         rank_zero_warn(
             f"{location} holds no state for {restored.count(False)} of {len(restored)} optimizers, which start afresh"
@@ -196,14 +205,51 @@ def load(
     return rest
 
 
-def _load(location: Location, name: str | None, weights_only: bool | None) -> dict[str, Any]:
+def read_rows(location: Location, plans: Sequence[ModelPlan | OptimizerPlan], progress: Progress | None) -> None:
+    """Read what was planned, all in one go. All ranks call it.
+
+    Raises:
+        RuntimeError: On all ranks, if any cannot; nobody knows then what was read.
+    """
+    targets = {plan.key: plan.wanted for plan in plans}
+    try:
+        dcp_load(targets, storage_reader=location.reader(), planner=LoadPlanner(progress))
+    except CheckpointException as error:
+        raise RuntimeError(
+            f"reading {location} failed half-way, so the model is no longer what it was: {reason_of(error)}. Use another checkpoint"
+        ) from error
+
+
+def recover(location: Location, ranks: Ranks) -> None:
+    """Finish an exchange of checkpoints that was interrupted, with a warning. All ranks call it."""
+    taken = ranks.first(f"looking for {location}", location.recover)
+    if taken and ranks.rank == 0:
+        warnings.warn(
+            f"{location}: a save was interrupted while it replaced this checkpoint; taking {taken}", stacklevel=2
+        )
+
+
+def no_checkpoint_error(location: Location) -> ValueError:
+    """What to raise where nothing lies that can be read."""
+    return ValueError(
+        f"{str(location)!r}: expected a directory with {META_FILE} in it, as this strategy writes, or a single Lightning checkpoint file; "
+        + ("the directory has no such file" if location.is_directory() else "there is nothing at that path")
+    )
+
+
+def read(location: Location, name: str | None, weights_only: bool | None) -> dict[str, Any]:
+    """`torch.load` of a file in a directory, or of the single file (`None`).
+
+    Raises:
+        RuntimeError: It is damaged, or holds classes that `torch.load` refuses.
+    """
     try:
         return location.load(name, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise RuntimeError(
             f"{location} holds Python objects that torch.load refuses by default. If you trust it, allow their classes with "
             "torch.serialization.add_safe_globals, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 "
-            "(Lightning does not hand weights_only on to strategies that load after setup)"
+            "(the Trainer does not hand weights_only on to strategies that load after setup; under Fabric, pass weights_only=False)"
         ) from error
     except (RuntimeError, EOFError, OSError) as error:
         raise RuntimeError(

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint.location import Location
 from lightning_mfsdp.checkpoint.rows import RowShard
-from lightning_mfsdp.engine import ParameterView, refresh_weights, sharded_parameters
+from lightning_mfsdp.engine import ParameterView, is_sharded, refresh_weights, sharded_parameters
 
 __all__ = [
     "ModelPlan",
@@ -37,6 +37,7 @@ __all__ = [
     "paths_of",
     "plain_name",
     "plan_model",
+    "refresh",
     "rows_by_name",
 ]
 
@@ -99,10 +100,14 @@ class ParameterIndex:
         name = self._names.get(id(parameter))
         if name is None:
             raise ValueError(
-                f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the LightningModule; its state cannot be "
-                "saved or restored by name. Build optimizers from self.parameters() or parts of it"
+                f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the module; its state cannot be saved or "
+                "restored by name. Build optimizers from parameters of the LightningModule, or of the module that is saved along with them"
             )
         return name
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether all that an optimizer holds is part of the module."""
+        return all(id(parameter) in self._names for group in optimizer.param_groups for parameter in group["params"])
 
     def names_by_group(self, optimizer: Optimizer) -> list[list[str]]:
         """Parameter names of each param_group, in order."""
@@ -135,15 +140,17 @@ class ModelPlan:
     """What will be read for a model; it was checked to fit.
 
     Attributes:
+        key: Of the model in the checkpoint.
         wanted: Name in the checkpoint, and what is read in place or replaced.
         others: Name in the model and in the checkpoint, of what is no tensor.
     """
 
+    key: str
     wanted: dict[str, Any]
     others: dict[str, str]
 
 
-def plan_model(path: Location, metadata: Metadata, module: nn.Module, *, strict: bool) -> ModelPlan:
+def plan_model(path: Location, metadata: Metadata, module: nn.Module, *, strict: bool, key: str = "model") -> ModelPlan:
     """Compare a checkpoint with a model; changes nothing. All ranks call it.
 
     Raises:
@@ -155,11 +162,11 @@ def plan_model(path: Location, metadata: Metadata, module: nn.Module, *, strict:
     targets = {plain_name(name): (name, value) for name, value in rows.items()}
     saved: dict[str, str] = {}
     shapes: dict[str, torch.Size] = {}
-    for key, item in paths_of(metadata).items():
-        if item[0] == "model":
+    for flat, item in paths_of(metadata).items():
+        if item[0] == key and len(item) > 1:
             name = plain_name(str(item[1]))
             saved[name] = str(item[1])
-            entry = metadata.state_dict_metadata[key]
+            entry = metadata.state_dict_metadata[flat]
             if len(item) == 2 and isinstance(entry, TensorStorageMetadata):
                 shapes[name] = entry.size
     check_names(path, {name: value for name, (_, value) in targets.items()}, list(saved), shapes, strict=strict)
@@ -170,14 +177,20 @@ def plan_model(path: Location, metadata: Metadata, module: nn.Module, *, strict:
         for name, (full_name, value) in targets.items()
         if name in saved and not isinstance(value, Tensor)
     }
-    return ModelPlan(wanted, others)
+    return ModelPlan(key, wanted, others)
 
 
 def finish_model(plan: ModelPlan, module: nn.Module) -> None:
     """After everything planned was read in place. All ranks call it."""
     if plan.others:
         module.load_state_dict({name: plan.wanted[saved] for name, saved in plan.others.items()}, strict=False)
-    refresh_weights(module)
+    refresh(module)
+
+
+def refresh(module: nn.Module) -> None:
+    """Take over what was written to main weights, if any part of `module` is sharded."""
+    if any(is_sharded(part) for part in module.modules()):
+        refresh_weights(module)
 
 
 def check_restored(path: Location, index: ParameterIndex, names: Sequence[str], *, strict: bool) -> None:
@@ -202,7 +215,8 @@ def check_restored(path: Location, index: ParameterIndex, names: Sequence[str], 
     )
     if strict:
         raise RuntimeError(
-            f"{message}. Let state_dict() of the LightningModule list them, or set strict_loading=False on it if this is meant"
+            f"{message}. Let state_dict() of the module list them, or if this is meant set strict_loading=False on the LightningModule, "
+            "or load with strict=False under Fabric"
         )
     if not dist.is_initialized() or dist.get_rank() == 0:
         warnings.warn(message, stacklevel=2)
@@ -244,5 +258,6 @@ def check_names(
         raise RuntimeError(
             f"the checkpoint {path} does not fit the model:\n  "
             + "\n  ".join(problems)
-            + "\nLoad it into the model it was saved from, or set strict_loading=False on the LightningModule to ignore missing names"
+            + "\nLoad it into the model it was saved from. To ignore missing names, set strict_loading=False on the LightningModule, or "
+            "load with strict=False under Fabric"
         )

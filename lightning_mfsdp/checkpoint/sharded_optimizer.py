@@ -45,19 +45,19 @@ class OptimizerPlan:
 
     Attributes:
         key: Its name in the checkpoint.
-        target: Where `torch.distributed.checkpoint` reads to; groups are read already.
+        wanted: Where `torch.distributed.checkpoint` reads to; groups are read already.
         names_by_group: Parameters here.
     """
 
     key: str
-    target: dict[str, Any]
+    wanted: dict[str, Any]
     names_by_group: list[list[str]]
 
 
 def plan_optimizer(
-    path: Location, metadata: Metadata, module: nn.Module, optimizer: Optimizer, number: int
+    path: Location, metadata: Metadata, module: nn.Module, optimizer: Optimizer, key: str
 ) -> OptimizerPlan | None:
-    """Find the state of optimizer `number`, and check that it fits; changes nothing. All ranks call it.
+    """Find the state of the optimizer saved as `key`, and check that it fits; changes nothing. All ranks call it.
 
     Returns:
         `None` where the checkpoint holds no state for it (saved with weights only).
@@ -65,7 +65,6 @@ def plan_optimizer(
     Raises:
         RuntimeError: The optimizer's parameter groups hold other parameters than the saved ones.
     """
-    key = f"optimizer_{number}"
     index = ParameterIndex(module)
     names_by_group = index.names_by_group(optimizer)
     known = {name for names in names_by_group for name in names}
@@ -94,8 +93,8 @@ def plan_optimizer(
 
 def restore_planned(plan: OptimizerPlan, optimizer: Optimizer) -> None:
     """After everything planned was read: hand it to the optimizer."""
-    state = {plain_name(name): values for name, values in plan.target["state"].items()}
-    restore_optimizer(optimizer, state, plan.target["param_groups"], plan.names_by_group)
+    state = {plain_name(name): values for name, values in plan.wanted["state"].items()}
+    restore_optimizer(optimizer, state, plan.wanted["param_groups"], plan.names_by_group)
 
 
 def restore_optimizer(

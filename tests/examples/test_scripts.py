@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,14 @@ def test_the_plain_loop_learns_and_all_ranks_agree() -> None:
     first, second = run_distributed(losses_of_the_plain_loop, 2)
     assert first == second
     assert first[-1] < first[0] - 1
+
+
+def test_the_fabric_loop_starts_its_processes_learns_and_saves(tmp_path: Path) -> None:
+    printed = run_script("fabric_loop.py", "--steps", "8", "--output", "out", folder=tmp_path)
+    assert len(list((tmp_path / "out/last.ckpt").glob("*.distcp"))) == 2  # one for each process
+    assert torch.load(tmp_path / "out/last.ckpt/meta.pt") == {"step": 8}
+    (verdict,) = re.findall(r"2 processes, loss ([0-9.]+) -> ([0-9.]+)", printed)  # printed once
+    assert float(verdict[1]) < float(verdict[0]) - 1
 
 
 def weights_after_two_steps(rank: int, world_size: int, meta: bool) -> dict[str, torch.Tensor]:

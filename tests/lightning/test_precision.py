@@ -56,7 +56,7 @@ def test_an_explicit_policy_wins_over_the_string(tmp_path: Any) -> None:
 
 
 def test_plugins_without_a_counterpart_are_refused_with_the_way_out() -> None:
-    with pytest.raises(TypeError, match=r"FSDPPrecision.*Use Trainer\(precision=...\)"):
+    with pytest.raises(TypeError, match=r"FSDPPrecision.*Use precision=..."):
         translate_precision(FSDPPrecision("32-true"), None)
 
     class TransformerEnginePrecision(Precision):

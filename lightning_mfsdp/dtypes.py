@@ -1,0 +1,306 @@
+"""What a precision string stands for: a policy, autocast, dtypes of inputs, loss scaling. The Trainer's plugin and Fabric's derive from it.
+
+It knows dtypes. It does not know units, meshes or checkpoints, nor who calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, TypeVar, cast, get_args
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_mfsdp.engine import MixedPrecisionPolicy
+from lightning_mfsdp.lightning_api import (
+    DoublePrecision,
+    FabricDoublePrecision,
+    FabricHalfPrecision,
+    FabricMixedPrecision,
+    FabricPrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+
+__all__ = [
+    "DistributedGradScaler",
+    "PrecisionName",
+    "ShardedPrecision",
+    "default_policy",
+    "translate",
+    "unscales_by_itself",
+]
+
+PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true"]
+
+_TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+_AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+# Under autocast these compute in float32 with float32 weights. Rounding their few weights would save nothing and change results.
+_NORMALIZATION: tuple[type[nn.Module], ...] = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.RMSNorm,
+)
+
+
+def default_policy(precision: PrecisionName) -> MixedPrecisionPolicy:
+    """The policy a precision string stands for.
+
+    | precision    | main weights | compute and gathers | gradients on the wire and accumulated |
+    |--------------|--------------|---------------------|---------------------------------------|
+    | "32-true"    | float32      | as built            | float32                               |
+    | "bf16-mixed" | float32      | bfloat16 + autocast | float32                               |
+    | "16-mixed"   | float32      | float16 + autocast  | float32, scaled loss                  |
+    | "bf16-true"  | bfloat16     | bfloat16            | float32, rounded once for the step    |
+    | "16-true"    | float16      | float16             | float32, scaled loss                  |
+    | "64-true"    | float64      | float64             | float64                               |
+    """
+    if precision in _AUTOCAST_DTYPES:
+        return MixedPrecisionPolicy(
+            compute_dtype=_AUTOCAST_DTYPES[precision], fp32_modules=_NORMALIZATION, cast_forward_inputs=False
+        )
+    if precision == "64-true":
+        return MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=torch.float64)
+    if precision in _TRUE_DTYPES:
+        return MixedPrecisionPolicy(main_params_dtype=None)
+    return MixedPrecisionPolicy()
+
+
+class DistributedGradScaler(torch.amp.GradScaler):
+    """A `torch.amp.GradScaler` whose decision to skip a step is the same on all ranks.
+
+    Each rank sees only its own rows of a gradient, so an overflow may show on one rank alone. The flag is reduced over the whole
+    world; ranks that own no element of an optimizer's parameters take part as well. Overrides `GradScaler._unscale_grads_`, whose
+    signature is the same in torch 2.11 to 2.13.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for grad in _local_gradients(optimizer):
+            by_dtype.setdefault(grad.dtype, []).append(grad)
+        with torch.no_grad():
+            for grads in by_dtype.values():
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+            if dist.is_initialized():
+                dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+        return {found_inf.device: found_inf}
+
+
+def _local_gradients(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is not None and grad.numel():
+                yield grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+class ShardedPrecision(FabricPrecision):
+    """Precision of a run whose model is sharded.
+
+    Args:
+        precision: One of "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true". See `default_policy` for the dtypes.
+        policy: Replaces the dtypes the string stands for; autocast, the model's own dtype and the inputs' still follow the string.
+        scaler: Loss scaler for float16 compute. `None` makes a `DistributedGradScaler` where one is needed. A plain
+            `torch.amp.GradScaler` is taken as settings for one; any other class must itself agree over all ranks on skipping a step.
+
+    Raises:
+        ValueError: An unknown precision, or a scaler where nothing computes in float16.
+    """
+
+    def __init__(
+        self,
+        precision: PrecisionName = "32-true",
+        *,
+        policy: MixedPrecisionPolicy | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        if precision not in get_args(PrecisionName):
+            raise ValueError(
+                f"{type(self).__name__}(precision={precision!r}): expected one of {', '.join(map(repr, get_args(PrecisionName)))}"
+            )
+        self.precision: PrecisionName = precision
+        self.policy_is_explicit = policy is not None
+        self.policy = policy or default_policy(precision)
+        self.scaler = scaler
+        self._device_type = "cpu"
+        if scaler is not None and not self.needs_scaler:
+            raise ValueError(
+                f"{type(self).__name__}({precision!r}, scaler={type(scaler).__name__}): nothing computes in float16, so the scaler would "
+                'do nothing. Leave it out, or use precision="16-mixed" or a policy with compute_dtype=torch.float16'
+            )
+
+    @property
+    def needs_scaler(self) -> bool:
+        """Whether float16 gradients could underflow."""
+        return self.precision.startswith("16") or self.policy.compute_dtype == torch.float16
+
+    # -- module, inputs and contexts -----------------------------------------------------------------------------------
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """The module as it is: a strategy calls `cast_module` where nothing is sharded yet."""
+        return module
+
+    def cast_module(self, module: nn.Module) -> nn.Module:
+        """The module in the dtype of a "*-true" precision; the policy decides everything else."""
+        dtype = _TRUE_DTYPES.get(self.precision)
+        return module if dtype is None else module.to(dtype=dtype)
+
+    def convert_input(self, data: Any) -> Any:
+        """Floating-point tensors of a batch in the dtype of a "*-true" precision."""
+        dtype = _TRUE_DTYPES.get(self.precision)
+        if dtype is None:
+            return data
+
+        def convert(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        return apply_to_collection(data, Tensor, convert)
+
+    @contextmanager
+    def tensor_init_context(self) -> Generator[None, None, None]:
+        """New tensors have the dtype of a "*-true" precision."""
+        previous = torch.get_default_dtype()
+        torch.set_default_dtype(_TRUE_DTYPES.get(self.precision, previous))
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(previous)
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """As `tensor_init_context`."""
+        return self.tensor_init_context()
+
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """Autocast for "*-mixed", the default dtype for "*-true"."""
+        dtype = _AUTOCAST_DTYPES.get(self.precision)
+        if dtype is None:
+            with self.tensor_init_context():
+                yield
+        else:
+            with torch.autocast(self._device_type, dtype=dtype, cache_enabled=False):
+                yield
+
+    def autocast_calls(self, module: nn.Module) -> None:
+        """Calls of `module` outside of steps, from a hook or after training, run under autocast as well: weights have the compute dtype."""
+        if self.precision not in _AUTOCAST_DTYPES:
+            return
+        entered: list[AbstractContextManager[Any]] = []
+
+        def before(*_: Any) -> None:
+            inside = torch.is_autocast_enabled(self._device_type)
+            entered.append(nullcontext() if inside else self.forward_context())
+            entered[-1].__enter__()
+
+        def after(*_: Any) -> None:
+            entered.pop().__exit__(None, None, None)
+
+        module.register_forward_pre_hook(before, prepend=True)
+        module.register_forward_hook(after, always_call=True)
+
+    def connect_device(self, device_type: str) -> None:
+        """Set where autocast and loss scaling happen: "cpu" or "cuda"."""
+        self._device_type = device_type
+        if self.needs_scaler:
+            self.scaler = _agreeing_scaler(self.scaler, device_type)
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def check_clipping(self, optimizer: object) -> None:
+        """Raise a RuntimeError for an optimizer whose gradients would still be scaled when they are clipped."""
+        if self.scaler is not None and unscales_by_itself(optimizer):
+            raise RuntimeError(
+                f"clipping gradients of {type(optimizer).__name__}(fused=True) under loss scaling: the optimizer removes the scale inside "
+                'its step, after clipping. Use fused=False, or precision="bf16-mixed", which needs no scaling'
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's state, if there is one."""
+        return self.scaler.state_dict() if self.scaler is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the scaler's state."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict)
+
+
+_NAMED = (
+    MixedPrecision,
+    HalfPrecision,
+    DoublePrecision,
+    FabricMixedPrecision,
+    FabricHalfPrecision,
+    FabricDoublePrecision,
+)
+_PLAIN = (Precision, FabricPrecision)
+
+PrecisionT = TypeVar("PrecisionT", bound=ShardedPrecision)
+
+
+def translate(plugin: FabricPrecision, policy: MixedPrecisionPolicy | None, into: type[PrecisionT]) -> PrecisionT:
+    """The plugin Lightning built from a precision string, as one of ours.
+
+    Args:
+        plugin: Lightning's `Precision`, `HalfPrecision`, `MixedPrecision` or `DoublePrecision`, or one of ours.
+        policy: Wins over the dtypes of the string.
+        into: Class of the result.
+
+    Raises:
+        TypeError: A plugin that has no counterpart here.
+        ValueError: Two different policies.
+    """
+    if isinstance(plugin, ShardedPrecision):
+        if policy is not None and plugin.policy_is_explicit and plugin.policy != policy:
+            raise ValueError(
+                f"two policies: the strategy was given policy={policy}, {type(plugin).__name__} policy={plugin.policy}. Give one of them"
+            )
+        own = plugin.policy if plugin.policy_is_explicit else None
+        if isinstance(plugin, into) and (policy is None or plugin.policy_is_explicit):
+            return plugin
+        return into(plugin.precision, policy=policy or own, scaler=plugin.scaler)
+    if isinstance(plugin, _NAMED):
+        scaler = plugin.scaler if isinstance(plugin, (MixedPrecision, FabricMixedPrecision)) else None
+        return into(cast(PrecisionName, plugin.precision), policy=policy, scaler=scaler)
+    if type(plugin) in _PLAIN:
+        return into("32-true", policy=policy)
+    kind = type(plugin).__name__
+    later = " FP8 through Transformer Engine comes with a later version." if "TransformerEngine" in kind else ""
+    raise TypeError(
+        f"mfsdp cannot work with the precision plugin {kind}.{later} Use precision=... with one of "
+        f"{', '.join(map(repr, get_args(PrecisionName)))}, or plugins=[{into.__name__}(...)]"
+    )
+
+
+def unscales_by_itself(optimizer: Any) -> bool:
+    """Fused optimizers take the scale and the overflow flag as attributes (contract of torch.amp)."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _agreeing_scaler(scaler: torch.amp.GradScaler | None, device_type: str) -> torch.amp.GradScaler:
+    if scaler is None:
+        return DistributedGradScaler(device_type)
+    if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):
+        return scaler
+    return DistributedGradScaler(
+        device_type,
+        init_scale=scaler.get_scale(),
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+    )

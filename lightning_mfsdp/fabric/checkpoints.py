@@ -1,0 +1,171 @@
+"""What a Fabric state (modules, optimizers, plain values by key) becomes on disk, and back.
+
+A directory in the layout of `checkpoint/sharded.py`, with the user's keys in place of `model` and `optimizer_<i>`; or one file with whole
+tensors. Either is read by whatever reads that layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from lightning_mfsdp.checkpoint import full, lightning_io, sharded
+from lightning_mfsdp.checkpoint.location import META_FILE, Location, check_files
+from lightning_mfsdp.checkpoint.ranks import Ranks
+from lightning_mfsdp.checkpoint.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
+from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
+
+__all__ = ["Filters", "load", "load_raw", "save"]
+
+Filters = Mapping[str, Callable[[str, Any], bool]]
+
+
+def save(location: Location, state: Mapping[str, Any], filters: Filters, *, whole: bool) -> None:
+    """Write modules and optimizers, every rank its rows, and everything else. All ranks call it.
+
+    Args:
+        location: Replaced if there is a checkpoint.
+        state: Modules, optimizers, objects with a `state_dict`, and values that `torch.save` takes.
+        filters: By key, what of a state dict is saved.
+        whole: One file from rank 0 instead of a directory.
+
+    Raises:
+        RuntimeError: On all ranks, if something failed on any. An older checkpoint is as it was.
+        ValueError: An optimizer without its module.
+    """
+    ranks = Ranks()
+    keep = ranks.rank == 0
+    tensors: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, nn.Module):
+            found = whole_model_state(value.state_dict(), keep=keep) if whole else value.state_dict()
+            kept = _filtered(key, found, filters)
+            tensors[key] = (
+                kept if whole else sharded.rows_by_name(kept, sharded.ParameterIndex(value), "saving a checkpoint")
+            )
+        elif isinstance(value, Optimizer):
+            module = _module_of(key, value, state)
+            found = whole_optimizer_state(value, keep=keep) if whole else optimizer_state(module, value)
+            tensors[key] = _filtered(key, found, filters)
+        else:
+            rest[key] = _filtered(key, value.state_dict() if isinstance(value, Stateful) else value, filters)
+    content: lightning_io.FullContent | lightning_io.ShardedContent
+    if whole:
+        content = lightning_io.FullContent(checkpoint={**tensors, **rest})
+    else:
+        content = lightning_io.ShardedContent.packed(tensors, rest, ranks)
+    lightning_io.save(location, content, ranks=ranks)
+
+
+def load(location: Location, state: dict[str, Any], *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+    """Read into modules, optimizers and objects with `load_state_dict` in place, and replace plain values. All ranks call it.
+
+    Args:
+        location: From `save`, or from a Trainer (its keys are `model` and `optimizer_<i>`, in a file `state_dict`).
+        state: What to restore.
+        strict: Keys of `state` and names in state dicts must be there.
+        weights_only: As for `torch.load`.
+
+    Returns:
+        What was saved and not asked for, without weights and optimizer states.
+
+    Raises:
+        ValueError: There is no checkpoint.
+        KeyError: It lacks a key of `state`.
+        RuntimeError: It does not fit.
+    """
+    ranks = Ranks()
+    lightning_io.recover(location, ranks)
+    if location.is_sharded():
+        metadata = check_files(location, ranks)
+        rest = lightning_io.read(location, META_FILE, weights_only)
+        _load_rows(location, metadata, state, rest, strict=strict)
+    elif location.is_file():
+        rest = lightning_io.read(location, None, weights_only)
+        _load_whole(location, state, rest, strict=strict)
+    else:
+        raise lightning_io.no_checkpoint_error(location)
+    for key, value in state.items():
+        if key not in rest or isinstance(value, (nn.Module, Optimizer)):
+            continue
+        if isinstance(value, Stateful):
+            value.load_state_dict(rest.pop(key))
+        else:
+            state[key] = rest.pop(key)
+    return rest
+
+
+def load_raw(location: Location, module: nn.Module, *, strict: bool, weights_only: bool | None) -> None:
+    """Read a file that holds nothing but the state dict of a plain module. All ranks call it."""
+    if not location.is_file():
+        raise lightning_io.no_checkpoint_error(location)
+    full.load_model(location, lightning_io.read(location, None, weights_only), module, strict=strict)
+
+
+def _load_rows(
+    path: Location, metadata: Metadata, state: Mapping[str, Any], rest: Mapping[str, Any], *, strict: bool
+) -> None:
+    present = _present(path, state, {*(item[0] for item in sharded.paths_of(metadata).values()), *rest}, strict=strict)
+    models = {
+        key: sharded.plan_model(path, metadata, module, strict=strict, key=key)
+        for key, module in present.items()
+        if isinstance(module, nn.Module)
+    }
+    optimizers = {
+        key: plan_optimizer(path, metadata, _module_of(key, optimizer, state), optimizer, key)
+        for key, optimizer in present.items()
+        if isinstance(optimizer, Optimizer)
+    }
+    # All of it fits; from here on things change.
+    lightning_io.read_rows(path, [*models.values(), *(plan for plan in optimizers.values() if plan is not None)], None)
+    for key, model_plan in models.items():
+        sharded.finish_model(model_plan, state[key])
+    for key, plan in optimizers.items():
+        if plan is not None:
+            restore_planned(plan, state[key])
+
+
+def _load_whole(path: Location, state: Mapping[str, Any], saved: dict[str, Any], *, strict: bool) -> None:
+    for key, value in _present(path, state, saved, strict=strict).items():
+        if isinstance(value, nn.Module):
+            full.load_model(path, saved.pop(key), value, strict=strict)
+        elif isinstance(value, Optimizer):
+            full.load_optimizers(path, [saved.pop(key)], _module_of(key, value, state), [value])
+
+
+def _present(path: Location, state: Mapping[str, Any], saved: Iterable[str], *, strict: bool) -> dict[str, Any]:
+    """The part of `state` that was saved."""
+    known = set(saved)
+    # Of a module without parameters and buffers, a loss say, nothing is written.
+    empty = [key for key, value in state.items() if isinstance(value, nn.Module) and not value.state_dict()]
+    missing = [key for key in state if key not in known and key not in empty]
+    if missing and strict:
+        raise KeyError(f"{path} holds nothing for {missing}, only {sorted(known)}; ask for these, or pass strict=False")
+    if missing:
+        rank_zero_warn(f"{path} holds nothing for {missing}, which keep their present values")
+    return {key: value for key, value in state.items() if key in known}
+
+
+def _filtered(key: str, value: Any, filters: Filters) -> Any:
+    if key not in filters or not isinstance(value, Mapping):
+        return value
+    return {name: part for name, part in value.items() if filters[key](name, part)}
+
+
+def _module_of(key: str, optimizer: Optimizer, state: Mapping[str, Any]) -> nn.Module:
+    """The module in `state` that an optimizer trains: its state is saved by parameter name."""
+    modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
+    for module in modules.values():
+        if sharded.ParameterIndex(module).knows(optimizer):
+            return module
+    raise ValueError(
+        f"{key!r} is an optimizer, but no single module of the state holds all of its parameters (modules: {list(modules)}). Put the "
+        "module that it trains, as fabric.setup returned it, into the same state"
+    )

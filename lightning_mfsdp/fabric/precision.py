@@ -1,0 +1,66 @@
+"""MFSDPFabricPrecision: what Fabric calls around forward, backward and step. Dtypes are those of `dtypes.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mfsdp.dtypes import ShardedPrecision
+
+__all__ = ["MFSDPFabricPrecision"]
+
+
+class MFSDPFabricPrecision(ShardedPrecision):
+    """Precision of a run under `MFSDPFabricStrategy`.
+
+    Under "*-mixed" inputs come as they are, as under the Trainer, and autocast decides what is computed in which dtype. What a model
+    returns has PyTorch's default dtype, as everywhere in Fabric.
+
+    Args:
+        precision: One of "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true". See `default_policy` for the dtypes.
+        policy: Replaces the dtypes the string stands for; autocast, the model's own dtype and the inputs' still follow the string.
+        scaler: Loss scaler for float16 compute. `None` makes a `DistributedGradScaler` where one is needed. A plain
+            `torch.amp.GradScaler` is taken as settings for one; any other class must itself agree over all ranks on skipping a step.
+
+    Raises:
+        ValueError: An unknown precision, or a scaler where nothing computes in float16.
+    """
+
+    def convert_output(self, data: Any) -> Any:
+        """Floating-point tensors in the default dtype, unless everything is float32 or as the policy says."""
+        if self.precision == "32-true":
+            return data
+        dtype = torch.get_default_dtype()
+
+        def convert(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        return apply_to_collection(data, Tensor, convert)
+
+    def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Scale the loss where float16 gradients could underflow, and run backward."""
+        if self.scaler is not None:
+            tensor = self.scaler.scale(tensor)
+        super().backward(tensor, model, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step; with a scaler the step is skipped on all ranks when any gradient overflowed."""
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, **kwargs)
+        output = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return output
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Remove the scale before gradients are clipped.
+
+        Raises:
+            RuntimeError: A fused optimizer under loss scaling removes it later.
+        """
+        if self.scaler is not None:
+            self.check_clipping(optimizer)
+            self.scaler.unscale_(optimizer)

@@ -1,0 +1,372 @@
+"""MFSDPFabricStrategy: Fabric's calls become engine calls, as `lightning_mfsdp.strategy` does for the Trainer's.
+
+setup_environment   process group, device mesh (shard) or (outer, shard)
+setup_module        dtype of the module, units, fully_shard, buffers to the device
+setup_optimizer     local rows; made before or after the module was set up
+backward            forward hooks of the root fire, so the engine notices by itself
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_mfsdp import communication
+from lightning_mfsdp.arguments import check_choice, check_device
+from lightning_mfsdp.checkpoint.lightning_io import locate
+from lightning_mfsdp.dtypes import translate
+from lightning_mfsdp.engine import (
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    clip_grad_value_,
+    fully_shard_optimizer,
+    no_sync,
+)
+from lightning_mfsdp.fabric import checkpoints
+from lightning_mfsdp.fabric.precision import MFSDPFabricPrecision
+from lightning_mfsdp.lightning_api import (
+    CheckpointIO,
+    FabricBackwardSyncControl,
+    FabricLauncher,
+    FabricParallelStrategy,
+    FabricPrecision,
+    sync_if_available,
+)
+from lightning_mfsdp.sharding import REGISTERED, ShardingOptions, move_rest_to_device
+from lightning_mfsdp.unit_selection import UnitsArgument
+
+if TYPE_CHECKING:
+    from lightning.fabric.accelerators.accelerator import Accelerator
+    from lightning.fabric.plugins import ClusterEnvironment
+
+__all__ = ["MFSDPFabricStrategy"]
+
+T = TypeVar("T")
+
+
+class MFSDPFabricStrategy(FabricParallelStrategy):
+    """Fully sharded training in a loop of your own, on CPU or CUDA, any number of devices and nodes.
+
+    Args:
+        sharding, outer_sharding, policy, units, blocks_per_unit, data_parallel_size, outer_size, mesh, reshard_after_forward,
+            ignored_parameters, storage, symmetric_memory, compile: As in `MFSDPStrategy`.
+        accumulation: Inside `fabric.no_backward_sync`, "local": no communication, for a full-size gradient in memory. "sharded":
+            strategies with sharded gradients reduce each microbatch over the shard axis; the outer axis waits.
+        state_dict_type: Of saved checkpoints. "sharded": a directory, every rank writes its rows; "full": one file with whole tensors.
+            Both kinds are read, whatever this says.
+        timeout: Of collectives. `None`: PyTorch's own, 10 minutes for NCCL and 30 for gloo.
+        process_group_backend: `None`: NCCL for CUDA, gloo for CPU.
+        accelerator, parallel_devices, cluster_environment: As for every Fabric strategy; Fabric sets them.
+        precision: `MFSDPFabricPrecision`, or a plugin that can be translated into one.
+
+    Raises:
+        ValueError, TypeError: An argument out of its range, of the wrong kind, or in contradiction to another.
+    """
+
+    def __init__(
+        self,
+        *,
+        sharding: str | int = "optim_grads_params",
+        outer_sharding: str | int = "no_shard",
+        policy: MixedPrecisionPolicy | None = None,
+        units: UnitsArgument = "auto",
+        blocks_per_unit: int | Literal["auto"] = "auto",
+        data_parallel_size: int | Literal["auto"] | None = "auto",
+        outer_size: int = 1,
+        mesh: DeviceMesh | None = None,
+        reshard_after_forward: bool | Literal["auto"] = True,
+        ignored_parameters: Sequence[str | nn.Parameter] = (),
+        storage: Literal["pooled", "dynamic"] = "pooled",
+        symmetric_memory: bool = False,
+        compile: bool | Mapping[str, Any] = False,
+        accumulation: Literal["local", "sharded"] = "local",
+        state_dict_type: Literal["sharded", "full"] = "sharded",
+        timeout: timedelta | None = None,
+        process_group_backend: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision: FabricPrecision | None = None,
+    ) -> None:
+        self._options = ShardingOptions(
+            sharding=sharding,
+            outer_sharding=outer_sharding,
+            policy=policy,
+            units=units,
+            blocks_per_unit=blocks_per_unit,
+            data_parallel_size=data_parallel_size,
+            outer_size=outer_size,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            ignored_parameters=ignored_parameters,
+            storage=storage,
+            symmetric_memory=symmetric_memory,
+            compile=compile,
+        )
+        check_choice("accumulation", accumulation, ("local", "sharded"))
+        check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
+        super().__init__(accelerator, parallel_devices, cluster_environment, None, precision)
+        self.sharding = sharding
+        self.outer_sharding = outer_sharding
+        self.state_dict_type = state_dict_type
+        self._num_nodes = 1
+        self._timeout = timeout
+        self._process_group_backend = process_group_backend
+        self._mesh: DeviceMesh | None = None
+        self._backward_sync_control = _BackwardSync(keep_sharded=accumulation == "sharded")
+
+    # -- processes -----------------------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Fabric sets it."""
+        return self._num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Axes ("shard",) or ("outer", "shard").
+
+        Raises:
+            RuntimeError: Processes are not connected yet.
+        """
+        if self._mesh is None:
+            raise RuntimeError(
+                "MFSDPFabricStrategy.device_mesh: there is no mesh before fabric.launch() has connected the processes"
+            )
+        return self._mesh
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        # One process needs nobody to start it, which lets notebooks in.
+        if not self.cluster_environment.creates_processes_externally and self.num_nodes * self.num_processes > 1:
+            self._launcher = FabricLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def _set_world_ranks(self) -> None:
+        communication.set_world_ranks(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Connect the processes, unless somebody has, and build the mesh."""
+        check_device(self.root_device.type)
+        super().setup_environment()
+        self._set_world_ranks()
+        assert self.cluster_environment is not None
+        communication.connect(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
+        if self._mesh is None:
+            self._mesh = self._options.mesh_of(self.root_device.type, self.world_size)
+        self.precision.connect_device(self.root_device.type)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        communication.barrier(self.root_device)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """The object rank `src` has."""
+        return communication.broadcast(obj, src)
+
+    def all_reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        """A tensor over all ranks, in place; what is no tensor comes back as it is."""
+        return sync_if_available(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """The tensor of every rank, stacked: `[world_size, *tensor.shape]`. `sync_grads` lets gradients flow back."""
+        if sync_grads:
+            return super().all_gather(tensor, group, sync_grads)
+        return communication.all_gather(tensor, group)
+
+    # -- precision -----------------------------------------------------------------------------------------------------
+
+    @property
+    def precision(self) -> MFSDPFabricPrecision:
+        """The precision, translated from whatever Fabric built."""
+        if isinstance(self._precision, MFSDPFabricPrecision):
+            return self._precision
+        return MFSDPFabricPrecision(policy=self._options.policy)
+
+    @precision.setter
+    def precision(self, precision: FabricPrecision | None) -> None:
+        self._precision = (
+            None if precision is None else translate(precision, self._options.policy, MFSDPFabricPrecision)
+        )
+
+    # -- modules and optimizers ----------------------------------------------------------------------------------------
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Modules in the dtype of the precision; on meta if `empty_init`, to be initialised unit by unit in `setup_module`."""
+        stack = ExitStack()
+        if empty_init:
+            stack.enter_context(torch.device("meta"))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Does nothing, as in Fabric's own sharded strategies: `setup_module` moves a model unit by unit."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard the module, unless it is, and move the rest to the device."""
+        self._options.shard(module, self.device_mesh, self.precision)
+        move_rest_to_device(module, self.root_device)
+        return _Forward(module)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Give an optimizer this rank's rows of the parameters it holds."""
+        return fully_shard_optimizer(optimizer, grad_scaler=self.precision.scaler)
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Set up a module and the optimizers that were built from its parameters.
+
+        Raises:
+            RuntimeError: Parameters on meta, which will be replaced by others.
+        """
+        held = [entry for optimizer in optimizers for group in optimizer.param_groups for entry in group["params"]]
+        if any(parameter.is_meta for parameter in held):
+            raise RuntimeError(
+                "an optimizer holds parameters on the meta device, which real ones will replace. Call model = fabric.setup_module(model), "
+                "build the optimizer from model.parameters(), then optimizer = fabric.setup_optimizers(optimizer)"
+            )
+        return super().setup_module_and_optimizers(module, optimizers, scheduler)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Scale an optimizer's gradients down to a global norm over all ranks of at most `max_norm`; returns the norm before."""
+        self.precision.unscale_gradients(optimizer)
+        parameters = self.precision.main_params(optimizer)
+        return clip_grad_norm_(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        """Clamp every gradient element of an optimizer to `[-clip_val, clip_val]`."""
+        self.precision.unscale_gradients(optimizer)
+        clip_grad_value_(self.precision.main_params(optimizer), float(clip_val))
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Not used."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        raise TypeError(
+            f"MFSDPFabricStrategy writes and reads checkpoints by itself, so the plugin {type(io).__name__} would be ignored. Remove it"
+        )
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write what `state` holds, as `checkpoints.save` does.
+
+        Raises:
+            TypeError: `storage_options` were given: they belong to a CheckpointIO.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                "MFSDPFabricStrategy.save_checkpoint: storage_options are for a CheckpointIO, which it does not use; leave them out"
+            )
+        checkpoints.save(
+            locate(self.broadcast(os.fspath(path))),
+            {key: _unwrapped(value) for key, value in state.items()},
+            filter or {},
+            whole=self.state_dict_type == "full",
+        )
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: nn.Module | Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read into what `state` holds, in place, as `checkpoints.load` does; returns what is left.
+
+        Raises:
+            ValueError: There is nothing to read, or nothing to read into.
+            TypeError: An optimizer alone.
+        """
+        location = locate(self.broadcast(os.fspath(path)))
+        if isinstance(state, Optimizer):
+            raise TypeError(
+                "an optimizer alone cannot be loaded: its state is found by the names of its module's parameters. Use "
+                'fabric.load(path, {"model": model, "optimizer": optimizer})'
+            )
+        if isinstance(state, nn.Module):
+            checkpoints.load_raw(location, _unwrapped(state), strict=strict, weights_only=weights_only)
+            return {}
+        if not state:
+            raise ValueError(
+                f"fabric.load({str(location)!r}): nothing to load into. Weights are read in place, into modules and optimizers; pass them "
+                'as fabric.load(path, {"model": model, "optimizer": optimizer})'
+            )
+        restored = {key: _unwrapped(value) for key, value in state.items()}
+        rest = checkpoints.load(location, restored, strict=strict, weights_only=weights_only)
+        state.update({key: value for key, value in restored.items() if not isinstance(value, nn.Module)})
+        return rest
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Add the strategy's names to a Fabric registry; calling it again changes nothing."""
+        for name, (sharding, description) in REGISTERED.items():
+            strategy_registry.register(
+                name, cls, description=f"Fully sharded: {description}", override=True, sharding=sharding
+            )
+
+
+class _Forward(nn.Module):
+    """What Fabric calls in place of a sharded module.
+
+    Fabric sends methods marked by `mark_forward_method` through the forward of what a strategy returns, unless that is the module
+    itself; on that way the root's weights are gathered.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def _unwrapped(value: Any) -> Any:
+    return value.module if isinstance(value, _Forward) else value
+
+
+class _BackwardSync(FabricBackwardSyncControl):
+    def __init__(self, *, keep_sharded: bool) -> None:
+        self._keep_sharded = keep_sharded
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return no_sync(module, keep_sharded=self._keep_sharded) if enabled else nullcontext()

@@ -1,0 +1,149 @@
+"""ShardingOptions: what the Trainer's strategy and Fabric's are told alike, and what they do with it to a mesh and to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchmetrics import Metric
+
+from lightning_mfsdp.arguments import (
+    build_mesh,
+    check_blocks_per_unit,
+    check_choice,
+    check_ignored,
+    check_policy,
+    check_sizes,
+    check_world,
+    ignored_parameters,
+    warn_of_other_options,
+    warn_of_other_policies,
+)
+from lightning_mfsdp.compilation import compile_options, compile_units
+from lightning_mfsdp.dtypes import ShardedPrecision
+from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard_units, sharded_parameters, units
+from lightning_mfsdp.engine.placement import resolve_placement
+from lightning_mfsdp.engine.unit import unit_of
+from lightning_mfsdp.unit_selection import UnitsArgument, describe_units, join_blocks, select_units, validate_units
+
+__all__ = ["REGISTERED", "ShardingOptions", "move_rest_to_device"]
+
+# Names under which strategies are registered: what is sharded, in the words of the argument and in plain ones.
+REGISTERED = {
+    "mfsdp": ("optim_grads_params", "weights, gradients and optimizer state sharded"),
+    "mfsdp_optim_grads": ("optim_grads", "gradients and optimizer state sharded"),
+    "mfsdp_optim": ("optim", "optimizer state sharded"),
+    "mfsdp_no_shard": ("no_shard", "everything replicated"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardingOptions:
+    """Arguments of a strategy that concern the engine, as `MFSDPStrategy` explains them.
+
+    Raises:
+        ValueError, TypeError: An argument out of its range, of the wrong kind, or in contradiction to another.
+    """
+
+    sharding: str | int
+    outer_sharding: str | int
+    policy: MixedPrecisionPolicy | None
+    units: UnitsArgument
+    blocks_per_unit: int | Literal["auto"]
+    data_parallel_size: int | Literal["auto"] | None
+    outer_size: int
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | Literal["auto"]
+    ignored_parameters: Sequence[str | nn.Parameter]
+    storage: Literal["pooled", "dynamic"]
+    symmetric_memory: bool
+    compile: bool | Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        resolve_placement(self.sharding, self.outer_sharding, 1, 1)
+        validate_units(self.units)
+        check_blocks_per_unit(self.blocks_per_unit)
+        check_choice("storage", self.storage, ("pooled", "dynamic"))
+        check_choice("reshard_after_forward", self.reshard_after_forward, (True, False, "auto"))
+        check_policy(self.policy)
+        check_sizes(self.data_parallel_size, self.outer_size, self.mesh)
+        check_ignored(self.ignored_parameters)
+        compile_options(self.compile)
+
+    def mesh_of(self, device_type: str, world_size: int) -> DeviceMesh:
+        """The mesh that was given, or one over all connected ranks.
+
+        Raises:
+            ValueError: Sizes that do not fit the number of ranks.
+        """
+        check_world(world_size, self.data_parallel_size, self.outer_size, self.mesh)
+        return self.mesh or build_mesh(device_type, world_size, self.outer_size, self.outer_sharding)
+
+    def shard(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        precision: ShardedPrecision,
+        before: Callable[[nn.Module], object] | None = None,
+    ) -> None:
+        """Choose units and shard `module` in place; one that is sharded already stays as it is.
+
+        Args:
+            module: Any, or with modules inside that were given to `fully_shard`.
+            mesh: From `mesh_of`.
+            precision: Dtypes of the module and of the engine.
+            before: Called with a module in which nothing is sharded yet.
+        """
+        root = unit_of(module)
+        if root is not None:
+            warn_of_other_options(module, root, precision.policy, self.sharding, self.outer_sharding)
+            return
+        chosen: list[nn.Module | list[nn.Module]] = []
+        if any(unit_of(part) is not None for part in module.modules()):
+            if self.units != "auto":
+                raise ValueError(
+                    f"units={self.units!r}, but {type(module).__name__} already contains modules given to fully_shard. Leave units out, "
+                    "or do not call fully_shard yourself"
+                )
+        else:
+            if before is not None:
+                before(module)
+            precision.cast_module(module)
+            together = 1 if self.blocks_per_unit == "auto" and self.units != "auto" else self.blocks_per_unit
+            chosen = join_blocks(module, select_units(module, self.units), together)
+        fully_shard_units(
+            module,
+            chosen,
+            mesh=mesh,
+            sharding=self.sharding,
+            outer_sharding=self.outer_sharding,
+            policy=precision.policy,
+            reshard_after_forward=self.reshard_after_forward,
+            ignored_parameters=ignored_parameters(module, self.ignored_parameters),
+            storage=self.storage,
+            symmetric_memory=self.symmetric_memory,
+        )
+        precision.autocast_calls(module)
+        options = compile_options(self.compile)
+        if options is not None:
+            compile_units(module, options)
+        warn_of_other_policies(module, precision.policy)
+        rank_zero_info(describe_units(units(module), sum(view.main.numel() for view in sharded_parameters(module))))
+
+
+def move_rest_to_device(root: nn.Module, device: torch.device) -> None:
+    """Move what the engine does not manage: buffers, ignored parameters, metrics."""
+    for module in root.modules():
+        if isinstance(module, Metric):
+            module.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device != device:
+                setattr(module, name, buffer.to(device))
+        for parameter in module.parameters(recurse=False):
+            if parameter.device != device:
+                parameter.data = parameter.data.to(device)
