@@ -57,6 +57,7 @@ from lightning_mfsdp.engine import (
 )
 from lightning_mfsdp.engine.placement import resolve_placement
 from lightning_mfsdp.engine.unit import unit_of
+from lightning_mfsdp.evaluation import step_with_all_ranks
 from lightning_mfsdp.precision import MFSDPPrecision, translate_precision
 from lightning_mfsdp.unit_selection import (
     UnitsArgument,
@@ -320,23 +321,28 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """`LightningModule.validation_step` with the root unit's weights there."""
-        with self._step_context() as module:
+        with self._evaluation_context() as module:
             return module.validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """`LightningModule.test_step` with the root unit's weights there."""
-        with self._step_context() as module:
+        with self._evaluation_context() as module:
             return module.test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """`LightningModule.predict_step` with the root unit's weights there."""
-        with self._step_context() as module:
+        with self._evaluation_context() as module:
             return module.predict_step(*args, **kwargs)
 
     @contextmanager
     def _step_context(self) -> Generator[LightningModule, None, None]:
         with gather_root(self._module), self.precision_plugin.forward_context():
             yield self._module
+
+    @contextmanager
+    def _evaluation_context(self) -> Generator[LightningModule, None, None]:
+        with step_with_all_ranks(self._module, self.root_device), self._step_context() as module:
+            yield module
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Have the engine notice the backward of this loss."""

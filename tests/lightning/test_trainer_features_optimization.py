@@ -1,0 +1,191 @@
+"""Everything around the optimizer: manual optimization, schedulers, clipping, accumulation and tuners do under mfsdp what they do under DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.tuner import Tuner
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.helpers.distributed import run_distributed
+from tests.lightning.features import Side, assert_alike, run_both
+from tests.lightning.models import FOREIGN_WARNINGS, Classifier, dataset, loader, seeded
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in FOREIGN_WARNINGS]
+
+BATCHES = 6
+
+
+def data(side: Side, batches: int = BATCHES) -> DataLoader[Any]:
+    return loader(4, 8 * batches, side.rank, side.world_size)
+
+
+class Turns(Classifier):
+    """Two optimizers with a schedule each take turns, with two microbatches for a step, frozen by toggling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.rates: list[list[float]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer, schedule in zip(self.optimizers(), self.lr_schedulers(), strict=True):
+            self.toggle_optimizer(optimizer)
+            (self.manual_backward(self.loss(batch) / 2))
+            if batch_idx % 2:
+                self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+            self.untoggle_optimizer(optimizer)
+        self.rates.append([optimizer.param_groups[0]["lr"] for optimizer in self.optimizers()])
+
+    def configure_optimizers(self) -> Any:
+        body = torch.optim.AdamW([self.scale, *self.inputs.parameters(), *self.blocks.parameters()], lr=0.1)
+        head = torch.optim.SGD(self.head.parameters(), lr=0.2, momentum=0.9)
+        schedules = [
+            torch.optim.lr_scheduler.StepLR(body, 2, gamma=0.5),
+            torch.optim.lr_scheduler.CosineAnnealingLR(head, 6),
+        ]
+        return [body, head], schedules
+
+
+def several_optimizers(side: Side) -> dict[str, Any]:
+    """Two epochs at once, and one epoch, a checkpoint, and another epoch from there."""
+    straight = seeded(Turns)
+    side.trainer(unused_parameters=True, max_epochs=2).fit(straight, data(side))
+    first = side.trainer(unused_parameters=True)
+    first.fit(seeded(Turns), data(side))
+    path = side.folder / "half.ckpt"
+    first.save_checkpoint(path)
+    resumed = seeded(Turns)
+    side.trainer(unused_parameters=True, max_epochs=2).fit(resumed, data(side), ckpt_path=path)
+    return {
+        "rates": straight.rates,
+        "straight": side.weights(straight),
+        "resumed rates": straight.rates[:BATCHES] + resumed.rates,
+        "resumed": side.weights(resumed),
+    }
+
+
+class Grouped(Classifier):
+    """Parameter groups with their own rates, a frozen layer inside a unit and one in the root; the gradients' norms are noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs.weight.requires_grad_(False)
+        self.blocks[0].linear.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        decay = [parameter for parameter in trained if parameter.dim() > 1]
+        rest = [parameter for parameter in trained if parameter.dim() < 2]
+        return torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "lr": 0.01}], lr=0.05)
+
+
+def clipping(side: Side) -> dict[str, Any]:
+    found = {}
+    for algorithm, value in (("norm", 0.05), ("value", 0.01)):
+        model = seeded(Grouped)
+        side.trainer(gradient_clip_val=value, gradient_clip_algorithm=algorithm).fit(model, data(side))
+        found[algorithm] = side.weights(model)
+    return found
+
+
+class StepCounter(Callback):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        self.steps.append(trainer.global_step)
+
+
+def accumulation_schedule(side: Side) -> dict[str, Any]:
+    """One batch for a step, then two, then four, which leaves two over at the end of the epoch."""
+    counter = StepCounter()
+    model = seeded()
+    trainer = side.trainer(max_epochs=3, callbacks=[GradientAccumulationScheduler({0: 1, 1: 2, 2: 4}), counter])
+    trainer.fit(model, data(side))
+    return {"steps": counter.steps, "weights": side.weights(model)}
+
+
+class Tuned(Classifier):
+    """Has what tuners look for: lr, batch_size, and loaders of its own."""
+
+    def __init__(self, side: Side, too_large: int = 10**9) -> None:
+        super().__init__()
+        self.side, self.too_large = side, too_large
+        self.batch_size = 2
+        self.sizes: list[int] = []
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader(self.batch_size, 128, self.side.rank, self.side.world_size)
+
+    val_dataloader = train_dataloader
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if len(batch[0]) >= self.too_large:
+            raise RuntimeError("CUDA out of memory. (not really)")
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def tuned(side: Side, **options: Any) -> Any:
+    torch.manual_seed(11)
+    return Tuned(side, **options)
+
+
+def learning_rate_finder(side: Side) -> dict[str, Any]:
+    """As a tuner, and as a callback; then training goes on with the rate that was found, from the first weights."""
+    model = tuned(side)
+    trainer = side.trainer(max_steps=4)
+    finder = Tuner(trainer).lr_find(model, num_training=20, min_lr=1e-4, max_lr=0.5)
+    suggested = model.lr
+    trainer.fit(model)
+    called = tuned(side)
+    callback = LearningRateFinder(num_training_steps=20, min_lr=1e-4, max_lr=0.5)
+    other = side.trainer(max_steps=4, callbacks=[callback])
+    other.fit(called)
+    return {
+        "rates": finder.results["lr"],
+        "losses": finder.results["loss"],
+        "suggested": suggested,
+        "weights": side.weights(model),
+        "by callback": called.lr,
+        "losses of callback": callback.optimal_lr.results["loss"],
+        "rates in use": [group["lr"] for group in other.optimizers[0].param_groups],
+        "weights by callback": side.weights(called),
+        "left over": sorted(path.name for path in side.folder.iterdir()),
+    }
+
+
+def batch_size_finder(side: Side) -> dict[str, Any]:
+    """Until memory is said to be out, by doubling and by bisection; for fitting and for validation."""
+    found: dict[str, Any] = {}
+    for mode in ("power", "binsearch"):
+        model = tuned(side, too_large=14)
+        trainer = side.trainer(max_steps=3)
+        found[mode] = Tuner(trainer).scale_batch_size(model, mode=mode, init_val=2, steps_per_trial=2, max_trials=4)
+        trainer.fit(model)
+        found[f"{mode} weights"] = side.weights(model)
+    model = tuned(side)
+    trainer = side.trainer(callbacks=[BatchSizeFinder(init_val=2, steps_per_trial=1, max_trials=3)])
+    trainer.validate(model, verbose=False)
+    found["validate"] = model.batch_size, trainer.callback_metrics["val_loss"].item()
+    fitted = tuned(side)
+    side.trainer(max_steps=2, callbacks=[BatchSizeFinder(init_val=4, steps_per_trial=1, max_trials=2)]).fit(fitted)
+    found["fit"] = fitted.batch_size, side.weights(fitted)
+    found["left over"] = sorted(path.name for path in side.folder.iterdir())
+    return found
+
+
+SCENARIOS = (several_optimizers, clipping, accumulation_schedule, learning_rate_finder, batch_size_finder)
