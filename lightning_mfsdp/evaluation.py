@@ -1,8 +1,8 @@
 """Steps of validation, testing and prediction, where ranks may have different numbers of batches.
 
-Lightning's sampler for predictions repeats no sample, so some ranks run out a batch earlier than others; loaders of users may differ by more. A
-sharded forward needs all ranks. Those that are done with a loader therefore take part in the gathers of the others until nobody has a batch
-of it left; only then does Lightning put metrics of all ranks together.
+Lightning's sampler for predictions repeats no sample, so some ranks run out a batch earlier than others; loaders of users may differ
+by more. A sharded forward needs all ranks. Those that are done with a loader therefore take part in the gathers of the others until
+nobody has a batch of it left; only then does Lightning put metrics of all ranks together.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from torchmetrics import Metric
 
 from lightning_mfsdp.arguments import (
     build_mesh,
+    check_batch_norms,
     check_blocks_per_unit,
     check_callbacks,
     check_choice,
@@ -244,7 +245,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         """Shard the model unless it is, bring the rest to the device, and make optimizers for fitting."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+        check_callbacks(trainer.callbacks, self.precision_plugin.compute_dtype)  # type: ignore[attr-defined]
         self.model = self._module
         self._shard(self._module)
         self.model_to_device()
@@ -263,6 +264,8 @@ class MFSDPStrategy(CheckpointingStrategy):
     def _shard(self, module: LightningModule) -> None:
         policy = self.precision_plugin.policy
         root = unit_of(module)
+        if self._layer_sync is not None:
+            check_batch_norms(module)
         if root is not None:
             warn_of_other_options(module, root, policy, self.sharding, self.outer_sharding)
             return

@@ -1,7 +1,7 @@
 """What a forward-only step does to the units, in order, so that a rank without data can do it again without computing.
 
-Ranks issue the same gathers or wait for each other for ever. Which gathers a forward issues, also those in advance, follows from the order in
-which units begin and end. A rank that has run out of batches goes through that order once for every step of the others.
+Ranks issue the same gathers or wait for each other for ever. Which gathers a forward issues, also those in advance, follows from
+the order in which units begin and end. A rank that has run out of batches goes through that order once for every step of the others.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Everything around the optimizer: manual optimization, schedulers, clipping, accumulation and tuners do under mfsdp what they do under DDP."""
+"""Around the optimizer: manual optimization, schedulers, clipping, accumulation and tuners do under mfsdp what they do under DDP."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
@@ -13,10 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_distributed
-from tests.lightning.features import Side, assert_alike, run_both
-from tests.lightning.models import FOREIGN_WARNINGS, Classifier, dataset, loader, seeded
-
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in FOREIGN_WARNINGS]
+from tests.lightning.features import Side, assert_alike, assert_ranks_alike, run_both
+from tests.lightning.models import Classifier, loader, seeded
 
 BATCHES = 6
 
@@ -36,7 +36,7 @@ class Turns(Classifier):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         for optimizer, schedule in zip(self.optimizers(), self.lr_schedulers(), strict=True):
             self.toggle_optimizer(optimizer)
-            (self.manual_backward(self.loss(batch) / 2))
+            self.manual_backward(self.loss(batch) / 2)
             if batch_idx % 2:
                 self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
                 optimizer.step()
@@ -60,7 +60,8 @@ def several_optimizers(side: Side) -> dict[str, Any]:
     straight = seeded(Turns)
     side.trainer(unused_parameters=True, max_epochs=2).fit(straight, data(side))
     first = side.trainer(unused_parameters=True)
-    first.fit(seeded(Turns), data(side))
+    first_half = seeded(Turns)
+    first.fit(first_half, data(side))
     path = side.folder / "half.ckpt"
     first.save_checkpoint(path)
     resumed = seeded(Turns)
@@ -68,7 +69,7 @@ def several_optimizers(side: Side) -> dict[str, Any]:
     return {
         "rates": straight.rates,
         "straight": side.weights(straight),
-        "resumed rates": straight.rates[:BATCHES] + resumed.rates,
+        "resumed rates": first_half.rates + resumed.rates,
         "resumed": side.weights(resumed),
     }
 
@@ -168,8 +169,37 @@ def learning_rate_finder(side: Side) -> dict[str, Any]:
     }
 
 
-def batch_size_finder(side: Side) -> dict[str, Any]:
-    """Until memory is said to be out, by doubling and by bisection; for fitting and for validation."""
+class Plateau(Classifier):
+    """The rate falls when the validation loss does not, looked at every second epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss", "frequency": 2},
+        }
+
+
+def plateau(side: Side) -> dict[str, Any]:
+    model = seeded(Plateau)
+    trainer = side.trainer(max_epochs=6)
+    trainer.fit(model, data(side), data(side, 2))
+    return {"rate": trainer.optimizers[0].param_groups[0]["lr"], "weights": side.weights(model)}
+
+
+def refused_batch_sizes(side: Side) -> list[str]:
+    """Lightning tunes batch sizes on one device only, and says so."""
+    with pytest.raises(ValueError, match="batch size") as as_tuner:
+        Tuner(side.trainer()).scale_batch_size(tuned(side))
+    trainer = side.trainer(callbacks=[BatchSizeFinder()])
+    with pytest.raises(MisconfigurationException, match="Batch size") as as_callback:
+        trainer.fit(tuned(side))
+    return [str(as_tuner.value), str(as_callback.value)]
+
+
+def batch_sizes(side: Side) -> dict[str, Any]:
+    """Until memory is said to be out, by doubling and by bisection; as a tuner and as a callback, for fitting and for validation."""
     found: dict[str, Any] = {}
     for mode in ("power", "binsearch"):
         model = tuned(side, too_large=14)
@@ -188,4 +218,60 @@ def batch_size_finder(side: Side) -> dict[str, Any]:
     return found
 
 
-SCENARIOS = (several_optimizers, clipping, accumulation_schedule, learning_rate_finder, batch_size_finder)
+SCENARIOS = (several_optimizers, clipping, accumulation_schedule, plateau, learning_rate_finder, refused_batch_sizes)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_distributed(run_both, 2, str(tmp_path_factory.mktemp("optimization")), SCENARIOS)
+
+
+def test_several_optimizers_with_schedules_and_microbatches_by_hand_go_on_from_a_checkpoint(two_ranks: Any) -> None:
+    assert_ranks_alike(two_ranks, several_optimizers)
+    found = two_ranks[0]["several_optimizers"]["mfsdp"]
+    assert_alike(found["resumed"], found["straight"])
+    assert found["resumed rates"] == found["rates"]
+    assert len(set(map(tuple, found["rates"]))) == BATCHES + 1
+
+
+def test_clipping_by_norm_and_value_with_parameter_groups_and_frozen_layers(two_ranks: Any) -> None:
+    assert_ranks_alike(two_ranks, clipping)
+    found, start = two_ranks[0]["clipping"]["mfsdp"], dict(seeded(Grouped).named_parameters())
+    for weights in found.values():
+        assert torch.equal(weights["blocks.0.linear.weight"], start["blocks.0.linear.weight"])
+        assert not torch.equal(weights["head.weight"], start["head.weight"])
+    assert not torch.equal(found["norm"]["head.weight"], found["value"]["head.weight"])
+
+
+def test_gradient_accumulation_scheduler_changes_the_number_of_batches_in_a_step(two_ranks: Any) -> None:
+    assert_ranks_alike(two_ranks, accumulation_schedule)
+    assert two_ranks[0]["accumulation_schedule"]["mfsdp"]["steps"] == [6, 6 + 3, 6 + 3 + 2]
+
+
+def test_a_schedule_that_watches_a_metric(two_ranks: Any) -> None:
+    assert_ranks_alike(two_ranks, plateau)
+    assert two_ranks[0]["plateau"]["mfsdp"]["rate"] < 1.0
+
+
+def test_learning_rate_finder_finds_what_it_finds_under_ddp_and_puts_everything_back(two_ranks: Any) -> None:
+    assert_ranks_alike(two_ranks, learning_rate_finder)
+    found = two_ranks[0]["learning_rate_finder"]["mfsdp"]
+    assert found["suggested"] == found["by callback"] != 0.05
+    assert found["rates in use"] == [found["suggested"] / 2]  # the schedule halves it after three steps
+    assert found["left over"] == []
+
+
+def test_lightning_refuses_to_tune_batch_sizes_on_several_devices(two_ranks: Any) -> None:
+    assert_ranks_alike(two_ranks, refused_batch_sizes)
+    assert all(
+        "not supported with distributed strategies" in said for said in two_ranks[0]["refused_batch_sizes"]["mfsdp"]
+    )
+
+
+def test_batch_size_finder_on_one_device_finds_what_it_finds_without_sharding(tmp_path: Path) -> None:
+    found = run_distributed(run_both, 1, str(tmp_path), (batch_sizes,))
+    assert_ranks_alike(found, batch_sizes)
+    sizes = found[0]["batch_sizes"]["mfsdp"]
+    assert sizes["power"] == 8
+    assert 8 < sizes["binsearch"] < 14
+    assert sizes["left over"] == []
