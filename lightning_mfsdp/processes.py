@@ -60,8 +60,8 @@ class ProcessStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning asks before it gives loaders a distributed sampler, and refuses to tune batch sizes where it is true."""
-        return self.world_size > 1
+        """Lightning asks before it gives loaders a distributed sampler."""
+        return True
 
     @property
     def root_device(self) -> torch.device:

@@ -33,7 +33,7 @@ class Side:
     Attributes:
         name: "ddp" or "mfsdp".
         rank: This process.
-        world_size: Number of processes. With one, Lightning's strategy for one device takes the place of DDP.
+        world_size: Number of processes.
         folder: For this scenario under this strategy; the ranks share it.
     """
 
@@ -47,7 +47,6 @@ class Side:
         strategy: Any = MFSDPStrategy(units=["Block"])
         if self.name == "ddp":
             strategy = "ddp_find_unused_parameters_true" if unused_parameters else "ddp"
-            strategy = strategy if self.world_size > 1 else "auto"
         return make_trainer(self.folder, self.world_size, **{"strategy": strategy, **options})
 
     def weights(self, model: LightningModule) -> dict[str, Tensor]:

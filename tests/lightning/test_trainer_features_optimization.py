@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,21 +117,15 @@ def accumulation_schedule(side: Side) -> dict[str, Any]:
 class Tuned(Classifier):
     """Has what tuners look for: lr, batch_size, and loaders of its own."""
 
-    def __init__(self, side: Side, too_large: int = 10**9) -> None:
+    def __init__(self, side: Side) -> None:
         super().__init__()
-        self.side, self.too_large = side, too_large
+        self.side = side
         self.batch_size = 2
-        self.sizes: list[int] = []
 
     def train_dataloader(self) -> DataLoader[Any]:
         return loader(self.batch_size, 128, self.side.rank, self.side.world_size)
 
     val_dataloader = train_dataloader
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        if len(batch[0]) >= self.too_large:
-            raise RuntimeError("CUDA out of memory. (not really)")
-        return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
@@ -140,9 +133,8 @@ class Tuned(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def tuned(side: Side, **options: Any) -> Any:
-    torch.manual_seed(11)
-    return Tuned(side, **options)
+def tuned(side: Side) -> Any:
+    return seeded(Tuned, side=side)
 
 
 def learning_rate_finder(side: Side) -> dict[str, Any]:
@@ -189,33 +181,13 @@ def plateau(side: Side) -> dict[str, Any]:
 
 
 def refused_batch_sizes(side: Side) -> list[str]:
-    """Lightning tunes batch sizes on one device only, and says so."""
+    """Lightning tunes batch sizes under no distributed strategy, and says so."""
     with pytest.raises(ValueError, match="batch size") as as_tuner:
         Tuner(side.trainer()).scale_batch_size(tuned(side))
     trainer = side.trainer(callbacks=[BatchSizeFinder()])
     with pytest.raises(MisconfigurationException, match="Batch size") as as_callback:
         trainer.fit(tuned(side))
     return [str(as_tuner.value), str(as_callback.value)]
-
-
-def batch_sizes(side: Side) -> dict[str, Any]:
-    """Until memory is said to be out, by doubling and by bisection; as a tuner and as a callback, for fitting and for validation."""
-    found: dict[str, Any] = {}
-    for mode in ("power", "binsearch"):
-        model = tuned(side, too_large=14)
-        trainer = side.trainer(max_steps=3)
-        found[mode] = Tuner(trainer).scale_batch_size(model, mode=mode, init_val=2, steps_per_trial=2, max_trials=4)
-        trainer.fit(model)
-        found[f"{mode} weights"] = side.weights(model)
-    model = tuned(side)
-    trainer = side.trainer(callbacks=[BatchSizeFinder(init_val=2, steps_per_trial=1, max_trials=3)])
-    trainer.validate(model, verbose=False)
-    found["validate"] = model.batch_size, trainer.callback_metrics["val_loss"].item()
-    fitted = tuned(side)
-    side.trainer(max_steps=2, callbacks=[BatchSizeFinder(init_val=4, steps_per_trial=1, max_trials=2)]).fit(fitted)
-    found["fit"] = fitted.batch_size, side.weights(fitted)
-    found["left over"] = sorted(path.name for path in side.folder.iterdir())
-    return found
 
 
 SCENARIOS = (several_optimizers, clipping, accumulation_schedule, plateau, learning_rate_finder, refused_batch_sizes)
@@ -261,17 +233,8 @@ def test_learning_rate_finder_finds_what_it_finds_under_ddp_and_puts_everything_
     assert found["left over"] == []
 
 
-def test_lightning_refuses_to_tune_batch_sizes_on_several_devices(two_ranks: Any) -> None:
+def test_lightning_refuses_to_tune_batch_sizes_under_distributed_strategies(two_ranks: Any) -> None:
     assert_ranks_alike(two_ranks, refused_batch_sizes)
     assert all(
         "not supported with distributed strategies" in said for said in two_ranks[0]["refused_batch_sizes"]["mfsdp"]
     )
-
-
-def test_batch_size_finder_on_one_device_finds_what_it_finds_without_sharding(tmp_path: Path) -> None:
-    found = run_distributed(run_both, 1, str(tmp_path), (batch_sizes,))
-    assert_ranks_alike(found, batch_sizes)
-    sizes = found[0]["batch_sizes"]["mfsdp"]
-    assert sizes["power"] == 8
-    assert 8 < sizes["binsearch"] < 14
-    assert sizes["left over"] == []
