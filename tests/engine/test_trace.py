@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mfsdp.engine import gather_root, traced_step
+from lightning_mfsdp.engine import fully_shard, gather_root, traced_step
 from tests.helpers.chain import STRATEGIES, Chain, adamw, context, inputs, plain_chain, sharded_chain, train
 from tests.helpers.distributed import run_distributed
 
 STEPS = 4
+CASES = (*STRATEGIES, "series")
 
 
 class Winding(nn.Module):
@@ -31,11 +32,21 @@ def step(model: Chain, x: Tensor) -> Tensor:
     return Winding(model)(x) + model(x)
 
 
+def sharded(case: str) -> Chain:
+    """A strategy, or two layers as one unit, which `Winding` calls out of turn."""
+    if case != "series":
+        return sharded_chain(sharding=case)
+    model = plain_chain()
+    fully_shard(list(model.layers[:2]))
+    fully_shard(list(model.layers[2:]))
+    return fully_shard(model)
+
+
 def uneven_steps(rank: int, world_size: int) -> dict[str, Any]:
     """Rank 0 runs one forward and repeats it; the other ranks run all. Before and after training, which leaves another order behind."""
     found: dict[str, Any] = {}
-    for sharding in STRATEGIES:
-        model = sharded_chain(sharding=sharding)
+    for case in CASES:
+        model = sharded(case)
         for moment in ("before", "after"):
             outputs, gathers = [], context(model).gathers_started
             with torch.no_grad():
@@ -44,7 +55,7 @@ def uneven_steps(rank: int, world_size: int) -> dict[str, Any]:
                         outputs.append(step(model, inputs(number, rank)))
                 for _ in range(STEPS - len(outputs)):
                     trace.repeat()
-            found[f"{sharding} {moment}"] = outputs, context(model).gathers_started - gathers
+            found[f"{case} {moment}"] = outputs, context(model).gathers_started - gathers
             train(model, adamw(model), range(2), rank)
     return found
 
@@ -54,13 +65,11 @@ def three_ranks() -> list[dict[str, Any]]:
     return run_distributed(uneven_steps, 3)
 
 
-@pytest.mark.parametrize("sharding", STRATEGIES)
-def test_ranks_with_more_steps_compute_what_one_process_computes(
-    three_ranks: list[dict[str, Any]], sharding: str
-) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_with_more_steps_compute_what_one_process_computes(three_ranks: list[dict[str, Any]], case: str) -> None:
     plain = plain_chain()
     for rank, found in enumerate(three_ranks):
-        outputs, _ = found[f"{sharding} before"]
+        outputs, _ = found[f"{case} before"]
         assert len(outputs) == (1 if rank == 0 else STEPS)
         for number, output in enumerate(outputs):
             torch.testing.assert_close(output, step(plain, inputs(number, rank)))
@@ -68,7 +77,7 @@ def test_ranks_with_more_steps_compute_what_one_process_computes(
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_repeated_step_issues_the_gathers_of_a_step(three_ranks: list[dict[str, Any]], moment: str) -> None:
-    for sharding in STRATEGIES:
-        counts = [found[f"{sharding} {moment}"][1] for found in three_ranks]
-        assert len(set(counts)) == 1, (sharding, counts)
+    for case in CASES:
+        counts = [found[f"{case} {moment}"][1] for found in three_ranks]
+        assert len(set(counts)) == 1, (case, counts)
     assert three_ranks[0][f"optim_grads_params {moment}"][1] >= 5 * STEPS
