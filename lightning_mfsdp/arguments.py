@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy
 from lightning_mfsdp.engine.placement import resolve_placement
 from lightning_mfsdp.engine.unit import Unit, unit_of
-from lightning_mfsdp.lightning_api import BaseFinetuning, Callback, StochasticWeightAveraging, WeightAveraging
+from lightning_mfsdp.lightning_api import (
+    BaseFinetuning,
+    Callback,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    WeightAveraging,
+)
 
 __all__ = [
     "build_mesh",
+    "check_batch_norms",
     "check_blocks_per_unit",
     "check_callbacks",
     "check_choice",
@@ -82,12 +91,30 @@ def check_device(device_type: str) -> None:
         raise ValueError(f'mfsdp runs on CPU and CUDA, got {device_type}; use accelerator="cpu" or "gpu"')
 
 
-def check_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Raise a ValueError for callbacks of Lightning's that hold or average whole parameters."""
+def check_callbacks(callbacks: Sequence[Callback], compute_dtype: torch.dtype) -> None:
+    """Raise a ValueError for callbacks of Lightning's that hold or average whole parameters, and warn of one that misjudges the dtype."""
     for callback in callbacks:
         for kind, cure in _UNFIT_CALLBACKS.items():
             if isinstance(callback, kind):
                 raise ValueError(f"{type(callback).__name__} does not work with sharded parameters; {cure}")
+        # Lightning's own takes a precision plugin that it does not know for float32.
+        if type(callback) is ThroughputMonitor and callback.available_flops and compute_dtype != torch.float32:
+            rank_zero_warn(
+                f"ThroughputMonitor compares with this device's float32 peak, but the run computes in {compute_dtype}, so the utilisation "
+                "(mfu) is too high. Use lightning_mfsdp.callbacks.ShardedThroughputMonitor"
+            )
+
+
+def check_batch_norms(module: nn.Module) -> None:
+    """Raise a ValueError where `sync_batchnorm=True` comes too late: layers are replaced before they are sharded, or not at all."""
+    if all(unit_of(part) is None for part in module.modules()):
+        return
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
+            raise ValueError(
+                f"sync_batchnorm=True, but {type(module).__name__} is sharded already, with the {type(layer).__name__} {name} in it. Call "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm before it is sharded, or use one Trainer with this option from the start"
+            )
 
 
 def check_sizes(data_parallel_size: int | str | None, outer_size: int, mesh: DeviceMesh | None) -> None:

@@ -150,6 +150,11 @@ class ShardedPrecision(FabricPrecision):
         """Whether float16 gradients could underflow."""
         return self.precision.startswith("16") or self.policy.compute_dtype == torch.float16
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of matrix products; of what the string stands for where the policy leaves weights as they were built."""
+        return self.policy.compute_dtype or _TRUE_DTYPES.get(self.precision, torch.float32)
+
     # -- module, inputs and contexts -----------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:

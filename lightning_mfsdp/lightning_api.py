@@ -35,14 +35,17 @@ __all__ = [
     "ModelSummary",
     "ParallelStrategy",
     "Precision",
+    "PrefetchDataFetcher",
     "StochasticWeightAveraging",
     "StrategyRegistry",
     "Summary",
+    "ThroughputMonitor",
     "TorchCheckpointIO",
     "Trainer",
     "TrainerFn",
     "WeightAveraging",
     "default_process_group_backend",
+    "get_available_flops",
     "get_formatted_model_size",
     "get_human_readable_count",
     "init_dist_connection",
@@ -76,10 +79,18 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning.fabric.utilities.distributed import _sync_ddp_if_available as sync_if_available
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.fabric.utilities.seed import reset_seed
+    from lightning.fabric.utilities.throughput import get_available_flops
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import BaseFinetuning, ModelSummary, StochasticWeightAveraging, WeightAveraging
+    from lightning.pytorch.callbacks import (
+        BaseFinetuning,
+        ModelSummary,
+        StochasticWeightAveraging,
+        ThroughputMonitor,
+        WeightAveraging,
+    )
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
+    from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
     from lightning.pytorch.plugins.io import TorchCheckpointIO
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
@@ -109,10 +120,18 @@ else:
     from lightning_fabric.utilities.distributed import _sync_ddp_if_available as sync_if_available
     from lightning_fabric.utilities.exceptions import MisconfigurationException
     from lightning_fabric.utilities.seed import reset_seed
+    from lightning_fabric.utilities.throughput import get_available_flops
     from pytorch_lightning import Callback, LightningModule, Trainer
-    from pytorch_lightning.callbacks import BaseFinetuning, ModelSummary, StochasticWeightAveraging, WeightAveraging
+    from pytorch_lightning.callbacks import (
+        BaseFinetuning,
+        ModelSummary,
+        StochasticWeightAveraging,
+        ThroughputMonitor,
+        WeightAveraging,
+    )
     from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.core.optimizer import _MockOptimizer as MockOptimizer
+    from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
     from pytorch_lightning.plugins.io import TorchCheckpointIO
     from pytorch_lightning.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_mfsdp.arguments import check_callbacks, check_choice, check_cuda_graph, check_device
+from lightning_mfsdp.arguments import check_batch_norms, check_callbacks, check_choice, check_cuda_graph, check_device
 from lightning_mfsdp.checkpointing import CheckpointingStrategy
 from lightning_mfsdp.cuda_graph import GraphedTrainingStep, graphed_training_step
 from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard_optimizer, gather_root, no_sync, watch_backward
+from lightning_mfsdp.evaluation import step_with_all_ranks
 from lightning_mfsdp.lightning_api import MockOptimizer, StrategyRegistry, TrainerFn
 from lightning_mfsdp.precision import MFSDPPrecision, translate_precision
 from lightning_mfsdp.sharding import REGISTERED, ShardingOptions, move_rest_to_device
@@ -199,8 +200,10 @@ class MFSDPStrategy(CheckpointingStrategy):
         """Shard the model unless it is, bring the rest to the device, and make optimizers for fitting."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+        check_callbacks(trainer.callbacks, self.precision_plugin.compute_dtype)  # type: ignore[attr-defined]
         self.model = self._module
+        if self._layer_sync is not None:
+            check_batch_norms(self._module)
         self._options.shard(
             self._module,
             self.device_mesh,
@@ -236,23 +239,28 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """`LightningModule.validation_step` with the root unit's weights there."""
-        with self._step_context() as module:
+        with self._evaluation_context() as module:
             return module.validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """`LightningModule.test_step` with the root unit's weights there."""
-        with self._step_context() as module:
+        with self._evaluation_context() as module:
             return module.test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """`LightningModule.predict_step` with the root unit's weights there."""
-        with self._step_context() as module:
+        with self._evaluation_context() as module:
             return module.predict_step(*args, **kwargs)
 
     @contextmanager
     def _step_context(self) -> Generator[LightningModule, None, None]:
         with gather_root(self._module), self.precision_plugin.forward_context():
             yield self._module
+
+    @contextmanager
+    def _evaluation_context(self) -> Generator[LightningModule, None, None]:
+        with step_with_all_ranks(self._module, self.root_device), self._step_context() as module:
+            yield module
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Have the engine notice the backward of this loss."""

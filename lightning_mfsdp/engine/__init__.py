@@ -25,6 +25,7 @@ from lightning_mfsdp.engine.inspect import (
 )
 from lightning_mfsdp.engine.optimizer import ELEMENTWISE_OPTIMIZERS, fully_shard_optimizer
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
+from lightning_mfsdp.engine.trace import traced_step
 
 __all__ = [
     "ELEMENTWISE_OPTIMIZERS",
@@ -51,6 +52,7 @@ __all__ = [
     "record_ranges",
     "refresh_weights",
     "sharded_parameters",
+    "traced_step",
     "units",
     "unshard",
     "watch_backward",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +25,9 @@ from lightning_mfsdp.engine.storage import Slot, SlotPool
 from lightning_mfsdp.engine.streams import Event, Streams
 from lightning_mfsdp.engine.unit import Unit
 
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.trace import StepTrace
+
 __all__ = ["Context"]
 
 
@@ -35,6 +39,7 @@ class Context:
         weights_ready: After the last write to a main or held weight; `None` once the gather stream has waited for it.
         ranges: Names for what happens, for a profiler.
         gathers_started: Collectives issued for weights so far, for inspection.
+        trace: Of the step that is running, if somebody will repeat its gathers.
     """
 
     def __init__(self, root: Unit, mesh: Mesh, device: torch.device, *, pooled: bool, symmetric: bool) -> None:
@@ -51,6 +56,7 @@ class Context:
         self._known_units = -1  # for which `_uncovered` holds
         self.weights_ready: Event = None
         self.gathers_started = 0
+        self.trace: StepTrace | None = None
         self.backwards_finished = 0
         self._has_stepped = False
         self._root = weakref.ref(root)

@@ -165,6 +165,8 @@ class Unit:
                     group.release()
             return
         self.live = False
+        if self.context.trace is not None:
+            self.context.trace.events.append((self, False))
         for group in self.all_groups:
             group.users_live -= 1
             if group.users_live == 0:
@@ -191,6 +193,8 @@ class Unit:
         if self.borrowed:
             self._check_owners()
         self.context.interrupt()
+        if self.context.trace is not None:
+            self.context.trace.events.append((self, True))
         if compat.backward_task() != -1:
             self._recomputed = True
             self.start_gather(self._latest_slots())

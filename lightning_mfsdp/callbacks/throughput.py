@@ -1,0 +1,25 @@
+"""ShardedThroughputMonitor: Lightning's throughput, measured against the peak of the dtype that this run computes in."""
+
+from __future__ import annotations
+
+from lightning_mfsdp.lightning_api import LightningModule, ThroughputMonitor, Trainer, get_available_flops
+from lightning_mfsdp.precision import MFSDPPrecision
+
+__all__ = ["ShardedThroughputMonitor"]
+
+
+class ShardedThroughputMonitor(ThroughputMonitor):
+    """Lightning's `ThroughputMonitor`, whose utilisation (`device/mfu`) is right under `MFSDPStrategy`.
+
+    Lightning's own knows its own precision plugins and takes any other for float32, whose peak is a fraction of bfloat16's. Arguments and
+    metrics are Lightning's; under other strategies it is the same.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take the peak of the device for the dtype of matrix products."""
+        super().setup(trainer, pl_module, stage)
+        precision = trainer.precision_plugin
+        if isinstance(precision, MFSDPPrecision):
+            self.available_flops = get_available_flops(trainer.strategy.root_device, precision.compute_dtype)
+            for throughput in self._throughputs.values():
+                throughput.available_flops = self.available_flops
