@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 __all__ = [
     "META_FILE",
+    "TIED_WEIGHTS",
     "check_files",
     "is_sharded_checkpoint",
+    "look_over",
+    "on_all_ranks",
     "part_of",
     "put_in_place",
     "recover",
     "refuse_foreign",
     "remove",
+    "torch_load",
 ]
 
 META_FILE = "meta.pt"
+# In it, where there are any: further names of tied weights, and the name that each is the same as.
+TIED_WEIGHTS = "tied_weights"
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
@@ -90,12 +101,8 @@ def check_files(path: Path) -> Metadata:
     Raises:
         RuntimeError: On all ranks, if on any it cannot be read, or files that it names are missing or too short; all of them are listed.
     """
-    metadata, problem = _look_over(path)
-    problems = [problem]
-    if dist.is_initialized():
-        problems = [""] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-    for rank, found in enumerate(problems):
+    metadata, problem = look_over(path)
+    for rank, found in enumerate(_problems(problem)):
         if found:
             raise RuntimeError(
                 f"{path} is incomplete or damaged, so nothing was read: rank {rank} finds that {found}. Use another checkpoint, or copy "
@@ -105,8 +112,8 @@ def check_files(path: Path) -> Metadata:
     return metadata
 
 
-def _look_over(path: Path) -> tuple[Metadata | None, str]:
-    """The table of contents, and what is wrong with the files; empty if nothing."""
+def look_over(path: Path) -> tuple[Metadata | None, str]:
+    """The table of contents of a sharded checkpoint, and what is wrong with its files; empty if nothing."""
     try:
         metadata: Metadata = FileSystemReader(path).read_metadata()
     except Exception as error:  # a damaged pickle may come to anything
@@ -122,3 +129,49 @@ def _look_over(path: Path) -> tuple[Metadata | None, str]:
         elif file.stat().st_size < size:
             problems.append(f"{name} has {file.stat().st_size} bytes instead of {size}")
     return metadata, "; ".join(problems[:8]) + (f" and {len(problems) - 8} more" if len(problems) > 8 else "")
+
+
+@contextmanager
+def on_all_ranks(doing: str) -> Iterator[None]:
+    """What fails inside on one rank fails on all, each time at the end of the context. Collective; nothing inside may be.
+
+    Args:
+        doing: Begins the message of ranks that met no error themselves.
+
+    Raises:
+        RuntimeError: On those ranks; with the number of another rank and its error.
+    """
+    try:
+        yield
+    except Exception as error:
+        _problems(f"{type(error).__name__}: {error}")
+        raise
+    for rank, problem in enumerate(_problems("")):
+        if problem:
+            raise RuntimeError(f"{doing}: rank {rank} failed, so all do: {problem}")
+
+
+def _problems(own: str) -> list[str]:
+    """Of each rank."""
+    problems = [own]
+    if dist.is_initialized():
+        problems = [""] * dist.get_world_size()
+        dist.all_gather_object(problems, own)
+    return problems
+
+
+def torch_load(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """`torch.load` of a checkpoint's dictionary, mapped into memory.
+
+    Raises:
+        RuntimeError: It holds objects that are not loaded without trust.
+    """
+    try:
+        loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise RuntimeError(
+            f"{path} holds Python objects that torch.load refuses by default. If you trust it, allow their classes with "
+            "torch.serialization.add_safe_globals, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 "
+            "(Lightning does not hand weights_only on to strategies that load after setup)"
+        ) from error
+    return loaded

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_mfsdp.checkpoint import full, sharded
 from lightning_mfsdp.checkpoint.files import (
     META_FILE,
+    TIED_WEIGHTS,
     check_files,
     is_sharded_checkpoint,
     part_of,
@@ -23,6 +23,7 @@ from lightning_mfsdp.checkpoint.files import (
     recover,
     refuse_foreign,
     remove,
+    torch_load,
 )
 from lightning_mfsdp.checkpoint.sharded_optimizer import load_optimizer, optimizer_state, plan_optimizer
 
@@ -43,6 +44,9 @@ def save(path: Path, module: nn.Module, checkpoint: dict[str, Any], *, is_rank_z
     rest = dict(checkpoint)
     model_state = rest.pop("state_dict")
     optimizer_states = rest.pop("optimizer_states", [])
+    tied = sharded.tied_names(model_state)
+    if tied:
+        rest[TIED_WEIGHTS] = tied
     part = part_of(path)
     if is_rank_zero:
         remove(part)
@@ -107,7 +111,8 @@ def load(
     recover(path, is_rank_zero=is_rank_zero)
     if is_sharded_checkpoint(path):
         metadata = check_files(path)
-        rest = _torch_load(path / META_FILE, weights_only)
+        rest = torch_load(path / META_FILE, weights_only)
+        rest.pop(TIED_WEIGHTS, None)
         model_plan = sharded.plan_model(path, metadata, module, strict=strict)
         plans = [
             plan_optimizer(path, metadata, module, optimizer, number) for number, optimizer in enumerate(optimizers)
@@ -119,7 +124,7 @@ def load(
                 load_optimizer(path, plan, optimizer)
         restored = [plan is not None for plan in plans]
     elif path.is_file():
-        rest = _torch_load(path, weights_only)
+        rest = torch_load(path, weights_only)
         full.load_model(path, rest.pop("state_dict"), module, strict=strict)
         restored = full.load_optimizers(path, rest.pop("optimizer_states", []), module, optimizers)
     else:
@@ -135,15 +140,3 @@ def load(
         # Lightning insists on the key; there is nothing to restore schedulers from.
         rest.setdefault("lr_schedulers", [])
     return rest
-
-
-def _torch_load(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    try:
-        loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise RuntimeError(
-            f"{path} holds Python objects that torch.load refuses by default. If you trust it, allow their classes with "
-            "torch.serialization.add_safe_globals, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 "
-            "(Lightning does not hand weights_only on to strategies that load after setup)"
-        ) from error
-    return loaded
