@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.background import BackgroundSaver
+from lightning_mfsdp.checkpoint.opening import locate
 from lightning_mfsdp.checkpoint.progress import Progress
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.staging import Staging
@@ -104,7 +105,7 @@ class CheckpointingStrategy(ProcessStrategy):
                 "MFSDPStrategy.save_checkpoint: storage_options belong to a CheckpointIO, which this strategy does not use"
             )
         self._saver.wait()
-        location = lightning_io.locate(self.broadcast(os.fspath(filepath)))
+        location = locate(self.broadcast(os.fspath(filepath)))
         ranks = Ranks()
         content: lightning_io.ShardedContent | lightning_io.FullContent
         if self.state_dict_type == "full":
@@ -136,7 +137,7 @@ class CheckpointingStrategy(ProcessStrategy):
         """
         self._saver.wait()
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
-        location = lightning_io.locate(self.broadcast(os.fspath(checkpoint_path)))
+        location = locate(self.broadcast(os.fspath(checkpoint_path)))
         with self._progress(f"Loading {location}") as progress:
             return lightning_io.load(
                 location,

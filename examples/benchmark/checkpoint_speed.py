@@ -35,6 +35,7 @@ from examples.decoder import PRESETS
 from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.background import BackgroundSaver
+from lightning_mfsdp.checkpoint.opening import locate
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.staging import Staging
 
@@ -112,7 +113,7 @@ def measure_fsdp2(size: str, folder: Path, device: torch.device) -> dict[str, fl
 def measure_mfsdp(size: str, folder: Path, device: torch.device) -> dict[str, float]:
     """This package: save, load, and two saves in the background."""
     model, optimizer, step = trained(size, device, ours=True)
-    location = lightning_io.locate(folder / "mfsdp")
+    location = locate(folder / "mfsdp")
 
     def content() -> lightning_io.ShardedContent:
         parts = {"state_dict": model.state_dict(), "optimizer_states": [lightning_io.optimizer_state(model, optimizer)]}

@@ -4,53 +4,31 @@ from __future__ import annotations
 
 import copy
 import io
-import os
-import pickle
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint import full, sharded
-from lightning_mfsdp.checkpoint.local import LocalLocation
-from lightning_mfsdp.checkpoint.location import META_FILE, Location, check_files, reason_of
-from lightning_mfsdp.checkpoint.progress import CountingFile, LoadPlanner, Progress, SavePlanner
+from lightning_mfsdp.checkpoint.location import META_FILE, TIED_WEIGHTS, Location, check_files
+from lightning_mfsdp.checkpoint.opening import no_checkpoint_error, read, read_rows, recover
+from lightning_mfsdp.checkpoint.progress import CountingFile, Progress, SavePlanner
 from lightning_mfsdp.checkpoint.ranks import Ranks
-from lightning_mfsdp.checkpoint.remote import RemoteLocation
-from lightning_mfsdp.checkpoint.sharded import ModelPlan
-from lightning_mfsdp.checkpoint.sharded_optimizer import OptimizerPlan, optimizer_state, plan_optimizer, restore_planned
+from lightning_mfsdp.checkpoint.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
 from lightning_mfsdp.checkpoint.staging import Staging
 
 __all__ = [
     "FullContent",
     "ShardedContent",
     "load",
-    "locate",
-    "no_checkpoint_error",
     "optimizer_state",
-    "read",
-    "read_rows",
-    "recover",
     "save",
 ]
-
-
-def locate(path: str | os.PathLike[str]) -> Location:
-    """The place that a path or URL names. `file://` and what has no protocol is local."""
-    text = os.fspath(path)
-    protocol, separator, rest = text.partition("://")
-    if not separator or protocol in ("file", "local"):
-        return LocalLocation(Path(rest if separator else text))
-    return RemoteLocation(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +53,8 @@ class ShardedContent:
             RuntimeError: A hook changed values of the state dict so that their rows are unknown, or something cannot be pickled.
         """
         rest = dict(checkpoint)
+        if tied := sharded.tied_names(rest["state_dict"]):
+            rest[TIED_WEIGHTS] = tied
         rows = sharded.rows_by_name(rest.pop("state_dict"), sharded.ParameterIndex(module), "saving a checkpoint")
         states = rest.pop("optimizer_states", [])
         return cls.packed(
@@ -176,13 +156,14 @@ def load(
     if location.is_sharded():
         metadata = check_files(location, ranks)
         rest = read(location, META_FILE, weights_only)
+        rest.pop(TIED_WEIGHTS, None)
         model_plan = sharded.plan_model(location, metadata, module, strict=strict)
         plans = [
             plan_optimizer(location, metadata, module, optimizer, f"optimizer_{number}")
             for number, optimizer in enumerate(optimizers)
         ]
         # All of it fits; from here on things change.
-        read_rows(location, [model_plan, *(plan for plan in plans if plan is not None)], progress)
+        read_rows(location, metadata, [model_plan, *(plan for plan in plans if plan is not None)], progress)
         sharded.finish_model(model_plan, module)
         for plan, optimizer in zip(plans, optimizers, strict=True):
             if plan is not None:
@@ -203,56 +184,3 @@ def load(
         # Lightning insists on the key; there is nothing to restore schedulers from.
         rest.setdefault("lr_schedulers", [])
     return rest
-
-
-def read_rows(location: Location, plans: Sequence[ModelPlan | OptimizerPlan], progress: Progress | None) -> None:
-    """Read what was planned, all in one go. All ranks call it.
-
-    Raises:
-        RuntimeError: On all ranks, if any cannot; nobody knows then what was read.
-    """
-    targets = {plan.key: plan.wanted for plan in plans}
-    try:
-        dcp_load(targets, storage_reader=location.reader(), planner=LoadPlanner(progress))
-    except CheckpointException as error:
-        raise RuntimeError(
-            f"reading {location} failed half-way, so the model is no longer what it was: {reason_of(error)}. Use another checkpoint"
-        ) from error
-
-
-def recover(location: Location, ranks: Ranks) -> None:
-    """Finish an exchange of checkpoints that was interrupted, with a warning. All ranks call it."""
-    taken = ranks.first(f"looking for {location}", location.recover)
-    if taken and ranks.rank == 0:
-        warnings.warn(
-            f"{location}: a save was interrupted while it replaced this checkpoint; taking {taken}", stacklevel=2
-        )
-
-
-def no_checkpoint_error(location: Location) -> ValueError:
-    """What to raise where nothing lies that can be read."""
-    return ValueError(
-        f"{str(location)!r}: expected a directory with {META_FILE} in it, as this strategy writes, or a single Lightning checkpoint file; "
-        + ("the directory has no such file" if location.is_directory() else "there is nothing at that path")
-    )
-
-
-def read(location: Location, name: str | None, weights_only: bool | None) -> dict[str, Any]:
-    """`torch.load` of a file in a directory, or of the single file (`None`).
-
-    Raises:
-        RuntimeError: It is damaged, or holds classes that `torch.load` refuses.
-    """
-    try:
-        return location.load(name, weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        raise RuntimeError(
-            f"{location} holds Python objects that torch.load refuses by default. If you trust it, allow their classes with "
-            "torch.serialization.add_safe_globals, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 "
-            "(the Trainer does not hand weights_only on to strategies that load after setup; under Fabric, pass weights_only=False)"
-        ) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        raise RuntimeError(
-            f"{location}{'' if name is None else '/' + name} cannot be read, so nothing was: {error}. It is damaged, or no "
-            "checkpoint; use another"
-        ) from error

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import override
 
 from lightning_mfsdp.checkpoint.location import COPY_AHEAD_BYTES, META_FILE, Location, Reader, Writer
 
-__all__ = ["LocalLocation"]
+__all__ = ["LocalLocation", "part_of", "put_in_place", "remove"]
 
 
 class LocalLocation(Location):
@@ -23,8 +24,7 @@ class LocalLocation(Location):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._part = path.with_name(f"{path.name}.part")
-        self._old = path.with_name(f"{path.name}.old")
+        self._part, self._old = part_of(path), _old_of(path)
 
     def __str__(self) -> str:
         return str(self._path)
@@ -46,21 +46,17 @@ class LocalLocation(Location):
         if self.is_directory() and not self.is_sharded() and any(self._path.iterdir()):
             raise self.foreign_content()
         self.recover()
-        _remove(self._part)
+        remove(self._part)
         (self._part if directory else self._part.parent).mkdir(parents=True, exist_ok=True)
         return str(self._part)
 
     @override
     def commit(self, written: str) -> None:
-        if self._path.exists() or self._path.is_symlink():
-            _remove(self._old)
-            self._path.rename(self._old)
-        Path(written).rename(self._path)
-        _remove(self._old)
+        put_in_place(self._path)
 
     @override
     def abandon(self) -> None:
-        _remove(self._part)
+        remove(self._part)
 
     @override
     def recover(self) -> str | None:
@@ -83,8 +79,10 @@ class LocalLocation(Location):
         return Writer(written, overwrite=False, per_thread_copy_ahead=0 if on_host else COPY_AHEAD_BYTES)
 
     @override
-    def reader(self) -> FileSystemReader:
-        return Reader(self._path)
+    def reader(self, metadata: Metadata | None = None) -> Reader:
+        reader = Reader(self._path)
+        reader.known = metadata
+        return reader
 
     @override
     def sizes(self) -> dict[str, int]:
@@ -97,7 +95,25 @@ class LocalLocation(Location):
         return loaded
 
 
-def _remove(path: Path) -> None:
+def part_of(path: Path) -> Path:
+    """Where something is written before it is moved to `path`."""
+    return path.with_name(f"{path.name}.part")
+
+
+def _old_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.old")
+
+
+def put_in_place(path: Path) -> None:
+    """Move what was written beside `path` there. At any moment the old or the new one is complete under some name."""
+    if path.exists() or path.is_symlink():
+        remove(_old_of(path))
+        path.rename(_old_of(path))
+    part_of(path).rename(path)
+    remove(_old_of(path))
+
+
+def remove(path: Path) -> None:
     """Delete a file, a link or a directory, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

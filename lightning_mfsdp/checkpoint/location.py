@@ -28,9 +28,21 @@ from typing_extensions import override
 
 from lightning_mfsdp.checkpoint.ranks import Ranks, root_of
 
-__all__ = ["COPY_AHEAD_BYTES", "META_FILE", "Location", "Reader", "Writer", "check_files", "reason_of"]
+__all__ = [
+    "COPY_AHEAD_BYTES",
+    "META_FILE",
+    "TIED_WEIGHTS",
+    "Location",
+    "Reader",
+    "Writer",
+    "check_files",
+    "look_over",
+    "reason_of",
+]
 
 META_FILE = "meta.pt"
+# In it, where there are any: further names of tied weights, and the name that each is the same as.
+TIED_WEIGHTS = "tied_weights"
 # How much is copied from a GPU while what was copied before is written.
 COPY_AHEAD_BYTES = 64 * 2**20
 _READ_THREADS = 4
@@ -90,8 +102,8 @@ class Location(ABC):
         """What `torch.distributed.checkpoint` writes with. `on_host`: nothing has to be copied from a device."""
 
     @abstractmethod
-    def reader(self) -> FileSystemReader:
-        """What `torch.distributed.checkpoint` reads with."""
+    def reader(self, metadata: Metadata | None = None) -> Reader:
+        """What `torch.distributed.checkpoint` reads with; it need not read `metadata` again."""
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:
@@ -149,6 +161,12 @@ class Writer(FileSystemWriter):
 class Reader(FileSystemReader):
     """PyTorch's, with several threads: each reads, unpacks and copies to the device some of the tensors."""
 
+    known: Metadata | None = None
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.known or super().read_metadata(*args, **kwargs)
+
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         read = super().read_data
@@ -178,7 +196,7 @@ def check_files(location: Location, ranks: Ranks) -> Metadata:
     Raises:
         RuntimeError: On all ranks, if on any it cannot be read, or files that it names are missing or too short; all of them are listed.
     """
-    metadata, problem = _look_over(location)
+    metadata, problem = look_over(location)
     for rank, found in enumerate(ranks.gather(problem)):
         if found:
             raise RuntimeError(
@@ -189,7 +207,7 @@ def check_files(location: Location, ranks: Ranks) -> Metadata:
     return metadata
 
 
-def _look_over(location: Location) -> tuple[Metadata | None, str]:
+def look_over(location: Location) -> tuple[Metadata | None, str]:
     """The table of contents, and what is wrong with the files; empty if nothing."""
     try:
         metadata: Metadata = location.reader().read_metadata()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["Ranks", "root_of"]
+__all__ = ["Ranks", "on_all_ranks", "root_of"]
 
 T = TypeVar("T")
 
@@ -20,6 +21,27 @@ def root_of(error: BaseException) -> BaseException:
             return found
         found = found.__cause__ or found.__context__
     return error
+
+
+@contextmanager
+def on_all_ranks(doing: str) -> Iterator[None]:
+    """What fails inside on one rank fails on all, each time at the end of the context. Collective; nothing inside may be.
+
+    Args:
+        doing: Begins the message of ranks that met no error themselves.
+
+    Raises:
+        RuntimeError: On those ranks; with the number of another rank and its error.
+    """
+    ranks = Ranks()
+    try:
+        yield
+    except Exception as error:
+        ranks.gather(f"{type(error).__name__}: {error}")
+        raise
+    for rank, problem in enumerate(ranks.gather("")):
+        if problem:
+            raise RuntimeError(f"{doing}: rank {rank} failed, so all do: {problem}")
 
 
 class Ranks:

@@ -18,7 +18,8 @@ from typing import IO, Any
 
 import fsspec
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import override
 
 from lightning_mfsdp.checkpoint.location import COPY_AHEAD_BYTES, META_FILE, Location, Reader, Writer
@@ -119,8 +120,10 @@ class RemoteLocation(Location):
         return _Writer(written, _Files(self._fs), 0 if on_host else COPY_AHEAD_BYTES)
 
     @override
-    def reader(self) -> FileSystemReader:
-        return _Reader(self._path, _Files(self._fs))
+    def reader(self, metadata: Metadata | None = None) -> Reader:
+        reader = _Reader(self._path, _Files(self._fs))
+        reader.known = metadata
+        return reader
 
     @override
     def sizes(self) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
     model                     {parameter or buffer name: tensor}
     optimizer_<i>             {"state": {parameter name: {state name: tensor}}, "param_groups": [{..., "params": [names]}]}
-    meta.pt                   everything else of a Lightning checkpoint (rank 0)
+    meta.pt                   everything else of a Lightning checkpoint, and which weights are tied (rank 0)
 
 Names, shapes and values do not depend on the number of ranks or on the sharding strategy, so neither does what can read it. Names are
 compared without what torch.compile and activation checkpointing put into them, so these may come and go.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.optim import Optimizer
 from lightning_mfsdp.checkpoint.location import Location
 from lightning_mfsdp.checkpoint.rows import RowShard
 from lightning_mfsdp.engine import ParameterView, is_sharded, refresh_weights, sharded_parameters
+from lightning_mfsdp.engine.parameter import place_of
 
 __all__ = [
     "ModelPlan",
@@ -39,6 +41,7 @@ __all__ = [
     "plan_model",
     "refresh",
     "rows_by_name",
+    "tied_names",
 ]
 
 # Modules of these names wrap another one and add nothing of their own: activation checkpointing and torch.compile.
@@ -135,6 +138,27 @@ def rows_by_name(state: Mapping[str, Any], index: ParameterIndex, doing: str) ->
     return rows
 
 
+def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
+    """Entries of a state dict that are the same weight as an earlier one, with the first name of it."""
+    tied: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for name, value in state.items():
+        identity = _identity(value)
+        if identity is not None and first.setdefault(identity, name) != name:
+            tied[name] = first[identity]
+    return tied
+
+
+def _identity(value: Any) -> tuple[Any, ...] | None:
+    """Equal for entries of a state dict that share memory wholly; `None` for what shares none."""
+    place = place_of(value) if isinstance(value, Tensor) else None
+    if place is not None:
+        return id(place[0]), place[1]
+    if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or not value.numel():
+        return None
+    return value.data_ptr(), value.shape, value.stride(), value.dtype
+
+
 @dataclass(frozen=True)
 class ModelPlan:
     """What will be read for a model; it was checked to fit.
@@ -193,7 +217,14 @@ def refresh(module: nn.Module) -> None:
         refresh_weights(module)
 
 
-def check_restored(path: Location, index: ParameterIndex, names: Sequence[str], *, strict: bool) -> None:
+def check_restored(
+    path: Location | Path,
+    index: ParameterIndex,
+    names: Sequence[str],
+    *,
+    strict: bool,
+    advice: str = "set strict_loading=False on the LightningModule, or load with strict=False under Fabric",
+) -> None:
     """See to it that no sharded parameter silently keeps the value it was built with.
 
     Args:
@@ -201,6 +232,7 @@ def check_restored(path: Location, index: ParameterIndex, names: Sequence[str], 
         index: Of the model.
         names: Plain names of what will be read.
         strict: Whether it is an error; else it is a warning. A parameter without elements may be missing.
+        advice: What lets the rest be read.
 
     Raises:
         RuntimeError: Some parameter is not among them.
@@ -214,10 +246,7 @@ def check_restored(path: Location, index: ParameterIndex, names: Sequence[str], 
         f"{', '.join(left[:8])}{', ...' if len(left) > 8 else ''}"
     )
     if strict:
-        raise RuntimeError(
-            f"{message}. Let state_dict() of the module list them, or if this is meant set strict_loading=False on the LightningModule, "
-            "or load with strict=False under Fabric"
-        )
+        raise RuntimeError(f"{message}. Let state_dict() of the module list them, or if this is meant {advice}")
     if not dist.is_initialized() or dist.get_rank() == 0:
         warnings.warn(message, stacklevel=2)
 
@@ -228,7 +257,14 @@ def paths_of(metadata: Metadata) -> dict[str, tuple[Any, ...]]:
 
 
 def check_names(
-    path: Location, present: Mapping[str, Any], saved: Sequence[str], shapes: Mapping[str, torch.Size], *, strict: bool
+    path: Location | Path,
+    present: Mapping[str, Any],
+    saved: Sequence[str],
+    shapes: Mapping[str, torch.Size],
+    *,
+    strict: bool,
+    advice: str = "Load it into the model it was saved from. To ignore missing names, set strict_loading=False on the LightningModule, or "
+    "load with strict=False under Fabric",
 ) -> None:
     """Compare names and global shapes of a checkpoint with those of a model.
 
@@ -238,6 +274,7 @@ def check_names(
         saved: Names in the checkpoint.
         shapes: Global shapes of the tensors among them.
         strict: Whether a name on one side only is an error.
+        advice: Ends the message.
 
     Raises:
         RuntimeError: All that does not fit.
@@ -255,9 +292,4 @@ def check_names(
     if strict:
         problems += [f"missing in the model: {name}" for name in saved if name not in present]
     if problems:
-        raise RuntimeError(
-            f"the checkpoint {path} does not fit the model:\n  "
-            + "\n  ".join(problems)
-            + "\nLoad it into the model it was saved from. To ignore missing names, set strict_loading=False on the LightningModule, or "
-            "load with strict=False under Fabric"
-        )
+        raise RuntimeError(f"the checkpoint {path} does not fit the model:\n  " + "\n  ".join(problems) + f"\n{advice}")

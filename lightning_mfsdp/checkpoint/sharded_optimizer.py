@@ -85,7 +85,7 @@ def plan_optimizer(
     if not found:
         return None
     groups = {key: {"param_groups": target["param_groups"]}}
-    dcp_load(groups, storage_reader=path.reader())
+    dcp_load(groups, storage_reader=path.reader(metadata))
     saved_groups = [[plain_name(name) for name in group.get("params", [])] for group in target["param_groups"]]
     _check_groups(path, key, saved_groups, names_by_group)
     return OptimizerPlan(key, target, names_by_group)

@@ -11,7 +11,7 @@ from lightning_mfsdp.engine.context import Context
 from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.gradients import local_gradients
 from lightning_mfsdp.engine.group import ParameterGroup
-from lightning_mfsdp.engine.parameter import Entry
+from lightning_mfsdp.engine.parameter import Entry, place_of
 from lightning_mfsdp.engine.unit import Unit, unit_of
 
 __all__ = [
@@ -105,6 +105,8 @@ def context_of(module: nn.Module) -> Context:
         ShardingError: Nothing in it is sharded, or its parts belong to several roots.
     """
     found = {id(unit.context): unit.context for child in module.modules() if (unit := unit_of(child)) is not None}
+    if not found:  # all its parameters may belong to a unit around it
+        found = {id(unit.context): unit.context for unit in _units_in(module)}
     if len(found) == 1:
         return next(iter(found.values()))
     problem = "no part of it was given to fully_shard" if not found else f"its parts belong to {len(found)} roots"
@@ -161,14 +163,16 @@ def flat_gradients(module: nn.Module) -> list[FlatGradient]:
 
 
 def _units_in(module: nn.Module) -> list[Unit]:
-    """Units whose parameters may show inside `module`: nested ones and those they borrow from."""
+    """Units whose parameters may show inside `module`: nested ones, those they borrow from, and those around it."""
     found: dict[int, Unit] = {}
     for child in module.modules():
         unit = unit_of(child)
-        if unit is None:
-            continue
-        found.setdefault(id(unit), unit)
-        for group in unit.borrowed:
+        groups = list(unit.borrowed) if unit is not None else []
+        if unit is not None:
+            found.setdefault(id(unit), unit)
+        places = (place_of(parameter) for parameter in child._parameters.values() if parameter is not None)
+        groups += [place[0] for place in places if place is not None]
+        for group in groups:
             owner = group.unit()
             if owner is not None:
                 found.setdefault(id(owner), owner)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint import full, lightning_io, sharded
 from lightning_mfsdp.checkpoint.location import META_FILE, Location, check_files
+from lightning_mfsdp.checkpoint.opening import no_checkpoint_error, read, read_rows, recover
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
 from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
@@ -82,16 +83,16 @@ def load(location: Location, state: dict[str, Any], *, strict: bool, weights_onl
         RuntimeError: It does not fit.
     """
     ranks = Ranks()
-    lightning_io.recover(location, ranks)
+    recover(location, ranks)
     if location.is_sharded():
         metadata = check_files(location, ranks)
-        rest = lightning_io.read(location, META_FILE, weights_only)
+        rest = read(location, META_FILE, weights_only)
         _load_rows(location, metadata, state, rest, strict=strict)
     elif location.is_file():
-        rest = lightning_io.read(location, None, weights_only)
+        rest = read(location, None, weights_only)
         _load_whole(location, state, rest, strict=strict)
     else:
-        raise lightning_io.no_checkpoint_error(location)
+        raise no_checkpoint_error(location)
     for key, value in state.items():
         if key not in rest or isinstance(value, (nn.Module, Optimizer)):
             continue
@@ -105,8 +106,8 @@ def load(location: Location, state: dict[str, Any], *, strict: bool, weights_onl
 def load_raw(location: Location, module: nn.Module, *, strict: bool, weights_only: bool | None) -> None:
     """Read a file that holds nothing but the state dict of a plain module. All ranks call it."""
     if not location.is_file():
-        raise lightning_io.no_checkpoint_error(location)
-    full.load_model(location, lightning_io.read(location, None, weights_only), module, strict=strict)
+        raise no_checkpoint_error(location)
+    full.load_model(location, read(location, None, weights_only), module, strict=strict)
 
 
 def _load_rows(
@@ -124,7 +125,7 @@ def _load_rows(
         if isinstance(optimizer, Optimizer)
     }
     # All of it fits; from here on things change.
-    lightning_io.read_rows(path, [*models.values(), *(plan for plan in optimizers.values() if plan is not None)], None)
+    read_rows(path, metadata, [*models.values(), *(plan for plan in optimizers.values() if plan is not None)])
     for key, model_plan in models.items():
         sharded.finish_model(model_plan, state[key])
     for key, plan in optimizers.items():

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp import communication
 from lightning_mfsdp.arguments import check_choice, check_device
-from lightning_mfsdp.checkpoint.lightning_io import locate
+from lightning_mfsdp.checkpoint.opening import locate
 from lightning_mfsdp.dtypes import translate
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,

@@ -57,11 +57,62 @@ class Scale(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
 
+class Custom(nn.Module):
+    """Cannot initialise itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("places", torch.arange(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.places
+
+
+class Initialising(nn.Module):
+    """Initialises its parts, as Hugging Face models do; some of them by themselves first."""
+
+    def __init__(self, *, whole: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.inner = nn.ModuleDict({"deep": Custom()})
+        self.whole = whole
+        self.apply(self._init_weights)
+
+    def _init_weights(self, part: nn.Module) -> None:
+        if isinstance(part, nn.Linear):
+            nn.init.constant_(part.weight, 0.5)
+            nn.init.zeros_(part.bias)
+        elif isinstance(part, Custom):
+            nn.init.ones_(part.weight)
+            if self.whole:
+                part.places.copy_(torch.arange(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner["deep"](self.linear(x))
+
+
+class OtherInitialiser(nn.Module):
+    """A method of that name that is none for parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def _init_weights(self) -> None:
+        raise AssertionError("not to be called")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "decoder": (Decoder, ("blocks.2", "blocks.0", "embedding", "blocks.1", "head")),
     "tied decoder": (partial(Decoder, tied=True), ("head", "blocks.1", "embedding", "blocks.0")),
     "own parameters next to children": (Composite, ("inner", "outer")),
     "buffers": (WithBuffers, ("linear",)),
+    "initialised by the model around": (Initialising, ("linear", "inner")),
+    "an initialiser without arguments": (OtherInitialiser, ("linear",)),
     "lstm": (partial(nn.LSTM, 3, 4, num_layers=2), ()),
 }
 
@@ -117,6 +168,15 @@ def no_reset_is_an_error(rank: int, world: int) -> None:
         fully_shard(model)
 
 
+def what_the_initialiser_leaves_out_is_an_error(rank: int, world: int) -> None:
+    with torch.device("meta"):
+        model = Initialising(whole=False)
+    with pytest.raises(
+        ShardingError, match=r"inner\.deep \(Custom\) has places on the meta device.*nor does the _init"
+    ):
+        fully_shard(model)
+
+
 def ignored_stays_on_meta(rank: int, world: int) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
@@ -146,6 +206,7 @@ CASES = {
     "lstm runs": partial(the_model_runs, "lstm", partial(torch.ones, 5, 2, 3)),
     "composite runs": partial(the_model_runs, "own parameters next to children", partial(torch.ones, 5, 4)),
     "a module that cannot initialise itself is named": no_reset_is_an_error,
+    "what an initialiser leaves out is named": what_the_initialiser_leaves_out_is_an_error,
     "ignored parameters stay as they are": ignored_stays_on_meta,
     "real values of rank 0 win": own_values_of_rank_0_win,
 }

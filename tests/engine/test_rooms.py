@@ -22,7 +22,14 @@ ALLOWED = {
     "ops": {"torch", "triton", "lightning_mfsdp.ops"},
     "te": {"torch", "transformer_engine", "lightning_mfsdp.te", "lightning_mfsdp.engine"},
     "moe": {"torch", "triton", "lightning_mfsdp.moe", "lightning_mfsdp.engine", "lightning_mfsdp.ops"},
-    "checkpoint": {"torch", "fsspec", "typing_extensions", "lightning_mfsdp.checkpoint", "lightning_mfsdp.engine"},
+    "checkpoint": {
+        "torch",
+        "fsspec",
+        "safetensors",
+        "typing_extensions",
+        "lightning_mfsdp.checkpoint",
+        "lightning_mfsdp.engine",
+    },
     "recompute": {"torch", "lightning_mfsdp.recompute", "lightning_mfsdp.engine"},
 }
 # The one file of a lower room that turns towards Lightning.

@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_mfsdp import fully_shard, fully_shard_optimizer
 from lightning_mfsdp.checkpoint import lightning_io
+from lightning_mfsdp.checkpoint.opening import locate
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
 
@@ -58,14 +59,14 @@ def save(path: Path | str, kind: str, value: int) -> None:
         states = [lightning_io.optimizer_state(model, optimizer)]
         parts = {"state_dict": model.state_dict(), "optimizer_states": states, **rest}
         content = lightning_io.ShardedContent.of(model, parts, Ranks())
-    lightning_io.save(lightning_io.locate(path), content, ranks=Ranks())
+    lightning_io.save(locate(path), content, ranks=Ranks())
 
 
 def load(path: Path | str) -> str:
     """The one number that everything loaded shows; or what was raised."""
     model, optimizer = made(0)
     try:
-        rest = lightning_io.load(lightning_io.locate(path), model, [optimizer], strict=True, weights_only=True)
+        rest = lightning_io.load(locate(path), model, [optimizer], strict=True, weights_only=True)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     tensors = list(optimizer.param_groups[0]["params"]) + [s["momentum_buffer"] for s in optimizer.state.values()]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.background import BackgroundSaver
+from lightning_mfsdp.checkpoint.opening import locate
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.staging import Staging
 from tests.lightning.interrupted_saves import fill, made
@@ -64,7 +65,7 @@ def say(pipe: int, number: float) -> None:
 
 def train(pipe: int, path: Path, number: int, *, is_async: bool) -> None:
     model, optimizer = made(0)
-    location, saver, staging = lightning_io.locate(path), BackgroundSaver(), Staging()
+    location, saver, staging = locate(path), BackgroundSaver(), Staging()
     ranks = Ranks(dist.new_group(backend="gloo"))
     while True:
         fill(optimizer, number)
@@ -85,7 +86,7 @@ def train(pipe: int, path: Path, number: int, *, is_async: bool) -> None:
 
 def load(pipe: int, path: Path) -> None:
     model, optimizer = made(-1)
-    rest = lightning_io.load(lightning_io.locate(path), model, [optimizer], strict=True, weights_only=True)
+    rest = lightning_io.load(locate(path), model, [optimizer], strict=True, weights_only=True)
     tensors = [*optimizer.param_groups[0]["params"]] + [state["momentum_buffer"] for state in optimizer.state.values()]
     for number in {float(rest["global_step"])} | {
         float(value) for part in tensors for value in part.detach().flatten()

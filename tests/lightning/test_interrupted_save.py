@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lightning_mfsdp.checkpoint import lightning_io
+from lightning_mfsdp.checkpoint.opening import locate
 from tests.engine.worlds import by_world, check
 from tests.lightning.interrupted_saves import NEW, OLD, made, save
 
@@ -60,7 +61,7 @@ def damaged_checkpoints_are_named_and_nothing_is_read(rank: int, world: int) -> 
         damage(path)
         model, optimizer = made(NEW)
         with pytest.raises(RuntimeError) as info:
-            lightning_io.load(lightning_io.locate(path), model, [optimizer], strict=True, weights_only=True)
+            lightning_io.load(locate(path), model, [optimizer], strict=True, weights_only=True)
         assert "nothing was read: rank 0 finds that" in str(info.value)
         assert expected in str(info.value), str(info.value)
         for parameter in optimizer.param_groups[0]["params"]:
@@ -75,7 +76,7 @@ def an_optimizer_that_does_not_fit_leaves_weights_alone(rank: int, world: int) -
     model, _ = made(NEW)
     other = torch.optim.SGD([*model.parameters()][:1], lr=0.1)
     with pytest.raises(RuntimeError, match="parameter group 0 differs"):
-        lightning_io.load(lightning_io.locate(path), model, [other], strict=True, weights_only=True)
+        lightning_io.load(locate(path), model, [other], strict=True, weights_only=True)
     for parameter in model.parameters():
         assert parameter.to_local().eq(NEW).all()  # type: ignore[attr-defined]
 

@@ -13,8 +13,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.local import LocalLocation
+from lightning_mfsdp.checkpoint.opening import locate
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.remote import RemoteLocation
 from tests.helpers.distributed import run_distributed
@@ -186,9 +186,9 @@ def test_broken_and_foreign_directories_behind_a_url_are_told_apart() -> None:
 
 def test_a_path_is_local_and_a_url_is_not() -> None:
     for text in ("/tmp/a.ckpt", "a.ckpt", "file:///tmp/a.ckpt"):
-        assert isinstance(lightning_io.locate(text), LocalLocation), text
-    assert str(lightning_io.locate("file:///tmp/a.ckpt")) == "/tmp/a.ckpt"
-    found = lightning_io.locate("memory://run/a.ckpt")
+        assert isinstance(locate(text), LocalLocation), text
+    assert str(locate("file:///tmp/a.ckpt")) == "/tmp/a.ckpt"
+    found = locate("memory://run/a.ckpt")
     assert isinstance(found, RemoteLocation)
     assert str(found) == "memory://run/a.ckpt"
     assert Ranks().first("nothing", lambda: found.is_sharded()) is False

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, sharded_parameters, unshard
 from lightning_mfsdp.checkpoint import lightning_io
+from lightning_mfsdp.checkpoint.opening import locate
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from tests.helpers.distributed import run_distributed
 
@@ -101,12 +102,12 @@ def save(path: str, layout: dict[str, Any]) -> None:
         model.count.fill_(5)  # type: ignore[operator, union-attr]
     parts = {"state_dict": model.state_dict(), "optimizer_states": [lightning_io.optimizer_state(model, optimizer)]}
     content = lightning_io.ShardedContent.of(model, {**parts, "global_step": 1}, Ranks())
-    lightning_io.save(lightning_io.locate(path), content, ranks=Ranks())
+    lightning_io.save(locate(path), content, ranks=Ranks())
 
 
 def differences(path: str, layout: dict[str, Any]) -> list[str]:
     model, optimizer = made(layout)
-    lightning_io.load(lightning_io.locate(path), model, [optimizer], strict=True, weights_only=True)
+    lightning_io.load(locate(path), model, [optimizer], strict=True, weights_only=True)
     checked = states(model, optimizer)
     wrong = [name for name, view, rows in checked if not torch.equal(rows, rows_of(name, view).reshape(rows.shape))]
     if not model.count.eq(5).all():  # type: ignore[operator, union-attr]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lightning_mfsdp import fully_shard, fully_shard_optimizer
 from lightning_mfsdp.checkpoint import lightning_io
+from lightning_mfsdp.checkpoint.opening import locate
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
 from tests.helpers.distributed import run_distributed
@@ -47,14 +48,14 @@ def save(path: Path, kind: str, value: float, **extra: Any) -> None:
             "optimizer_states": [lightning_io.optimizer_state(model, optimizer)],
         }
         content = lightning_io.ShardedContent.of(model, parts, Ranks())
-    lightning_io.save(lightning_io.locate(path), content, ranks=Ranks())
+    lightning_io.save(locate(path), content, ranks=Ranks())
 
 
 def load(path: Path) -> tuple[float, float]:
     """The number in the weights, or what was raised, and the number in the model afterwards."""
     model, optimizer = made(-1.0)
     try:
-        lightning_io.load(lightning_io.locate(path), model, [optimizer], strict=True, weights_only=True)
+        lightning_io.load(locate(path), model, [optimizer], strict=True, weights_only=True)
     except Exception as error:
         return f"{type(error).__name__}: {error}", float(optimizer.param_groups[0]["params"][0].detach().mean())  # type: ignore[return-value]
     return 0.0, float(optimizer.param_groups[0]["params"][0].detach().mean())

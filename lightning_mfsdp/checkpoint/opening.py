@@ -1,0 +1,106 @@
+"""From a path or URL to what is in a checkpoint: where it lies, its dictionary, its rows."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from lightning_mfsdp.checkpoint.local import LocalLocation
+from lightning_mfsdp.checkpoint.location import META_FILE, Location, reason_of
+from lightning_mfsdp.checkpoint.progress import LoadPlanner, Progress
+from lightning_mfsdp.checkpoint.ranks import Ranks
+from lightning_mfsdp.checkpoint.remote import RemoteLocation
+
+__all__ = ["locate", "no_checkpoint_error", "read", "read_rows", "recover"]
+
+
+def locate(path: str | os.PathLike[str]) -> Location:
+    """The place that a path or URL names. `file://` and what has no protocol is local."""
+    text = os.fspath(path)
+    protocol, separator, rest = text.partition("://")
+    if not separator or protocol in ("file", "local"):
+        return LocalLocation(Path(rest if separator else text))
+    return RemoteLocation(text)
+
+
+def recover(location: Location, ranks: Ranks) -> None:
+    """Finish an exchange of checkpoints that was interrupted, with a warning. All ranks call it."""
+    taken = ranks.first(f"looking for {location}", location.recover)
+    if taken and ranks.rank == 0:
+        warnings.warn(
+            f"{location}: a save was interrupted while it replaced this checkpoint; taking {taken}", stacklevel=2
+        )
+
+
+def no_checkpoint_error(location: Location) -> ValueError:
+    """What to raise where nothing lies that can be read."""
+    return ValueError(
+        f"{str(location)!r}: expected a directory with {META_FILE} in it, as this strategy writes, or a single Lightning checkpoint file; "
+        + ("the directory has no such file" if location.is_directory() else "there is nothing at that path")
+    )
+
+
+def read(location: Location, name: str | None, weights_only: bool | None) -> dict[str, Any]:
+    """`torch.load` of a file in a directory, or of the single file (`None`).
+
+    Raises:
+        RuntimeError: It is damaged, or holds classes that `torch.load` refuses.
+    """
+    try:
+        return location.load(name, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise RuntimeError(
+            f"{location} holds Python objects that torch.load refuses by default. If you trust it, allow their classes with "
+            "torch.serialization.add_safe_globals, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 "
+            "(the Trainer does not hand weights_only on to strategies that load after setup; under Fabric, pass weights_only=False)"
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise RuntimeError(
+            f"{location}{'' if name is None else '/' + name} cannot be read, so nothing was: {error}. It is damaged, or no "
+            "checkpoint; use another"
+        ) from error
+
+
+class Plan(Protocol):
+    """What will be read under one key of a directory."""
+
+    @property
+    def key(self) -> str:
+        """The key."""
+
+    @property
+    def wanted(self) -> dict[str, Any]:
+        """By name, what is read in place or replaced."""
+
+
+def read_rows(
+    location: Location,
+    metadata: Metadata,
+    plans: Sequence[Plan],
+    progress: Progress | None = None,
+    *,
+    alone: bool = False,
+) -> None:
+    """Read what was planned, all in one go. All ranks call it, unless one process works `alone`.
+
+    Raises:
+        RuntimeError: On all ranks, if any cannot; nobody knows then what was read.
+    """
+    targets = {plan.key: plan.wanted for plan in plans}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            reader = location.reader(metadata)
+            dcp_load(targets, storage_reader=reader, planner=LoadPlanner(progress), no_dist=alone)
+    except CheckpointException as error:
+        raise RuntimeError(
+            f"reading {location} failed half-way, so the model is no longer what it was: {reason_of(error)}. Use another checkpoint"
+        ) from error

@@ -1,0 +1,282 @@
+"""Weights as a folder of safetensors files that Hugging Face's `from_pretrained` reads: from a checkpoint, or from a model in training.
+
+One tensor at a time is whole in memory, and a checkpoint's optimizer states are never read. Files appear in place when all are complete.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from lightning_mfsdp.checkpoint.location import META_FILE, TIED_WEIGHTS, Location, look_over
+from lightning_mfsdp.checkpoint.opening import locate, read, read_rows
+from lightning_mfsdp.checkpoint.ranks import on_all_ranks
+from lightning_mfsdp.checkpoint.safetensors_files import (
+    DTYPE_NAMES,
+    FolderWriter,
+    PlannedTensor,
+    Progress,
+    plan_files,
+)
+from lightning_mfsdp.checkpoint.sharded import paths_of, plain_name, tied_names
+from lightning_mfsdp.engine.parameter import Entry, owner_of
+
+__all__ = ["export_checkpoint", "export_model"]
+
+_MAX_SHARD_BYTES = 5 * 10**9
+
+
+def export_checkpoint(
+    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
+    dtype: torch.dtype | None = None,
+    prefix: str = "",
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Write the weights of a finished checkpoint as safetensors. One process does it, without a Trainer or a process group.
+
+    The folder gets `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with `model.safetensors.index.json`. Tied weights
+    are in it once, under their first name (a directory that another strategy saved does not say which are tied: there they are written
+    under all names). For `from_pretrained` the model's `config.json` belongs beside them.
+
+    Args:
+        path: What this strategy saved: a directory, or one file (`state_dict_type="full"`).
+        folder: New, empty, or an earlier export, which is replaced.
+        max_shard_bytes: Most bytes of tensors in one file; a larger tensor has a file to itself.
+        dtype: Floating-point tensors are cast to it. `None`: they keep the dtype of the main weights.
+        prefix: Part of all names that the exported model does not know, with its dot: "model." if the LightningModule holds it as
+            `self.model`. It is taken away.
+        progress: Called with the bytes written and all bytes, after each tensor.
+
+    Returns:
+        The safetensors files.
+
+    Raises:
+        ValueError: No checkpoint at the path, an argument out of its range, names without the prefix, or entries that are no tensors.
+        RuntimeError: The checkpoint is damaged.
+        IsADirectoryError, NotADirectoryError: Something else is at `folder`.
+    """
+    options = _Options(max_shard_bytes=max_shard_bytes, dtype=dtype, prefix=prefix)
+    source = locate(path)
+    if source.is_sharded():
+        described, read_one = _sharded_source(source)
+    elif source.is_file():
+        described, read_one = _file_source(source)
+    else:
+        raise ValueError(
+            f"export_checkpoint: {source}: expected a checkpoint of this strategy, a directory with {META_FILE} in it or a single file; "
+            + ("the directory has no such file" if source.is_directory() else "there is nothing at that path")
+        )
+    files = plan_files(options.plan(f"export_checkpoint: {source}", described), max_shard_bytes)
+    with FolderWriter(Path(folder), files, progress) as writer:
+        writer.begin()
+        for file in files:
+            for tensor in file.tensors:
+                writer.add(read_one(tensor.origin))
+        return writer.finish()
+
+
+def export_model(
+    module: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
+    dtype: torch.dtype | None = None,
+    prefix: str = "",
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Write the main weights of a sharded model as safetensors. All ranks call it; rank 0 writes.
+
+    As `export_checkpoint`; and if the model has a Hugging Face `config` (and `generation_config`), it is saved with it, so that
+    `from_pretrained(folder)` reads the folder as it is.
+
+    Args:
+        module: Sharded, or a part of it such as `self.model` of a LightningModule.
+        folder: Of rank 0; new, empty, or an earlier export, which is replaced.
+        max_shard_bytes: As in `export_checkpoint`.
+        dtype: As in `export_checkpoint`.
+        prefix: As in `export_checkpoint`; a part of the module by that name is the model whose config is saved.
+        progress: Called on rank 0 with the bytes written and all bytes, after each tensor.
+
+    Returns:
+        The safetensors files, on every rank.
+
+    Raises:
+        ValueError, IsADirectoryError, NotADirectoryError: As `export_checkpoint`; on the other ranks a RuntimeError says so.
+    """
+    options = _Options(max_shard_bytes=max_shard_bytes, dtype=dtype, prefix=prefix)
+    doing = f"export_model: {type(module).__name__}"
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    state = module.state_dict(keep_vars=True)
+    described: _Described = {name: _describe(value) for name, value in state.items()}
+    # A value that a hook computed from a parameter is not tied to it.
+    tied = tied_names({name: value for name, value in state.items() if _entry(value) or not isinstance(value, DTensor)})
+    described.update(tied)
+    files = plan_files(options.plan(doing, described), max_shard_bytes)
+    with FolderWriter(Path(folder), files, progress) as writer:
+        with on_all_ranks(doing):
+            if writes:
+                writer.begin()
+        for file in files:
+            for tensor in file.tensors:
+                whole = _whole(state[tensor.origin])
+                with on_all_ranks(doing):
+                    if writes:
+                        writer.add(whole)
+                del whole
+        with on_all_ranks(doing):
+            if writes:
+                inner = dict(module.named_modules()).get(prefix.removesuffix("."), module)
+                _save_configs(inner, writer.part, [tensor for file in files for tensor in file.tensors])
+                writer.finish()
+    return writer.paths
+
+
+# By name: shape and dtype of a tensor, or the name that it is tied to, or `None` for what is no tensor.
+_Described: TypeAlias = dict[str, tuple[torch.Size, torch.dtype] | str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """What the two exports have in common."""
+
+    max_shard_bytes: int
+    dtype: torch.dtype | None
+    prefix: str
+
+    def __post_init__(self) -> None:
+        if self.max_shard_bytes < 1:
+            raise ValueError(f"max_shard_bytes={self.max_shard_bytes!r}: expected a positive number of bytes")
+        if self.dtype is not None and not (self.dtype in DTYPE_NAMES and self.dtype.is_floating_point):
+            raise ValueError(f"dtype={self.dtype}: expected a floating-point dtype that safetensors knows, or None")
+        if self.prefix and not self.prefix.endswith("."):
+            raise ValueError(
+                f'prefix={self.prefix!r}: expected "" or the beginning of names with its dot, such as "model."'
+            )
+
+    def plan(self, doing: str, described: _Described) -> list[PlannedTensor]:
+        """Names, shapes and dtypes in the files."""
+        foreign = [name for name in described if not plain_name(name).startswith(self.prefix)]
+        if foreign:
+            raise ValueError(
+                f"{doing}: {', '.join(foreign[:4])} (of {len(foreign)}) do not begin with prefix={self.prefix!r}. Export the part of the "
+                "module that is the model, or choose a prefix that all names have"
+            )
+        tensors, unfit = [], []
+        for name, value in described.items():
+            if isinstance(value, str):
+                continue
+            if value is None or value[1] not in DTYPE_NAMES:
+                unfit.append(f"{name} ({'no tensor' if value is None else value[1]})")
+                continue
+            cast = self.dtype if self.dtype is not None and value[1].is_floating_point else value[1]
+            short = plain_name(name).removeprefix(self.prefix)
+            tensors.append(PlannedTensor(name=short, origin=name, shape=value[0], dtype=cast))
+        if unfit:
+            raise ValueError(
+                f"{doing}: safetensors cannot hold {', '.join(unfit[:4])} (of {len(unfit)}); expected tensors of the usual dtypes. Keep "
+                "other state out of state_dict()"
+            )
+        return tensors
+
+
+# -- from a checkpoint -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _OneTensor:
+    """What `read_rows` reads: a tensor of the model."""
+
+    wanted: dict[str, Any]
+    key: str = "model"
+
+
+def _sharded_source(path: Location) -> tuple[_Described, Callable[[str], Tensor]]:
+    metadata, problem = look_over(path)
+    if problem or metadata is None:
+        raise RuntimeError(f"export_checkpoint: {path} is incomplete or damaged: {problem}. Use another checkpoint")
+    described: _Described = {}
+    for key, item in paths_of(metadata).items():
+        if item[0] == "model":
+            entry = metadata.state_dict_metadata[key]
+            if len(item) == 2 and isinstance(entry, TensorStorageMetadata):
+                described[str(item[1])] = entry.size, entry.properties.dtype
+            else:
+                described[str(item[1])] = None
+    tied = read(path, META_FILE, None).get(TIED_WEIGHTS, {})
+    described.update({name: first for name, first in tied.items() if name in described and first in described})
+
+    def read_one(name: str) -> Tensor:
+        entry = described[name]
+        assert isinstance(entry, tuple), "only tensors are planned"
+        target = torch.empty(entry[0], dtype=entry[1])
+        read_rows(path, metadata, [_OneTensor({name: target})], alone=True)
+        return target
+
+    return described, read_one
+
+
+def _file_source(path: Location) -> tuple[_Described, Callable[[str], Tensor]]:
+    state = read(path, None, None).get("state_dict")
+    if not isinstance(state, dict):
+        raise ValueError(
+            f"export_checkpoint: {path} holds no state_dict; expected a checkpoint file that Lightning saved"
+        )
+    described: _Described = {
+        name: (value.shape, value.dtype) if isinstance(value, Tensor) else None for name, value in state.items()
+    }
+    described.update(tied_names(state))
+    return described, state.__getitem__
+
+
+# -- from a model ------------------------------------------------------------------------------------------------------
+
+
+def _entry(value: Any) -> Entry | None:
+    """The parameter that a value of a state dict is, whatever face it shows; `None` for what was computed from one."""
+    owner = owner_of(value) if isinstance(value, Tensor) else None
+    if owner is None:
+        return None
+    return owner[1] if any(value is face for face in (owner[1].full, owner[1].sharded, owner[1].local)) else None
+
+
+def _describe(value: Any) -> tuple[torch.Size, torch.dtype] | None:
+    if not isinstance(value, Tensor):
+        return None
+    entry = _entry(value)
+    return (value.shape, value.dtype) if entry is None else (entry.shape, entry.local.dtype)
+
+
+def _whole(value: Tensor) -> Tensor:
+    """The whole of a value of a state dict, of a parameter that of its main weight. Collective."""
+    entry = _entry(value)
+    if entry is not None:
+        return entry.sharded.full_tensor()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _save_configs(model: nn.Module, folder: Path, tensors: Sequence[PlannedTensor]) -> None:
+    """What Hugging Face keeps beside weights, if the model has it: with the class and the dtype that the files are of."""
+    config: Any = getattr(model, "config", None)
+    if callable(getattr(config, "save_pretrained", None)):
+        saved = copy.deepcopy(config)
+        saved.architectures = [type(model).__name__]
+        dtypes = [tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point]
+        if dtypes:
+            saved.dtype = dtypes[0]
+        saved.save_pretrained(folder)
+    generation: Any = getattr(model, "generation_config", None)
+    if callable(getattr(generation, "save_pretrained", None)):
+        generation.save_pretrained(folder)

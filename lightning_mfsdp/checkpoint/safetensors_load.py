@@ -1,0 +1,169 @@
+"""Pretrained weights from safetensors files, straight into shards: every rank maps the files and copies the rows it owns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mfsdp.checkpoint.ranks import on_all_ranks
+from lightning_mfsdp.checkpoint.safetensors_files import Progress, StoredTensor, open_file, stored_tensors
+from lightning_mfsdp.checkpoint.sharded import ParameterIndex, check_names, check_restored, plain_name, tied_names
+from lightning_mfsdp.engine import ShardingError, refresh_weights
+
+__all__ = ["load_safetensors"]
+
+# So much of a tensor is read at once: with another dtype or device, this much host memory is needed.
+_CHUNK_BYTES = 64 * 2**20
+
+_ADVICE = "Translate names with rename= (None leaves a tensor out), or pass strict=False to load what fits"
+
+
+def load_safetensors(
+    module: nn.Module,
+    source: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    rename: Callable[[str], str | None] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Read pretrained weights into a sharded model. All ranks call it; each reads its own rows, and no rank holds the model.
+
+    In a LightningModule call it in `on_fit_start`, for a model that may have been built on the meta device: by then it is sharded, and a
+    checkpoint to resume from (`ckpt_path`) is read afterwards. Values are cast to the dtype of the main weights. Nothing is written
+    before all names and shapes were found to fit on all ranks.
+
+    Args:
+        module: Sharded, or a part of it such as `self.model` of a LightningModule.
+        source: A safetensors file, or a folder with one, or with several and their index, as `from_pretrained` takes it.
+        strict: Names must match exactly. Of tied weights one name is enough. `False`: only shapes must.
+        rename: From a name in the files to the name in `module`; `None` for tensors to leave out.
+        progress: Called on each rank with the bytes it has read and all it will read, after each tensor.
+
+    Raises:
+        ShardingError: The module is not sharded yet.
+        ValueError: No safetensors at `source`.
+        RuntimeError: A file is damaged or missing, or names or shapes differ; all of them are listed. Also if another rank met an error.
+        ImportError: `safetensors` is not installed.
+    """
+    path = Path(source)
+    index = ParameterIndex(module)
+    if not index.all:
+        raise ShardingError(
+            f"load_safetensors: {type(module).__name__} has no sharded parameters; call it in on_fit_start of the LightningModule, or "
+            "after fully_shard"
+        )
+    with on_all_ranks(f"load_safetensors: {path}, before anything was written"):
+        copies = _plan(path, module, index, strict=strict, rename=rename)
+    with on_all_ranks(f"load_safetensors: {path}, with weights partly written"):
+        _read(copies, progress)
+    refresh_weights(module)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """From `rows` of a stored tensor to `target`, all of which they fill; `rows` is `None` for a tensor without dims."""
+
+    stored: StoredTensor
+    target: Tensor
+    rows: range | None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.target.numel() * (self.stored.dtype or self.target.dtype).itemsize
+
+    def chunks(self, opened: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parts of the target, and what belongs there."""
+        if self.rows is None:
+            yield self.target, opened.get_tensor(self.stored.name).reshape(self.target.shape)
+            return
+        part = opened.get_slice(self.stored.name)
+        length = max(1, _CHUNK_BYTES * len(self.rows) // max(1, self.num_bytes))
+        for start in range(0, len(self.rows), length):
+            stop = min(start + length, len(self.rows))
+            yield self.target[start:stop], part[self.rows.start + start : self.rows.start + stop]
+
+
+def _plan(
+    path: Path, module: nn.Module, index: ParameterIndex, *, strict: bool, rename: Callable[[str], str | None] | None
+) -> list[_Copy]:
+    """Compare files with the model; changes nothing."""
+    stored = _renamed(path, stored_tensors(path), rename)
+    state = module.state_dict()
+    present = {plain_name(name): value for name, value in state.items()}
+    tied = {plain_name(name): plain_name(first) for name, first in tied_names(state).items()}
+    given = {tied.get(name, name) for name in stored}
+    expected = {name: value for name, value in present.items() if name in stored or tied.get(name, name) not in given}
+    shapes = {name: item.shape for name, item in stored.items()}
+    check_names(path, expected, list(stored), shapes, strict=strict, advice=_ADVICE)
+    check_restored(path, index, list(stored), strict=strict, advice="pass strict=False")
+    copies: dict[str, _Copy] = {}
+    for name, item in stored.items():
+        view = index.views.get(name)
+        target = present.get(name) if view is None else view.main
+        if not isinstance(target, Tensor):
+            continue
+        _check_kind(path, name, item, target)
+        rows = None if not item.shape else range(item.shape[0]) if view is None else view.rows
+        made = _Copy(item, target, rows)
+        same = copies.setdefault(tied.get(name, name), made)
+        if same is not made and not _equal(same, made):
+            raise RuntimeError(
+                f"{path} holds different values for {same.stored.name} and {item.name}, which are one weight in the model. Build the model "
+                "with untied weights, or leave one of the names out with rename="
+            )
+    return [copy for copy in copies.values() if copy.target.numel()]
+
+
+def _renamed(
+    path: Path, stored: dict[str, StoredTensor], rename: Callable[[str], str | None] | None
+) -> dict[str, StoredTensor]:
+    if rename is None:
+        return stored
+    renamed: dict[str, StoredTensor] = {}
+    for name, item in stored.items():
+        new = rename(name)
+        if new is None:
+            continue
+        if new in renamed:
+            raise ValueError(f"{path}: rename turns {renamed[new].name} and {name} into the same name, {new}")
+        renamed[new] = item
+    return renamed
+
+
+def _check_kind(path: Path, name: str, item: StoredTensor, target: Tensor) -> None:
+    """Integers that stand for packed or quantized weights are no weights."""
+    if item.dtype is None or item.dtype.is_floating_point != target.is_floating_point():
+        raise RuntimeError(
+            f"{path}: {name} is {item.dtype or 'of a dtype that this PyTorch does not have'} in the files and {target.dtype} in the model, "
+            "so its values would lose their meaning. Quantized weights must be dequantized before"
+        )
+
+
+def _equal(one: _Copy, other: _Copy) -> bool:
+    """Whether the rows of this rank are the same in both."""
+    if one.stored.dtype != other.stored.dtype:
+        return False
+    with open_file(one.stored.file) as first, open_file(other.stored.file) as second:
+        pairs = zip(one.chunks(first), other.chunks(second), strict=True)
+        return not one.target.numel() or all(torch.equal(left[1], right[1]) for left, right in pairs)
+
+
+def _read(copies: list[_Copy], progress: Progress | None) -> None:
+    done, total = 0, sum(copy.num_bytes for copy in copies)
+    by_file: dict[Path, list[_Copy]] = {}
+    for copy in copies:
+        by_file.setdefault(copy.stored.file, []).append(copy)
+    for file, inside in by_file.items():
+        with open_file(file) as opened, torch.no_grad():
+            for copy in inside:
+                for target, values in copy.chunks(opened):
+                    target.copy_(values)
+                done += copy.num_bytes
+                if progress is not None:
+                    progress(done, total)
