@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,13 @@ from lightning_mfsdp.checkpoint.files import (
     recover,
     refuse_foreign,
     remove,
+)
+from lightning_mfsdp.checkpoint.parameter_state import (
+    PARAMETER_STATES,
+    ParameterState,
+    load_rows,
+    plan_rows,
+    rows_of_whole,
 )
 from lightning_mfsdp.checkpoint.sharded_optimizer import load_optimizer, optimizer_state, plan_optimizer
 
@@ -43,12 +50,13 @@ def save(path: Path, module: nn.Module, checkpoint: dict[str, Any], *, is_rank_z
     rest = dict(checkpoint)
     model_state = rest.pop("state_dict")
     optimizer_states = rest.pop("optimizer_states", [])
+    parameter_states = rest.pop(PARAMETER_STATES, {})
     part = part_of(path)
     if is_rank_zero:
         remove(part)
         part.mkdir(parents=True)
     # Its first collective also makes the others wait for the directory.
-    sharded.save(part, module, model_state, optimizer_states)
+    sharded.save(part, module, model_state, optimizer_states, parameter_states)
     if is_rank_zero:
         _write(rest, part / META_FILE)
         put_in_place(path)
@@ -86,6 +94,8 @@ def load(
     strict: bool,
     weights_only: bool | None,
     is_rank_zero: bool,
+    parameter_states: Mapping[str, ParameterState] | None = None,
+    prepare: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Read a checkpoint into a sharded module and its optimizers; all ranks call it.
 
@@ -96,6 +106,8 @@ def load(
         strict: Names must match exactly.
         weights_only: As for `torch.load`.
         is_rank_zero: Finishes a move that was interrupted.
+        parameter_states: Who else keeps something for parameters, by key.
+        prepare: Called with what is returned, before optimizers are compared with the checkpoint.
 
     Returns:
         What neither weights nor optimizer states are: loops, callbacks, schedulers, hyperparameters.
@@ -104,11 +116,15 @@ def load(
         ValueError: The path holds no checkpoint.
         RuntimeError: The checkpoint does not fit.
     """
+    states = parameter_states or {}
     recover(path, is_rank_zero=is_rank_zero)
     if is_sharded_checkpoint(path):
         metadata = check_files(path)
         rest = _torch_load(path / META_FILE, weights_only)
         model_plan = sharded.plan_model(path, metadata, module, strict=strict)
+        state_plans = [plan_rows(path, metadata, module, key, strict=strict) for key in states]
+        if prepare is not None:
+            prepare(rest)
         plans = [
             plan_optimizer(path, metadata, module, optimizer, number) for number, optimizer in enumerate(optimizers)
         ]
@@ -117,11 +133,19 @@ def load(
         for plan, optimizer in zip(plans, optimizers, strict=True):
             if plan is not None:
                 load_optimizer(path, plan, optimizer)
+        for state_plan in state_plans:
+            load_rows(path, state_plan, states[state_plan.key])
         restored = [plan is not None for plan in plans]
     elif path.is_file():
         rest = _torch_load(path, weights_only)
+        saved_states = rest.pop(PARAMETER_STATES, {})
+        rows = {key: rows_of_whole(path, key, saved_states.get(key, {}), module, strict=strict) for key in states}
         full.load_model(path, rest.pop("state_dict"), module, strict=strict)
+        if prepare is not None:
+            prepare(rest)
         restored = full.load_optimizers(path, rest.pop("optimizer_states", []), module, optimizers)
+        for key, state in states.items():
+            state.load_rows(rows[key])
     else:
         raise ValueError(
             f"ckpt_path={str(path)!r}: expected a directory with {META_FILE} in it, as this strategy writes, or a single Lightning "

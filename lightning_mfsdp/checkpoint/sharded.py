@@ -2,6 +2,7 @@
 
     model                     {parameter or buffer name: tensor}
     optimizer_<i>             {"state": {parameter name: {state name: tensor}}, "param_groups": [{..., "params": [names]}]}
+    <key>                     {parameter name: tensor} of whoever keeps something for parameters, see parameter_state.py
     meta.pt                   everything else of a Lightning checkpoint (rank 0)
 
 Names, shapes and values do not depend on the number of ranks or on the sharding strategy, so neither does what can read it. Names are
@@ -113,7 +114,13 @@ class ParameterIndex:
         return [[self.name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def save(path: Path, module: nn.Module, model_state: Mapping[str, Any], optimizer_states: list[dict[str, Any]]) -> None:
+def save(
+    path: Path,
+    module: nn.Module,
+    model_state: Mapping[str, Any],
+    optimizer_states: list[dict[str, Any]],
+    parameter_states: Mapping[str, Any],
+) -> None:
     """Write weights and optimizer states. All ranks call it.
 
     Args:
@@ -121,12 +128,13 @@ def save(path: Path, module: nn.Module, model_state: Mapping[str, Any], optimize
         module: Sharded.
         model_state: Its `state_dict()`, or part of it.
         optimizer_states: From `optimizer_state`.
+        parameter_states: From `row_shards`, by key.
 
     Raises:
         RuntimeError: An entry of `model_state` was computed from sharded parameters, so its rows are unknown.
     """
     rows = rows_by_name(model_state, ParameterIndex(module), "saving a checkpoint")
-    state: dict[str, Any] = {"model": rows}
+    state: dict[str, Any] = {"model": rows, **parameter_states}
     state.update({f"optimizer_{number}": value for number, value in enumerate(optimizer_states)})
     dcp_save(state, storage_writer=FileSystemWriter(path, single_file_per_rank=True, overwrite=False))
 
