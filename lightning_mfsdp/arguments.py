@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_mfsdp.callback_hooks import PreparesOptimizers
 from lightning_mfsdp.engine import MixedPrecisionPolicy
 from lightning_mfsdp.engine.placement import resolve_placement
 from lightning_mfsdp.engine.unit import Unit, unit_of
@@ -33,9 +34,9 @@ __all__ = [
 
 
 _UNFIT_CALLBACKS: dict[type[Callback], str] = {
-    StochasticWeightAveraging: "average the weights of saved checkpoints instead",
-    WeightAveraging: "average the weights of saved checkpoints instead",
-    BaseFinetuning: "give configure_optimizers all parameters in groups, and set requires_grad in a hook of the LightningModule",
+    StochasticWeightAveraging: "average weights with lightning_mfsdp.callbacks.ShardedEMA",
+    WeightAveraging: "average weights with lightning_mfsdp.callbacks.ShardedEMA",
+    BaseFinetuning: "use ShardedBackboneFinetuning of lightning_mfsdp.callbacks, or derive yours from ShardedFinetuning there",
 }
 
 
@@ -87,7 +88,7 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
     """Raise a ValueError for callbacks of Lightning's that hold or average whole parameters."""
     for callback in callbacks:
         for kind, cure in _UNFIT_CALLBACKS.items():
-            if isinstance(callback, kind):
+            if isinstance(callback, kind) and not isinstance(callback, PreparesOptimizers):
                 raise ValueError(f"{type(callback).__name__} does not work with sharded parameters; {cure}")
 
 

@@ -1,6 +1,15 @@
 """What watches or adjusts training from outside."""
 
+from lightning_mfsdp.callbacks.ema import ShardedEMA
+from lightning_mfsdp.callbacks.finetuning import ShardedBackboneFinetuning, ShardedFinetuning
 from lightning_mfsdp.callbacks.model_summary import ShardedModelSummary
 from lightning_mfsdp.callbacks.nan_gradients import NaNGradientReporter, NonFiniteGradientError
 
-__all__ = ["NaNGradientReporter", "NonFiniteGradientError", "ShardedModelSummary"]
+__all__ = [
+    "NaNGradientReporter",
+    "NonFiniteGradientError",
+    "ShardedBackboneFinetuning",
+    "ShardedEMA",
+    "ShardedFinetuning",
+    "ShardedModelSummary",
+]
