@@ -18,6 +18,7 @@ from lightning_mfsdp.engine.unit import Unit, unit_of
 
 __all__ = [
     "build_mesh",
+    "check_adapters",
     "check_blocks_per_unit",
     "check_callbacks",
     "check_choice",
@@ -90,6 +91,18 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
         for kind, cure in _UNFIT_CALLBACKS.items():
             if isinstance(callback, kind) and not isinstance(callback, PreparesOptimizers):
                 raise ValueError(f"{type(callback).__name__} does not work with sharded parameters; {cure}")
+
+
+def check_adapters(module: nn.Module) -> None:
+    """Raise a ValueError for adapters of PEFT on the meta device: what sets their first values is gone when they get memory."""
+    for name, part in module.named_modules():
+        for kind in getattr(part, "adapter_layer_names", ()):
+            adapter = getattr(part, kind, None)
+            if isinstance(adapter, nn.Module) and any(parameter.is_meta for parameter in adapter.parameters()):
+                raise ValueError(
+                    f"{name}.{kind}: adapters on the meta device, whose first values only get_peft_model sets (of LoRA, one factor starts "
+                    "at zero). Build the model on a real device before get_peft_model, and let it be sharded afterwards"
+                )
 
 
 def check_sizes(data_parallel_size: int | str | None, outer_size: int, mesh: DeviceMesh | None) -> None:

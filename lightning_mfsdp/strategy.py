@@ -29,6 +29,7 @@ from torchmetrics import Metric
 
 from lightning_mfsdp.arguments import (
     build_mesh,
+    check_adapters,
     check_blocks_per_unit,
     check_callbacks,
     check_choice,
@@ -276,6 +277,7 @@ class MFSDPStrategy(CheckpointingStrategy):
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
+            check_adapters(module)
             chosen = join_blocks(module, select_units(module, self._units), self._blocks_per_unit)
         fully_shard_units(
             module,
