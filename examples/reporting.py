@@ -24,6 +24,8 @@ def hide_spurious_warnings() -> None:
     warnings.filterwarnings("ignore", message=r"Checkpoint directory .* exists and is not empty")
     # Lightning 2.6 asks pytrees in a way that torch 2.11 and later call outdated.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).* is deprecated")
+    # peft asks transformers for something under its old name.
+    warnings.filterwarnings("ignore", message=r"`is_gradient_checkpointing` is deprecated")
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addFilter(lambda record: "Tip: " not in record.getMessage())
 

@@ -4,6 +4,7 @@ Importing this package registers "mfsdp", "mfsdp_optim_grads", "mfsdp_optim" and
 """
 
 from lightning_mfsdp.engine import (
+    AveragedWeights,
     CapturedLoss,
     CapturedStep,
     EngineStateError,
@@ -31,6 +32,7 @@ from lightning_mfsdp.strategy import MFSDPStrategy, register_strategies
 __version__ = "0.1.0"
 
 __all__ = [
+    "AveragedWeights",
     "CapturedLoss",
     "CapturedStep",
     "EngineStateError",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_mfsdp.callback_hooks import PreparesOptimizers
 from lightning_mfsdp.engine import MixedPrecisionPolicy
 from lightning_mfsdp.engine.placement import resolve_placement
 from lightning_mfsdp.engine.unit import Unit, unit_of
@@ -24,6 +25,7 @@ from lightning_mfsdp.lightning_api import (
 
 __all__ = [
     "build_mesh",
+    "check_adapters",
     "check_batch_norms",
     "check_blocks_per_unit",
     "check_callbacks",
@@ -41,9 +43,9 @@ __all__ = [
 
 
 _UNFIT_CALLBACKS: dict[type[Callback], str] = {
-    StochasticWeightAveraging: "average the weights of saved checkpoints instead",
-    WeightAveraging: "average the weights of saved checkpoints instead",
-    BaseFinetuning: "give configure_optimizers all parameters in groups, and set requires_grad in a hook of the LightningModule",
+    StochasticWeightAveraging: "average weights with lightning_mfsdp.callbacks.ShardedEMA",
+    WeightAveraging: "average weights with lightning_mfsdp.callbacks.ShardedEMA",
+    BaseFinetuning: "use ShardedBackboneFinetuning of lightning_mfsdp.callbacks, or derive yours from ShardedFinetuning there",
 }
 
 
@@ -95,7 +97,7 @@ def check_callbacks(callbacks: Sequence[Callback], compute_dtype: torch.dtype) -
     """Raise a ValueError for callbacks of Lightning's that hold or average whole parameters, and warn of one that misjudges the dtype."""
     for callback in callbacks:
         for kind, cure in _UNFIT_CALLBACKS.items():
-            if isinstance(callback, kind):
+            if isinstance(callback, kind) and not isinstance(callback, PreparesOptimizers):
                 raise ValueError(f"{type(callback).__name__} does not work with sharded parameters; {cure}")
         # Lightning's own takes a precision plugin that it does not know for float32.
         if type(callback) is ThroughputMonitor and callback.available_flops and compute_dtype != torch.float32:
@@ -115,6 +117,18 @@ def check_batch_norms(module: nn.Module) -> None:
                 f"sync_batchnorm=True, but {type(module).__name__} is sharded already, with the {type(layer).__name__} {name} in it. Call "
                 "torch.nn.SyncBatchNorm.convert_sync_batchnorm before it is sharded, or use one Trainer with this option from the start"
             )
+
+
+def check_adapters(module: nn.Module) -> None:
+    """Raise a ValueError for adapters of PEFT on the meta device: what sets their first values is gone when they get memory."""
+    for name, part in module.named_modules():
+        for kind in getattr(part, "adapter_layer_names", ()):
+            adapter = getattr(part, kind, None)
+            if isinstance(adapter, nn.Module) and any(parameter.is_meta for parameter in adapter.parameters()):
+                raise ValueError(
+                    f"{name}.{kind}: adapters on the meta device, whose first values only get_peft_model sets (of LoRA, one factor starts "
+                    "at zero). Build the model on a real device before get_peft_model, and let it be sharded afterwards"
+                )
 
 
 def check_sizes(data_parallel_size: int | str | None, outer_size: int, mesh: DeviceMesh | None) -> None:

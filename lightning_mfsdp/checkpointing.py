@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
+from lightning_mfsdp.callback_hooks import HasParameterState, PreparesOptimizers
 from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.background import BackgroundSaver
 from lightning_mfsdp.checkpoint.opening import locate
+from lightning_mfsdp.checkpoint.parameter_state import ParameterState, row_shards, whole_rows
 from lightning_mfsdp.checkpoint.progress import Progress
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.staging import Staging
@@ -76,6 +79,26 @@ class CheckpointingStrategy(ProcessStrategy):
     def lightning_restore_optimizer(self) -> bool:
         """`load_checkpoint` restores optimizers."""
         return False
+
+    @property
+    def parameter_states(self) -> dict[str, ParameterState]:
+        """What callbacks of this Trainer keep for parameters, by its name in checkpoints. They save it in `on_save_checkpoint`."""
+        callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        found = [callback for callback in callbacks if isinstance(callback, HasParameterState)]
+        return {callback.checkpoint_key: callback.parameter_state for callback in found}
+
+    def _prepare_optimizers(self, checkpoint: dict[str, Any]) -> None:
+        trainer = self._module.trainer
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            state = checkpoint.get("callbacks", {}).get(callback.state_key)
+            if isinstance(callback, PreparesOptimizers) and state is not None:
+                callback.prepare_optimizers(trainer, state)
+
+    def parameter_state(self, state: ParameterState) -> dict[str, Tensor]:
+        """What a callback puts into `checkpoint["parameter_states"]` under its key: rows, or whole tensors on rank 0. Collective."""
+        if self.state_dict_type == "full":
+            return whole_rows(self._module, state.rows(), keep=self.is_global_zero)
+        return row_shards(self._module, state.rows())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """What hooks of the module see before it is saved: sharded tensors, or whole ones on rank 0 and nothing elsewhere."""
@@ -146,6 +169,8 @@ class CheckpointingStrategy(ProcessStrategy):
                 strict=self._module.strict_loading,
                 weights_only=weights_only,
                 progress=progress,
+                parameter_states=self.parameter_states,
+                prepare=self._prepare_optimizers if fitting else None,
             )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

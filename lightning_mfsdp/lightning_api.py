@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 __all__ = [
     "FABRIC_STRATEGY_REGISTRY",
     "NAMESPACE",
+    "BackboneFinetuning",
     "BaseFinetuning",
     "Callback",
     "CheckpointIO",
@@ -82,6 +83,7 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning.fabric.utilities.throughput import get_available_flops
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import (
+        BackboneFinetuning,
         BaseFinetuning,
         ModelSummary,
         StochasticWeightAveraging,
@@ -123,6 +125,7 @@ else:
     from lightning_fabric.utilities.throughput import get_available_flops
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.callbacks import (
+        BackboneFinetuning,
         BaseFinetuning,
         ModelSummary,
         StochasticWeightAveraging,

@@ -14,6 +14,7 @@ from torchmetrics import Metric
 
 from lightning_mfsdp.arguments import (
     build_mesh,
+    check_adapters,
     check_blocks_per_unit,
     check_choice,
     check_ignored,
@@ -114,6 +115,7 @@ class ShardingOptions:
             if before is not None:
                 before(module)
             precision.cast_module(module)
+            check_adapters(module)
             together = 1 if self.blocks_per_unit == "auto" and self.units != "auto" else self.blocks_per_unit
             chosen = join_blocks(module, select_units(module, self.units), together)
         fully_shard_units(

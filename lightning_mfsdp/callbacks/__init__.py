@@ -1,7 +1,17 @@
 """What watches or adjusts training from outside."""
 
+from lightning_mfsdp.callbacks.ema import ShardedEMA
+from lightning_mfsdp.callbacks.finetuning import ShardedBackboneFinetuning, ShardedFinetuning
 from lightning_mfsdp.callbacks.model_summary import ShardedModelSummary
 from lightning_mfsdp.callbacks.nan_gradients import NaNGradientReporter, NonFiniteGradientError
 from lightning_mfsdp.callbacks.throughput import ShardedThroughputMonitor
 
-__all__ = ["NaNGradientReporter", "NonFiniteGradientError", "ShardedModelSummary", "ShardedThroughputMonitor"]
+__all__ = [
+    "NaNGradientReporter",
+    "NonFiniteGradientError",
+    "ShardedBackboneFinetuning",
+    "ShardedEMA",
+    "ShardedFinetuning",
+    "ShardedModelSummary",
+    "ShardedThroughputMonitor",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint import full, sharded
 from lightning_mfsdp.checkpoint.location import META_FILE, TIED_WEIGHTS, Location, check_files
-from lightning_mfsdp.checkpoint.opening import no_checkpoint_error, read, read_rows, recover
+from lightning_mfsdp.checkpoint.opening import Plan, no_checkpoint_error, read, read_rows, recover
+from lightning_mfsdp.checkpoint.parameter_state import PARAMETER_STATES, ParameterState, plan_rows, rows_of_whole
 from lightning_mfsdp.checkpoint.progress import CountingFile, Progress, SavePlanner
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
@@ -57,9 +58,9 @@ class ShardedContent:
             rest[TIED_WEIGHTS] = tied
         rows = sharded.rows_by_name(rest.pop("state_dict"), sharded.ParameterIndex(module), "saving a checkpoint")
         states = rest.pop("optimizer_states", [])
-        return cls.packed(
-            {"model": rows, **{f"optimizer_{number}": value for number, value in enumerate(states)}}, rest, ranks
-        )
+        others = rest.pop(PARAMETER_STATES, {})
+        by_number = {f"optimizer_{number}": value for number, value in enumerate(states)}
+        return cls.packed({"model": rows, **others, **by_number}, rest, ranks)
 
     @classmethod
     def packed(cls, state: Mapping[str, Any], rest: dict[str, Any], ranks: Ranks) -> ShardedContent:
@@ -133,6 +134,8 @@ def load(
     strict: bool,
     weights_only: bool | None,
     progress: Progress | None = None,
+    parameter_states: Mapping[str, ParameterState] | None = None,
+    prepare: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Read a checkpoint into a sharded module and its optimizers; all ranks call it.
 
@@ -143,6 +146,8 @@ def load(
         strict: Names must match exactly.
         weights_only: As for `torch.load`.
         progress: Hears of every tensor of a directory that was read.
+        parameter_states: Who else keeps something for parameters, by key.
+        prepare: Called with what is returned, before optimizers are compared with the checkpoint.
 
     Returns:
         What neither weights nor optimizer states are: loops, callbacks, schedulers, hyperparameters.
@@ -151,30 +156,42 @@ def load(
         ValueError: There is no checkpoint.
         RuntimeError: The checkpoint does not fit, or is damaged.
     """
-    ranks = Ranks()
+    ranks, states = Ranks(), parameter_states or {}
     recover(location, ranks)
     if location.is_sharded():
         metadata = check_files(location, ranks)
         rest = read(location, META_FILE, weights_only)
         rest.pop(TIED_WEIGHTS, None)
         model_plan = sharded.plan_model(location, metadata, module, strict=strict)
+        state_plans = [plan_rows(location, metadata, module, key, strict=strict) for key in states]
+        if prepare is not None:
+            prepare(rest)
         plans = [
             plan_optimizer(location, metadata, module, optimizer, f"optimizer_{number}")
             for number, optimizer in enumerate(optimizers)
         ]
         # All of it fits; from here on things change.
-        read_rows(location, metadata, [model_plan, *(plan for plan in plans if plan is not None)], progress)
+        all_plans: list[Plan] = [model_plan, *(plan for plan in plans if plan is not None), *state_plans]
+        read_rows(location, metadata, all_plans, progress)
         sharded.finish_model(model_plan, module)
         for plan, optimizer in zip(plans, optimizers, strict=True):
             if plan is not None:
                 restore_planned(plan, optimizer)
+        for state_plan in state_plans:
+            states[state_plan.key].load_rows(state_plan.rows)
         restored = [plan is not None for plan in plans]
     elif location.is_file():
         rest = read(location, None, weights_only)
         if "state_dict" not in rest:
             raise RuntimeError(f"{location} is no Lightning checkpoint: it has no 'state_dict', only {list(rest)[:8]}")
+        saved_states = rest.pop(PARAMETER_STATES, {})
+        rows = {key: rows_of_whole(location, key, saved_states.get(key, {}), module, strict=strict) for key in states}
         full.load_model(location, rest.pop("state_dict"), module, strict=strict)
+        if prepare is not None:
+            prepare(rest)
         restored = full.load_optimizers(location, rest.pop("optimizer_states", []), module, optimizers)
+        for key, state in states.items():
+            state.load_rows(rows[key])
     else:
         raise no_checkpoint_error(location)
     if optimizers and not all(restored):

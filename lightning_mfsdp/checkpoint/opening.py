@@ -19,7 +19,7 @@ from lightning_mfsdp.checkpoint.progress import LoadPlanner, Progress
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.remote import RemoteLocation
 
-__all__ = ["locate", "no_checkpoint_error", "read", "read_rows", "recover"]
+__all__ = ["Plan", "locate", "no_checkpoint_error", "read", "read_rows", "recover"]
 
 
 def locate(path: str | os.PathLike[str]) -> Location:

@@ -2,6 +2,7 @@
 
     model                     {parameter or buffer name: tensor}
     optimizer_<i>             {"state": {parameter name: {state name: tensor}}, "param_groups": [{..., "params": [names]}]}
+    <key>                     {parameter name: tensor} of whoever keeps something for parameters, see parameter_state.py
     meta.pt                   everything else of a Lightning checkpoint, and which weights are tied (rank 0)
 
 Names, shapes and values do not depend on the number of ranks or on the sharding strategy, so neither does what can read it. Names are

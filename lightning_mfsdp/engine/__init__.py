@@ -9,6 +9,7 @@ from lightning_mfsdp.engine.api import (
     unshard,
     watch_backward,
 )
+from lightning_mfsdp.engine.averaging import AveragedWeights
 from lightning_mfsdp.engine.capture import CapturedStep, capture_step
 from lightning_mfsdp.engine.captured_loss import CapturedLoss, capture_loss
 from lightning_mfsdp.engine.errors import EngineStateError, ShardingError
@@ -29,6 +30,7 @@ from lightning_mfsdp.engine.trace import traced_step
 
 __all__ = [
     "ELEMENTWISE_OPTIMIZERS",
+    "AveragedWeights",
     "CapturedLoss",
     "CapturedStep",
     "EngineStateError",

@@ -183,8 +183,8 @@ def fully_shard_units(
         )
     seen, replaced = set[int](), Replaced()
     ignored = {id(parameter) for parameter in options.get("ignored_parameters") or ()}
-    for name, child, initialiser in children_first(module):
-        materialize_module(name, child, device, replaced, ignored, initialiser)
+    for name, child, model in children_first(module):
+        materialize_module(name, child, model, device, replaced, ignored)
         seen.add(id(child))
         members = unit_with.get(id(child), [module])
         if module not in members and all(id(member) in seen for member in members):

@@ -29,6 +29,7 @@ __all__ = [
     "backward_task",
     "foreach_add_",
     "foreach_copy_",
+    "foreach_lerp_",
     "foreach_mul_",
     "foreach_norm",
     "foreach_zero_",
@@ -211,6 +212,11 @@ def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def foreach_add_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Add tensor by tensor in one launch where dtypes agree; the target's dtype is kept."""
     torch._foreach_add_(list(targets), list(sources))
+
+
+def foreach_lerp_(targets: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
+    """Move every tensor towards its end by the fraction `weight`, in one launch."""
+    torch._foreach_lerp_(list(targets), list(ends), weight)
 
 
 def foreach_mul_(targets: Sequence[Tensor], factor: Tensor) -> None:

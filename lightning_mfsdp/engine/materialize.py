@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,10 @@ __all__ = ["Replaced", "children_first", "materialize", "materialize_module"]
 # Meta parameter and its real successor, by the id of the first, which is kept so that the id stays its own.
 Replaced = dict[int, tuple[nn.Parameter, nn.Parameter]]
 
-# What a model around a module brings to initialise its parts: `_init_weights(part)`, as Hugging Face models have it.
-Initialiser: TypeAlias = Callable[[nn.Module], object]
+# What Hugging Face's models have: the first initialises one module inside the model, the second tells the kind from others' first.
+_MODEL_METHODS = ("_init_weights", "post_init")
+
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def materialize(module: nn.Module, device: torch.device, ignored: set[int] | None = None) -> None:
@@ -27,55 +29,46 @@ def materialize(module: nn.Module, device: torch.device, ignored: set[int] | Non
     so under one seed the numbers are those of a module built for real on `device`. Tied parameters stay tied.
 
     Args:
-        module: Parameters on the meta device belong to modules with `reset_parameters()`, or inside one with `_init_weights(part)`.
-            Where there are both, the second follows the first.
+        module: Parameters on the meta device belong to modules with `reset_parameters()`, or inside a model of Hugging Face's kind,
+            which initialises its modules by `_init_weights(module)`.
         device: Where they go.
         ignored: Ids of parameters to leave alone.
 
     Raises:
-        ShardingError: A module with meta parameters cannot initialise itself; names it and them.
+        ShardingError: Nothing initialises a module with meta parameters; names it and them.
     """
     replaced: Replaced = {}
-    for name, child, initialiser in children_first(module):
-        materialize_module(name, child, device, replaced, ignored or set(), initialiser)
+    for name, child, model in children_first(module):
+        materialize_module(name, child, model, device, replaced, ignored or set())
 
 
 def children_first(
-    module: nn.Module, name: str = "", seen: set[int] | None = None, initialiser: Initialiser | None = None
-) -> Iterator[tuple[str, nn.Module, Initialiser | None]]:
-    """Every module inside `module` once, each after its children; `module` itself comes last.
+    module: nn.Module, name: str = "", model: nn.Module | None = None, seen: set[int] | None = None
+) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+    """Every module inside `module` once, with its name, each after its children; `module` itself comes last.
 
-    Yields:
-        Its name, the module, and the `_init_weights` of the nearest model around it.
+    The third value is the model of Hugging Face's kind that is to initialise it: the innermost around it, if all inside is on meta.
     """
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
     seen.add(id(module))
-    initialiser = _initialiser(module) or initialiser
+    if all(callable(getattr(module, method, None)) for method in _MODEL_METHODS):
+        model = module
+    inside = [*module.parameters(), *module.buffers()]
+    is_new = bool(inside) and all(tensor.is_meta for tensor in inside)
     for key, child in module.named_children():
-        yield from children_first(child, f"{name}.{key}" if name else key, seen, initialiser)
-    yield name, module, initialiser
-
-
-def _initialiser(module: nn.Module) -> Initialiser | None:
-    own = getattr(module, "_init_weights", None)
-    if not callable(own):
-        return None
-    try:
-        inspect.signature(own).bind(module)
-    except TypeError:  # one that takes nothing is for the module's own constructor
-        return None
-    return own  # type: ignore[no-any-return]
+        yield from children_first(child, f"{name}.{key}" if name else key, model, seen)
+    yield name, module, model if is_new else None
 
 
 def materialize_module(
     name: str,
     module: nn.Module,
+    model: nn.Module | None,
     device: torch.device,
     replaced: Replaced,
     ignored: set[int],
-    initialiser: Initialiser | None = None,
 ) -> None:
     """Initialise what one module itself owns. `replaced` carries tied weights from module to module."""
     meta = {
@@ -85,26 +78,23 @@ def materialize_module(
     }
     buffers = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
     if not meta and not buffers:
+        _initialise(module, None, model)  # some models give modules inside this one other values
         return
     fresh = [key for key, parameter in meta.items() if id(parameter) not in replaced]
     for key, parameter in meta.items():
         if id(parameter) not in replaced:
-            real = nn.Parameter(_unset(parameter, device), requires_grad=parameter.requires_grad)
+            real = nn.Parameter(_unset_like(parameter, device), requires_grad=parameter.requires_grad)
             replaced[id(parameter)] = (parameter, real)
         module._parameters[key] = replaced[id(parameter)][1]
     for key, buffer in buffers.items():
-        module._buffers[key] = _unset(buffer, device)
+        module._buffers[key] = _unset_like(buffer, device)
     if not fresh and not buffers:
         return
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    left = [*fresh, *buffers]
-    with torch.no_grad():
-        if callable(reset):
-            reset()
-            left = []
-        if initialiser is not None:
-            initialiser(module)
-            left = [key for key in left if _is_unset(getattr(module, key))]
+    _initialise(module, reset, model)
+    owned = {**module._parameters, **module._buffers}
+    # What has a way of its own may mean to leave values out; what a model does for it may not know this module.
+    left = [key for key in (*fresh, *buffers) if not callable(reset) and (model is None or _is_unset(owned[key]))]
     if left:
         raise ShardingError(
             f"{name or type(module).__name__} ({type(module).__name__}) has {', '.join(left)} on the meta device and no "
@@ -113,17 +103,25 @@ def materialize_module(
         )
 
 
-def _unset(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory for a meta tensor, filled with what is no sensible value, so that what nobody set can be told."""
-    real = torch.empty_like(tensor, device=device, requires_grad=False)
-    if real.is_floating_point():
-        real.fill_(torch.nan)
-    elif real.dtype.is_signed and not real.is_complex():
-        real.fill_(torch.iinfo(real.dtype).min)
-    return real
+@torch.no_grad()
+def _initialise(module: nn.Module, reset: Any, model: nn.Module | None) -> None:
+    if callable(reset):
+        reset()
+    if model is not None:
+        model._init_weights(module)  # type: ignore[operator]
 
 
-def _is_unset(tensor: Tensor) -> bool:
-    if tensor.is_floating_point():
-        return bool(tensor.float().isnan().any())
-    return tensor.dtype.is_signed and not tensor.is_complex() and bool((tensor == torch.iinfo(tensor.dtype).min).any())
+def _unset_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Memory with values that `_is_unset` knows again, where the dtype has one that nobody would choose."""
+    made = torch.empty_like(tensor, device=device, requires_grad=False)
+    if made.is_floating_point() or made.is_complex():
+        return made.detach().fill_(math.nan)
+    return made.fill_(torch.iinfo(made.dtype).min) if made.dtype in _SIGNED else made.zero_()
+
+
+def _is_unset(tensor: Tensor | None) -> bool:
+    if tensor is None:
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    return tensor.dtype in _SIGNED and bool((tensor == torch.iinfo(tensor.dtype).min).any())

@@ -50,7 +50,8 @@ def fully_shard_optimizer(
 
     Elementwise optimizers get plain local rows in their `param_groups`, and their state (if any yet) is keyed by them;
     others keep DTensors. After each step the weights that forward uses are refreshed. No step is taken here: step
-    counters and weight decay start where the user starts.
+    counters and weight decay start where the user starts. What `add_param_group` adds later is taken over when the next
+    step begins.
 
     Args:
         optimizer: Built from `module.parameters()`, before or after `fully_shard`.
@@ -72,37 +73,50 @@ def fully_shard_optimizer(
             "use an elementwise optimizer such as torch.optim.AdamW, or sharding without this engine"
         )
     local = type(optimizer) in ELEMENTWISE_OPTIMIZERS if elementwise is None else elementwise
-    contexts = _adopt_parameters(optimizer, local=local, grad_scaler=grad_scaler)
+    contexts: list[weakref.ref[Context]] = []
+    held = 0
+
+    def adopt_new(optimizer: Optimizer, *_: Any) -> None:
+        nonlocal held
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if count != held:
+            contexts[:] = [weakref.ref(context) for context in _adopt_parameters(optimizer, local, grad_scaler)]
+            held = count
+
+    def weights_changed(*_: Any) -> None:
+        for reference in contexts:
+            context = reference()
+            if context is not None:
+                context.optimizer_stepped()
+
+    adopt_new(optimizer)
     if not contexts:
         raise ShardingError(
             f"fully_shard_optimizer: {name} holds no parameter of a sharded module; call fully_shard(module) first "
             "and build the optimizer "
             "from module.parameters()"
         )
-    references = [weakref.ref(context) for context in contexts]
-
-    def weights_changed(*_: Any) -> None:
-        for reference in references:
-            context = reference()
-            if context is not None:
-                context.optimizer_stepped()
-
+    optimizer.register_step_pre_hook(adopt_new)
     optimizer.register_step_post_hook(weights_changed)
-    held = [found for group in optimizer.param_groups for face in group["params"] if (found := owner_of(face))]
-    for context in contexts:
-        context.cover(entry for group, entry in held if group.context is context)
     return optimizer
 
 
-def _adopt_parameters(optimizer: Optimizer, *, local: bool, grad_scaler: object | None) -> list[Context]:
+def _adopt_parameters(optimizer: Optimizer, local: bool, grad_scaler: object | None) -> list[Context]:
     """Replace parameters in place by the face the optimizer works on; returns the contexts they belong to, in order."""
-    contexts: list[Context] = []
+    covered: dict[Context, list[Entry]] = {}
+    seen: set[int] = set()
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
             found = owner_of(parameter)
             if found is None:
                 continue
             owner, entry = found
+            if id(entry) in seen:
+                raise ShardingError(
+                    f"fully_shard_optimizer: {type(optimizer).__name__} holds parameter {entry.name} twice and would step it twice; take "
+                    "it out of one group"
+                )
+            seen.add(id(entry))
             if owner.spec.compute_dtype is torch.float16 and grad_scaler is None:
                 raise ShardingError(
                     f"fully_shard_optimizer: parameter {entry.name} computes in float16 and there is no loss scaling, "
@@ -113,10 +127,11 @@ def _adopt_parameters(optimizer: Optimizer, *, local: bool, grad_scaler: object 
             group["params"][index] = face
             if parameter in optimizer.state and parameter is not face:
                 optimizer.state[face] = _shard_state(optimizer.state.pop(parameter), owner, entry, local=local)
-            context = owner.context
-            if context is not None and context not in contexts:
-                contexts.append(context)
-    return contexts
+            if owner.context is not None:
+                covered.setdefault(owner.context, []).append(entry)
+    for context, entries in covered.items():
+        context.cover(entries)
+    return list(covered)
 
 
 def _shard_state(state: dict[str, Any], group: ParameterGroup, entry: Entry, *, local: bool) -> dict[str, Any]:

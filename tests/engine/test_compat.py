@@ -80,6 +80,9 @@ def test_foreach_functions_convert_and_keep_the_target_dtype():
     compat.foreach_mul_([*high, *low], torch.tensor(0.5))
     assert [tensor.tolist() for tensor in high] == [[1.0, 2.0, 3.0], 4.0]
     assert low[1].item() == 6.0
+    moved = [torch.tensor([0.0, 4.0])]
+    compat.foreach_lerp_(moved, [torch.tensor([8.0, 0.0])], 0.25)
+    assert moved[0].tolist() == [2.0, 3.0]
     norms = compat.foreach_norm([torch.tensor([3.0, -4.0]), torch.tensor([[1.0, 1.0]])], float("inf"))
     assert [norm.item() for norm in norms] == [4.0, 1.0]
     compat.foreach_zero_([*high, *low])

@@ -77,6 +77,9 @@ class Initialising(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.inner = nn.ModuleDict({"deep": Custom()})
         self.whole = whole
+        self.post_init()
+
+    def post_init(self) -> None:
         self.apply(self._init_weights)
 
     def _init_weights(self, part: nn.Module) -> None:

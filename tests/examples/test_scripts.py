@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 import re
 import subprocess
@@ -125,6 +126,33 @@ def test_a_module_built_on_the_meta_device_trains_like_one_that_was_not() -> Non
     (real,), (meta,) = (run_distributed(weights_after_two_steps, 1, meta) for meta in (False, True))
     assert real.keys() == meta.keys()
     assert all(torch.equal(real[name], meta[name]) for name in real)
+
+
+def held_out_bits(model: torch.nn.Module) -> float:
+    """What the example reports, by a model without sharding."""
+    data = TextDataModule(16, 2, held_out_windows=8 * 2 * 2)
+    with torch.no_grad():
+        losses = [model(input_ids=batch, labels=batch).loss for batch in data.val_dataloader()]
+    return float(torch.stack(losses).mean()) / math.log(2)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft asks transformers for it
+def test_a_hugging_face_model_is_finetuned_whole_and_by_adapters_and_exported(tmp_path: Path) -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    short = ["--steps", "4", "--micro-batch", "2", "--seq", "16"]
+    printed = run_script("finetune_hf.py", *short, "--output", "whole", folder=tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole/exported").eval()
+    assert f"{held_out_bits(model):.3f} bits per byte" in printed.splitlines()[-1]
+    assert len(list((tmp_path / "whole/last.ckpt").glob("*.distcp"))) == 2
+
+    adapters = ["--pretrained", "whole/exported", "--lora", "--output", "lora", "--learning-rate", "0.1"]
+    printed = run_script("finetune_hf.py", *short, *adapters, folder=tmp_path)
+    before = held_out_bits(model)
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "lora/exported").eval()
+    assert f"{held_out_bits(adapted):.3f} bits per byte" in printed.splitlines()[-1]
+    assert abs(held_out_bits(adapted) - before) > 0.01
+    saved = sum(file.stat().st_size for file in (tmp_path / "lora/last.ckpt").glob("*.distcp"))
+    assert saved < 4 * 623_744  # the frozen weights alone would be more
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)

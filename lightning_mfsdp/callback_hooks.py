@@ -1,0 +1,40 @@
+"""What the strategy asks of callbacks beyond Lightning's own hooks, because it reads checkpoints straight into shards."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning_mfsdp.checkpoint.parameter_state import ParameterState
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["HasParameterState", "PreparesOptimizers"]
+
+
+class HasParameterState(ABC):
+    """A callback that keeps a tensor for each parameter, sharded as it is.
+
+    Saving is its own doing: `checkpoint["parameter_states"][key] = trainer.strategy.parameter_state(state)` in `on_save_checkpoint`.
+    Reading is the strategy's: rows are checked with everything else before anything changes, and then given to the state.
+    """
+
+    @property
+    @abstractmethod
+    def checkpoint_key(self) -> str:
+        """Name of the state in checkpoints; no other callback of a Trainer may have it."""
+
+    @property
+    @abstractmethod
+    def parameter_state(self) -> ParameterState:
+        """Gives and takes this rank's rows."""
+
+
+class PreparesOptimizers(ABC):
+    """A callback that changes which parameters optimizers hold, and must have done so before their states are read."""
+
+    @abstractmethod
+    def prepare_optimizers(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
+        """Bring optimizers into the shape they had when `state`, the callback's own, was saved."""

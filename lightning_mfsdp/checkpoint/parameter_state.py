@@ -1,0 +1,152 @@
+"""What others than optimizers keep for parameters: one tensor each, of its shape and sharded as it is. An average of weights, say.
+
+<key>        {parameter name: tensor}        in a sharded checkpoint beside "model"; in a full one under "parameter_states"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from lightning_mfsdp.checkpoint.location import Location
+from lightning_mfsdp.checkpoint.rows import RowShard
+from lightning_mfsdp.checkpoint.sharded import ParameterIndex, paths_of, plain_name
+from lightning_mfsdp.engine.sharded_tensor import Rows
+
+__all__ = [
+    "PARAMETER_STATES",
+    "ParameterState",
+    "StatePlan",
+    "plan_rows",
+    "row_shards",
+    "rows_of_whole",
+    "whole_rows",
+]
+
+PARAMETER_STATES = "parameter_states"
+
+
+class ParameterState(Protocol):
+    """Whose state it is."""
+
+    def rows(self) -> Mapping[str, Tensor]:
+        """This rank's rows, `[len(rows), *shape[1:]]`, by the names of `sharded_parameters`; other parameters are whole."""
+        ...
+
+    def load_rows(self, rows: Mapping[str, Tensor]) -> None:
+        """Take over what `rows` gave when the checkpoint was saved; empty if the checkpoint has none of it."""
+        ...
+
+
+def row_shards(module: nn.Module, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a sharded checkpoint holds of it; shares memory with `rows`."""
+    index = ParameterIndex(module)
+    found: dict[str, Tensor] = {}
+    for name, value in rows.items():
+        view = index.views.get(plain_name(name))
+        found[plain_name(name)] = value if view is None else RowShard.of(value, view.shape, view.rows)
+    return found
+
+
+def whole_rows(module: nn.Module, rows: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+    """What a full checkpoint holds of it: whole tensors on the CPU. All ranks call it.
+
+    Args:
+        module: Sharded.
+        rows: Of the same parameters on all ranks, in the same order.
+        keep: Whether this rank wants the result; else it is empty.
+    """
+    index = ParameterIndex(module)
+    found: dict[str, Tensor] = {}
+    for name, value in rows.items():
+        view = index.views.get(plain_name(name))
+        if view is not None and isinstance(view.dtensor, Rows):
+            value = Rows.over(value.to(view.main.device), view.dtensor).full_tensor()
+        if keep:
+            found[plain_name(name)] = value.cpu()
+    return found
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """What will be read for one key; it was checked to fit.
+
+    Attributes:
+        key: Its name in the checkpoint.
+        wanted: Where it is read to, by the name in the checkpoint; without what has no rows here.
+        rows: All of it, by the names here.
+    """
+
+    key: str
+    wanted: dict[str, Any]
+    rows: dict[str, Tensor]
+
+
+def plan_rows(path: Location, metadata: Metadata, module: nn.Module, key: str, *, strict: bool) -> StatePlan:
+    """Find the tensors under `key` and check that they fit the module's parameters; changes nothing.
+
+    Raises:
+        RuntimeError: Shapes differ, or with `strict` a name is of no parameter here.
+    """
+    saved: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    for flat, item in paths_of(metadata).items():
+        entry = metadata.state_dict_metadata[flat]
+        if item[0] == key and isinstance(entry, TensorStorageMetadata):
+            saved[str(item[1])] = (entry.size, entry.properties.dtype)
+    wanted, rows = {}, {}
+    shapes = {name: size for name, (size, _) in saved.items()}
+    for name, (here, like, view) in _targets(path, key, shapes, module, strict=strict).items():
+        local = torch.empty_like(like, dtype=saved[name][1], device="cpu", requires_grad=False)
+        rows[here] = local
+        if local.numel():
+            wanted[name] = local if view is None else RowShard.of(local, view.shape, view.rows)
+    return StatePlan(key, wanted, rows)
+
+
+def rows_of_whole(
+    path: Location, key: str, saved: Mapping[str, Tensor], module: nn.Module, *, strict: bool
+) -> dict[str, Tensor]:
+    """This rank's rows of whole tensors from a full checkpoint, by the names here.
+
+    Raises:
+        RuntimeError: As `plan_rows`.
+    """
+    shapes = {name: value.shape for name, value in saved.items()}
+    found = {}
+    for name, (here, like, view) in _targets(path, key, shapes, module, strict=strict).items():
+        whole = saved[name]
+        cut = whole[view.rows.start : view.rows.stop] if view is not None and whole.dim() else whole
+        found[here] = cut.reshape(like.shape)
+    return found
+
+
+def _targets(
+    path: Location, key: str, shapes: Mapping[str, torch.Size], module: nn.Module, *, strict: bool
+) -> dict[str, tuple[str, Tensor, Any]]:
+    """For each saved name: the name here, a tensor like the local one, and the view unless the parameter is not sharded."""
+    index = ParameterIndex(module)
+    others = {plain_name(name): (name, value) for name, value in module.named_parameters()}
+    found: dict[str, tuple[str, Tensor, Any]] = {}
+    problems = []
+    for name, shape in shapes.items():
+        view = index.views.get(plain_name(name))
+        here, like = (view.name, view.dtensor) if view is not None else others.get(plain_name(name), (name, None))
+        if like is None:
+            problems += [f"missing in the model: {name}"] if strict else []
+        elif like.shape != shape:
+            problems.append(f"shape of {name}: {tuple(shape)} in the checkpoint, {tuple(like.shape)} in the model")
+        else:
+            found[name] = (here, view.main if view is not None else like, view)
+    if problems:
+        raise RuntimeError(
+            f"{path}: {key} fits other parameters than the model has:\n  "
+            + "\n  ".join(problems)
+            + "\nLoad it into the "
+            "model it was saved from"
+        )
+    return found
