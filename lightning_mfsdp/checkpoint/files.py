@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 __all__ = [
     "META_FILE",
     "check_files",
+    "file_problems",
     "is_sharded_checkpoint",
     "part_of",
     "put_in_place",
@@ -111,14 +112,20 @@ def _look_over(path: Path) -> tuple[Metadata | None, str]:
         metadata: Metadata = FileSystemReader(path).read_metadata()
     except Exception as error:  # a damaged pickle may come to anything
         return None, f".metadata cannot be read ({type(error).__name__}: {error})"
+    problems = list(file_problems(path, metadata).values())
+    return metadata, "; ".join(problems[:8]) + (f" and {len(problems) - 8} more" if len(problems) > 8 else "")
+
+
+def file_problems(path: Path, metadata: Metadata) -> dict[str, str]:
+    """Files that the table of contents names and that are missing or too short: a sentence for each, by name."""
     needed: dict[str, int] = {}
     for item in (metadata.storage_data or {}).values():
         needed[item.relative_path] = max(needed.get(item.relative_path, 0), item.offset + item.length)
-    problems = []
+    problems = {}
     for name, size in sorted(needed.items()):
         file = path / name
         if not file.is_file():
-            problems.append(f"{name} is missing")
+            problems[name] = f"{name} is missing"
         elif file.stat().st_size < size:
-            problems.append(f"{name} has {file.stat().st_size} bytes instead of {size}")
-    return metadata, "; ".join(problems[:8]) + (f" and {len(problems) - 8} more" if len(problems) > 8 else "")
+            problems[name] = f"{name} has {file.stat().st_size} bytes instead of {size}"
+    return problems

@@ -4,6 +4,8 @@
     optimizer_<i>             {"state": {parameter name: {state name: tensor}}, "param_groups": [{..., "params": [names]}]}
     meta.pt                   everything else of a Lightning checkpoint (rank 0)
 
+Lightning's ModelParallelStrategy writes "state_dict" instead of "model"; both are read.
+
 Names, shapes and values do not depend on the number of ranks or on the sharding strategy, so neither does what can read it. Names are
 compared without what torch.compile and activation checkpointing put into them, so these may come and go.
 
@@ -157,10 +159,12 @@ class ModelPlan:
     """What will be read for a model; it was checked to fit.
 
     Attributes:
+        key: Of the model in the checkpoint.
         wanted: Name in the checkpoint, and what is read in place or replaced.
         others: Name in the model and in the checkpoint, of what is no tensor.
     """
 
+    key: str
     wanted: dict[str, Any]
     others: dict[str, str]
 
@@ -177,8 +181,10 @@ def plan_model(path: Path, metadata: Metadata, module: nn.Module, *, strict: boo
     targets = {plain_name(name): (name, value) for name, value in rows.items()}
     saved: dict[str, str] = {}
     shapes: dict[str, torch.Size] = {}
-    for key, item in paths_of(metadata).items():
-        if item[0] == "model":
+    paths = paths_of(metadata)
+    model_key = "model" if any(item[0] == "model" for item in paths.values()) else "state_dict"
+    for key, item in paths.items():
+        if item[0] == model_key:
             name = plain_name(str(item[1]))
             saved[name] = str(item[1])
             entry = metadata.state_dict_metadata[key]
@@ -192,12 +198,12 @@ def plan_model(path: Path, metadata: Metadata, module: nn.Module, *, strict: boo
         for name, (full_name, value) in targets.items()
         if name in saved and not isinstance(value, Tensor)
     }
-    return ModelPlan(wanted, others)
+    return ModelPlan(model_key, wanted, others)
 
 
 def load_model(path: Path, plan: ModelPlan, module: nn.Module) -> None:
     """Read weights and buffers in place. All ranks call it."""
-    dcp_load({"model": plan.wanted}, storage_reader=FileSystemReader(path))
+    dcp_load({plan.key: plan.wanted}, storage_reader=FileSystemReader(path))
     if plan.others:
         module.load_state_dict({name: plan.wanted[saved] for name, saved in plan.others.items()}, strict=False)
     refresh_weights(module)
