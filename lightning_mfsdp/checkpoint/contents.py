@@ -25,7 +25,7 @@ from lightning_mfsdp.checkpoint.stored import (
 
 __all__ = ["OptimizerSummary", "Summary", "TensorSummary", "summarize", "summarize_leaves"]
 
-_WRITER = re.compile(r"__(\d+)_\d+\.distcp")
+_WRITER = re.compile(r"__(\d+)_[\d_]+\.distcp")
 
 
 @dataclass(frozen=True, kw_only=True)

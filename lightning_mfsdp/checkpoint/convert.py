@@ -1,21 +1,27 @@
-"""Checkpoints of other programs become directories of this one, and directories become single files. Memory holds one piece at a time."""
+"""Checkpoints of other programs become directories of this one, and directories become single files, in bounded memory."""
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from lightning_mfsdp.checkpoint.files import META_FILE, part_of, put_in_place, remove
 from lightning_mfsdp.checkpoint.opened import (
@@ -39,6 +45,8 @@ __all__ = ["Progress", "consolidate_checkpoint", "convert_checkpoint"]
 
 Progress = Callable[[int, int], None]
 """Told of the bytes that are done, and of all."""
+
+_FILE_BYTES = 1 << 28
 
 
 def convert_checkpoint(
@@ -95,12 +103,14 @@ def convert_checkpoint(
             # It says that it assumes one process, which is what it was told.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             planner = _ReadingPlanner(progress, _total_bytes(parts))
-            dcp_save(state, storage_writer=FileSystemWriter(part), planner=planner, no_dist=True)
+            dcp_save(state, storage_writer=_BatchWriter(part), planner=planner, no_dist=True)
         torch.save(_completed(parts.rest), part / META_FILE)
         put_in_place(output)
-    except BaseException:
+    except CheckpointException as error:
+        # It wraps what went wrong on each rank; there is one.
+        raise next(iter(error.failures.values()))[0] from error
+    finally:
         remove(part)
-        raise
     return parts
 
 
@@ -132,13 +142,14 @@ def consolidate_checkpoint(
     part = part_of(output)
     scratch = Path(tempfile.mkdtemp(prefix=f"{output.name}.", dir=output.parent))
     try:
-        assembly = _Assembly(scratch, progress, _total_bytes(parts))
+        assembly = _Assembly(scratch)
         checkpoint = {
             **_completed(parts.rest),
             "state_dict": {name: assembly.whole(leaf) for name, leaf in parts.model.items()},
         }
         if parts.optimizers:
             checkpoint["optimizer_states"] = [_numbered(optimizer, assembly) for optimizer in parts.optimizers]
+        assembly.fill(progress)
         torch.save(checkpoint, part)
         put_in_place(output)
     finally:
@@ -160,36 +171,66 @@ class _ReadingPlanner(DefaultSavePlanner):
             assert index.offset is not None, "chunks of tensors have a place"
             found = found.read(index.offset)
         if isinstance(found, Tensor):
-            self._done += found.numel() * found.element_size()
+            self._done += found.nbytes
             if self._progress is not None:
                 self._progress(self._done, self._total)
         return found
 
 
+class _BatchWriter(FileSystemWriter):
+    """Writes a file for every so many bytes: the base class keeps all tensors of a file in memory until it is written."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        for number, items in enumerate(_batches(plan.items)):
+            named = replace(plan.storage_data, prefix=f"__0_{number}_")
+            results += super().write_data(replace(plan, items=items, storage_data=named), planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+def _batches(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    batches: list[list[WriteItem]] = [[]]
+    size = 0
+    for item in items:
+        data = item.tensor_data
+        item_bytes = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
+        if batches[-1] and size + item_bytes > _FILE_BYTES:
+            batches.append([])
+            size = 0
+        batches[-1].append(item)
+        size += item_bytes
+    return batches
+
+
 class _Assembly:
     """Puts tensors together in memory that is backed by files, so that the system can write it out and forget it."""
 
-    def __init__(self, folder: Path, progress: Progress | None, total: int) -> None:
-        self._folder, self._progress, self._done, self._total, self._count = folder, progress, 0, total, 0
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tensors: list[tuple[StoredTensor, Tensor]] = []
 
     def whole(self, leaf: Any) -> Any:
-        """The tensor, `[*shape]`; other leaves as values."""
+        """The tensor, `[*shape]`, to be filled in; other leaves as values."""
         if not isinstance(leaf, StoredTensor):
             return value_of(leaf)
-        tensor = self._empty(leaf)
-        for done in leaf.read_into(tensor):
-            self._done += done
-            if self._progress is not None:
-                self._progress(self._done, self._total)
-        return tensor
+        tensor = torch.empty(0, dtype=leaf.dtype)
+        if size_bytes(leaf):
+            file = self._folder / str(len(self._tensors))
+            storage: Any = torch.UntypedStorage.from_file(str(file), shared=True, nbytes=size_bytes(leaf))
+            tensor.set_(storage)
+        self._tensors.append((leaf, tensor.view(leaf.shape)))
+        return self._tensors[-1][1]
 
-    def _empty(self, leaf: StoredTensor) -> Tensor:
-        if not size_bytes(leaf):
-            return torch.empty(leaf.shape, dtype=leaf.dtype)
-        self._count += 1
-        file = self._folder / str(self._count)
-        storage: Any = torch.UntypedStorage.from_file(str(file), shared=True, nbytes=size_bytes(leaf))
-        return torch.empty(0, dtype=leaf.dtype).set_(storage).view(leaf.shape)
+    def fill(self, progress: Progress | None) -> None:
+        """Read all of them. Nothing that stays is allocated meanwhile, so the allocator can use the memory of one piece for the next."""
+        done, total = 0, sum(size_bytes(leaf) for leaf, _ in self._tensors)
+        for leaf, tensor in self._tensors:
+            for size in leaf.read_into(tensor):
+                done += size
+                if progress is not None:
+                    progress(done, total)
 
 
 def _numbered(optimizer: PortableOptimizer, assembly: _Assembly) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def load_file(path: Path, *, trust: bool) -> Any:
         return torch.load(path, map_location="cpu", weights_only=not trust, mmap=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(untrusted(str(path), error)) from error
-    except (RuntimeError, EOFError, ValueError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {first_line(error)})") from error
 
 

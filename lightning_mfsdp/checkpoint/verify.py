@@ -156,7 +156,7 @@ def _verify_file(path: Path, fast: bool, trust: bool, progress: Progress | None)
     for name, tensor in tensors.items() if not fast else ():
         for piece in rows_in_pieces(tensor):
             found.count(name, piece)
-            found.read_bytes += piece.numel() * piece.element_size()
+            found.read_bytes += piece.nbytes
             if progress is not None:
                 progress(found.read_bytes, total)
     return found

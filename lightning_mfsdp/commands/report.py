@@ -55,9 +55,7 @@ def verification_lines(path: Path, found: Verification) -> list[str]:
 def written_lines(output: Path, parts: Portable) -> list[str]:
     """What was written, and what was not."""
     state = sum(len(optimizer.state) for optimizer in parts.optimizers)
-    lines = [
-        f"wrote {output}: {len(parts.model):,} model entries, {len(parts.optimizers)} optimizers with state of {state:,} parameters"
-    ]
+    lines = [f"wrote {output}: {len(parts.model):,} model entries, state of {state:,} parameters in {_count(parts)}"]
     lines += parts.notes
     if not parts.rest:
         lines.append(
@@ -71,7 +69,12 @@ def written_lines(output: Path, parts: Portable) -> list[str]:
 def _optimizer(optimizer: OptimizerSummary) -> str:
     states = ", ".join(f"{name} x {count:,}" for name, count in optimizer.states.items()) or "no state"
     sizes = f", {_sizes(optimizer.bytes_by_dtype)}" if optimizer.bytes_by_dtype else ""
-    return f"{optimizer.parameters:,} parameters in {optimizer.groups} groups: {states}{sizes}"
+    groups = "1 group" if optimizer.groups == 1 else f"{optimizer.groups} groups"
+    return f"{optimizer.parameters:,} parameters in {groups}: {states}{sizes}"
+
+
+def _count(parts: Portable) -> str:
+    return "1 optimizer" if len(parts.optimizers) == 1 else f"{len(parts.optimizers)} optimizers"
 
 
 def _written_by(writers: list[int] | None) -> str:

@@ -83,7 +83,7 @@ def verify_folder(path: Path, *, fast: bool = False, progress: Progress | None =
     for name, leaf in tensors if not fast else ():
         for piece in leaf.read():
             found.count(name, piece)
-            found.read_bytes += piece.numel() * piece.element_size()
+            found.read_bytes += piece.nbytes
             if progress is not None:
                 progress(found.read_bytes, total)
     return found
