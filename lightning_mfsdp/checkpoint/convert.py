@@ -78,7 +78,7 @@ def convert_checkpoint(
         What was written, and what was left out.
 
     Raises:
-        CheckpointError: `path` cannot be read or mapped.
+        CheckpointError: `path` cannot be read or mapped, or `output` not be written.
         FileExistsError: `output` is there already.
     """
     _refuse_taken(output)
@@ -107,8 +107,8 @@ def convert_checkpoint(
         torch.save(_completed(parts.rest), part / META_FILE)
         put_in_place(output)
     except CheckpointException as error:
-        # It wraps what went wrong on each rank; there is one.
-        raise next(iter(error.failures.values()))[0] from error
+        cause = next(iter(error.failures.values()))[0]  # one for each rank, and there is one
+        raise CheckpointError(f"{output} was not written ({type(cause).__name__}): {cause}") from cause
     finally:
         remove(part)
     return parts

@@ -71,7 +71,9 @@ def load_file(path: Path, *, trust: bool) -> Any:
     except pickle.UnpicklingError as error:
         raise CheckpointError(untrusted(str(path), error)) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {first_line(error)})") from error
+        raise CheckpointError(
+            f"{path} is a damaged file of torch.save ({type(error).__name__}: {first_line(error)})"
+        ) from error
 
 
 def load_meta(path: Path, *, trust: bool) -> dict[str, Any]:

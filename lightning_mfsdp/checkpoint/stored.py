@@ -167,7 +167,7 @@ class StoredCheckpoint:
             raise CheckpointError(untrusted(f"{self.path}: {_described(index)}", error)) from error
         except (RuntimeError, EOFError, ValueError, zipfile.BadZipFile) as error:
             raise CheckpointError(
-                f"{self.path}: {_described(index)} is damaged ({type(error).__name__}: {first_line(error)})"
+                f"{self.path}: {_described(index)} does not load ({type(error).__name__}: {first_line(error)})"
             ) from error
         # torch.load leaves a cycle of functions behind, which keeps the tensor in memory until young garbage is looked for.
         gc.collect(1)
@@ -285,6 +285,6 @@ def first_line(error: BaseException) -> str:
 def untrusted(what: str, error: BaseException) -> str:
     """The message for Python objects among plain values."""
     return (
-        f"{what} holds Python objects that torch.load refuses by default, or is damaged ({first_line(error)}). If you trust the "
-        "checkpoint, read it with --trust (trust=True)"
+        f"{what} holds Python objects beyond plain values, or is damaged ({first_line(error)}). If you trust the checkpoint, read it with "
+        "--trust (trust=True)"
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
@@ -176,7 +177,7 @@ def _check_sums(file: IO[bytes], what: str) -> None:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
     except zipfile.BadZipFile as error:
-        raise CheckpointError(f"{what} is damaged ({error})") from error
+        raise CheckpointError(f"{what} is no readable archive ({error})") from error
     if damaged is not None:
         raise CheckpointError(
             f"{what} is damaged: the checksum of {damaged} differs from what was written (or it was written with "
@@ -199,7 +200,7 @@ def count_nonfinite(piece: Tensor) -> NonFinite:
         return NonFinite()
     if piece.dtype.itemsize == 1:  # 8-bit floats have hardly any operators
         piece = piece.float()
-    return NonFinite(nan=int(piece.isnan().sum()), inf=int(piece.isinf().sum()))
+    return NonFinite(nan=int(torch.count_nonzero(piece.isnan())), inf=int(torch.count_nonzero(piece.isinf())))
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
 
 from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.checkpoint.convert import convert_checkpoint
@@ -17,6 +18,7 @@ from lightning_mfsdp.checkpoint.whole import whole_optimizer_state
 from tests.checkpoint.foreign import STEPS, Trained, joined, write_foreign
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, loader, make_trainer, seeded, strict_warnings
+from tests.lightning.test_checkpoint import assert_same
 
 # What is converted, with what options, and whose whole state it holds.
 CONVERTED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -35,6 +37,7 @@ CONVERTED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 WEIGHTS_ONLY = ("from_bare", "from_inner", "from_unclear")
 DIRECT = {"model_parallel.ckpt": "lightning", "fsdp1.ckpt": "fsdp1", "fsdp1_mesh.ckpt": "fsdp1"}
+LOADED = (*DIRECT, "from_model_parallel", "from_named", "from_two_groups", "from_bare")
 LIGHTNINGS = (*DIRECT, "from_model_parallel", "from_fsdp1", "from_fsdp1_mesh")
 
 
@@ -73,7 +76,7 @@ def load_all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     strict_warnings()
     found = {}
     data = loader(4, 8, rank, world_size)
-    for name in (*DIRECT, *CONVERTED):
+    for name in LOADED:
         model = seeded(Trained, groups=2 if name == "from_two_groups" else 1)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -96,9 +99,15 @@ def loaded(written: Any, converted: Any) -> dict[str, Any]:
     return run_distributed(load_all, 2, str(written[0]))[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", [*DIRECT, *CONVERTED])
-def test_weights_optimizer_state_and_counts_are_those_that_were_saved(written: Any, loaded: Any, name: str) -> None:
-    expected = written[1][DIRECT[name] if name in DIRECT else CONVERTED[name][2]]
+def expected_of(name: str, states: dict[str, Any]) -> dict[str, Any]:
+    return states[DIRECT[name] if name in DIRECT else CONVERTED[name][2]]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_trainer_resumes_with_the_weights_state_and_counts_that_were_saved(
+    written: Any, loaded: dict[str, Any], name: str
+) -> None:
+    expected = expected_of(name, written[1])
     found = loaded[name]
     for key, tensor in found["weights"].items():
         assert torch.equal(tensor, expected["weights"][key]), key
@@ -106,13 +115,31 @@ def test_weights_optimizer_state_and_counts_are_those_that_were_saved(written: A
     if name in WEIGHTS_ONLY:
         assert not found["optimizer"]["state"]
         return
-    assert len(found["optimizer"]["state"]) == len(optimizer_names())
     for number, key in enumerate(optimizer_names()):
-        for part, value in expected["optimizer"]["state"][key].items():
-            assert torch.equal(found["optimizer"]["state"][number][part], value), (key, part)
+        assert_same(found["optimizer"]["state"][number], dict(expected["optimizer"]["state"][key]), key)
     groups = found["optimizer"]["param_groups"]
     assert [len(group["params"]) for group in groups] == ([3, 10] if name == "from_two_groups" else [13])
     assert {(group["lr"], group["weight_decay"]) for group in groups} == {(0.05, 0.1)}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_converted_directory_holds_what_was_saved_and_nothing_else(written: Any, converted: Any, name: str) -> None:
+    """Read by PyTorch's own loader, as Lightning uses it."""
+    expected = expected_of(name, written[1])
+    found = _load_distributed_checkpoint(written[0] / name)
+    assert found["model"].keys() == seeded(Trained).state_dict().keys()
+    for key, tensor in expected["weights"].items():
+        assert torch.equal(found["model"][key], tensor), key
+    assert found["model"]["shift"].tolist() == [0.25] * 12
+    if name in WEIGHTS_ONLY:
+        assert "optimizer_0" not in found
+        return
+    assert found["optimizer_0"]["state"].keys() == set(optimizer_names())
+    for key, state in found["optimizer_0"]["state"].items():
+        assert_same(state, dict(expected["optimizer"]["state"][key]), key)
+    groups = found["optimizer_0"]["param_groups"]
+    assert sorted(key for group in groups for key in group["params"]) == sorted(optimizer_names())
+    assert {(group["lr"], group["weight_decay"], group["betas"]) for group in groups} == {(0.05, 0.1, (0.9, 0.999))}
 
 
 def test_the_training_that_wrote_them_was_not_idle(written: Any) -> None:
@@ -166,7 +193,7 @@ def test_an_interrupted_conversion_leaves_nothing_behind(written: Any, tmp_path:
     def stop(done: int, total: int) -> None:
         raise InterruptedWriteError
 
-    with pytest.raises(InterruptedWriteError):
+    with pytest.raises(CheckpointError, match=r"out was not written \(InterruptedWriteError\)"):
         convert_checkpoint(written[0] / "named", tmp_path / "out", progress=stop)
     assert list(tmp_path.iterdir()) == []
 
