@@ -129,6 +129,7 @@ def _look_at_pieces(
         if place is None or (not fast and place.relative_path not in files):
             try:
                 data = stored.raw(index)
+                found.read_bytes += len(data)
                 _check_sums(io.BytesIO(data), f"{stored.path}: {flat_name(leaf_path)} in {place.relative_path}")
                 value = stored.value(index, data)
                 if isinstance(leaf, StoredTensor):
@@ -137,7 +138,6 @@ def _look_at_pieces(
                 found.problems.append(str(error))
         if place is not None and not fast:
             done += place.length
-            found.read_bytes = done
             if progress is not None:
                 progress(done, total)
 

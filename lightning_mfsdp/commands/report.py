@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_mfsdp.checkpoint.contents import OptimizerSummary, Summary
+from lightning_mfsdp.checkpoint.opened import LIGHTNING_VERSION
 from lightning_mfsdp.checkpoint.portable import Portable
 from lightning_mfsdp.checkpoint.verify import Verification
 from lightning_mfsdp.tables import aligned, readable_bytes
@@ -57,7 +58,7 @@ def written_lines(output: Path, parts: Portable) -> list[str]:
     state = sum(len(optimizer.state) for optimizer in parts.optimizers)
     lines = [f"wrote {output}: {len(parts.model):,} model entries, state of {state:,} parameters in {_count(parts)}"]
     lines += parts.notes
-    if not parts.rest:
+    if LIGHTNING_VERSION not in parts.rest:
         lines.append(
             "Lightning did not write the source: epochs, steps and learning rate schedules start at the beginning"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -453,6 +454,21 @@ def test_a_damaged_source_is_named_and_nothing_is_written(copy: Path, tmp_path: 
         assert code == 2
         assert "__1_0.distcp ends" in err
         assert [path.name for path in tmp_path.iterdir()] == ["copy.ckpt"]
+
+
+class Terminal(io.StringIO):
+    """A stderr that somebody watches."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_shows_progress_on_a_terminal_only(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("verify", folder / "full.ckpt")[2] == ""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert main(["checkpoint", "verify", str(folder / "full.ckpt")]) == 0
+    assert terminal.getvalue().startswith("\rreading: ")
 
 
 def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
