@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 from torch import nn
 
 from lightning_mfsdp.engine import UnitView
+from lightning_mfsdp.tables import aligned, readable_bytes
 
 __all__ = ["UnitsArgument", "describe_units", "join_blocks", "select_units", "validate_units"]
 
@@ -110,26 +111,15 @@ def describe_units(views: Sequence[UnitView], num_owned: int) -> str:
     rows: list[tuple[str, ...]] = [("unit", "class", "count", "parameters", "padding", "kept here", "gathered")]
     alike: dict[tuple[str, ...], list[UnitView]] = {}
     for view in views:
-        kept, gathered = _readable_bytes(view.main_bytes + view.held_bytes), _readable_bytes(view.full_bytes)
+        kept, gathered = readable_bytes(view.main_bytes + view.held_bytes), readable_bytes(view.full_bytes)
         key = (view.module_class, f"{view.num_parameters:,}", f"{view.padding_fraction:.1%}", kept, gathered)
         alike.setdefault(key, []).append(view)
     for (kind, *figures), members in alike.items():
         rows.append((members[0].name or "(root)", kind, str(len(members)), *figures))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     total = sum(view.num_parameters for view in views)
-    kept = _readable_bytes(sum(view.main_bytes + view.held_bytes for view in views))
+    kept = readable_bytes(sum(view.main_bytes + view.held_bytes for view in views))
     head = f"mfsdp: {len(views)} units, {total:,} parameters, {num_owned:,} owned by this rank, {kept} of weights kept here"
-    return "\n".join([head, *lines])
-
-
-def _readable_bytes(size_bytes: int) -> str:
-    size, unit = float(size_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    return "\n".join([head, *aligned(rows)])
 
 
 def _select_by_class(root: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> list[nn.Module]:

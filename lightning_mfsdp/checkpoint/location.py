@@ -12,7 +12,7 @@ Local file systems move a directory in one operation (`local.py`); others, reach
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,6 +36,7 @@ __all__ = [
     "Reader",
     "Writer",
     "check_files",
+    "file_problems",
     "look_over",
     "reason_of",
 ]
@@ -213,13 +214,24 @@ def look_over(location: Location) -> tuple[Metadata | None, str]:
         metadata: Metadata = location.reader().read_metadata()
     except Exception as error:  # a damaged pickle may come to anything
         return None, f".metadata cannot be read ({type(error).__name__}: {error})"
+    problems = list(file_problems(location.sizes(), metadata).values())
+    return metadata, "; ".join(problems[:8]) + (f" and {len(problems) - 8} more" if len(problems) > 8 else "")
+
+
+def file_problems(present: Mapping[str, int], metadata: Metadata) -> dict[str, str]:
+    """Files that the table of contents names and that are missing or too short: a sentence for each, by name.
+
+    Args:
+        present: Sizes of the files that are there.
+        metadata: The table of contents.
+    """
     needed: dict[str, int] = {}
     for item in (metadata.storage_data or {}).values():
         needed[item.relative_path] = max(needed.get(item.relative_path, 0), item.offset + item.length)
-    present, problems = location.sizes(), []
+    problems = {}
     for name, size in sorted(needed.items()):
         if name not in present:
-            problems.append(f"{name} is missing")
+            problems[name] = f"{name} is missing"
         elif present[name] < size:
-            problems.append(f"{name} has {present[name]} bytes instead of {size}")
-    return metadata, "; ".join(problems[:8]) + (f" and {len(problems) - 8} more" if len(problems) > 8 else "")
+            problems[name] = f"{name} has {present[name]} bytes instead of {size}"
+    return problems

@@ -5,6 +5,8 @@
     <key>                     {parameter name: tensor} of whoever keeps something for parameters, see parameter_state.py
     meta.pt                   everything else of a Lightning checkpoint, and which weights are tied (rank 0)
 
+Lightning's ModelParallelStrategy writes "state_dict" instead of "model"; both are read.
+
 Names, shapes and values do not depend on the number of ranks or on the sharding strategy, so neither does what can read it. Names are
 compared without what torch.compile and activation checkpointing put into them, so these may come and go.
 
@@ -187,7 +189,10 @@ def plan_model(path: Location, metadata: Metadata, module: nn.Module, *, strict:
     targets = {plain_name(name): (name, value) for name, value in rows.items()}
     saved: dict[str, str] = {}
     shapes: dict[str, torch.Size] = {}
-    for flat, item in paths_of(metadata).items():
+    paths = paths_of(metadata)
+    if key == "model" and not any(item[0] == key for item in paths.values()):
+        key = "state_dict"
+    for flat, item in paths.items():
         if item[0] == key and len(item) > 1:
             name = plain_name(str(item[1]))
             saved[name] = str(item[1])

@@ -1,0 +1,271 @@
+"""Checkpoints of other programs become directories of this one, and directories become single files, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from lightning_mfsdp.checkpoint.local import part_of, put_in_place, remove
+from lightning_mfsdp.checkpoint.location import META_FILE, TIED_WEIGHTS
+from lightning_mfsdp.checkpoint.opened import (
+    LIGHTNING_VERSION,
+)
+from lightning_mfsdp.checkpoint.portable import (
+    Portable,
+    PortableOptimizer,
+    Source,
+    read_portable,
+    value_of,
+)
+from lightning_mfsdp.checkpoint.stored import (
+    CheckpointError,
+    StoredTensor,
+    is_tensor,
+    size_bytes,
+)
+
+__all__ = ["Progress", "consolidate_checkpoint", "convert_checkpoint"]
+
+Progress = Callable[[int, int], None]
+"""Told of the bytes that are done, and of all."""
+
+_FILE_BYTES = 1 << 28
+
+
+def convert_checkpoint(
+    path: Path,
+    output: Path,
+    *,
+    source: Source = "auto",
+    model_key: str | None = None,
+    parameters: Sequence[str] | None = None,
+    strip_prefix: str = "",
+    add_prefix: str = "",
+    trust: bool = False,
+    progress: Progress | None = None,
+) -> Portable:
+    """Write a checkpoint of another program as a directory that `Trainer.fit(ckpt_path=...)` reads with this strategy.
+
+    Args:
+        path: What to convert.
+        output: A free path. It is there once everything was written.
+        source: Who wrote it; see `read_portable`, also for the next five.
+        model_key: Where the model is.
+        parameters: Names for numbers.
+        strip_prefix: Taken from names.
+        add_prefix: Put before names.
+        trust: Read Python objects.
+        progress: Called after each piece.
+
+    Returns:
+        What was written, and what was left out.
+
+    Raises:
+        CheckpointError: `path` cannot be read or mapped, or `output` not be written.
+        FileExistsError: `output` is there already.
+    """
+    _refuse_taken(output)
+    parts = read_portable(
+        path,
+        source=source,
+        model_key=model_key,
+        parameters=parameters,
+        strip_prefix=strip_prefix,
+        add_prefix=add_prefix,
+        trust=trust,
+    )
+    state: dict[str, Any] = {"model": {name: _unread(leaf) for name, leaf in parts.model.items()}}
+    for number, optimizer in enumerate(parts.optimizers):
+        values = {name: {key: _unread(leaf) for key, leaf in own.items()} for name, own in optimizer.state.items()}
+        state[f"optimizer_{number}"] = {"state": values, "param_groups": optimizer.groups}
+    part = part_of(output)
+    remove(part)
+    part.mkdir(parents=True)
+    try:
+        with warnings.catch_warnings():
+            # It says that it assumes one process, which is what it was told.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            planner = _ReadingPlanner(progress, _total_bytes(parts))
+            dcp_save(state, storage_writer=_BatchWriter(part), planner=planner, no_dist=True)
+        tied = {TIED_WEIGHTS: parts.tied} if parts.tied and not (strip_prefix or add_prefix) else {}
+        torch.save({**_completed(parts.rest), **tied}, part / META_FILE)
+        put_in_place(output)
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]  # one for each rank, and there is one
+        raise CheckpointError(f"{output} was not written ({type(cause).__name__}): {cause}") from cause
+    finally:
+        remove(part)
+    return parts
+
+
+def consolidate_checkpoint(
+    path: Path, output: Path, *, trust: bool = False, progress: Progress | None = None
+) -> Portable:
+    """Write a sharded directory as one file, as training without sharding would have.
+
+    Tensors are put together in files beside `output`, so the disk needs room for them twice, and memory for the largest chunk.
+
+    Args:
+        path: A directory that this strategy wrote, or another that `read_portable` understands.
+        output: A free path. It is there once everything was written.
+        trust: Read Python objects that `torch.load` refuses by default.
+        progress: Called after each piece.
+
+    Returns:
+        What was written, and what was left out.
+
+    Raises:
+        CheckpointError: `path` is a file, or cannot be read or mapped.
+        FileExistsError: `output` is there already.
+    """
+    _refuse_taken(output)
+    if path.is_file():
+        raise CheckpointError(f"{path} is a single file already; expected a sharded directory")
+    parts = read_portable(path, trust=trust)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    part = part_of(output)
+    scratch = Path(tempfile.mkdtemp(prefix=f"{output.name}.", dir=output.parent))
+    try:
+        assembly = _Assembly(scratch)
+        whole = {name: assembly.whole(leaf) for name, leaf in parts.model.items() if name not in parts.tied}
+        state = {name: whole[parts.tied.get(name, name)] for name in parts.model}
+        checkpoint = {**_completed(parts.rest), "state_dict": state}
+        if parts.optimizers:
+            checkpoint["optimizer_states"] = [_numbered(optimizer, assembly) for optimizer in parts.optimizers]
+        assembly.fill(progress)
+        torch.save(checkpoint, part)
+        put_in_place(output)
+    finally:
+        remove(part)
+        shutil.rmtree(scratch)
+    return parts
+
+
+class _ReadingPlanner(DefaultSavePlanner):
+    """Reads each chunk of a stored tensor when it is its turn to be written."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        super().__init__()
+        self._progress, self._done, self._total = progress, 0, total
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        if isinstance(found, StoredTensor):
+            assert index.offset is not None, "chunks of tensors have a place"
+            found = found.read(index.offset)
+        if isinstance(found, Tensor):
+            self._done += found.nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+        return found
+
+
+class _BatchWriter(FileSystemWriter):
+    """Writes a file for every so many bytes: the base class keeps all tensors of a file in memory until it is written."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        for number, items in enumerate(_batches(plan.items)):
+            named = replace(plan.storage_data, prefix=f"__0_{number}_")
+            results += super().write_data(replace(plan, items=items, storage_data=named), planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+def _batches(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    batches: list[list[WriteItem]] = [[]]
+    size = 0
+    for item in items:
+        data = item.tensor_data
+        item_bytes = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
+        if batches[-1] and size + item_bytes > _FILE_BYTES:
+            batches.append([])
+            size = 0
+        batches[-1].append(item)
+        size += item_bytes
+    return batches
+
+
+class _Assembly:
+    """Puts tensors together in memory that is backed by files, so that the system can write it out and forget it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tensors: list[tuple[StoredTensor, Tensor]] = []
+
+    def whole(self, leaf: Any) -> Any:
+        """The tensor, `[*shape]`, to be filled in; other leaves as values."""
+        if not isinstance(leaf, StoredTensor):
+            return value_of(leaf)
+        tensor = torch.empty(0, dtype=leaf.dtype)
+        if size_bytes(leaf):
+            file = self._folder / str(len(self._tensors))
+            storage: Any = torch.UntypedStorage.from_file(str(file), shared=True, nbytes=size_bytes(leaf))
+            tensor.set_(storage)
+        self._tensors.append((leaf, tensor.view(leaf.shape)))
+        return self._tensors[-1][1]
+
+    def fill(self, progress: Progress | None) -> None:
+        """Read all of them. Nothing that stays is allocated meanwhile, so the allocator can use the memory of one piece for the next."""
+        done, total = 0, sum(size_bytes(leaf) for leaf, _ in self._tensors)
+        for leaf, tensor in self._tensors:
+            for size in leaf.read_into(tensor):
+                done += size
+                if progress is not None:
+                    progress(done, total)
+
+
+def _numbered(optimizer: PortableOptimizer, assembly: _Assembly) -> dict[str, Any]:
+    """As `Optimizer.state_dict()` has it: parameters counted through all groups."""
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in optimizer.groups:
+        numbers.update({name: len(numbers) + place for place, name in enumerate(group["params"])})
+        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
+    state = {
+        numbers[name]: {key: assembly.whole(leaf) for key, leaf in optimizer.state[name].items()}
+        for name in numbers
+        if name in optimizer.state
+    }
+    return {"state": state, "param_groups": groups}
+
+
+def _completed(rest: dict[str, Any]) -> dict[str, Any]:
+    """What the Trainer needs to begin; counts and schedules start afresh where Lightning did not write the checkpoint."""
+    if LIGHTNING_VERSION in rest:
+        return rest
+    return {**rest, LIGHTNING_VERSION: version("lightning"), "epoch": 0, "global_step": 0, "lr_schedulers": []}
+
+
+def _unread(leaf: Any) -> Any:
+    """Tensors as they are, other leaves as values."""
+    return leaf if is_tensor(leaf) else value_of(leaf)
+
+
+def _total_bytes(parts: Portable) -> int:
+    states = (leaf for optimizer in parts.optimizers for own in optimizer.state.values() for leaf in own.values())
+    return sum(size_bytes(leaf) for leaf in (*parts.model.values(), *states) if is_tensor(leaf))
+
+
+def _refuse_taken(output: Path) -> None:
+    if output.exists() or output.is_symlink():
+        raise FileExistsError(f"{output} is there already; choose a free path")

@@ -1,0 +1,298 @@
+"""One form for checkpoints of many programs: the model by name, optimizer states by parameter name, and what Lightning keeps beside them.
+
+    model                 the tensors with a common parent: under "model", "state_dict", or anything else that holds tensors
+    optimizers            whatever has "param_groups"; its state by parameter name, by number, or in flat keys "state.<name>.<key>"
+    numbers               `Optimizer.state_dict()` numbers parameters in the order of its groups. Names come with the groups, from the
+                          caller, or from the model's order, if only one way to match shapes exists
+
+Nothing is read but small values; tensors stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from lightning_mfsdp.checkpoint.numbering import names_of_numbers
+from lightning_mfsdp.checkpoint.opened import (
+    flat_name,
+    open_checkpoint,
+)
+from lightning_mfsdp.checkpoint.stored import (
+    CheckpointError,
+    Leaves,
+    NestedPath,
+    StoredObject,
+    StoredTensor,
+    is_tensor,
+)
+
+__all__ = ["Portable", "PortableOptimizer", "Source", "read_portable", "sort_out", "value_of"]
+
+Source = Literal["auto", "fsdp1", "fsdp2", "megatron-fsdp", "full"]
+
+_MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
+_WRAPPER = "module."
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortableOptimizer:
+    """State of one optimizer.
+
+    Attributes:
+        where: Its name in the checkpoint.
+        state: By parameter (a name, or a number as a string until `named`), then by name of the state.
+        groups: Options, and the parameters under "params".
+    """
+
+    where: str
+    state: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+
+    @property
+    def numbered(self) -> bool:
+        """Whether parameters go by numbers."""
+        return any(isinstance(key, int) for group in self.groups for key in group["params"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Portable:
+    """A checkpoint in parts. Tensors may be `StoredTensor`.
+
+    Attributes:
+        model: By name.
+        optimizers: In order.
+        rest: What a Lightning checkpoint holds beside the two; empty if Lightning did not write it.
+        tied: Further names of tied weights, and the name that each is the same as, where the checkpoint says so.
+        left_out: Paths of everything that is in none of these.
+        notes: What had to be guessed, in words.
+    """
+
+    model: dict[str, Any]
+    optimizers: list[PortableOptimizer]
+    rest: dict[str, Any] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_portable(
+    path: Path,
+    *,
+    source: Source = "auto",
+    model_key: str | None = None,
+    parameters: Sequence[str] | None = None,
+    strip_prefix: str = "",
+    add_prefix: str = "",
+    trust: bool = False,
+) -> Portable:
+    """Take a checkpoint apart; reads small values only.
+
+    Args:
+        path: A directory of torch.distributed.checkpoint, or a file of `torch.save`.
+        source: Who wrote it. "megatron-fsdp" and "auto" know that megatron-fsdp puts "module." before every name.
+        model_key: Path of the model's state dict, joined with dots, where it cannot be found.
+        parameters: Names of all parameters in the order in which the optimizers hold them, for states that go by number. Names as in the
+            result.
+        strip_prefix: Taken from the start of every parameter name.
+        add_prefix: Then put before it.
+        trust: Read Python objects that `torch.load` refuses by default.
+
+    Raises:
+        CheckpointError: It cannot be read, or a part of it cannot be mapped.
+    """
+    _check_source(path, source)
+    opened = open_checkpoint(path, trust=trust)
+    parts = sort_out(path, opened.leaves, model_key)
+    wrapped = all(name.startswith(_WRAPPER) for name in parts.model)
+    if source == "megatron-fsdp" or (
+        source == "auto" and wrapped and any(optimizer.numbered for optimizer in parts.optimizers)
+    ):
+        parts = _renamed(path, parts, _WRAPPER, "")
+    parts = _renamed(path, parts, strip_prefix, add_prefix)
+    optimizers, notes = _named(path, parts, parameters)
+    for optimizer in optimizers:
+        strange = [name for name in optimizer.state if name not in parts.model]
+        if strange:
+            raise CheckpointError(
+                f"{path}: {optimizer.where} holds state of {', '.join(strange[:8])} (of {len(strange)}), which the model in the checkpoint "
+                "has not; expected names of its parameters. Convert a checkpoint whose optimizer and model belong together"
+            )
+    return replace(parts, optimizers=optimizers, rest=opened.rest, tied=opened.tied, notes=notes)
+
+
+def sort_out(path: Path, leaves: Leaves, model_key: str | None = None) -> Portable:
+    """Find model and optimizers among leaves; names stay as they are.
+
+    Raises:
+        CheckpointError: There is no model, or it is unclear which one is meant.
+    """
+    parents: dict[NestedPath, Leaves] = {}
+    for leaf_path in leaves:
+        for place, part in enumerate(leaf_path):
+            if (part == "param_groups" and place + 1 < len(leaf_path)) or str(part).startswith("param_groups."):
+                parents.setdefault(leaf_path[:place], {})
+                break
+    others: Leaves = {}
+    for leaf_path, leaf in leaves.items():
+        parent = next((parent for parent in parents if _in_optimizer(leaf_path, parent)), None)
+        (others if parent is None else parents[parent])[leaf_path] = leaf
+    where = _model_path(path, others, model_key)
+    model = {
+        str(leaf_path[-1]): leaf
+        for leaf_path, leaf in others.items()
+        if leaf_path[:-1] == where and (where or is_tensor(leaf))
+    }
+    optimizers = [_optimizer(path, parent, inside) for parent, inside in sorted(parents.items(), key=_by_number)]
+    left_out = [flat_name(leaf_path) for leaf_path in others if leaf_path[:-1] != where or leaf_path[-1] not in model]
+    return Portable(model=model, optimizers=optimizers, left_out=left_out)
+
+
+def value_of(leaf: Any) -> Any:
+    """A leaf as a value: objects and stored tensors are read."""
+    if isinstance(leaf, StoredObject):
+        return leaf.read()
+    if isinstance(leaf, StoredTensor):
+        whole = torch.empty(leaf.shape, dtype=leaf.dtype)
+        for _ in leaf.read_into(whole):
+            pass
+        return whole
+    return leaf
+
+
+def _check_source(path: Path, source: Source) -> None:
+    if source not in get_args(Source):
+        raise CheckpointError(f"source: expected one of {', '.join(get_args(Source))}, got {source!r}")
+    if source != "auto" and path.exists() and path.is_file() != (source == "full"):
+        found = "file" if path.is_file() else "directory"
+        expected = "file" if source == "full" else "directory"
+        raise CheckpointError(f"{path} is a {found}, and checkpoints of {source} are a {expected}; leave --from out")
+
+
+def _in_optimizer(path: NestedPath, parent: NestedPath) -> bool:
+    if len(path) <= len(parent) or path[: len(parent)] != parent:
+        return False
+    part = str(path[len(parent)])
+    nested = len(path) > len(parent) + 1
+    return (nested and part in ("state", "param_groups")) or part.startswith(("state.", "param_groups."))
+
+
+def _by_number(item: tuple[NestedPath, Leaves]) -> int:
+    """Position of `optimizer_10`, and of whatever has no number; sorting is stable."""
+    digits = str(item[0][-1]).rpartition("_")[2] if item[0] else ""
+    return int(digits) if digits.isdecimal() else 0
+
+
+def _model_path(path: Path, leaves: Leaves, model_key: str | None) -> NestedPath:
+    found = list(dict.fromkeys(leaf_path[:-1] for leaf_path, leaf in leaves.items() if is_tensor(leaf)))
+    if model_key is not None:
+        chosen = [parent for parent in found if flat_name(parent) == model_key]
+    elif len(found) == 1:
+        chosen = found
+    else:
+        chosen = [parent for parent in found if parent and parent[-1] in _MODEL_KEYS]
+    if len(chosen) == 1:
+        return chosen[0]
+    listed = ", ".join(repr(flat_name(parent)) for parent in found[:8]) or "nowhere"
+    raise CheckpointError(
+        f"{path}: it is unclear where the model is; tensors outside of optimizers lie under {listed} (of {len(found)}). Choose one with "
+        "--model KEY (model_key)"
+    )
+
+
+def _optimizer(path: Path, parent: NestedPath, leaves: Leaves) -> PortableOptimizer:
+    state: dict[str, dict[str, Any]] = {}
+    groups: dict[int, dict[str, Any]] = {}
+    flat: dict[str, dict[str, Any]] = {}
+    for leaf_path, leaf in leaves.items():
+        inner = leaf_path[len(parent) :]
+        if len(inner) == 1:
+            kind, _, rest = str(inner[0]).partition(".")
+            name, _, key = rest.rpartition(".")
+            (state if kind == "state" else flat).setdefault(name, {})[key] = leaf
+        elif inner[0] == "state" and len(inner) == 3:
+            state.setdefault(str(inner[1]), {})[str(inner[2])] = leaf
+        elif inner[0] == "param_groups" and len(inner) == 3:
+            groups.setdefault(int(inner[1]), {})[str(inner[2])] = value_of(leaf)
+        else:
+            raise CheckpointError(
+                f"{path}: {flat_name(leaf_path)} lies too deep; expected state.<parameter>.<name> and param_groups.<number>.<option>. An "
+                "optimizer with nested state cannot be converted; leave it out of the checkpoint"
+            )
+    if flat:
+        groups = dict(enumerate(_groups_of_flat(flat)))
+    return PortableOptimizer(
+        where=flat_name(parent) or "the optimizer", state=state, groups=[groups[number] for number in sorted(groups)]
+    )
+
+
+def _groups_of_flat(flat: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups from options by parameter: parameters with the same options form one."""
+    groups: list[dict[str, Any]] = []
+    for name, leaves in flat.items():
+        options = {key: value_of(leaf) for key, leaf in leaves.items()}
+        group = next((known for known in groups if {**known, "params": []} == {**options, "params": []}), None)
+        if group is None:
+            groups.append({**options, "params": [name]})
+        else:
+            group["params"].append(name)
+    return groups
+
+
+def _renamed(path: Path, parts: Portable, strip: str, add: str) -> Portable:
+    """Another prefix before every name."""
+    strange = [name for name in parts.model if not name.startswith(strip)]
+    if strange:
+        raise CheckpointError(
+            f"{path}: {', '.join(strange[:8])} (of {len(strange)}) do not begin with {strip!r}; expected all names of the model to. Leave "
+            "--strip-prefix or --from out"
+        )
+
+    def new(name: Any) -> Any:
+        return add + str(name).removeprefix(strip)
+
+    optimizers = []
+    for optimizer in parts.optimizers:
+        key = "param_names" if optimizer.numbered else "params"
+        groups = [
+            {**group, key: [new(name) for name in group[key]]} if key in group else group for group in optimizer.groups
+        ]
+        state = optimizer.state if optimizer.numbered else {new(name): part for name, part in optimizer.state.items()}
+        optimizers.append(replace(optimizer, state=state, groups=groups))
+    return replace(parts, model={new(name): leaf for name, leaf in parts.model.items()}, optimizers=optimizers)
+
+
+def _named(path: Path, parts: Portable, parameters: Sequence[str] | None) -> tuple[list[PortableOptimizer], list[str]]:
+    """Optimizers by parameter name, and where the names came from."""
+    numbered = [optimizer for optimizer in parts.optimizers if optimizer.numbered]
+    if parameters is not None:
+        wanted = sum(len(group["params"]) for optimizer in numbered for group in optimizer.groups)
+        if wanted != len(parameters):
+            raise CheckpointError(
+                f"{path}: {len(parameters)} parameter names were given, expected {wanted}: one for each parameter of optimizers that "
+                "go by number"
+            )
+    named, notes, given = [], [], list(parameters or ())
+    for optimizer in parts.optimizers:
+        if optimizer.numbered:
+            count = sum(len(group["params"]) for group in optimizer.groups)
+            own, given = (given[:count], given[count:]) if parameters is not None else (None, [])
+            names, note = names_of_numbers(path, optimizer.where, optimizer.state, optimizer.groups, parts.model, own)
+            notes.append(note)
+            optimizer = _by_name(optimizer, names)
+        named.append(optimizer)
+    return named, notes
+
+
+def _by_name(optimizer: PortableOptimizer, names: dict[int, str]) -> PortableOptimizer:
+    groups = [
+        {key: value for key, value in group.items() if key != "param_names"}
+        | {"params": [names[number] for number in group["params"]]}
+        for group in optimizer.groups
+    ]
+    state = {names[int(number)]: values for number, values in optimizer.state.items()}
+    return replace(optimizer, state=state, groups=groups)

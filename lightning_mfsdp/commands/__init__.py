@@ -1,0 +1,33 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+
+from lightning_mfsdp.commands.checkpoint import add_checkpoint_commands
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: `None`: those of the process.
+
+    Returns:
+        The exit code: 0; 1 where a check found problems; 2 where a command could not do its work, with one line on stderr that says why.
+    """
+    parser = ArgumentParser(
+        prog="python -m lightning_mfsdp", description="What is done with checkpoints outside of training."
+    )
+    add_checkpoint_commands(parser.add_subparsers(required=True, metavar="COMMAND"))
+    chosen = parser.parse_args(arguments)
+    try:
+        code: int = chosen.run(chosen)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        return 2
+    return code
