@@ -23,7 +23,7 @@ def test_every_feature_names_the_test_that_shows_it() -> None:
 
 def test_every_named_test_exists() -> None:
     named = NAMED_TEST.findall(PAGE.read_text())
-    missing = [name for name, path in named if f"\ndef {name}(" not in (PAGE.parent / path).read_text()]
+    missing = [name for name, path in named if f"def {name}(" not in (PAGE.parent / path).read_text()]
     assert missing == []
 
 
