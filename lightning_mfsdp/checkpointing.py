@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from tqdm.auto import tqdm
@@ -17,11 +18,20 @@ from lightning_mfsdp.callback_hooks import HasParameterState, PreparesOptimizers
 from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.background import BackgroundSaver
 from lightning_mfsdp.checkpoint.opening import locate
-from lightning_mfsdp.checkpoint.parameter_state import ParameterState, row_shards, whole_rows
+from lightning_mfsdp.checkpoint.parameter_state import PARAMETER_STATES, ParameterState, row_shards, whole_rows
 from lightning_mfsdp.checkpoint.progress import Progress
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.staging import Staging
 from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
+from lightning_mfsdp.continuation import (
+    GRADIENTS,
+    RANK_STATES,
+    PendingGradients,
+    is_inside_a_step,
+    rank_state,
+    restore_random_state,
+    take_loader_states,
+)
 from lightning_mfsdp.lightning_api import LightningOptimizer, TorchCheckpointIO, TrainerFn
 from lightning_mfsdp.processes import ProcessStrategy
 
@@ -50,6 +60,7 @@ class CheckpointingStrategy(ProcessStrategy):
         self._saver = BackgroundSaver()
         self._staging = Staging()
         self._background_group: dist.ProcessGroup | None = None
+        self._at_first_step: list[Callable[[], None]] = []
 
     @property
     def _module(self) -> LightningModule:
@@ -82,10 +93,12 @@ class CheckpointingStrategy(ProcessStrategy):
 
     @property
     def parameter_states(self) -> dict[str, ParameterState]:
-        """What callbacks of this Trainer keep for parameters, by its name in checkpoints. They save it in `on_save_checkpoint`."""
+        """What is kept for parameters beside weights and optimizers, by its name in checkpoints. Callbacks save theirs themselves."""
         callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
         found = [callback for callback in callbacks if isinstance(callback, HasParameterState)]
-        return {callback.checkpoint_key: callback.parameter_state for callback in found}
+        return {callback.checkpoint_key: callback.parameter_state for callback in found} | {
+            GRADIENTS: PendingGradients(self._module, self._at_first_step)
+        }
 
     def _prepare_optimizers(self, checkpoint: dict[str, Any]) -> None:
         trainer = self._module.trainer
@@ -130,6 +143,8 @@ class CheckpointingStrategy(ProcessStrategy):
         self._saver.wait()
         location = locate(self.broadcast(os.fspath(filepath)))
         ranks = Ranks()
+        if "loops" in checkpoint:
+            checkpoint = self._with_continuation(checkpoint, ranks)
         content: lightning_io.ShardedContent | lightning_io.FullContent
         if self.state_dict_type == "full":
             content = lightning_io.FullContent(checkpoint=checkpoint)
@@ -146,6 +161,32 @@ class CheckpointingStrategy(ProcessStrategy):
         background = Ranks(self._background_group)
         self._saver.start(lambda: lightning_io.save(location, staged, ranks=background))
 
+    def _with_continuation(self, checkpoint: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+        """What a run that is resumed needs to go on exactly as this one does."""
+        states = dict(checkpoint.get(PARAMETER_STATES, {}))
+        if is_inside_a_step(self._module.trainer):
+            states[GRADIENTS] = self.parameter_state(PendingGradients(self._module, self._at_first_step))
+        added: dict[str, Any] = {PARAMETER_STATES: states} if states else {}
+        return {**checkpoint, **added, RANK_STATES: ranks.gather(rank_state(checkpoint, self.root_device))}
+
+    def _restore_rank_state(self, rest: dict[str, Any]) -> None:
+        """Random numbers now, for what shuffles data, and once more where training goes on inside an epoch: its loaders draw some again."""
+        states = rest.pop(RANK_STATES, None)
+        if not states or self._module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        if len(states) != self.world_size:
+            rank_zero_info(
+                f"the checkpoint holds random and loader states of {len(states)} ranks, and there are {self.world_size}: random numbers "
+                "are others from here, and loaders take up the state of rank 0"
+            )
+            return
+        own = states[self.global_rank]
+        take_loader_states(rest, own)
+        restore_random_state(own["random"], self.root_device)
+        progress = rest["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        if progress["current"]["ready"] and not progress["is_last_batch"]:
+            self._at_first_step.append(lambda: restore_random_state(own["random"], self.root_device))
+
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint; not before the save that takes its place has succeeded."""
         remove = super().remove_checkpoint
@@ -159,10 +200,11 @@ class CheckpointingStrategy(ProcessStrategy):
             RuntimeError: The checkpoint does not fit the model or the optimizers.
         """
         self._saver.wait()
+        self._at_first_step.clear()
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         location = locate(self.broadcast(os.fspath(checkpoint_path)))
         with self._progress(f"Loading {location}") as progress:
-            return lightning_io.load(
+            rest = lightning_io.load(
                 location,
                 self._module,
                 self.optimizers if fitting else [],
@@ -172,12 +214,20 @@ class CheckpointingStrategy(ProcessStrategy):
                 parameter_states=self.parameter_states,
                 prepare=self._prepare_optimizers if fitting else None,
             )
+        self._restore_rank_state(rest)
+        return rest
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing is left to do: `load_checkpoint` read the weights."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing is left to do: `load_checkpoint` read the states."""
+
+    def go_on_exactly(self) -> None:
+        """Before the first training step after a checkpoint was read: what Lightning's own preparations would have undone."""
+        for action in self._at_first_step:
+            action()
+        self._at_first_step.clear()
 
     def finish_saving(self) -> None:
         """Wait for a save in the background, and give its memory back.

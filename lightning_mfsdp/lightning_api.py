@@ -45,6 +45,7 @@ __all__ = [
     "Trainer",
     "TrainerFn",
     "WeightAveraging",
+    "collect_rng_states",
     "default_process_group_backend",
     "get_available_flops",
     "get_formatted_model_size",
@@ -52,6 +53,7 @@ __all__ = [
     "init_dist_connection",
     "is_param_in_hook_signature",
     "reset_seed",
+    "set_rng_states",
     "sync_if_available",
 ]
 
@@ -79,6 +81,8 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
     from lightning.fabric.utilities.distributed import _sync_ddp_if_available as sync_if_available
     from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
+    from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.fabric.utilities.throughput import get_available_flops
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -121,6 +125,8 @@ else:
     from lightning_fabric.utilities.distributed import _init_dist_connection as init_dist_connection
     from lightning_fabric.utilities.distributed import _sync_ddp_if_available as sync_if_available
     from lightning_fabric.utilities.exceptions import MisconfigurationException
+    from lightning_fabric.utilities.seed import _collect_rng_states as collect_rng_states
+    from lightning_fabric.utilities.seed import _set_rng_states as set_rng_states
     from lightning_fabric.utilities.seed import reset_seed
     from lightning_fabric.utilities.throughput import get_available_flops
     from pytorch_lightning import Callback, LightningModule, Trainer

@@ -231,6 +231,8 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """`LightningModule.training_step` with the root unit's weights there."""
+        if self._at_first_step:
+            self.go_on_exactly()
         return (self._graphed or self._run_training_step)(*args, **kwargs)
 
     def _run_training_step(self, *args: Any, **kwargs: Any) -> Any:

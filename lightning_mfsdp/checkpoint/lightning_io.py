@@ -12,6 +12,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint import full, sharded
@@ -20,6 +21,7 @@ from lightning_mfsdp.checkpoint.opening import Plan, no_checkpoint_error, read, 
 from lightning_mfsdp.checkpoint.parameter_state import PARAMETER_STATES, ParameterState, plan_rows, rows_of_whole
 from lightning_mfsdp.checkpoint.progress import CountingFile, Progress, SavePlanner
 from lightning_mfsdp.checkpoint.ranks import Ranks
+from lightning_mfsdp.checkpoint.rows import RowShard
 from lightning_mfsdp.checkpoint.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
 from lightning_mfsdp.checkpoint.staging import Staging
 
@@ -57,6 +59,8 @@ class ShardedContent:
         if tied := sharded.tied_names(rest["state_dict"]):
             rest[TIED_WEIGHTS] = tied
         rows = sharded.rows_by_name(rest.pop("state_dict"), sharded.ParameterIndex(module), "saving a checkpoint")
+        if ranks.rank:  # what every rank has for itself (statistics of batch norm) is saved as rank 0 has it, all of it
+            rows = {name: value for name, value in rows.items() if isinstance(value, (RowShard, DTensor))}
         states = rest.pop("optimizer_states", [])
         others = rest.pop(PARAMETER_STATES, {})
         by_number = {f"optimizer_{number}": value for number, value in enumerate(states)}

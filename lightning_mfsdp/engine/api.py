@@ -25,6 +25,7 @@ __all__ = [
     "gather_root",
     "no_sync",
     "record_ranges",
+    "reduce_pending",
     "refresh_weights",
     "unshard",
     "watch_backward",
@@ -45,6 +46,15 @@ def no_sync(module: nn.Module, *, keep_sharded: bool = False) -> Iterator[None]:
     """
     with context_of(module).reductions.synchronizing(Sync.SHARD if keep_sharded else Sync.NONE):
         yield
+
+
+def reduce_pending(module: nn.Module) -> None:
+    """Reduce now what `no_sync` kept, so that every parameter's `.grad` holds all backwards so far. All ranks call it, between backwards.
+
+    Later backwards add to it. Trained parameters that had no gradient get zero, as in a backward that communicates.
+    """
+    context = context_of(module)
+    context.reductions.reduce_pending(context.units)
 
 
 @contextmanager

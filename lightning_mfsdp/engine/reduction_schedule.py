@@ -195,11 +195,23 @@ class ReductionSchedule:
         for unit in units:
             if any(group.has_full_gradients or self._was_written(group) for group in unit.groups):
                 self._collect(unit)
+        self._wait()
+        self._done.clear()
+
+    def reduce_pending(self, units: Sequence[Unit]) -> None:
+        """Between backwards: reduce what was kept unreduced, as a backward that communicates would."""
+        with self.synchronizing(Sync.ALL):
+            for unit in self.in_order(units):
+                if not all(self.reducer(group).is_alone for group in unit.groups):
+                    self._collect(unit)
+        self._wait()
+
+    def _wait(self) -> None:
+        """Have the compute stream wait for all reductions, and show their results."""
         while self._in_flight:
             self._retire()
         for reducer in self._reducers.values():
             reducer.finish()
-        self._done.clear()
 
     def _was_written(self, group: ParameterGroup) -> bool:
         known = self._reducers.get(group)

@@ -99,7 +99,8 @@ def save(path: str, layout: dict[str, Any]) -> None:
     with torch.no_grad():
         for name, view, rows in states(model, optimizer):
             rows.copy_(rows_of(name, view).reshape(rows.shape))
-        model.count.fill_(5)  # type: ignore[operator, union-attr]
+        # Every rank has its own, and that of rank 0 is saved.
+        model.count.fill_(5 + dist.get_rank())  # type: ignore[operator, union-attr]
     parts = {"state_dict": model.state_dict(), "optimizer_states": [lightning_io.optimizer_state(model, optimizer)]}
     content = lightning_io.ShardedContent.of(model, {**parts, "global_step": 1}, Ranks())
     lightning_io.save(locate(path), content, ranks=Ranks())

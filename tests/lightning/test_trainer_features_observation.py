@@ -366,7 +366,7 @@ def test_throughput_is_compared_with_the_peak_of_the_dtype_that_computes(two_ran
 
 
 def test_stochastic_weight_averaging_is_refused_with_advice(two_ranks: Any) -> None:
-    assert "average the weights of saved checkpoints" in two_ranks[0]["averaging"]["mfsdp"]
+    assert "average weights with lightning_mfsdp.callbacks.ShardedEMA" in two_ranks[0]["averaging"]["mfsdp"]
 
 
 def test_lightning_cli_saves_a_configuration_that_repeats_the_run(two_ranks: Any) -> None:

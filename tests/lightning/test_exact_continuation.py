@@ -1,0 +1,208 @@
+"""A run that is resumed in new processes ends like the one that went on: losses and weights to the bit, wherever it was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy
+from lightning_mfsdp.callbacks import NaNGradientReporter, ShardedEMA
+from tests.helpers.distributed import run_distributed
+from tests.lightning.models import FOREIGN_WARNINGS, Classifier, dataset, full_state, make_trainer, strict_warnings
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in FOREIGN_WARNINGS]
+
+WORLD, BATCHES, EPOCHS, ACCUMULATE = 2, 8, 2, 3
+# Batches after which to save: inside an epoch and inside a step, at the end of a step, inside a step of the second epoch.
+SAVES = {"inside a step": 4, "after a step": 6, "in the second epoch, inside a step": 12}
+
+CASES = [(kind, name) for kind in ("sharded", "full") for name in SAVES] + [("scaled sharded", "after a step")]
+
+
+class Loader:
+    """Shuffles each epoch by the global random state, and knows where it is."""
+
+    def __init__(self, rank: int) -> None:
+        x, y = dataset(BATCHES * 4 * WORLD).tensors
+        self.x, self.y = x[rank::WORLD], y[rank::WORLD]
+        self.order: list[int] = []
+        self.position = 0
+        self.resumed = False
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        if not self.resumed:
+            self.order, self.position = torch.randperm(len(self.x)).tolist(), 0
+        self.resumed = False
+        while self.position < BATCHES:
+            rows = self.order[4 * self.position : 4 * self.position + 4]
+            self.position += 1
+            yield [self.x[rows], self.y[rows]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.position = list(state["order"]), state["position"]
+        self.resumed = 0 < self.position < BATCHES
+
+
+class Noisy(Classifier):
+    """Dropout, noise from numpy, and a schedule by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.2)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        noise = float(np.random.rand()) * 0.01
+        return F.cross_entropy(self(self.dropout(batch[0]) + noise).float(), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class SaveAt(Callback):
+    """Saves after so many batches in all."""
+
+    def __init__(self, batches: int, path: str) -> None:
+        self.left, self.path = batches, path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def trainer_of(world: int, kind: str, callbacks: list[Callback]) -> Any:
+    """`kind` is a `state_dict_type`, with loss scaling if it begins with "scaled "."""
+    scaled = kind.startswith("scaled ")
+    strategy = MFSDPStrategy(units=["Block"], state_dict_type=kind.removeprefix("scaled "))  # type: ignore[arg-type]
+    growing = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    precision = MFSDPPrecision("16-mixed", scaler=growing) if scaled else MFSDPPrecision("32-true")
+    return make_trainer(
+        "",
+        world,
+        strategy=strategy,
+        max_epochs=EPOCHS,
+        accumulate_grad_batches=ACCUMULATE,
+        gradient_clip_val=1.0,
+        callbacks=[ShardedEMA(0.8), NaNGradientReporter(action="warn" if scaled else "raise"), *callbacks],
+        plugins=[precision],
+    )
+
+
+def outcome(trainer: Any, model: Any) -> dict[str, Any]:
+    average = next(callback for callback in trainer.callbacks if isinstance(callback, ShardedEMA))
+    return {
+        "losses": torch.stack(model.losses),
+        "weights": full_state(model),
+        "average": {name: value.clone() for name, value in average.parameter_state.rows().items()},
+        "lr": trainer.optimizers[0].param_groups[0]["lr"],
+        "steps": trainer.global_step,
+        "scaler": trainer.precision_plugin.state_dict(),
+    }
+
+
+def seeded(rank: int) -> Noisy:
+    torch.manual_seed(11)
+    model = Noisy()
+    torch.manual_seed(100 + rank)
+    np.random.seed(rank)
+    return model
+
+
+def straight(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Saves on its way and goes on."""
+    strict_warnings()
+    found = {}
+    for kind, name in CASES:
+        model = seeded(rank)
+        trainer = trainer_of(world, kind, [SaveAt(SAVES[name], f"{folder}/{kind}-{SAVES[name]}.ckpt")])
+        trainer.fit(model, Loader(rank))
+        found[f"{kind}, {name}"] = outcome(trainer, model)
+    model = seeded(rank)
+    trainer = trainer_of(world, "sharded", [])
+    trainer.fit(model, Loader(rank))
+    return {**found, "without a save": outcome(trainer, model)}
+
+
+def resumed(rank: int, world: int, folder: str) -> dict[str, Any]:
+    strict_warnings()
+    found = {}
+    for kind, name in CASES:
+        torch.manual_seed(5)
+        model = Noisy()
+        trainer = trainer_of(world, kind, [])
+        trainer.fit(model, Loader(rank), ckpt_path=f"{folder}/{kind}-{SAVES[name]}.ckpt")
+        found[f"{kind}, {name}"] = outcome(trainer, model)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Path]:
+    folder = tmp_path_factory.mktemp("exact")
+    return run_distributed(straight, WORLD, str(folder)), run_distributed(resumed, WORLD, str(folder)), folder
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_a_resumed_run_ends_like_the_one_that_went_on(runs: Any, kind: str, name: str) -> None:
+    for before, after in zip(*runs[:2], strict=True):
+        went_on, went_in = before[f"{kind}, {name}"], after[f"{kind}, {name}"]
+        assert torch.equal(went_in["losses"], went_on["losses"][SAVES[name] :])
+        for part in ("weights", "average"):
+            assert went_in[part].keys() == went_on[part].keys()
+            for key, value in went_on[part].items():
+                assert torch.equal(went_in[part][key], value), f"{part} {key}"
+        assert went_in["lr"] == went_on["lr"]
+        assert went_in["scaler"] == went_on["scaler"]
+        assert bool(went_on["scaler"]) is kind.startswith("scaled ")
+        assert went_in["steps"] == went_on["steps"] == EPOCHS * -(-BATCHES // ACCUMULATE)
+
+
+def test_randomness_matters_in_these_runs(runs: Any) -> None:
+    """Ranks and epochs draw numbers of their own, so that equal losses say something."""
+    first, second = (found["sharded, after a step"]["losses"] for found in runs[0])
+    assert not torch.equal(first, second)
+    assert not torch.equal(first[:BATCHES], first[BATCHES:])
+
+
+def test_a_save_inside_a_step_changes_nothing_but_the_order_of_a_sum(runs: Any) -> None:
+    for found in runs[0]:
+        saved, other = found["sharded, inside a step"], found["without a save"]
+        torch.testing.assert_close(saved["losses"], other["losses"], rtol=1e-3, atol=1e-4)
+        assert torch.equal(found["sharded, after a step"]["losses"], other["losses"])
+
+
+def test_only_a_save_inside_a_step_holds_gradients(runs: Any) -> None:
+    for batches, expected in ((4, True), (6, False), (12, True)):
+        saved = torch.load(runs[2] / f"full-{batches}.ckpt", weights_only=True)
+        assert ("gradients" in saved["parameter_states"]) is expected, batches
+        assert len(saved["rank_states"]) == WORLD
+
+
+def elsewhere(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """On another number of ranks: gradients are there, random numbers are others."""
+    strict_warnings()
+    model = seeded(rank)
+    trainer = trainer_of(world, "sharded", [])
+    trainer.fit(model, Loader(rank), ckpt_path=f"{folder}/sharded-4.ckpt")
+    return outcome(trainer, model)
+
+
+def test_another_number_of_ranks_goes_on_from_inside_a_step(runs: Any) -> None:
+    (found,) = run_distributed(elsewhere, 1, str(runs[2]))
+    assert found["steps"] == runs[0][0]["sharded, inside a step"]["steps"]
+    assert torch.isfinite(found["losses"]).all()
