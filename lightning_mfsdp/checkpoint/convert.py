@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from lightning_mfsdp.checkpoint.local import part_of, put_in_place, remove
-from lightning_mfsdp.checkpoint.location import META_FILE, TIED_WEIGHTS
+from lightning_mfsdp.checkpoint.location import META_FILE, TIED_WEIGHTS, Writer
 from lightning_mfsdp.checkpoint.opened import (
     LIGHTNING_VERSION,
 )
@@ -46,8 +40,6 @@ __all__ = ["Progress", "consolidate_checkpoint", "convert_checkpoint"]
 
 Progress = Callable[[int, int], None]
 """Told of the bytes that are done, and of all."""
-
-_FILE_BYTES = 1 << 28
 
 
 def convert_checkpoint(
@@ -104,7 +96,7 @@ def convert_checkpoint(
             # It says that it assumes one process, which is what it was told.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             planner = _ReadingPlanner(progress, _total_bytes(parts))
-            dcp_save(state, storage_writer=_BatchWriter(part), planner=planner, no_dist=True)
+            dcp_save(state, storage_writer=_SmallFilesWriter(part), planner=planner, no_dist=True)
         tied = {TIED_WEIGHTS: parts.tied} if parts.tied and not (strip_prefix or add_prefix) else {}
         torch.save({**_completed(parts.rest), **tied}, part / META_FILE)
         put_in_place(output)
@@ -178,31 +170,8 @@ class _ReadingPlanner(DefaultSavePlanner):
         return found
 
 
-class _BatchWriter(FileSystemWriter):
-    """Writes a file for every so many bytes: the base class keeps all tensors of a file in memory until it is written."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results: list[WriteResult] = []
-        for number, items in enumerate(_batches(plan.items)):
-            named = replace(plan.storage_data, prefix=f"__0_{number}_")
-            results += super().write_data(replace(plan, items=items, storage_data=named), planner).wait()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-
-def _batches(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    batches: list[list[WriteItem]] = [[]]
-    size = 0
-    for item in items:
-        data = item.tensor_data
-        item_bytes = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
-        if batches[-1] and size + item_bytes > _FILE_BYTES:
-            batches.append([])
-            size = 0
-        batches[-1].append(item)
-        size += item_bytes
-    return batches
+class _SmallFilesWriter(Writer):
+    file_bytes = 256 * 2**20
 
 
 class _Assembly:

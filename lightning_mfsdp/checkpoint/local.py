@@ -42,6 +42,12 @@ class LocalLocation(Location):
         return self._path.is_file()
 
     @override
+    def missing(self) -> str:
+        if not self._path.is_symlink():
+            return super().missing()
+        return f"the path is a link to {os.readlink(self._path)}, which is not there: its save did not end. Load an older checkpoint"
+
+    @override
     def begin(self, *, directory: bool) -> str:
         if self.is_directory() and not self.is_sharded() and any(self._path.iterdir()):
             raise self.foreign_content()

@@ -12,7 +12,7 @@ Local file systems move a directory in one operation (`local.py`); others, reach
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,11 +21,12 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
+from lightning_mfsdp.checkpoint.progress import bytes_to_write
 from lightning_mfsdp.checkpoint.ranks import Ranks, root_of
 
 __all__ = [
@@ -70,6 +71,10 @@ class Location(ABC):
     @abstractmethod
     def is_file(self) -> bool:
         """Whether there is a single file."""
+
+    def missing(self) -> str:
+        """What to say where there is neither a directory nor a file."""
+        return "there is nothing at that path"
 
     @abstractmethod
     def begin(self, *, directory: bool) -> str:
@@ -146,17 +151,47 @@ class Location(ABC):
 
 
 class Writer(FileSystemWriter):
-    """PyTorch's, whose errors say what the operating system said."""
+    """PyTorch's, whose errors say what the operating system said, and with a file for every so many bytes.
+
+    PyTorch keeps all tensors of a file in host memory until the file is complete.
+    """
+
+    file_bytes = 2**30
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        batches = _batches(plan.items, self.file_bytes)
+        results: list[WriteResult] = []
+        for number, items in enumerate(batches):
+            prefix = f"{plan.storage_data.prefix}{number}_" if len(batches) > 1 else plan.storage_data.prefix
+            batch = replace(plan, items=items, storage_data=replace(plan.storage_data, prefix=prefix))
+            results += self._write_file(batch, planner)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write_file(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         try:
-            return super().write_data(plan, planner)
+            return super().write_data(plan, planner).wait()
         except RuntimeError as error:
             root = root_of(error)
             if root is error:
                 raise
             raise root from error
+
+
+def _batches(items: Sequence[WriteItem], most_bytes: int) -> list[list[WriteItem]]:
+    """Items in their order, together at most so many bytes unless one alone has more."""
+    batches: list[list[WriteItem]] = [[]]
+    size = 0
+    for item in items:
+        added = bytes_to_write(item)
+        if batches[-1] and size + added > most_bytes:
+            batches.append([])
+            size = 0
+        batches[-1].append(item)
+        size += added
+    return batches
 
 
 class Reader(FileSystemReader):

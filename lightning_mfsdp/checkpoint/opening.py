@@ -44,7 +44,7 @@ def no_checkpoint_error(location: Location) -> ValueError:
     """What to raise where nothing lies that can be read."""
     return ValueError(
         f"{str(location)!r}: expected a directory with {META_FILE} in it, as this strategy writes, or a single Lightning checkpoint file; "
-        + ("the directory has no such file" if location.is_directory() else "there is nothing at that path")
+        + ("the directory has no such file" if location.is_directory() else location.missing())
     )
 
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from typing_extensions import override
 
-__all__ = ["CountingFile", "LoadPlanner", "Progress", "SavePlanner"]
+__all__ = ["CountingFile", "LoadPlanner", "Progress", "SavePlanner", "bytes_to_write"]
 
 Progress = Callable[[int, int], None]
 """Called with the bytes this rank has written or read, and with all it will."""
@@ -29,14 +29,14 @@ class SavePlanner(DefaultSavePlanner):
     @override
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         plan = super().finish_plan(new_plan)
-        self._total = sum(map(_bytes_to_write, plan.items))
+        self._total = sum(map(bytes_to_write, plan.items))
         self._advance(0)
         return plan
 
     @override
     def resolve_data(self, write_item: WriteItem) -> Any:
         data = super().resolve_data(write_item)
-        self._advance(_bytes_to_write(write_item))
+        self._advance(bytes_to_write(write_item))
         return data
 
     def _advance(self, count: int) -> None:
@@ -104,7 +104,8 @@ def _tensor_bytes(content: Any) -> int:
     return sum(map(_tensor_bytes, content)) if isinstance(content, (list, tuple)) else 0
 
 
-def _bytes_to_write(item: WriteItem) -> int:
+def bytes_to_write(item: WriteItem) -> int:
+    """Of a tensor; what is no tensor counts for nothing."""
     if item.tensor_data is None:
         return 0
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

@@ -307,7 +307,7 @@ def memory(kind):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(kind)) * 1024
 
 folder = Path(sys.argv[1])
-convert._FILE_BYTES = 16 * 2**20
+convert._SmallFilesWriter.file_bytes = 16 * 2**20
 resource.setrlimit(resource.RLIMIT_DATA, (memory("VmData") + 64 * 2**20, -1))
 convert.consolidate_checkpoint(folder / "large", folder / "large.ckpt")
 convert.convert_checkpoint(folder / "large", folder / "converted")

@@ -30,7 +30,7 @@ INTERNAL = {
     "engine/layout.py:Layout._check_span": _OWN_LAYOUT,
     "engine/layout.py:_check_arguments": _OWN_LAYOUT,
     "checkpoint/rows.py:RowShard.__get_tensor_shard__": "torch.distributed.checkpoint asks for the rows it was told of",
-    "checkpoint/location.py:Writer.write_data": "it says what the operating system said, in its words",
+    "checkpoint/location.py:Writer._write_file": "it says what the operating system said, in its words",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -68,6 +68,16 @@ def damaged_checkpoints_are_named_and_nothing_is_read(rank: int, world: int) -> 
             assert parameter.eq(NEW).all(), "the model is as it was"
 
 
+def a_link_to_a_save_that_did_not_end_says_so(rank: int, world: int) -> None:
+    import tempfile
+
+    folder = Path(tempfile.mkdtemp())
+    (folder / "last.ckpt").symlink_to("step=4.ckpt")
+    model, optimizer = made(NEW)
+    with pytest.raises(ValueError, match=r"a link to step=4\.ckpt, which is not there: its save did not end"):
+        lightning_io.load(locate(folder / "last.ckpt"), model, [optimizer], strict=True, weights_only=True)
+
+
 def an_optimizer_that_does_not_fit_leaves_weights_alone(rank: int, world: int) -> None:
     import tempfile
 
@@ -81,7 +91,13 @@ def an_optimizer_that_does_not_fit_leaves_weights_alone(rank: int, world: int) -
         assert parameter.to_local().eq(NEW).all()  # type: ignore[attr-defined]
 
 
-WORLDS = {1: [damaged_checkpoints_are_named_and_nothing_is_read, an_optimizer_that_does_not_fit_leaves_weights_alone]}
+WORLDS = {
+    1: [
+        damaged_checkpoints_are_named_and_nothing_is_read,
+        a_link_to_a_save_that_did_not_end_says_so,
+        an_optimizer_that_does_not_fit_leaves_weights_alone,
+    ]
+}
 
 
 @by_world(WORLDS)

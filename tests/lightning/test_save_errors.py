@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_mfsdp import fully_shard, fully_shard_optimizer
 from lightning_mfsdp.checkpoint import lightning_io
+from lightning_mfsdp.checkpoint.location import Writer
 from lightning_mfsdp.checkpoint.opening import locate
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
@@ -148,3 +150,18 @@ def test_what_the_file_system_refuses_is_named_on_all_ranks_and_loses_nothing(tm
         message, weights = found["other"]
         assert "other.pt is no Lightning checkpoint: it has no 'state_dict', only ['weights']" in message
         assert weights == -1.0
+
+
+def in_many_files(rank: int, world: int, folder: str) -> tuple[list[str], tuple[float, float]]:
+    """Files of at most 128 KiB, where a rank's rows are 256 KiB with their momentum."""
+    path = Path(folder, "one.ckpt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Writer, "file_bytes", 2**17)
+        save(path, "sharded", 3.0)
+    return sorted(name for name in os.listdir(path) if name.endswith(".distcp")), load(path)
+
+
+def test_host_memory_holds_one_file_at_a_time_and_files_have_a_largest_size(tmp_path: Path) -> None:
+    for names, loaded in run_distributed(in_many_files, 2, str(tmp_path)):
+        assert names == [f"__{rank}_{number}_0.distcp" for rank in range(2) for number in range(2)]
+        assert loaded == (0.0, 3.0)
