@@ -32,7 +32,7 @@ from lightning_mfsdp.continuation import (
     restore_random_state,
     take_loader_states,
 )
-from lightning_mfsdp.lightning_api import LightningOptimizer, TorchCheckpointIO, TrainerFn
+from lightning_mfsdp.lightning_api import LightningOptimizer, ModelCheckpoint, TorchCheckpointIO, TrainerFn
 from lightning_mfsdp.processes import ProcessStrategy
 
 if TYPE_CHECKING:
@@ -95,10 +95,17 @@ class CheckpointingStrategy(ProcessStrategy):
     def parameter_states(self) -> dict[str, ParameterState]:
         """What is kept for parameters beside weights and optimizers, by its name in checkpoints. Callbacks save theirs themselves."""
         callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
-        found = [callback for callback in callbacks if isinstance(callback, HasParameterState)]
-        return {callback.checkpoint_key: callback.parameter_state for callback in found} | {
-            GRADIENTS: PendingGradients(self._module, self._at_first_step)
-        }
+        found: dict[str, ParameterState] = {GRADIENTS: PendingGradients(self._module, self._at_first_step)}
+        for callback in callbacks:
+            if isinstance(callback, HasParameterState):
+                key = callback.checkpoint_key
+                if key in found or key in ("model", "state_dict") or key.startswith("optimizer_"):
+                    raise ValueError(
+                        f"{type(callback).__name__}: checkpoint_key={key!r} is taken, by another callback or by the checkpoint itself; "
+                        "give each callback one of its own"
+                    )
+                found[key] = callback.parameter_state
+        return found
 
     def _prepare_optimizers(self, checkpoint: dict[str, Any]) -> None:
         trainer = self._module.trainer
@@ -150,16 +157,23 @@ class CheckpointingStrategy(ProcessStrategy):
             content = lightning_io.FullContent(checkpoint=checkpoint)
         else:
             content = lightning_io.ShardedContent.of(self._module, checkpoint, ranks)
-        if not self.async_save:
+        if not self._saves_in_background:
             with self._progress(f"Saving {location}") as progress:
                 lightning_io.save(location, content, ranks=ranks, progress=progress)
             return
         staged = content.staged(self._staging)
         if self._background_group is None and dist.is_initialized():
             # Of its own, and for host memory: collectives of two threads must not meet.
-            self._background_group = dist.new_group(backend="gloo")
+            self._background_group = dist.new_group(backend="gloo", timeout=self._timeout)
         background = Ranks(self._background_group)
         self._saver.start(lambda: lightning_io.save(location, staged, ranks=background))
+
+    @property
+    def _saves_in_background(self) -> bool:
+        """Not where nobody would wait for the end, nor where Lightning points a link to what is not there yet: a kill would lose both."""
+        trainer = self._module.trainer
+        links = any(isinstance(call, ModelCheckpoint) and call.save_last == "link" for call in trainer.callbacks)  # type: ignore[attr-defined]
+        return self.async_save and not trainer.state.stopped and not links
 
     def _with_continuation(self, checkpoint: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         """What a run that is resumed needs to go on exactly as this one does."""

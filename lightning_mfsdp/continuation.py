@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.engine import reduce_pending, sharded_parameters
-from lightning_mfsdp.lightning_api import Trainer, collect_rng_states, set_rng_states
+from lightning_mfsdp.lightning_api import Trainer, TrainerFn, collect_rng_states, set_rng_states
 
 __all__ = [
     "GRADIENTS",
@@ -69,8 +69,17 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
 
 def is_inside_a_step(trainer: Trainer) -> bool:
     """Whether some but not all microbatches of an optimizer step have been run, as far as the Trainer accumulates."""
-    module = trainer.lightning_module
-    return trainer.training and module.automatic_optimization and trainer.fit_loop.epoch_loop._should_accumulate()
+    if (
+        trainer.state.fn != TrainerFn.FITTING
+        or trainer.sanity_checking
+        or not trainer.lightning_module.automatic_optimization
+    ):
+        return False
+    loop = trainer.fit_loop.epoch_loop
+    progress: Any = loop.batch_progress.current
+    if progress.ready == progress.processed:
+        return loop._should_accumulate()
+    return bool(progress.processed % trainer.accumulate_grad_batches)  # a batch has begun
 
 
 class PendingGradients:

@@ -33,6 +33,7 @@ __all__ = [
     "MisconfigurationException",
     "MixedPrecision",
     "MockOptimizer",
+    "ModelCheckpoint",
     "ModelSummary",
     "ParallelStrategy",
     "Precision",
@@ -89,6 +90,7 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning.pytorch.callbacks import (
         BackboneFinetuning,
         BaseFinetuning,
+        ModelCheckpoint,
         ModelSummary,
         StochasticWeightAveraging,
         ThroughputMonitor,
@@ -133,6 +135,7 @@ else:
     from pytorch_lightning.callbacks import (
         BackboneFinetuning,
         BaseFinetuning,
+        ModelCheckpoint,
         ModelSummary,
         StochasticWeightAveraging,
         ThroughputMonitor,

@@ -276,12 +276,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Lightning's step; gradients go at once if that was asked for.
-
-        Raises:
-            RuntimeError: A checkpoint that was being written in the background failed.
-        """
-        self._saver.raise_if_failed()
+        """Lightning's step; gradients go at once if that was asked for."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._free_gradients:
             optimizer.zero_grad()

@@ -36,11 +36,6 @@ class BackgroundSaver:
         else:
             self._waiting.append((doing, action))
 
-    def raise_if_failed(self) -> None:
-        """Raise what made the save fail, if it is over and did; never waits."""
-        if self._save is not None and self._save.done() and self._save.exception() is not None:
-            self.wait()
-
     def wait(self) -> None:
         """Wait for the save, and do what waited for it.
 
@@ -57,8 +52,11 @@ class BackgroundSaver:
             for doing, _ in waiting:
                 warnings.warn(f"{doing} was left out: the checkpoint saved before it failed", stacklevel=2)
             raise RuntimeError(f"a checkpoint saved in the background failed: {error}") from error
-        for _, action in waiting:
-            action()
+        for doing, action in waiting:
+            try:
+                action()
+            except OSError as error:  # on this rank alone, so the others would wait for it if it were raised
+                warnings.warn(f"{doing} failed after the checkpoint was saved: {error}", stacklevel=2)
 
     def close(self) -> None:
         """Wait, then end the thread.

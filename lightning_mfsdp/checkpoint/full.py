@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint.location import Location
 from lightning_mfsdp.checkpoint.sharded import ParameterIndex, check_names, check_restored, plain_name, refresh
-from lightning_mfsdp.checkpoint.sharded_optimizer import restore_optimizer
+from lightning_mfsdp.checkpoint.sharded_optimizer import holds_rows_elsewhere, restore_optimizer
 from lightning_mfsdp.engine import ParameterView
 
-__all__ = ["load_model", "load_optimizers"]
+__all__ = ["check_optimizers", "load_model", "load_optimizers"]
 
 
 def load_model(path: Location, saved: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
@@ -44,40 +44,53 @@ def load_model(path: Location, saved: Mapping[str, Any], module: nn.Module, *, s
 
 
 def load_optimizers(
-    path: Location, saved: Sequence[Mapping[str, Any]], module: nn.Module, optimizers: Sequence[Optimizer]
+    saved: Sequence[Mapping[str, Any]], module: nn.Module, optimizers: Sequence[Optimizer]
 ) -> list[bool]:
-    """Restore optimizers from states numbered by parameter, as an unsharded `Optimizer.state_dict()` has them.
+    """Restore optimizers from states numbered by parameter, as an unsharded `Optimizer.state_dict()` has them; `check_optimizers` first.
 
     Returns:
         For each optimizer whether there was a state for it.
+    """
+    if not saved or not optimizers:
+        return [False] * len(optimizers)
+    index = ParameterIndex(module)
+    for state, optimizer in zip(saved, optimizers, strict=True):
+        names_by_group = index.names_by_group(optimizer)
+        everywhere = holds_rows_elsewhere(optimizer)
+        by_name: dict[str, dict[str, Any]] = {}
+        for group, names in zip(state["param_groups"], names_by_group, strict=True):
+            for key, name in zip(group["params"], names, strict=True):
+                view = index.views.get(name)
+                if key in state["state"] and (view is None or view.local.numel() or everywhere):
+                    by_name[name] = {part: _state_rows(value, view) for part, value in state["state"][key].items()}
+        options = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
+        restore_optimizer(optimizer, by_name, options, names_by_group)
+    return [True] * len(optimizers)
+
+
+def check_optimizers(
+    path: Location, saved: Sequence[Mapping[str, Any]], module: nn.Module, optimizers: Sequence[Optimizer]
+) -> None:
+    """Compare saved states with optimizers, before anything is changed.
 
     Raises:
         RuntimeError: Another number of optimizers, parameter groups or parameters.
     """
     if not saved or not optimizers:
-        return [False] * len(optimizers)
+        return
     if len(saved) != len(optimizers):
         raise RuntimeError(
             f"{path} holds {len(saved)} optimizer states but {len(optimizers)} optimizers are configured; make them agree"
         )
     index = ParameterIndex(module)
     for number, (state, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
-        names_by_group = index.names_by_group(optimizer)
-        theirs = [list(group["params"]) for group in state["param_groups"]]
-        if list(map(len, theirs)) != list(map(len, names_by_group)):
+        theirs = [len(group["params"]) for group in state["param_groups"]]
+        ours = [len(names) for names in index.names_by_group(optimizer)]
+        if theirs != ours:
             raise RuntimeError(
-                f"{path}: optimizer {number} has parameter groups of {list(map(len, theirs))} parameters, here they have "
-                f"{list(map(len, names_by_group))}; configure the optimizers as they were when the checkpoint was saved"
+                f"{path}: optimizer {number} has parameter groups of {theirs} parameters, here they have {ours}; configure the optimizers "
+                "as they were when the checkpoint was saved"
             )
-        by_name: dict[str, dict[str, Any]] = {}
-        for ids, names in zip(theirs, names_by_group, strict=True):
-            for key, name in zip(ids, names, strict=True):
-                view = index.views.get(name)
-                if key in state["state"] and (view is None or view.local.numel()):
-                    by_name[name] = {part: _state_rows(value, view) for part, value in state["state"][key].items()}
-        options = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
-        restore_optimizer(optimizer, by_name, options, names_by_group)
-    return [True] * len(optimizers)
 
 
 def _rows(value: Tensor, view: ParameterView) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint import full, sharded
@@ -20,8 +20,7 @@ from lightning_mfsdp.checkpoint.location import META_FILE, TIED_WEIGHTS, Locatio
 from lightning_mfsdp.checkpoint.opening import Plan, no_checkpoint_error, read, read_rows, recover
 from lightning_mfsdp.checkpoint.parameter_state import PARAMETER_STATES, ParameterState, plan_rows, rows_of_whole
 from lightning_mfsdp.checkpoint.progress import CountingFile, Progress, SavePlanner
-from lightning_mfsdp.checkpoint.ranks import Ranks
-from lightning_mfsdp.checkpoint.rows import RowShard
+from lightning_mfsdp.checkpoint.ranks import Ranks, on_all_ranks
 from lightning_mfsdp.checkpoint.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
 from lightning_mfsdp.checkpoint.staging import Staging
 
@@ -58,11 +57,10 @@ class ShardedContent:
         rest = dict(checkpoint)
         if tied := sharded.tied_names(rest["state_dict"]):
             rest[TIED_WEIGHTS] = tied
-        rows = sharded.rows_by_name(rest.pop("state_dict"), sharded.ParameterIndex(module), "saving a checkpoint")
-        if ranks.rank:  # what every rank has for itself (statistics of batch norm) is saved as rank 0 has it, all of it
-            rows = {name: value for name, value in rows.items() if isinstance(value, (RowShard, DTensor))}
-        states = rest.pop("optimizer_states", [])
-        others = rest.pop(PARAMETER_STATES, {})
+        index = sharded.ParameterIndex(module)
+        rows = sharded.own_share(sharded.rows_by_name(rest.pop("state_dict"), index, "saving a checkpoint"), ranks)
+        others = {key: sharded.own_share(value, ranks) for key, value in rest.pop(PARAMETER_STATES, {}).items()}
+        states = [_own_state(state, index, ranks) for state in rest.pop("optimizer_states", [])]
         by_number = {f"optimizer_{number}": value for number, value in enumerate(states)}
         return cls.packed({"model": rows, **others, **by_number}, rest, ranks)
 
@@ -124,6 +122,12 @@ def save(
     content.write(location, ranks, progress)
 
 
+def _own_state(state: dict[str, Any], index: sharded.ParameterIndex, ranks: Ranks) -> dict[str, Any]:
+    """Of an optimizer; without parameters that are not sharded, except on rank 0, whose weights are saved for them too."""
+    kept = {name: value for name, value in state["state"].items() if ranks.rank == 0 or name in index.views}
+    return {**state, "state": kept}
+
+
 def _packed(rest: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(rest, buffer)
@@ -164,12 +168,14 @@ def load(
     recover(location, ranks)
     if location.is_sharded():
         metadata = check_files(location, ranks)
-        rest = read(location, META_FILE, weights_only)
+        with on_all_ranks(f"reading {META_FILE} of {location}"):
+            rest = read(location, META_FILE, weights_only)
         rest.pop(TIED_WEIGHTS, None)
         model_plan = sharded.plan_model(location, metadata, module, strict=strict)
         state_plans = [plan_rows(location, metadata, module, key, strict=strict) for key in states]
         if prepare is not None:
             prepare(rest)
+        _check_number(location, metadata, optimizers)
         plans = [
             plan_optimizer(location, metadata, module, optimizer, f"optimizer_{number}")
             for number, optimizer in enumerate(optimizers)
@@ -190,10 +196,12 @@ def load(
             raise RuntimeError(f"{location} is no Lightning checkpoint: it has no 'state_dict', only {list(rest)[:8]}")
         saved_states = rest.pop(PARAMETER_STATES, {})
         rows = {key: rows_of_whole(location, key, saved_states.get(key, {}), module, strict=strict) for key in states}
-        full.load_model(location, rest.pop("state_dict"), module, strict=strict)
         if prepare is not None:
             prepare(rest)
-        restored = full.load_optimizers(location, rest.pop("optimizer_states", []), module, optimizers)
+        optimizer_states = rest.pop("optimizer_states", [])
+        full.check_optimizers(location, optimizer_states, module, optimizers)
+        full.load_model(location, rest.pop("state_dict"), module, strict=strict)
+        restored = full.load_optimizers(optimizer_states, module, optimizers)
         for key, state in states.items():
             state.load_rows(rows[key])
     else:
@@ -205,3 +213,12 @@ def load(
         # Lightning insists on the key; there is nothing to restore schedulers from.
         rest.setdefault("lr_schedulers", [])
     return rest
+
+
+def _check_number(location: Location, metadata: Metadata, optimizers: Sequence[Optimizer]) -> None:
+    """Nothing that was saved for an optimizer may be lost where training resumes."""
+    keys = {str(item[0]) for item in sharded.paths_of(metadata).values() if str(item[0]).startswith("optimizer_")}
+    if optimizers and len(keys) > len(optimizers):
+        raise RuntimeError(
+            f"{location} holds {len(keys)} states of optimizers, but only {len(optimizers)} optimizers are there; configure all of them"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing_extensions import override
 
 from lightning_mfsdp.checkpoint.location import COPY_AHEAD_BYTES, META_FILE, Location, Reader, Writer
 
-__all__ = ["LocalLocation", "part_of", "put_in_place", "remove"]
+__all__ = ["LocalLocation", "exchange", "part_of", "put_in_place", "remove"]
 
 
 class LocalLocation(Location):
@@ -112,11 +113,24 @@ def _old_of(path: Path) -> Path:
 
 def put_in_place(path: Path) -> None:
     """Move what was written beside `path` there. At any moment the old or the new one is complete under some name."""
+    part = part_of(path)
+    if part.is_file() and (path.is_symlink() or not path.is_dir()):
+        part.replace(path)
+        return
     if path.exists() or path.is_symlink():
+        if exchange(part, path):
+            remove(part)
+            return
         remove(_old_of(path))
         path.rename(_old_of(path))
-    part_of(path).rename(path)
+    part.rename(path)
     remove(_old_of(path))
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Give two paths each other's name in one operation. Returns whether this system and file system can."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    return renameat2 is not None and not renameat2(-100, bytes(one), -100, bytes(other), 2)  # AT_FDCWD, RENAME_EXCHANGE
 
 
 def remove(path: Path) -> None:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint.location import Location
+from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.rows import RowShard
 from lightning_mfsdp.engine import ParameterView, is_sharded, refresh_weights, sharded_parameters
 from lightning_mfsdp.engine.parameter import place_of
@@ -39,6 +40,7 @@ __all__ = [
     "check_names",
     "check_restored",
     "finish_model",
+    "own_share",
     "paths_of",
     "plain_name",
     "plan_model",
@@ -139,6 +141,11 @@ def rows_by_name(state: Mapping[str, Any], index: ParameterIndex, doing: str) ->
             "copied them: leave values as they are (other names are fine), or put in value.full_tensor()"
         )
     return rows
+
+
+def own_share(rows: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """What this rank writes of them: its rows; and rank 0 what every rank has for itself (ignored parameters, statistics of batch norm)."""
+    return {name: value for name, value in rows.items() if ranks.rank == 0 or isinstance(value, (RowShard, DTensor))}
 
 
 def tied_names(state: Mapping[str, Any]) -> dict[str, str]:

@@ -17,8 +17,16 @@ from lightning_mfsdp.checkpoint.location import Location
 from lightning_mfsdp.checkpoint.rows import RowShard
 from lightning_mfsdp.checkpoint.sharded import ParameterIndex, paths_of, plain_name
 from lightning_mfsdp.engine import ParameterView
+from lightning_mfsdp.engine.sharded_tensor import Rows
 
-__all__ = ["OptimizerPlan", "optimizer_state", "plan_optimizer", "restore_optimizer", "restore_planned"]
+__all__ = [
+    "OptimizerPlan",
+    "holds_rows_elsewhere",
+    "optimizer_state",
+    "plan_optimizer",
+    "restore_optimizer",
+    "restore_planned",
+]
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -68,6 +76,7 @@ def plan_optimizer(
     index = ParameterIndex(module)
     names_by_group = index.names_by_group(optimizer)
     known = {name for names in names_by_group for name in names}
+    everywhere = holds_rows_elsewhere(optimizer)
     target: dict[str, Any] = {"state": {}, "param_groups": []}
     found = False
     for flat, item in paths_of(metadata).items():
@@ -80,7 +89,7 @@ def plan_optimizer(
             target["param_groups"][int(item[2])][item[3]] = _empty_like_saved(metadata, flat, None)
         elif plain_name(str(item[2])) in known:
             view = index.views.get(plain_name(str(item[2])))
-            if view is None or view.local.numel():
+            if view is None or view.local.numel() or everywhere:
                 target["state"].setdefault(item[2], {})[item[3]] = _empty_like_saved(metadata, flat, view)
     if not found:
         return None
@@ -108,12 +117,26 @@ def restore_optimizer(
     groups = []
     for present, saved, names in zip(optimizer.param_groups, param_groups, names_by_group, strict=True):
         groups.append({**present, **saved, "params": [numbers[name] for name in names]})
+    faces = [face for group in optimizer.param_groups for face in group["params"]]
     state = {
-        numbers[name]: {key: value._piece if isinstance(value, RowShard) else value for key, value in values.items()}
+        numbers[name]: {key: _like_its_parameter(value, faces[numbers[name]]) for key, value in values.items()}
         for name, values in state_by_name.items()
         if name in numbers
     }
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _like_its_parameter(value: Any, face: Tensor) -> Any:
+    """State as the optimizer made it: of rows where it holds rows, of a DTensor where it holds one."""
+    local = value.piece if isinstance(value, RowShard) else value
+    if isinstance(face, Rows) and isinstance(local, Tensor) and local.dim() and local.shape == face.to_local().shape:
+        return Rows.over(local.to(face.to_local().device), face)
+    return local
+
+
+def holds_rows_elsewhere(optimizer: Optimizer) -> bool:
+    """Whether a rank keeps state also for parameters it has no rows of: such optimizers hold DTensors."""
+    return any(isinstance(face, Rows) for group in optimizer.param_groups for face in group["params"])
 
 
 def _state_value(name: str, value: Any, view: ParameterView | None) -> Any:

@@ -49,7 +49,11 @@ def save(location: Location, state: Mapping[str, Any], filters: Filters, *, whol
             found = whole_model_state(value.state_dict(), keep=keep) if whole else value.state_dict()
             kept = _filtered(key, found, filters)
             tensors[key] = (
-                kept if whole else sharded.rows_by_name(kept, sharded.ParameterIndex(value), "saving a checkpoint")
+                kept
+                if whole
+                else sharded.own_share(
+                    sharded.rows_by_name(kept, sharded.ParameterIndex(value), "saving a checkpoint"), ranks
+                )
             )
         elif isinstance(value, Optimizer):
             module = _module_of(key, value, state)
@@ -134,11 +138,15 @@ def _load_rows(
 
 
 def _load_whole(path: Location, state: Mapping[str, Any], saved: dict[str, Any], *, strict: bool) -> None:
-    for key, value in _present(path, state, saved, strict=strict).items():
-        if isinstance(value, nn.Module):
-            full.load_model(path, saved.pop(key), value, strict=strict)
-        elif isinstance(value, Optimizer):
-            full.load_optimizers(path, [saved.pop(key)], _module_of(key, value, state), [value])
+    present = _present(path, state, saved, strict=strict)
+    optimizers = {key: value for key, value in present.items() if isinstance(value, Optimizer)}
+    for key, optimizer in optimizers.items():
+        full.check_optimizers(path, [saved[key]], _module_of(key, optimizer, state), [optimizer])
+    for key, module in present.items():
+        if isinstance(module, nn.Module):
+            full.load_model(path, saved.pop(key), module, strict=strict)
+    for key, optimizer in optimizers.items():
+        full.load_optimizers([saved.pop(key)], _module_of(key, optimizer, state), [optimizer])
 
 
 def _present(path: Location, state: Mapping[str, Any], saved: Iterable[str], *, strict: bool) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mfsdp import fully_shard, fully_shard_optimizer
-from lightning_mfsdp.checkpoint import lightning_io
+from lightning_mfsdp.checkpoint import lightning_io, local
 from lightning_mfsdp.checkpoint.opening import locate
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
@@ -131,4 +131,6 @@ def main(folder: Path, kind: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[3:] == ["two renames"]:
+        local.exchange = lambda one, other: False
     main(Path(sys.argv[1]), sys.argv[2])

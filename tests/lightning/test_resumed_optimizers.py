@@ -1,0 +1,110 @@
+"""Optimizers of a resumed run: those that hold DTensors too, all of them or none; and what does not fit changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_mfsdp import MFSDPStrategy, sharded_parameters
+from tests.helpers.distributed import run_distributed
+from tests.lightning.models import (
+    FOREIGN_WARNINGS,
+    Classifier,
+    full_state,
+    loader,
+    make_trainer,
+    seeded,
+    strict_warnings,
+)
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in FOREIGN_WARNINGS]
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """Nobody knows that it works element by element, so it holds DTensors."""
+
+
+class Own(Classifier):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OwnAdamW(self.parameters(), lr=0.05)
+
+
+class TwoGroups(Classifier):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        parameters = list(self.parameters())
+        return torch.optim.AdamW([{"params": parameters[:3]}, {"params": parameters[3:]}], lr=0.05)
+
+
+class TwoOptimizers(Classifier):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.count = count
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        both = [torch.optim.AdamW(parameters[:3]), torch.optim.AdamW(parameters[3:])]
+        return both[: self.count]
+
+
+def runs(rank: int, world: int, folder: str) -> dict[str, Any]:
+    strict_warnings()
+    data = loader(8 // world, 8, rank, world)
+    found: dict[str, Any] = {}
+
+    def fit(model: Any, steps: int, kind: str = "sharded", **options: Any) -> Any:
+        strategy = MFSDPStrategy(units=["Block"], state_dict_type=kind)  # type: ignore[arg-type]
+        trainer = make_trainer(folder, world, strategy=strategy, max_epochs=-1, max_steps=steps)
+        trainer.fit(model, data, **options)
+        return trainer
+
+    for kind in ("sharded", "full"):
+        straight = seeded(Own)
+        fit(straight, 4)
+        half = seeded(Own)
+        fit(half, 2, kind).save_checkpoint(f"{folder}/own-{kind}.ckpt")
+        again = seeded(Own)
+        trainer = fit(again, 4, ckpt_path=f"{folder}/own-{kind}.ckpt")
+        steps = {float(state["step"]) for state in trainer.optimizers[0].state.values()}
+        found[kind] = full_state(straight), full_state(again), steps
+
+    fit(seeded(Classifier), 1, "full").save_checkpoint(f"{folder}/one.ckpt")
+    other = seeded(TwoGroups)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(3.0)
+    with pytest.raises(RuntimeError, match="has parameter groups of"):
+        fit(other, 2, ckpt_path=f"{folder}/one.ckpt")
+    found["untouched"] = all(bool(view.main.eq(3.0).all()) for view in sharded_parameters(other))
+
+    fit(seeded(TwoOptimizers, count=2), 2).save_checkpoint(f"{folder}/two.ckpt")
+    with pytest.raises(RuntimeError, match="holds 2 states of optimizers, but only 1 optimizers are there"):
+        fit(seeded(TwoOptimizers, count=1), 4, ckpt_path=f"{folder}/two.ckpt")
+    return found
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_distributed(runs, 2, str(tmp_path_factory.mktemp("optimizers")))
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_an_optimizer_that_holds_dtensors_goes_on_to_the_bit(ran: Any, kind: str) -> None:
+    for found in ran:
+        straight, again, steps = found[kind]
+        assert steps == {4.0}, "on every rank, also for parameters without rows there"
+        for name, value in straight.items():
+            assert torch.equal(again[name], value), name
+
+
+def test_a_full_checkpoint_that_does_not_fit_the_optimizer_leaves_the_model_alone(ran: Any) -> None:
+    assert [found["untouched"] for found in ran] == [True, True]
