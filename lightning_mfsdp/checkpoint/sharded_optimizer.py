@@ -17,6 +17,7 @@ from lightning_mfsdp.checkpoint.location import Location
 from lightning_mfsdp.checkpoint.rows import RowShard
 from lightning_mfsdp.checkpoint.sharded import ParameterIndex, paths_of, plain_name
 from lightning_mfsdp.engine import ParameterView
+from lightning_mfsdp.engine.parameter import owner_of
 from lightning_mfsdp.engine.sharded_tensor import Rows
 
 __all__ = [
@@ -135,8 +136,12 @@ def _like_its_parameter(value: Any, face: Tensor) -> Any:
 
 
 def holds_rows_elsewhere(optimizer: Optimizer) -> bool:
-    """Whether a rank keeps state also for parameters it has no rows of: such optimizers hold DTensors."""
-    return any(isinstance(face, Rows) for group in optimizer.param_groups for face in group["params"])
+    """Whether a rank keeps state also for parameters it has no rows of: such optimizers hold DTensors only.
+
+    One that holds local rows may hold DTensors too, of groups that were added and wait for the next step.
+    """
+    faces = [face for group in optimizer.param_groups for face in group["params"] if owner_of(face) is not None]
+    return bool(faces) and all(isinstance(face, Rows) for face in faces)
 
 
 def _state_value(name: str, value: Any, view: ParameterView | None) -> Any:
