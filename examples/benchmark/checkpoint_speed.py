@@ -1,6 +1,6 @@
 """Seconds and GiB/s of saving and loading a model with its AdamW state: this package, and PyTorch's FSDP2 with plain DCP.
 
-    torchrun --standalone --nproc_per_node=2 examples/benchmark/checkpoint_speed.py 1b --folder /tmp/checkpoints
+    torchrun --standalone --nproc_per_node=2 examples/benchmark/checkpoint_speed.py 1b --folder checkpoints
 
 Both write the same bytes to the same disk, one after the other, `--rounds` times in turn. The page cache is dropped before each load where
 this process may do so. The asynchronous save reports what training waits for: the first time, which makes the host buffers, and after

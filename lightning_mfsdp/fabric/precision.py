@@ -21,10 +21,7 @@ class MFSDPFabricPrecision(ShardedPrecision):
     returns has PyTorch's default dtype, as everywhere in Fabric.
 
     Args:
-        precision: One of "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true". See `default_policy` for the dtypes.
-        policy: Replaces the dtypes the string stands for; autocast, the model's own dtype and the inputs' still follow the string.
-        scaler: Loss scaler for float16 compute. `None` makes a `DistributedGradScaler` where one is needed. A plain
-            `torch.amp.GradScaler` is taken as settings for one; any other class must itself agree over all ranks on skipping a step.
+        precision, policy, scaler: As in `MFSDPPrecision`.
 
     Raises:
         ValueError: An unknown precision, or a scaler where nothing computes in float16.
