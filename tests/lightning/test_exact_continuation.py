@@ -15,8 +15,17 @@ from torch import Tensor, nn
 
 from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy
 from lightning_mfsdp.callbacks import NaNGradientReporter, ShardedEMA
+from lightning_mfsdp.continuation import is_inside_a_step
 from tests.helpers.distributed import run_distributed
-from tests.lightning.models import FOREIGN_WARNINGS, Classifier, dataset, full_state, make_trainer, strict_warnings
+from tests.lightning.models import (
+    FOREIGN_WARNINGS,
+    Classifier,
+    dataset,
+    full_state,
+    loader,
+    make_trainer,
+    strict_warnings,
+)
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in FOREIGN_WARNINGS]
 
@@ -206,3 +215,41 @@ def test_another_number_of_ranks_goes_on_from_inside_a_step(runs: Any) -> None:
     (found,) = run_distributed(elsewhere, 1, str(runs[2]))
     assert found["steps"] == runs[0][0]["sharded, inside a step"]["steps"]
     assert torch.isfinite(found["losses"]).all()
+
+
+class Inside(Callback):
+    """What is said of being inside a step, at each moment at which a checkpoint may be saved."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[bool]] = {"start": [], "end": [], "validation": [], "epoch": []}
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.seen["start"].append(is_inside_a_step(trainer))
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen["end"].append(is_inside_a_step(trainer))
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        self.seen["validation"].append(is_inside_a_step(trainer))
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen["epoch"].append(is_inside_a_step(trainer))
+
+
+def moments(rank: int, world: int) -> dict[str, list[bool]]:
+    """Ten batches, four in a step, a validation after six, and one before training."""
+    strict_warnings()
+    watch = Inside()
+    options: dict[str, Any] = {"accumulate_grad_batches": 4, "val_check_interval": 6, "num_sanity_val_steps": 1}
+    trainer = make_trainer("", world, strategy=MFSDPStrategy(units=["Block"]), callbacks=[watch], **options)
+    trainer.fit(Classifier(), loader(4, 40), loader(4, 8))
+    watch.seen["after"] = [is_inside_a_step(trainer)]
+    return watch.seen
+
+
+def test_a_step_is_known_to_be_incomplete_wherever_a_checkpoint_may_be_saved() -> None:
+    (seen,) = run_distributed(moments, 1)
+    assert seen["end"] == [batch % 4 != 0 and batch != 10 for batch in range(1, 11)], "the last batch steps, too"
+    assert seen["start"] == [batch % 4 != 0 for batch in range(10)], "this batch has added nothing yet"
+    assert seen["validation"] == [False, True]
+    assert seen["epoch"] == seen["after"] == [False]
