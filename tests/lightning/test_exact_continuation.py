@@ -95,15 +95,16 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def trainer_of(world: int, kind: str, callbacks: list[Callback]) -> Any:
+def trainer_of(world: int, kind: str, callbacks: list[Callback], accelerator: str = "cpu") -> Any:
     """`kind` is a `state_dict_type`, with loss scaling if it begins with "scaled "."""
     scaled = kind.startswith("scaled ")
     strategy = MFSDPStrategy(units=["Block"], state_dict_type=kind.removeprefix("scaled "))  # type: ignore[arg-type]
-    growing = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    growing = torch.amp.GradScaler(accelerator, init_scale=8.0, growth_interval=2)
     precision = MFSDPPrecision("16-mixed", scaler=growing) if scaled else MFSDPPrecision("32-true")
     return make_trainer(
         "",
         world,
+        accelerator=accelerator,
         strategy=strategy,
         max_epochs=EPOCHS,
         accumulate_grad_batches=ACCUMULATE,
@@ -116,9 +117,9 @@ def trainer_of(world: int, kind: str, callbacks: list[Callback]) -> Any:
 def outcome(trainer: Any, model: Any) -> dict[str, Any]:
     average = next(callback for callback in trainer.callbacks if isinstance(callback, ShardedEMA))
     return {
-        "losses": torch.stack(model.losses),
+        "losses": torch.stack(model.losses).cpu(),
         "weights": full_state(model),
-        "average": {name: value.clone() for name, value in average.parameter_state.rows().items()},
+        "average": {name: value.cpu() for name, value in average.parameter_state.rows().items()},
         "lr": trainer.optimizers[0].param_groups[0]["lr"],
         "steps": trainer.global_step,
         "scaler": trainer.precision_plugin.state_dict(),
@@ -133,28 +134,28 @@ def seeded(rank: int) -> Noisy:
     return model
 
 
-def straight(rank: int, world: int, folder: str) -> dict[str, Any]:
+def straight(rank: int, world: int, folder: str, accelerator: str = "cpu") -> dict[str, Any]:
     """Saves on its way and goes on."""
     strict_warnings()
     found = {}
     for kind, name in CASES:
         model = seeded(rank)
-        trainer = trainer_of(world, kind, [SaveAt(SAVES[name], f"{folder}/{kind}-{SAVES[name]}.ckpt")])
+        trainer = trainer_of(world, kind, [SaveAt(SAVES[name], f"{folder}/{kind}-{SAVES[name]}.ckpt")], accelerator)
         trainer.fit(model, Loader(rank))
         found[f"{kind}, {name}"] = outcome(trainer, model)
     model = seeded(rank)
-    trainer = trainer_of(world, "sharded", [])
+    trainer = trainer_of(world, "sharded", [], accelerator)
     trainer.fit(model, Loader(rank))
     return {**found, "without a save": outcome(trainer, model)}
 
 
-def resumed(rank: int, world: int, folder: str) -> dict[str, Any]:
+def resumed(rank: int, world: int, folder: str, accelerator: str = "cpu") -> dict[str, Any]:
     strict_warnings()
     found = {}
     for kind, name in CASES:
         torch.manual_seed(5)
         model = Noisy()
-        trainer = trainer_of(world, kind, [])
+        trainer = trainer_of(world, kind, [], accelerator)
         trainer.fit(model, Loader(rank), ckpt_path=f"{folder}/{kind}-{SAVES[name]}.ckpt")
         found[f"{kind}, {name}"] = outcome(trainer, model)
     return found
@@ -166,19 +167,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]]
     return run_distributed(straight, WORLD, str(folder)), run_distributed(resumed, WORLD, str(folder)), folder
 
 
+def assert_continued(resumed: dict[str, Any], went_on: dict[str, Any], batches: int) -> None:
+    """The run that was resumed after so many batches came to what the other came to, bit for bit."""
+    assert torch.equal(resumed["losses"], went_on["losses"][batches:])
+    for part in ("weights", "average"):
+        assert resumed[part].keys() == went_on[part].keys()
+        for key, value in went_on[part].items():
+            assert torch.equal(resumed[part][key], value), f"{part} {key}"
+    assert resumed["lr"] == went_on["lr"]
+    assert resumed["scaler"] == went_on["scaler"]
+    assert resumed["steps"] == went_on["steps"] == EPOCHS * -(-BATCHES // ACCUMULATE)
+
+
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_a_resumed_run_ends_like_the_one_that_went_on(runs: Any, kind: str, name: str) -> None:
     for before, after in zip(*runs[:2], strict=True):
-        went_on, went_in = before[f"{kind}, {name}"], after[f"{kind}, {name}"]
-        assert torch.equal(went_in["losses"], went_on["losses"][SAVES[name] :])
-        for part in ("weights", "average"):
-            assert went_in[part].keys() == went_on[part].keys()
-            for key, value in went_on[part].items():
-                assert torch.equal(went_in[part][key], value), f"{part} {key}"
-        assert went_in["lr"] == went_on["lr"]
-        assert went_in["scaler"] == went_on["scaler"]
-        assert bool(went_on["scaler"]) is kind.startswith("scaled ")
-        assert went_in["steps"] == went_on["steps"] == EPOCHS * -(-BATCHES // ACCUMULATE)
+        assert_continued(after[f"{kind}, {name}"], before[f"{kind}, {name}"], SAVES[name])
+        assert bool(before[f"{kind}, {name}"]["scaler"]) is kind.startswith("scaled ")
 
 
 def test_randomness_matters_in_these_runs(runs: Any) -> None:
