@@ -1,17 +1,18 @@
 """Host time of sharding engines, without a GPU: `python examples/benchmark/host_time.py`.
 
 A deep decoder with tiny matrices runs on CPU over a fake process group, so nearly all time is what Python and the
-dispatcher spend. Each engine runs in a process of its own. What the plain model takes is subtracted; what is left is
-divided by the number of blocks. Milliseconds differ from machine to machine; ratios hardly do.
+dispatcher spend. What the plain model takes is subtracted; what is left is divided by the number of blocks.
+
+Engines take turns, step by step, in one process, and every figure is a median over such rounds: what disturbs the machine
+disturbs all of them. Processes of their own differ by a tenth from start to start, which the subtraction triples. Milliseconds
+differ from machine to machine; ratios hardly do.
 """
 
 import argparse
 import gc
-import json
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -96,79 +97,75 @@ SUBJECTS: dict[str, Callable[[Decoder], Subject]] = {
 BASE = {"ddp": "plain-fp32", "fsdp2": "plain", "mfsdp": "plain"}
 
 
-def measure(name: str, *, warmup: int, steps: int) -> dict[str, float]:
-    """Median milliseconds of forward, backward, clipping and optimizer step of one engine."""
+Phases = dict[str, float]
+
+
+def one_step(subject: Subject, ids: torch.Tensor) -> Phases:
+    """Milliseconds of forward, backward, clipping and optimizer step."""
+    stamps = [time.perf_counter()]
+    loss = subject.model(ids).float().square().mean()
+    stamps.append(time.perf_counter())
+    loss.backward()
+    stamps.append(time.perf_counter())
+    subject.clip()
+    stamps.append(time.perf_counter())
+    subject.optimizer.step()
+    subject.optimizer.zero_grad()
+    stamps.append(time.perf_counter())
+    names = ("forward", "backward", "clip", "step")
+    return {name: (stop - start) * 1e3 for name, start, stop in zip(names, stamps, stamps[1:], strict=False)}
+
+
+def measure(names: Iterable[str], *, warmup: int, steps: int) -> list[dict[str, Phases]]:
+    """Milliseconds by engine and phase, one entry a round; a round is one step of each engine."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = Decoder(CONFIG)
-    if name == "plain":
-        model = model.to(torch.bfloat16)
-    subject = SUBJECTS[name](model)
+    subjects = {}
+    for name in names:
+        torch.manual_seed(0)
+        model = Decoder(CONFIG)
+        subjects[name] = SUBJECTS[name](model.to(torch.bfloat16) if name == "plain" else model)
     ids = torch.randint(0, CONFIG.vocab, (1, CONFIG.seq))
-    spent: dict[str, list[float]] = {"forward": [], "backward": [], "clip": [], "step": []}
     gc.disable()
+    rounds = []
     for _ in range(warmup + steps):
-        stamps = [time.perf_counter()]
-        loss = subject.model(ids).float().square().mean()
-        stamps.append(time.perf_counter())
-        loss.backward()
-        stamps.append(time.perf_counter())
-        subject.clip()
-        stamps.append(time.perf_counter())
-        subject.optimizer.step()
-        subject.optimizer.zero_grad()
-        stamps.append(time.perf_counter())
-        for key, start, stop in zip(spent, stamps, stamps[1:], strict=False):
-            spent[key].append((stop - start) * 1e3)
+        rounds.append({name: one_step(subject, ids) for name, subject in subjects.items()})
         gc.collect()
-    return {key: median(values[warmup:]) for key, values in spent.items()}
+    gc.enable()
+    return rounds[warmup:]
 
 
-def in_own_process(name: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """`measure` in a fresh interpreter."""
-    command = [sys.executable, __file__, "--only", name, f"--warmup={arguments.warmup}", f"--steps={arguments.steps}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{name} failed:\n{done.stderr}")
-    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    return dict(json.loads(line.removeprefix("RESULT ")))
+def table(rounds: list[dict[str, Phases]]) -> str:
+    """Markdown: medians of what each engine adds to the plain model, and of its ratio to FSDP2."""
 
+    def unit(one: dict[str, Phases], name: str) -> float:
+        own, base = one[name], one[BASE[name]]
+        return (own["forward"] + own["backward"] - base["forward"] - base["backward"]) / BLOCKS
 
-def table(results: dict[str, dict[str, float]]) -> str:
-    """Markdown: what each engine adds to the plain model, and its ratio to FSDP2."""
+    def step(one: dict[str, Phases], name: str) -> float:
+        return one[name]["clip"] + one[name]["step"]
 
-    def added(name: str) -> tuple[float, float]:
-        own, base = results[name], results[BASE[name]]
-        unit = own["forward"] + own["backward"] - base["forward"] - base["backward"]
-        return unit / BLOCKS, own["clip"] + own["step"]
-
-    reference = added("fsdp2")
     lines = [
         "| engine | forward + backward, ms a unit | / FSDP2 | clip + step, ms | / FSDP2 |",
         "|---|--:|--:|--:|--:|",
     ]
-    for name in BASE:
-        unit, step = added(name)
-        lines.append(f"| {name} | {unit:.3f} | {unit / reference[0]:.2f} | {step:.3f} | {step / reference[1]:.2f} |")
+    for name in (name for name in BASE if name in rounds[0]):
+        cells = []
+        for figure in (unit, step):
+            cells.append(f"{median(figure(one, name) for one in rounds):.3f}")
+            cells.append(f"{median(figure(one, name) / figure(one, 'fsdp2') for one in rounds):.2f}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     """Measure every engine and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=list(SUBJECTS), help="measure one engine in this process")
     parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=3, help="the best of so many processes counts")
+    parser.add_argument("--steps", type=int, default=60)
     arguments = parser.parse_args()
-    if arguments.only:
-        dist.init_process_group("fake", rank=0, world_size=WORLD)
-        print("RESULT " + json.dumps(measure(arguments.only, warmup=arguments.warmup, steps=arguments.steps)))
-        dist.destroy_process_group()
-        return
-    rounds = [{name: in_own_process(name, arguments) for name in SUBJECTS} for _ in range(arguments.rounds)]
-    best = {name: {key: min(one[name][key] for one in rounds) for key in rounds[0][name]} for name in SUBJECTS}
-    print(table(best))
+    dist.init_process_group("fake", rank=0, world_size=WORLD)
+    print(table(measure(SUBJECTS, warmup=arguments.warmup, steps=arguments.steps)))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ A buffer holds the same shards of every segment, one segment after the other. A 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,8 +131,7 @@ class FlatBuffer:
         return self._gaps
 
 
-@dataclass(frozen=True)
-class Filling:
+class Filling(NamedTuple):
     """Gradients on their way into the buffer they are reduced in.
 
     Kept until the reduction is done: the allocator knows nothing of the reduce stream.

@@ -53,13 +53,20 @@ class Call:
 def cast_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Floating-point arguments in the compute dtype, if the policy says so."""
     dtype = unit.policy.compute_dtype
-    if dtype is None or not (unit.policy.cast_forward_inputs and _differs(dtype, tensors_in((args, kwargs)))):
+    if dtype is None or not (unit.policy.cast_forward_inputs and _differs(dtype, _tensors_of(args, kwargs))):
         return args, kwargs
     return map_tensors(lambda tensor: _cast(tensor, dtype), (args, kwargs))  # type: ignore[no-any-return]
 
 
+def _tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return tensors_in((args, kwargs) if kwargs else args)
+
+
 def _differs(dtype: torch.dtype, tensors: list[Tensor]) -> bool:
-    return any(tensor.dtype is not dtype and tensor.is_floating_point() for tensor in tensors)
+    for tensor in tensors:  # noqa: SIM110 - a generator costs host time, in every unit
+        if tensor.dtype is not dtype and tensor.is_floating_point():
+            return True
+    return False
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -68,7 +75,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def listen_to_inputs(unit: Unit, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Have `post_backward` run when gradients of all inputs are there."""
-    tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+    tensors = [tensor for tensor in _tensors_of(args, kwargs) if tensor.requires_grad]
     if not tensors:
         return args, kwargs
     this = weakref.ref(unit)

@@ -154,7 +154,7 @@ class GradientReducer:
             grad = full.grad
             if grad is not None:
                 full.grad = None
-                if not entry.is_trained:
+                if not (full.requires_grad and entry.local.requires_grad):
                     grad = None
                 elif grad.is_sparse:
                     grad = grad.to_dense()
@@ -335,7 +335,7 @@ class GradientReducer:
         for entry, local, face in zip(self.group.entries, self._locals, self.faces, strict=True):
             if face is None:
                 entry.sharded.has_empty_grad = entry.sharded.has_empty_grad or entry.is_trained
-            elif local.grad is not face and entry.is_trained:
+            elif local.grad is not face and entry.full.requires_grad and local.requires_grad:
                 local.grad = face
 
     # -- what the optimizer sees ---------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,7 @@ class Sync(Enum):
     ALL = "all"
 
 
-@dataclass(frozen=True)
-class _InFlight:
+class _InFlight(NamedTuple):
     """A unit's reduction that was issued. Until `done`, its buckets are held and what fills them is kept from the allocator."""
 
     reducers: list[GradientReducer]

@@ -127,7 +127,7 @@ def grown() -> Iterator[list[dict[str, int]]]:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         # What is freed leaves the process at once, so that it cannot be mistaken for memory that was there before.
         patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-        yield run_distributed(measured, WORLD, folder)
+        yield run_distributed(measured, WORLD, folder, fresh=True)
 
 
 def test_the_meter_sees_a_whole_model(grown: list[dict[str, int]]) -> None:
