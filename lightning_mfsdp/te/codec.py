@@ -12,6 +12,7 @@ Source: `transformer_engine.pytorch.tensor.utils`, Transformer Engine 2.20, for 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ def weight_codecs(*, keep_transpose_cache: bool = False) -> tuple[WeightCodec, .
     return tuple(kind(keep_transpose_cache) for kind in kinds)
 
 
-class _Codec:
+class _Codec(ABC):
     """What all kinds have in common. The parameter is a tensor of the library; its inner tensors are attributes."""
 
     storage_dtype = torch.uint8
@@ -67,8 +68,8 @@ class _Codec:
         self.drop_transpose(weight)
         return value.view(parameter.shape)
 
-    def bind(self, parameter: nn.Parameter, planes: Sequence[Tensor]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def bind(self, parameter: nn.Parameter, planes: Sequence[Tensor]) -> None: ...
 
     def quantize(self, fragments: Sequence[Fragment], group: dist.ProcessGroup) -> None:
         owned = [item.main.numel() > 0 for item in fragments]
@@ -97,17 +98,17 @@ class _Codec:
             for parameter in parameters:
                 self.drop_transpose(parameter)
 
+    @abstractmethod
     def has_transpose(self, weight: Any) -> bool:
         """Whether what backward reads was derived from the present bytes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def outdate_transpose(self, weight: Any) -> None:
         """The bytes are about to change; its memory may be used again."""
-        raise NotImplementedError
 
+    @abstractmethod
     def drop_transpose(self, weight: Any) -> None:
         """Give its memory back; the library makes it again when a backward needs it."""
-        raise NotImplementedError
 
 
 class _PerTensor(_Codec):
@@ -188,10 +189,11 @@ class _Microscaled(_Codec):
         """Nothing is derived: both sets of bytes are gathered."""
 
 
-class _Unknown(_Codec):
+class _Unknown(_Microscaled):
     """Kinds that cannot be sharded, so that they are not taken for ordinary tensors."""
 
     kind = "QuantizedTensor"
+    planes = 1
 
     def why_not(self, parameter: nn.Parameter) -> str:
         return (

@@ -69,7 +69,7 @@ class _FusedLayer:
             weight: Any = reference()
             if weight is not None:
                 vars(weight).pop("grad_added_to_main_grad", None)  # who has it gets a gradient without meaning
-                setattr(weight, "__fsdp_param__", True)  # noqa: B010 - no attribute of this class, whose name Python would change
+                weight.__fsdp_param__ = True
                 weight.overwrite_main_grad = self._overwrites
                 weight.get_main_grad = partial(self._memory, index, overwrites=self._overwrites)
 
