@@ -148,6 +148,20 @@ class Filling(NamedTuple):
     target: FlatBuffer
     written: frozenset[int] = frozenset()
 
+    def filled(self) -> FlatBuffer:
+        """Bring everything into the target, ready to be reduced.
+
+        Parameters without a gradient count as zero, and so do gaps: every cell is defined. The copies run beside the rest of the
+        backward, which is busy with matrix products and leaves memory bandwidth.
+        """
+        if self.unreduced is None:
+            copy_or_add(self.target, self.grads, overwrite=True, written=self.written)
+            return self.target
+        copy_or_add(self.unreduced, self.grads, overwrite=False)
+        if self.target is not self.unreduced:
+            compat.foreach_copy_(self.target.segments, self.unreduced.segments)
+        return self.target
+
 
 def copy_or_add(
     target: FlatBuffer, grads: Sequence[Tensor | None], *, overwrite: bool, written: frozenset[int] = frozenset()

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mfsdp.engine import compat
-from lightning_mfsdp.engine.collectives import Axis
+from lightning_mfsdp.engine.collectives import Axis, Mesh
 from lightning_mfsdp.engine.errors import ShardingError
+from lightning_mfsdp.engine.placement import Placement
 
 __all__ = ["Channels", "check_symmetric_memory"]
 
@@ -35,6 +36,7 @@ class Channels:
     def __init__(self, device: torch.device, *, symmetric: bool) -> None:
         self.symmetric = symmetric
         self._device = device
+        self._joint: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self._known: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup | None]] = {}
 
     def separate(self, axis: Axis) -> Axis:
@@ -48,6 +50,19 @@ class Channels:
             self._known[axis.group] = reduce_group, gather_group
         reduce_group, gather_group = self._known[axis.group]
         return replace(axis, reduce_group=reduce_group, gather_group=gather_group)
+
+    def sharing_rows(self, mesh: Mesh, placement: Placement) -> dist.ProcessGroup:
+        """The ranks that share out the rows of a main weight. Collective over them, the first time."""
+        if not placement.outer_main or mesh.outer is None:
+            return mesh.shard.group
+        known = self._joint.get(mesh.shard.group)
+        if known is None:
+            ranks = sorted(mesh.device_mesh.mesh.flatten().tolist())
+            everyone = len(ranks) == dist.get_world_size()
+            known = dist.group.WORLD if everyone else dist.new_group(ranks, use_local_synchronization=True)
+            assert known is not None, "a mesh has a process group"
+            self._joint[mesh.shard.group] = known
+        return known
 
     def allocator(self, axis: Axis) -> Callable[[int], Tensor] | None:
         """Makes symmetric memory of a number of bytes, collectively; `None` for ordinary memory."""

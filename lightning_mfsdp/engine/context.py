@@ -14,6 +14,7 @@ import torch
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.channels import Channels
+from lightning_mfsdp.engine.codec import quantize_all
 from lightning_mfsdp.engine.collectives import Mesh
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.parameter import Entry
@@ -105,7 +106,7 @@ class Context:
         self._weights_changed = True
 
     def refresh(self) -> None:
-        """Bring held weights up to date with main weights, all groups in one launch, if anything changed.
+        """Bring held weights up to date with main weights, all groups in one launch (or call of a codec), if anything changed.
 
         Full weights that a unit shows at the moment (manual optimization, a forward without backward) are filled again.
         """
@@ -125,6 +126,12 @@ class Context:
         if targets:
             with torch.no_grad():
                 compat.foreach_copy_(targets, sources)
+        quantize_all(
+            (codec, self.channels.sharing_rows(group.mesh, group.placement), group.fragments())
+            for unit in self.units
+            for group in unit.groups
+            if (codec := group.spec.codec) is not None
+        )
         self.weights_ready = self.streams.record()
         self._gather_whole_weights()
         for unit in self.units:
@@ -142,12 +149,19 @@ class Context:
                 if not group.placement.weight:
                     self.gather(group)
 
-    def gather(self, group: ParameterGroup, needed: Slot | None = None, *, apart: bool = False) -> None:
+    def gather(
+        self,
+        group: ParameterGroup,
+        needed: Slot | None = None,
+        *,
+        apart: bool = False,
+        for_backward: bool = False,
+    ) -> None:
         """Start a group's gather unless it is there; see `ParameterGroup.start_gather`."""
-        if group.gathered:
+        if group.is_there(for_backward=for_backward):
             return
         with self.ranges.around("gather", group.name):
-            if group.start_gather(self.weights_ready, needed, apart=apart):
+            if group.start_gather(self.weights_ready, needed, apart=apart, for_backward=for_backward):
                 self.gathers_started += 1
                 self.weights_ready = None
 

@@ -6,6 +6,8 @@ buffer's dtype and memory: one pass over memory less, no rounding in between, an
 It happens where nobody can tell the difference: a plain `nn.Linear`, in eager mode, in a backward that accumulates into `.grad`. Under
 hooks on the weight, `torch.compile`, `torch.autograd.grad`, `create_graph=True` or a functorch transform the gradient goes the usual way.
 
+Layers of other libraries that can do nothing else ask for the memory instead (`gradient_memory`).
+
 Source: gradient accumulation fusion of Megatron-LM (`main_grad`), here without a copy of the gradient kept per weight.
 """
 
@@ -21,10 +23,11 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.buffer import FlatBuffer
+from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.parameter import place_of
 
-__all__ = ["DirectWrites", "write_directly"]
+__all__ = ["DirectWrites", "gradient_memory", "write_directly"]
 
 # Smaller products save less than the host spends on an autograd function written in Python.
 _WORTHWHILE_ELEMENTS = 1 << 23
@@ -43,6 +46,7 @@ class DirectWrites:
         self.target: FlatBuffer | None = None
         self.is_new = False
         self.written: set[int] = set()
+        self._aside: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, target: FlatBuffer, *, is_new: bool) -> None:
         """Gradients go to `target` from now on; with `is_new` it holds nothing yet."""
@@ -58,8 +62,41 @@ class DirectWrites:
             _add_product(view, left, right)
         self.written.add(index)
 
+    def memory(self, index: int, *, overwrites: bool) -> tuple[Tensor, bool]:
+        """Where a layer is to write the gradient of a tensor of the layout, and whether that is memory beside the buffer.
+
+        What is beside it is added later, so what overwrites never meets what is there already.
+        """
+        assert self.target is not None, "begin() comes first"
+        self._add_aside()
+        view = self.target.views()[index]
+        is_first = self.is_new and index not in self.written
+        self.written.add(index)
+        if overwrites and not is_first:
+            self._aside.append((view, torch.empty_like(view)))
+            return self._aside[-1][1], True
+        if is_first and not overwrites:
+            view.zero_()
+        return view, False
+
+    def _add_aside(self) -> None:
+        """Add what layers wrote beside the buffer since."""
+        for view, piece in self._aside:
+            view.add_(piece)
+        self._aside.clear()
+
+    def joined(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Forget the buffer; returns the gradients that autograd left along with those that layers wrote, in the buffer's memory."""
+        target = self.target
+        for index in sorted(self.end()):
+            assert target is not None, "something was written"
+            late, view = grads[index], target.views()[index]
+            grads[index] = view if late is None else view.add_(late)
+        return grads
+
     def end(self) -> frozenset[int]:
         """Forget the buffer; returns which tensors' cells of a new one are defined."""
+        self._add_aside()
         written = frozenset(self.written) if self.is_new else frozenset()
         self.target, self.is_new = None, False
         self.written.clear()
@@ -182,3 +219,33 @@ def _write(weight: Tensor | None, left: Tensor, right: Tensor) -> bool:
         return False
     writes.add(index, left, right)
     return True
+
+
+def gradient_memory(weight: Tensor, *, overwrites: bool) -> tuple[Tensor, bool]:
+    """Where a layer that leaves no gradient to autograd is to write that of its weight, in the backward that runs now.
+
+    Args:
+        weight: A full parameter of a sharded module.
+        overwrites: The layer replaces what is in the memory; otherwise it adds to it.
+
+    Returns:
+        Memory of the weight's shape, in the dtype that gradients are reduced or kept in; and whether it is beside the buffer, because an
+        earlier gradient of this weight is there that must not be overwritten. It is valid until the next call.
+
+    Raises:
+        EngineStateError: The weight belongs to no sharded module.
+    """
+    place = place_of(weight)
+    context = place[0].context if place is not None else None
+    if place is None or context is None:
+        raise EngineStateError(
+            f"a layer asked where to write the gradient of a weight of shape {tuple(weight.shape)}, which no sharded module has; keep the "
+            "module that fully_shard was given alive until the backward is done"
+        )
+    group, index = place
+    if not (group.entries[index].is_trained and compat.accumulates(weight)):
+        return torch.zeros(
+            weight.shape, dtype=group.policy.main_grads_dtype, device=group.device
+        ), False  # nobody wants it
+    context.begin_backward()
+    return context.reductions.required_writes(group).memory(index, overwrites=overwrites)

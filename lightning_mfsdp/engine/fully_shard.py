@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -14,14 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.engine.channels import check_symmetric_memory
+from lightning_mfsdp.engine.checks import Named, check_same_model, refuse_unfit
 from lightning_mfsdp.engine.collectives import Mesh, broadcast_from_first, resolve_mesh
 from lightning_mfsdp.engine.context import Context
 from lightning_mfsdp.engine.direct import write_directly
 from lightning_mfsdp.engine.errors import ShardingError
-from lightning_mfsdp.engine.group import GroupSpec, ParameterGroup
+from lightning_mfsdp.engine.group import ParameterGroup
+from lightning_mfsdp.engine.group_spec import GroupSpec
 from lightning_mfsdp.engine.layout import padding_advice
 from lightning_mfsdp.engine.materialize import materialize
 from lightning_mfsdp.engine.parameter import owner_of
@@ -34,7 +34,6 @@ from lightning_mfsdp.engine.unit import Unit, unit_of
 __all__ = ["fully_shard", "mesh_device"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module | Sequence[nn.Module])
-Named = tuple[str, nn.Parameter, list[tuple[dict[str, Any], str]]]
 
 
 def fully_shard(
@@ -105,8 +104,8 @@ def fully_shard(
     ignored = {id(parameter) for parameter in ignored_parameters or ()}
     materialize(whole, device, ignored)
     named, borrowed = _parameters_of(whole, ignored)
-    _refuse_unfit(whole, named, policy)
-    _check_same_model(whole, named, resolved)
+    refuse_unfit(whole, named, policy)
+    check_same_model(whole, named, resolved)
     _share_buffers(whole, resolved, device)
     keep_fp32 = set[int]().union(*(_fp32_parameters(member, policy) for member in members))
     groups = [
@@ -208,11 +207,17 @@ def _is_inside_unit(module: nn.Module, prefix: str) -> bool:
 def _by_spec(
     named: Sequence[Named], policy: MixedPrecisionPolicy, keep_fp32: set[int]
 ) -> list[tuple[GroupSpec, list[Named]]]:
-    """Groups of equal dtypes and equal wish for gradients, in order of first appearance."""
+    """Groups of equal dtypes, equal wish for gradients and one codec, in order of first appearance."""
     found: dict[GroupSpec, list[Named]] = {}
     for item in named:
         parameter = item[1]
-        compute = policy.compute_dtype or parameter.dtype
+        codec = policy.codec_for(parameter)
+        if codec is not None and id(parameter) in keep_fp32:
+            raise ShardingError(
+                f"fully_shard: parameter {item[0]} is quantized, and its module is one that policy.fp32_modules keeps in float32; take it "
+                "out of fp32_modules, or build that module without quantized weights"
+            )
+        compute = parameter.dtype if codec is not None else policy.compute_dtype or parameter.dtype
         main = policy.main_params_dtype or parameter.dtype
         if not parameter.is_floating_point():
             compute = main = parameter.dtype
@@ -221,7 +226,11 @@ def _by_spec(
         if not parameter.requires_grad:
             main = parameter.dtype
         spec = GroupSpec(
-            compute_dtype=compute, main_dtype=main, trainable=parameter.requires_grad, whole=parameter.dim() == 0
+            compute_dtype=compute,
+            main_dtype=main,
+            trainable=parameter.requires_grad,
+            whole=parameter.dim() == 0,
+            codec=codec,
         )
         found.setdefault(spec, []).append(item)
     return list(found.items())
@@ -261,78 +270,7 @@ def _compute_in_fp32(module: nn.Module, outside: torch.dtype | None) -> None:
     module.register_forward_hook(after, always_call=True)
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
-
-
-def _refuse_unfit(module: nn.Module, named: Sequence[Named], policy: MixedPrecisionPolicy) -> None:
-    for name, parameter, _ in named:
-        where = f"fully_shard: parameter {name} of {type(module).__name__}"
-        if isinstance(parameter, DTensor):
-            raise ShardingError(
-                f"{where} is a DTensor already (tensor parallel or FSDP2); expected a plain tensor. Shard it with one "
-                "engine only"
-            )
-        if parameter.is_complex() or (parameter.requires_grad and not parameter.is_floating_point()):
-            raise ShardingError(
-                f"{where} has dtype {parameter.dtype}; expected float64, float32, bfloat16 or float16. Convert it or "
-                "pass it in ignored_parameters"
-            )
-        if parameter.is_floating_point() and parameter.element_size() == 1:
-            raise ShardingError(
-                f"{where} has dtype {parameter.dtype}; 8-bit floats are not supported as parameters. Pass it in "
-                "ignored_parameters"
-            )
-        main = policy.main_params_dtype
-        if parameter.dtype is torch.float64 and parameter.requires_grad and main not in (None, torch.float64):
-            raise ShardingError(
-                f"{where} is float64, and main_params_dtype={main} would lose precision; expected torch.float64. "
-                "Pass MixedPrecisionPolicy(main_params_dtype=torch.float64, main_grads_dtype=torch.float64)"
-            )
-
-    written = {id(parameter): name for name, parameter, _ in named}
-    for child in module.modules():
-        if (
-            isinstance(child, (nn.Embedding, nn.EmbeddingBag))
-            and child.max_norm is not None
-            and id(child.weight) in written
-        ):
-            raise ShardingError(
-                f"fully_shard: parameter {written[id(child.weight)]} of {type(module).__name__} belongs to an embedding with "
-                f"max_norm={child.max_norm}, which rescales rows while it looks them up; what forward writes into a gathered "
-                "weight is lost. Leave max_norm out and bound the rows that are looked up, or those of the main weight after a step"
-            )
-
-
-def _check_same_model(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> None:
-    """Every rank must shard the same parameters, or collectives would mix different ones."""
-    lines = [
-        f"{name}: {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
-        for name, parameter, _ in named
-    ]
-    if not mesh.axes or dist.get_backend(mesh.shard.group) == "fake":
-        return
-    digest = hashlib.sha256("\n".join([type(module).__name__, *lines]).encode()).hexdigest()
-    digests = _from_all_ranks(digest, mesh)
-    if len(set(digests)) == 1:
-        return
-    everyone = _from_all_ranks([type(module).__name__, *lines], mesh)
-    other = next(rank for rank in range(len(digests)) if digests[rank] != digests[0])
-    missing = [line for line in everyone[0] if line not in everyone[other]]
-    extra = [line for line in everyone[other] if line not in everyone[0]]
-    raise ShardingError(
-        f"fully_shard: ranks do not have the same module: rank {other} of the mesh differs from rank 0. Expected, as on "
-        f"rank 0: {missing[:4]}; got on rank {other}: {extra[:4]}. Build the same model on every rank"
-    )
-
-
-def _from_all_ranks(value: Any, mesh: Mesh) -> list[Any]:
-    """What every rank of the mesh passed, the same list on all of them."""
-    collected: list[Any] = [value]
-    for axis in mesh.axes:
-        pieces: list[Any] = [None] * axis.size
-        dist.all_gather_object(pieces, collected, group=axis.group)
-        collected = [item for piece in pieces for item in piece]
-    return collected
+# -- around them ------------------------------------------------------------------------------------------------------
 
 
 def _share_buffers(module: nn.Module, mesh: Mesh, device: torch.device) -> None:

@@ -3,17 +3,16 @@
     main weight      main dtype,     this rank's shard (or sub-shard under HFSDP)     the optimizer's
     held weight      compute dtype,  everything where weights are whole, else this rank's shard: the main weight itself
     when dtypes match, or cast for every gather, or kept beside it (`keep_compute_shard`, HFSDP)
-    full weight      compute dtype,  everything: the held weight, or a slot filled by a gather
+    full weight      compute dtype,  everything: the held weight, or a slot filled by a gather (full_weight.py)
     gradients        see reduction.py
 
-The module's parameters are views of the full weight. They are made once for each memory the full weight lives in.
+Parameters of a codec (codec.py) hold and gather raw data in place of the compute dtype, quantized once after the weights changed.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -22,9 +21,12 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
 from lightning_mfsdp.engine import compat
-from lightning_mfsdp.engine.buffer import FlatBuffer, buffer_numel
-from lightning_mfsdp.engine.collectives import Mesh, broadcast_from_first
+from lightning_mfsdp.engine.buffer import FlatBuffer
+from lightning_mfsdp.engine.codec import Fragment, marks_of
+from lightning_mfsdp.engine.collectives import Axis, Mesh, broadcast_from_first
 from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.full_weight import FullWeight
+from lightning_mfsdp.engine.group_spec import GroupSpec
 from lightning_mfsdp.engine.layout import Layout, plan_layout
 from lightning_mfsdp.engine.parameter import Entry, mark_owner
 from lightning_mfsdp.engine.placement import Placement
@@ -37,24 +39,7 @@ if TYPE_CHECKING:
     from lightning_mfsdp.engine.context import Context
     from lightning_mfsdp.engine.unit import Unit
 
-__all__ = ["GroupSpec", "ParameterGroup"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupSpec:
-    """What all parameters of a group have in common.
-
-    Attributes:
-        compute_dtype: Of the full weight.
-        main_dtype: Of the main weight and of the gradient the optimizer sees.
-        trainable: Whether gradients were wanted when the module was sharded.
-        whole: 0-D parameters have no rows to share out, so every rank keeps them.
-    """
-
-    compute_dtype: torch.dtype
-    main_dtype: torch.dtype
-    trainable: bool
-    whole: bool
+__all__ = ["ParameterGroup"]
 
 
 class ParameterGroup:
@@ -64,9 +49,8 @@ class ParameterGroup:
         entries: The parameters, in module order.
         layout: Where each lies.
         main: The main weight, extent `main_extent`.
-        held: What stays in memory in the compute dtype: extent `inner`, or everything; `None` where each gather casts.
+        held: What stays in memory in the storage dtype, by plane: extent `inner`, or everything; empty where each gather casts.
         stale: The held weight does not show yet what the optimizer wrote.
-        gathered: A gather was started (or none is needed) and the weights were not given back.
         installed: The module shows full parameters.
         users_live: How many units are using the full weights.
     """
@@ -95,17 +79,15 @@ class ParameterGroup:
         self._plan([tuple(parameter.shape) for _, parameter, _ in named])
         self._allocate()
         self.entries = [self._entry(index, *item) for index, item in enumerate(named)]
+        self._full = self._full_weight()
         self._fill()
-        self.client = self._client()
-        self._full: FlatBuffer | None = None
-        self._views_by_slot: weakref.WeakKeyDictionary[Slot, FlatBuffer] = weakref.WeakKeyDictionary()
         self._gathered_event: Event = None
-        self.gathered = False
+        self._planes_there: list[int] = []
         self.installed = False
         self.users_live = 0
         self.stale = True
-        if not self.placement.weight and self.held is not None:
-            self._bind(self.held)
+        if not self.placement.weight:
+            self._full.bind(self.held)
 
     # -- birth ---------------------------------------------------------------------------------------------------------
 
@@ -114,7 +96,7 @@ class ParameterGroup:
         shard, outer = self.shard_axis, self.outer_axis
         inner_count, inner_rank = (shard.size, shard.rank) if self.placement.main else (1, 0)
         sub_count, sub_rank = (outer.size, outer.rank) if outer and self.placement.outer_main else (1, 0)
-        smallest = min(self.spec.compute_dtype.itemsize, self.spec.main_dtype.itemsize, self.policy.comm_dtype.itemsize)
+        smallest = min(self.spec.storage_dtype.itemsize, self.spec.main_dtype.itemsize, self.policy.comm_dtype.itemsize)
         self.layout: Layout = plan_layout(tuple(shapes), inner_count * sub_count, itemsize=smallest)
         self.full_extent = range(inner_count * sub_count)
         self.inner_extent = range(inner_rank * sub_count, (inner_rank + 1) * sub_count)
@@ -124,16 +106,18 @@ class ParameterGroup:
     def _allocate(self) -> None:
         spec, placement = self.spec, self.placement
         held_extent = self.inner_extent if placement.weight else self.full_extent
-        self.main_is_held = spec.main_dtype == spec.compute_dtype
+        self.main_is_held = spec.codec is None and spec.main_dtype == spec.compute_dtype
         casts_for_gather = placement.weight and not (
-            self.main_is_held or placement.outer_main or self.policy.keep_compute_shard
+            self.main_is_held or placement.outer_main or self.policy.keep_compute_shard or spec.codec is not None
         )
-        self.held: FlatBuffer | None = None
+        self.held: list[FlatBuffer] = []
         with torch.inference_mode(False):
             if not casts_for_gather:
-                self.held = FlatBuffer.zeros(self.layout, held_extent, spec.compute_dtype, self.device)
-            if self.main_is_held and self.held is not None:
-                self.main = self.held.part(self.main_extent)
+                self.held += [
+                    FlatBuffer.zeros(self.layout, held_extent, spec.storage_dtype, self.device) for _ in spec.planes
+                ]
+            if self.main_is_held:
+                self.main = self.held[0].part(self.main_extent)
             else:
                 self.main = FlatBuffer.zeros(self.layout, self.main_extent, spec.main_dtype, self.device)
 
@@ -142,7 +126,7 @@ class ParameterGroup:
     ) -> Entry:
         with torch.inference_mode(False):
             local = nn.Parameter(self.main.view(index), requires_grad=self.spec.trainable)
-            local.__dict__.update(vars(parameter))
+            local.__dict__.update(marks_of(parameter, self.spec.codec))
             sharded = ShardedParameter.wrap(self, index, name, local, parameter)
         for face in (parameter, sharded, local):
             mark_owner(face, self, index)
@@ -160,13 +144,14 @@ class ParameterGroup:
 
     def _fill(self) -> None:
         """Cut this rank's rows out of rank 0's values and give the parameters' own memory back, one parameter at a time."""
+        codec = self.spec.codec
         with torch.inference_mode(False), torch.no_grad():
             for index, entry in enumerate(self.entries):
-                value = entry.full.detach().to(self.device, copy=False).contiguous()
+                value = entry.full.detach() if codec is None else codec.initial_value(entry.full)
+                value = value.to(self.device, copy=False).contiguous()
                 broadcast_from_first(value, self.mesh)
                 self.write(index, value)
-                entry.full.grad = None
-                entry.full.data = torch.empty(0, dtype=self.spec.compute_dtype, device=self.device)
+                self._full.rest(index)
                 entry.install(entry.sharded)
 
     def write(self, index: int, value: torch.Tensor) -> None:
@@ -177,22 +162,33 @@ class ParameterGroup:
             local.copy_(value[rows.start : rows.stop] if value.dim() else value)
         self.stale = True
 
-    def _client(self) -> Client:
+    def _full_weight(self) -> FullWeight:
         this = weakref.ref(self)
 
         def evict() -> bool:
             group = this()
             return group is not None and group.give_up_prefetch()
 
-        size_bytes = buffer_numel(self.layout, self.full_extent) * self.spec.compute_dtype.itemsize
-        return Client(name=f"{self.name} weights", size_bytes=size_bytes, evict=evict)
+        made = FullWeight(
+            layout=self.layout,
+            dtype=self.spec.storage_dtype,
+            codec=self.spec.codec,
+            entries=self.entries,
+            device=self.device,
+            evict=evict,
+        )
+        made.client.name = f"{self.name} weights"
+        return made
+
+    @property
+    def client(self) -> Client:
+        """Who needs slots for the full weight."""
+        return self._full.client
 
     @property
     def held_bytes(self) -> int:
         """Memory of the held weight beside the main weight."""
-        if self.held is None:
-            return 0
-        return self.held.size_bytes - (self.main.size_bytes if self.main_is_held else 0)
+        return sum(plane.size_bytes for plane in self.held) - (self.main.size_bytes if self.main_is_held else 0)
 
     def attach(self, unit: Unit, context: Context) -> None:
         """Join a unit and its root: slots come from the root's pool, and work runs on its streams."""
@@ -211,42 +207,82 @@ class ParameterGroup:
 
     def cast_pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(targets, sources) that bring the held weight's own part up to date with the main weight."""
-        if self.main_is_held or self.held is None:
+        if self.main_is_held or not self.held or self.spec.codec is not None:
             return [], []
-        return self.held.part(self.main_extent).segments, self.main.segments
+        return self.held[0].part(self.main_extent).segments, self.main.segments
 
-    def start_gather(self, weights_ready: Event, needed: Slot | None = None, *, apart: bool = False) -> bool:
+    def fragments(self) -> list[Fragment]:
+        """What to quantize so that the held weight's own part is up to date with the main weight; one for each parameter of a codec."""
+        if self.spec.codec is None:
+            return []
+        own = [plane.part(self.main_extent).views() for plane in self.held]
+        return [
+            Fragment(
+                parameter=entry.full,
+                main=main.view(-1),
+                start=self.layout.owned_elements(index, self.main_extent.start)[0] - self.layout.offset_of[index],
+                outputs=tuple(views[index].view(-1) for views in own),
+            )
+            for index, (entry, main) in enumerate(zip(self.entries, self.main.views(), strict=True))
+        ]
+
+    @property
+    def gathered(self) -> bool:
+        """A gather was started (or none is needed) and the weights were not given back."""
+        return bool(self._planes_there)
+
+    def is_there(self, *, for_backward: bool) -> bool:
+        """Whether what a backward, or a forward, reads was gathered."""
+        return self.spec.plane(for_backward=for_backward) in self._planes_there
+
+    def start_gather(
+        self, weights_ready: Event, needed: Slot | None = None, *, apart: bool = False, for_backward: bool = False
+    ) -> bool:
         """Start filling the full weight on the gather stream. Returns whether a collective was issued.
 
         Args:
             weights_ready: After the last write to any held weight.
             needed: The slot that saved tensors of a forward point into.
             apart: Keep out of shared slots, see `SlotPool.acquire`.
+            for_backward: What a backward reads is wanted, and not what a forward reads.
         """
-        if self.gathered:
+        if self.is_there(for_backward=for_backward):
             return False
-        self.gathered = True
+        begins = not self.gathered
+        planes = [self.spec.plane(for_backward=for_backward)] if self.placement.weight else list(self.spec.planes)
+        self._planes_there += planes
         outer_first = self.stale and self.placement.outer_main
         in_place = self.stale and self.placement.main and not self.placement.weight
         self.stale = False
         if not (self.placement.weight or outer_first or in_place):
             return False
-        streams, held = self._streams, self.held
+        streams = self._streams
         training = torch.is_grad_enabled() or compat.backward_task() != -1
         with streams.on(streams.gather):
             streams.wait(weights_ready, streams.gather)
-            if outer_first and self.outer_axis is not None and held is not None:
-                self.outer_axis.gather(held.part(self.inner_extent).segments, held.part(self.main_extent).segments)
+            if outer_first and self.outer_axis is not None:
+                self._gather_held(self.outer_axis, self.inner_extent, self.main_extent)
             if self.placement.weight:
-                free = self._pool.acquire(self.client, needed, apart=apart, training=training)
-                streams.wait(free, streams.gather)
-                full = self._full_in(self.client.slot)
-                self._bind(full)
-                self.shard_axis.gather(full.segments, (held or self._cast_into(full)).segments)
-            elif in_place and held is not None:
-                self.shard_axis.gather(held.segments, held.part(self.inner_extent).segments)
+                if begins:
+                    free = self._pool.acquire(self.client, needed, apart=apart, training=training)
+                    streams.wait(free, streams.gather)
+                self._gather_into(self._full.in_slot(self.client.slot), planes)
+            elif in_place:
+                self._gather_held(self.shard_axis, self.full_extent, self.inner_extent)
             self._gathered_event = streams.record()
         return True
+
+    def _gather_held(self, axis: Axis, whole: range, part: range) -> None:
+        """Fill held weights from what the ranks of an axis hold of them."""
+        outputs = [segment for plane in self.held for segment in plane.part(whole).segments]
+        axis.gather(outputs, [segment for plane in self.held for segment in plane.part(part).segments])
+
+    def _gather_into(self, full: list[FlatBuffer], planes: list[int]) -> None:
+        """Fill planes of a full weight, and point the parameters there."""
+        self._full.bind(full)
+        for plane in planes:
+            source = self.held[plane] if self.held else self._cast_into(full[plane])
+            self.shard_axis.gather(full[plane].segments, source.segments)
 
     def _cast_into(self, full: FlatBuffer) -> FlatBuffer:
         """This rank's part of the full weight, cast from the main weight; gathered in place."""
@@ -261,6 +297,7 @@ class ParameterGroup:
             self._gathered_event = None
         if not self.installed:
             self.installed = True
+            self._full.prepare()
             for entry in self.entries:
                 table, key = entry.sites[0]
                 if table.get(key) is not entry.resting:
@@ -286,12 +323,13 @@ class ParameterGroup:
         """
         if self.installed:
             self.installed = False
+            self._full.retire()
             for entry in self.entries:
                 resting = entry.resting
                 for table, key in entry.sites:
                     table[key] = resting
         if self.gathered:
-            self.gathered = False
+            self._planes_there.clear()
             if self.placement.weight:
                 self._streams.wait(self._gathered_event)
                 self._gathered_event = None
@@ -300,8 +338,10 @@ class ParameterGroup:
 
     def refill(self, weights_ready: Event) -> None:
         """Show what the optimizer wrote in weights that are in use."""
+        planes = list(self._planes_there) or [0]
         self.release()
-        self.start_gather(weights_ready)
+        for plane in planes:
+            self.start_gather(weights_ready, for_backward=plane > 0)
         self.install()
 
     def give_up_prefetch(self) -> bool:
@@ -313,24 +353,6 @@ class ParameterGroup:
             return True
         unit = self.unit()
         return self.users_live == 1 and unit is not None and unit.release_if_idle()
-
-    def _full_in(self, slot: Slot) -> FlatBuffer:
-        """The full weight's buffer in a slot's memory, made once per slot."""
-        known = self._views_by_slot.get(slot)
-        if known is None:
-            with torch.inference_mode(False):
-                memory = slot.memory[: self.client.size_bytes].view(self.spec.compute_dtype)
-                known = self._views_by_slot[slot] = FlatBuffer.over(self.layout, self.full_extent, memory)
-        return known
-
-    def _bind(self, full: FlatBuffer) -> None:
-        """Point the module's parameters into `full`."""
-        if self._full is full:
-            return
-        self._full = full
-        with torch.inference_mode(False), torch.no_grad():
-            for entry, view in zip(self.entries, full.views(), strict=True):
-                entry.full.data = view
 
     @property
     def has_full_gradients(self) -> bool:

@@ -1,4 +1,4 @@
-"""Which dtype each copy of a parameter has, and how gradients are reduced. A leaf: it knows only torch dtypes."""
+"""Which dtype each copy of a parameter has, and how gradients are reduced. It knows only torch dtypes, and what a codec is."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from lightning_mfsdp.engine.codec import WeightCodec
 from lightning_mfsdp.engine.errors import ShardingError
 
 __all__ = ["MixedPrecisionPolicy"]
@@ -41,6 +42,8 @@ class MixedPrecisionPolicy:
         direct_weight_gradients: Linear layers write the gradients of their weights into the buffer that is reduced, in its dtype: no
             rounding to the compute dtype in between, and no copy. "auto": large layers on CUDA, where it saves time; True: all, on more
             than one rank; False: none. What autograd must handle itself (hooks on the weight, compiled code) goes the usual way.
+        weight_codecs: Kinds of quantized parameters that are stored and gathered as raw data (codec.py), each asked in turn whether a
+            parameter is of its kind. `compute_dtype` does not apply to those.
         high_precision_reduce: Send `grad_comm_dtype`, add in float32: all-to-all, then a local sum.
 
     Raises:
@@ -60,6 +63,7 @@ class MixedPrecisionPolicy:
     high_precision_reduce: bool = False
     keep_compute_shard: bool = False
     direct_weight_gradients: bool | Literal["auto"] = "auto"
+    weight_codecs: tuple[WeightCodec, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype", "compute_dtype"):
@@ -87,6 +91,11 @@ class MixedPrecisionPolicy:
             raise ShardingError(
                 f'MixedPrecisionPolicy.direct_weight_gradients: expected True, False or "auto", got {self.direct_weight_gradients!r}'
             )
+        for codec in self.weight_codecs:
+            if not isinstance(codec, WeightCodec):
+                raise ShardingError(
+                    f"MixedPrecisionPolicy.weight_codecs: expected objects with the methods of WeightCodec, got {codec!r}"
+                )
         if self.high_precision_reduce and self.comm_dtype not in (torch.bfloat16, torch.float16):
             raise ShardingError(
                 "MixedPrecisionPolicy.high_precision_reduce: it sends low precision and sums in float32, so "
@@ -99,6 +108,10 @@ class MixedPrecisionPolicy:
     def comm_dtype(self) -> torch.dtype:
         """Dtype of gradients on the wire."""
         return self.grad_comm_dtype or self.main_grads_dtype
+
+    def codec_for(self, parameter: nn.Parameter) -> WeightCodec | None:
+        """The first codec whose kind a parameter is of; `None` for ordinary ones."""
+        return next((codec for codec in self.weight_codecs if codec.matches(parameter)), None)
 
     def reduction_factor(self, num_ranks: int) -> float:
         """What each rank's gradient is multiplied by before the sum over `num_ranks` ranks."""

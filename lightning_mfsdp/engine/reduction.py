@@ -81,6 +81,10 @@ class GradientReducer:
         """Choose where layers write, if they did not begin to: what is unreduced, or the bucket if this backward `communicates`."""
         if self.writes.target is not None:
             return
+        if self.is_alone:
+            free = self._main_is_free()
+            self.writes.begin(self.open_main() if free else self._more_memory(), is_new=True)
+            return
         is_new = self._unreduced is None
         if is_new and communicates:
             self.writes.begin(self._bucket(), is_new=True)
@@ -183,11 +187,14 @@ class GradientReducer:
             return self.open_main()
         if self._kept is not None:
             return self._kept
-        with torch.inference_mode(False):
-            made = FlatBuffer.empty(group.layout, group.full_extent, self.main_dtype, group.device)
+        made = self._more_memory()
         if not group.placement.gradient:
             self._kept = made
         return made
+
+    def _more_memory(self) -> FlatBuffer:
+        with torch.inference_mode(False):
+            return FlatBuffer.empty(self.group.layout, self.group.full_extent, self.main_dtype, self.group.device)
 
     def prepare(self) -> Filling:
         """Take all gradients not yet reduced, and hold of the memory they will be reduced in."""
@@ -227,19 +234,19 @@ class GradientReducer:
     def collect_alone(self) -> None:
         """One rank: no bucket and no communication. A parameter without a gradient keeps none, as in plain PyTorch."""
         self._fresh = True
+        grads = self.writes.joined(self._take())
         self._open_for_this_backward()
         if not self._has_main() and (gaps := self.main.gaps()):
             compat.foreach_zero_(gaps)
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for entry, grad, view, face in zip(
-            self.group.entries, self._take(), self.main.views(), self.faces, strict=True
-        ):
+        for entry, grad, view, face in zip(self.group.entries, grads, self.main.views(), self.faces, strict=True):
             if grad is None or face is None:
                 continue
             targets, sources = fresh if entry.local.grad is None else added
-            targets.append(view)
-            sources.append(grad if self._factor == 1.0 else grad * self._factor)
+            if grad is not view or self._factor != 1.0:
+                targets.append(view)
+                sources.append(grad if self._factor == 1.0 else grad * self._factor)
             entry.local.grad = face
         if fresh[0]:
             compat.foreach_copy_(*fresh)
@@ -247,20 +254,6 @@ class GradientReducer:
             compat.foreach_add_(*added)
 
     # -- on the reduce stream ------------------------------------------------------------------------------------------
-
-    def fill(self, filling: Filling) -> FlatBuffer:
-        """Bring what was taken into one full-size buffer, ready to be reduced.
-
-        Parameters without a gradient count as zero, and so do gaps: every cell of the buffer is defined. The copies run beside
-        the rest of the backward, which is busy with matrix products and leaves memory bandwidth.
-        """
-        if filling.unreduced is None:
-            copy_or_add(filling.target, filling.grads, overwrite=True, written=filling.written)
-            return filling.target
-        copy_or_add(filling.unreduced, filling.grads, overwrite=False)
-        if filling.target is not filling.unreduced:
-            compat.foreach_copy_(filling.target.segments, filling.unreduced.segments)
-        return filling.target
 
     def reduce(self, source: FlatBuffer, *, outer_later: bool) -> None:
         """Reduce a full-size buffer into the main gradient, or as far as the shard axis with `outer_later`."""

@@ -78,9 +78,11 @@ class ReductionSchedule:
 
     def writes(self, group: ParameterGroup) -> DirectWrites | None:
         """Where a layer may write gradients of a group in this backward; `None`: leave them to autograd."""
+        return None if self.reducer(group).is_alone else self.required_writes(group)
+
+    def required_writes(self, group: ParameterGroup) -> DirectWrites:
+        """Where a layer writes gradients of a group in this backward that it cannot leave to autograd."""
         reducer = self.reducer(group)
-        if reducer.is_alone:
-            return None
         if reducer.writes.target is None:
             while any(reducer in sent.reducers for sent in self._in_flight):  # its bucket is on its way
                 self._retire()
@@ -172,7 +174,7 @@ class ReductionSchedule:
             self._streams.wait(ready, self._streams.reduce)
             for reducer, filling in zip(reducers, fillings, strict=True):
                 with self._ranges.around("reduce", reducer.group.name):
-                    reducer.reduce(reducer.fill(filling), outer_later=self.sync is Sync.SHARD)
+                    reducer.reduce(filling.filled(), outer_later=self.sync is Sync.SHARD)
                 self.started += 1
             done = self._streams.record()
         self._in_flight.append(_InFlight(reducers, fillings, done))

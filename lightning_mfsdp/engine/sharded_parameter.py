@@ -42,7 +42,7 @@ class ShardedParameter(Rows):
         mesh, placements = group.mesh.device_mesh, group.dtensor_placements
         plain = as_dtensor(local.detach(), full.shape, mesh, placements)
         made = cls(local.detach(), plain._spec, requires_grad=full.requires_grad)
-        made.__dict__.update(vars(full))  # what users mark parameters with, for their optimizer's groups
+        made.__dict__.update(vars(local))  # what users mark parameters with, for their optimizer's groups
         made._is_param = True
         made._owner = (weakref.ref(group), index)
         made._rows = group.layout.owned_rows(index, group.main_extent.start, len(group.main_extent))

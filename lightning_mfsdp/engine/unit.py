@@ -128,24 +128,27 @@ class Unit:
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def start_gather(self, slots: list[Slot | None] | None = None, *, in_advance: bool = False) -> None:
+    def start_gather(
+        self, slots: list[Slot | None] | None = None, *, in_advance: bool = False, for_backward: bool = False
+    ) -> None:
         """Start the gather of every group that is not there yet.
 
         Args:
             slots: Where saved tensors expect the weights, by group.
             in_advance: Leave it for later if somebody else is in that memory.
+            for_backward: What a backward reads is wanted, and not what a forward reads.
         """
         self.context.refresh()
         apart = slots is None and self.pending > 0
         for index, group in enumerate(self.all_groups):
             needed = slots[index] if slots else None
-            if group.gathered and (needed is None or group.slot is needed):
+            if group.is_there(for_backward=for_backward) and (needed is None or group.slot is needed):
                 continue
             if in_advance and needed is not None and needed.holder not in (None, group.client):
                 continue
             if needed is not None and group.gathered and group.slot is not needed:
                 group.release(keep_memory=self._recomputed)
-            self.context.gather(group, needed, apart=apart)
+            self.context.gather(group, needed, apart=apart, for_backward=for_backward)
 
     def install(self) -> None:
         """Wait for the gathers and show full parameters."""
@@ -317,7 +320,7 @@ class Unit:
         self.context.begin_backward()
         self.context.note_backward(self)
         if call.reads_weights:
-            self.start_gather(call.slots)
+            self.start_gather(call.slots, for_backward=True)
             self.install()
         reference = self.next_backward or self.previous_forward
         following = reference() if reference is not None else None
@@ -342,7 +345,7 @@ class Unit:
         """Start the gather for a backward that is expected next, if its memory is free."""
         slots = self._latest_slots()
         if slots is not None and self.calls[-1].reads_weights:
-            self.start_gather(slots, in_advance=True)
+            self.start_gather(slots, in_advance=True, for_backward=True)
 
     def _latest_slots(self) -> list[Slot | None] | None:
         """Where the last call that waits for its backward left saved tensors; `None` if no call waits."""

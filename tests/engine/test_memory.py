@@ -62,7 +62,7 @@ def persistent_buffers_have_the_size_their_strategy_says(rank, world):
         tensors = []
         for group in groups_of(model):
             reducer = context(model).reductions.known(group)
-            held_segments = group.held.segments if group.held is not None else []
+            held_segments = group.held[0].segments if group.held else []
             tensors += [*group.main.segments, *held_segments, *reducer.main.segments, *reducer.exposed.segments]
         views = units(model)
         expected = sum(view.main_bytes + view.held_bytes + view.gradient_bytes for view in views)
@@ -83,7 +83,7 @@ def main_weight_is_the_held_weight_where_dtypes_match(rank, world):
         for group in groups_of(model):
             same = (
                 group.main.segments[0].untyped_storage().data_ptr()
-                == group.held.segments[0].untyped_storage().data_ptr()
+                == group.held[0].segments[0].untyped_storage().data_ptr()
             )
             assert same is aliased, f"{sharding} {policy}"
         # All faces of a parameter are one memory.
@@ -185,7 +185,7 @@ def flat_memory(model: nn.Module) -> list[weakref.ref]:
     """Weak references to the units' flat storages and everything the engine hangs on a model."""
     found = [weakref.ref(model), weakref.ref(context(model))]
     for group in groups_of(model):
-        buffers = [group.main, *([group.held] if group.held is not None else [])]
+        buffers = [group.main, *group.held]
         found += [weakref.ref(group), *(weakref.ref(buffer) for buffer in buffers)]
         found += [weakref.ref(segment.untyped_storage()) for buffer in buffers for segment in buffer.segments]
         reducer = context(model).reductions.known(group)
@@ -242,7 +242,7 @@ def an_optimizer_keeps_its_rows_and_nothing_else(rank, world):
         train(model, optimizer, range(3), rank)
         watched = [weakref.ref(model), weakref.ref(context(model))]
         watched += [weakref.ref(group) for group in groups_of(model)]
-        watched += [weakref.ref(s.untyped_storage()) for group in groups_of(model) for s in group.held.segments]
+        watched += [weakref.ref(s.untyped_storage()) for group in groups_of(model) for s in group.held[0].segments]
         watched += [weakref.ref(client.planned.memory.untyped_storage()) for client in context(model).pool._clients]
         assert all(reference() is not None for reference in watched)
         del model

@@ -28,6 +28,7 @@ from lightning_mfsdp.engine import (
 )
 from lightning_mfsdp.engine.reduction import GradientReducer
 from tests.engine.cases import Problems, run_cases
+from tests.engine.int8_codec import Int8Codec, parameter_of
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -386,6 +387,14 @@ def test_a_field_is_honoured(outcomes, case):
 def test_every_field_has_a_test_here():
     source = Path(__file__).read_text()
     assert [field.name for field in fields(MixedPrecisionPolicy) if f"{field.name}=" not in source] == []
+
+
+def test_the_first_codec_that_knows_a_parameter_has_it():
+    """What it does with it is in test_codec.py."""
+    codecs = Int8Codec(), Int8Codec()
+    policy = MixedPrecisionPolicy(weight_codecs=codecs)
+    assert policy.codec_for(parameter_of(torch.ones(2, 2))) is codecs[0]
+    assert policy.codec_for(nn.Parameter(torch.ones(2, 2))) is None
 
 
 def test_a_policy_cannot_change():

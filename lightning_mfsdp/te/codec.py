@@ -1,0 +1,215 @@
+"""Transformer Engine's quantized weights, as the sharding engine stores and gathers them (`engine.codec.WeightCodec`).
+
+    Float8Tensor              one scale a tensor, delayed or current; bytes row by row, a transpose is derived from them on Hopper
+    Float8BlockwiseQTensor    a scale for each 128 x 128 block; the same
+    MXFP8Tensor               scales along rows and along columns: two sets of bytes, the one for forward, the other for backward
+
+Scales are small and whole on every rank; `quantize_master_weights` brings them up to date along with the bytes. A transpose is as large
+as the weight, so it is dropped with the gathered bytes unless `keep_transpose_cache` says otherwise.
+
+Source: `transformer_engine.pytorch.tensor.utils`, Transformer Engine 2.20, for what its tensors consist of and how fragments are cast.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_mfsdp.engine.codec import Fragment, WeightCodec
+from lightning_mfsdp.te.library import load
+
+__all__ = ["weight_codecs"]
+
+
+def weight_codecs(*, keep_transpose_cache: bool = False) -> tuple[WeightCodec, ...]:
+    """For `MixedPrecisionPolicy(weight_codecs=...)`: all kinds of quantized weights that Transformer Engine has.
+
+    Args:
+        keep_transpose_cache: Keep transposes until the weights change: a byte for every parameter of the model, also where weights are
+            sharded, and one transposition for each step instead of one for each backward.
+    """
+    kinds: tuple[type[_Codec], ...] = (_PerTensor, _Blockwise, _Microscaled, _Unknown)
+    return tuple(kind(keep_transpose_cache) for kind in kinds)
+
+
+class _Codec(ABC):
+    """What all kinds have in common. The parameter is a tensor of the library; its inner tensors are attributes."""
+
+    storage_dtype = torch.uint8
+    planes = 1
+    kind = ""
+
+    def __init__(self, keep: bool) -> None:
+        self._keep = keep
+
+    def matches(self, parameter: nn.Parameter) -> bool:
+        return _is_a(parameter, self.kind)
+
+    def why_not(self, parameter: nn.Parameter) -> str:
+        if _initial_value(parameter) is None:
+            return (
+                "its value before quantization was not kept, and the quantized one is too coarse to start from; build the model under "
+                "quantized_model_init(preserve_high_precision_init_val=True)"
+            )
+        return ""
+
+    def initial_value(self, parameter: nn.Parameter) -> Tensor:
+        weight: Any = parameter
+        value = _initial_value(parameter)
+        assert value is not None, "why_not() asks for it"
+        weight.clear_high_precision_init_val()
+        if not self._keep:  # else layers would make it in forward already, and keep it through the backward
+            weight._quantizer.set_usage(columnwise=False)
+        self.drop_transpose(weight)
+        return value.view(parameter.shape)
+
+    @abstractmethod
+    def bind(self, parameter: nn.Parameter, planes: Sequence[Tensor]) -> None: ...
+
+    def quantize(self, fragments: Sequence[Fragment], group: dist.ProcessGroup) -> None:
+        owned = [item.main.numel() > 0 for item in fragments]
+        load("pytorch.tensor.utils").quantize_master_weights(
+            [item.parameter for item in fragments],
+            [item.main if own else None for item, own in zip(fragments, owned, strict=True)],
+            [item.start if own else None for item, own in zip(fragments, owned, strict=True)],
+            group,
+            [self.destination(item) if own else None for item, own in zip(fragments, owned, strict=True)],
+            manual_post_all_gather_processing=True,
+        )
+        for item in fragments:
+            self.outdate_transpose(item.parameter)
+
+    def destination(self, item: Fragment) -> Any:
+        """Where the library writes one fragment."""
+        return item.outputs[0]
+
+    def after_gather(self, parameters: Sequence[nn.Parameter]) -> None:
+        missing = [parameter for parameter in parameters if not self.has_transpose(parameter)] if self._keep else []
+        if missing:
+            load("pytorch.tensor.utils").post_all_gather_processing(missing)
+
+    def before_release(self, parameters: Sequence[nn.Parameter]) -> None:
+        if not self._keep:
+            for parameter in parameters:
+                self.drop_transpose(parameter)
+
+    @abstractmethod
+    def has_transpose(self, weight: Any) -> bool:
+        """Whether what backward reads was derived from the present bytes."""
+
+    @abstractmethod
+    def outdate_transpose(self, weight: Any) -> None:
+        """The bytes are about to change; its memory may be used again."""
+
+    @abstractmethod
+    def drop_transpose(self, weight: Any) -> None:
+        """Give its memory back; the library makes it again when a backward needs it."""
+
+
+class _PerTensor(_Codec):
+    kind = "Float8Tensor"
+
+    def initial_value(self, parameter: nn.Parameter) -> Tensor:
+        value = super().initial_value(parameter)
+        quantizer = parameter._quantizer  # type: ignore[attr-defined]
+        if _is_a(quantizer, "Float8Quantizer"):
+            quantizer.amax.zero_()  # delayed scaling: it is this rank's own value's, and rank 0's counts
+        return value
+
+    def bind(self, parameter: nn.Parameter, planes: Sequence[Tensor]) -> None:
+        (parameter._data,) = planes  # type: ignore[attr-defined]
+
+    def has_transpose(self, weight: Any) -> bool:
+        return weight._transpose is not None and not weight._transpose_invalid
+
+    def outdate_transpose(self, weight: Any) -> None:
+        weight._transpose_invalid = True
+
+    def drop_transpose(self, weight: Any) -> None:
+        weight._transpose, weight._transpose_invalid = None, True
+
+
+class _Blockwise(_Codec):
+    kind = "Float8BlockwiseQTensor"
+
+    def why_not(self, parameter: nn.Parameter) -> str:
+        if not parameter._is_2D_scaled:  # type: ignore[attr-defined]
+            return (
+                "its scales are for 1 x 128 blocks, from which no transpose can be derived; give weights 128 x 128 blocks "
+                "(Float8BlockScaling(w_block_scaling_dim=2))"
+            )
+        return super().why_not(parameter)
+
+    def bind(self, parameter: nn.Parameter, planes: Sequence[Tensor]) -> None:
+        (parameter._rowwise_data,) = planes  # type: ignore[attr-defined]
+
+    def has_transpose(self, weight: Any) -> bool:
+        return weight._columnwise_data is not None
+
+    def outdate_transpose(self, weight: Any) -> None:
+        self.drop_transpose(weight)  # the library cannot tell an outdated one
+
+    def drop_transpose(self, weight: Any) -> None:
+        weight._columnwise_data = weight._columnwise_scale_inv = None
+
+
+class _Microscaled(_Codec):
+    kind = "MXFP8Tensor"
+    planes = 2
+
+    def why_not(self, parameter: nn.Parameter) -> str:
+        available, reason = load("pytorch").is_mxfp8_available(return_reason=True)
+        if not available:
+            return f'{reason.rstrip(".")}; use Float8BlockScaling or Float8CurrentScaling (recipe="block" or "current") here'
+        return super().why_not(parameter)
+
+    def initial_value(self, parameter: nn.Parameter) -> Tensor:
+        value = super().initial_value(parameter)
+        parameter._quantizer.set_usage(columnwise=True)  # type: ignore[attr-defined]
+        return value
+
+    def bind(self, parameter: nn.Parameter, planes: Sequence[Tensor]) -> None:
+        parameter._rowwise_data, parameter._columnwise_data = planes  # type: ignore[attr-defined]
+
+    def destination(self, item: Fragment) -> Any:
+        return item.outputs
+
+    def has_transpose(self, weight: Any) -> bool:
+        return True
+
+    def outdate_transpose(self, weight: Any) -> None:
+        """Nothing is derived: both sets of bytes are gathered."""
+
+    def drop_transpose(self, weight: Any) -> None:
+        """Nothing is derived: both sets of bytes are gathered."""
+
+
+class _Unknown(_Microscaled):
+    """Kinds that cannot be sharded, so that they are not taken for ordinary tensors."""
+
+    kind = "QuantizedTensor"
+    planes = 1
+
+    def why_not(self, parameter: nn.Parameter) -> str:
+        return (
+            f"there is no way to gather {type(parameter).__name__}; build this module outside quantized_model_init, so that its weight "
+            "is quantized when it is used"
+        )
+
+
+def _is_a(value: object, name: str) -> bool:
+    """Whether a value is of a class of the library, which need not be loaded to know."""
+    return any(
+        base.__name__ == name and base.__module__.split(".")[0] == "transformer_engine" for base in type(value).__mro__
+    )
+
+
+def _initial_value(parameter: nn.Parameter) -> Tensor | None:
+    kept = getattr(parameter, "get_high_precision_init_val", None)
+    value: Tensor | None = kept() if kept is not None else None
+    return value

@@ -1,0 +1,87 @@
+"""Layers with `fuse_wgrad_accumulation=True` add the gradient of their weight to `weight.main_grad`: here that is the engine's bucket.
+
+The library asks a weight for memory when its backward runs (`get_main_grad`, if the weight is marked as one of a sharding engine), and has
+decided in forward whether it will overwrite what is there (`overwrite_main_grad`). It returns no gradient to autograd then, so there is
+none to discard. Both answers are noted at the weights before each forward, so that they belong together:
+
+    overwrite    by default: the bucket of a microbatch is new, and the product is its first content
+    add          once the other turned out wrong for a layer (shared modules, gradients held back by `no_sync`): new memory is zeroed first
+
+An overwriting product that is not the first for its weight gets memory of its own, which the engine adds; so no order of calls is wrong.
+
+Source: the contract of Megatron-LM's `main_grad` as Transformer Engine 2.20 reads it (`module/linear.py`, `module/grouped_linear.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_mfsdp.engine.direct import gradient_memory
+from lightning_mfsdp.engine.parameter import owner_of
+
+__all__ = ["fuse_weight_gradients"]
+
+
+def fuse_weight_gradients(module: nn.Module) -> list[str]:
+    """Have all layers in a sharded module that were built with `fuse_wgrad_accumulation=True` write into the engine's buckets.
+
+    Call it once, after the module and all units in it were sharded.
+
+    Returns:
+        Names of those layers.
+    """
+    layers = {name: layer for name, layer in module.named_modules() if getattr(layer, "fuse_wgrad_accumulation", False)}
+    weights = {name: _weights_of(layer) for name, layer in layers.items()}
+    uses = Counter(id(weight) for found in weights.values() for weight in found)
+    for name, layer in layers.items():
+        fused = _FusedLayer(weights[name], overwrites=all(uses[id(weight)] == 1 for weight in weights[name]))
+        fused.prepare()
+        layer.register_forward_pre_hook(fused.before_forward)
+    return list(layers)
+
+
+def _weights_of(layer: nn.Module) -> list[nn.Parameter]:
+    """The full faces of a layer's matrices."""
+    found = []
+    for parameter in layer._parameters.values():
+        owned = owner_of(parameter) if parameter is not None else None
+        if owned is not None and len(owned[1].shape) == 2:
+            found.append(owned[1].full)
+    return found
+
+
+class _FusedLayer:
+    """The weights of one layer, which the library treats alike: it asks the first whether to overwrite."""
+
+    def __init__(self, weights: list[nn.Parameter], *, overwrites: bool) -> None:
+        self._weights = [weakref.ref(weight) for weight in weights]
+        self._overwrites = overwrites
+        self._collided = False
+
+    def prepare(self) -> None:
+        """Note at the weights what their next forward finds."""
+        for index, reference in enumerate(self._weights):
+            weight: Any = reference()
+            if weight is not None:
+                vars(weight).pop("grad_added_to_main_grad", None)  # who has it gets a gradient without meaning
+                weight.__fsdp_param__ = True
+                weight.overwrite_main_grad = self._overwrites
+                weight.get_main_grad = partial(self._memory, index, overwrites=self._overwrites)
+
+    def before_forward(self, *_: object) -> None:
+        """Forward pre-hook."""
+        if self._collided and self._overwrites:
+            self._overwrites = False
+            self.prepare()
+
+    def _memory(self, index: int, *, overwrites: bool) -> Tensor:
+        weight = self._weights[index]()
+        assert weight is not None, "its own backward asks"
+        memory, is_own = gradient_memory(weight, overwrites=overwrites)
+        self._collided = self._collided or is_own
+        return memory

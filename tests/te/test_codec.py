@@ -1,0 +1,189 @@
+"""What Transformer Engine's functions are asked for, with stand-ins for its tensors: it needs a GPU, its contract does not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mfsdp.engine import MixedPrecisionPolicy
+from lightning_mfsdp.engine.codec import Fragment, WeightCodec
+from lightning_mfsdp.te import codec as te_codec
+from lightning_mfsdp.te import weight_codecs
+
+SHAPE = (4, 6)
+
+
+class QuantizedTensor(nn.Parameter):
+    """Stands in for the library's: inner tensors are attributes."""
+
+
+class Float8Tensor(QuantizedTensor):
+    pass
+
+
+class Float8BlockwiseQTensor(QuantizedTensor):
+    pass
+
+
+class MXFP8Tensor(QuantizedTensor):
+    pass
+
+
+class NVFP4Tensor(QuantizedTensor):
+    pass
+
+
+class Float8Quantizer:
+    def __init__(self) -> None:
+        self.amax, self.usage = torch.ones(1), {}
+
+    def set_usage(self, **usage: bool) -> None:
+        self.usage |= usage
+
+
+for kind in (QuantizedTensor, Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor, NVFP4Tensor, Float8Quantizer):
+    kind.__module__ = "transformer_engine.pytorch.tensor"
+
+
+def weight_of(kind: type[QuantizedTensor], *, kept: bool = True) -> Any:
+    made: Any = kind(torch.zeros(SHAPE))
+    made._quantizer, made._is_2D_scaled = Float8Quantizer(), True
+    made._transpose = made._columnwise_data = made._columnwise_scale_inv = torch.zeros(SHAPE[::-1])
+    made._transpose_invalid = False
+    made.get_high_precision_init_val = lambda: torch.arange(24.0) if kept else None
+    made.clear_high_precision_init_val = lambda: setattr(made, "get_high_precision_init_val", lambda: None)
+    return made
+
+
+class Library:
+    """Notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.quantized: list[tuple[Any, ...]] = []
+        self.processed: list[Any] = []
+
+    def quantize_master_weights(self, *arguments: Any, **options: Any) -> None:
+        self.quantized.append((*arguments, options))
+
+    def post_all_gather_processing(self, weights: list[Any]) -> None:
+        self.processed += weights
+        for weight in weights:
+            weight._transpose, weight._transpose_invalid = torch.zeros(SHAPE[::-1]), False
+
+    def is_mxfp8_available(self, *, return_reason: bool) -> tuple[bool, str]:
+        return False, "Device compute capability 10.0 or higher required for MXFP8 execution."
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library()
+    monkeypatch.setattr(te_codec, "load", lambda name: made)
+    return made
+
+
+def codec_of(weight: Any, **options: bool) -> Any:
+    found = MixedPrecisionPolicy(weight_codecs=weight_codecs(**options)).codec_for(weight)
+    assert isinstance(found, WeightCodec)
+    return found
+
+
+def test_every_kind_has_its_codec_and_ordinary_parameters_have_none() -> None:
+    policy = MixedPrecisionPolicy(weight_codecs=weight_codecs())
+    kinds = (Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor, NVFP4Tensor)
+    assert len({id(policy.codec_for(weight_of(kind))) for kind in kinds}) == 4
+    assert policy.codec_for(nn.Parameter(torch.zeros(2, 2))) is None
+    assert [codec_of(weight_of(kind)).planes for kind in kinds] == [1, 1, 2, 1]
+
+
+def test_what_cannot_be_sharded_says_why(library: Library) -> None:
+    for kind in (Float8Tensor, Float8BlockwiseQTensor):
+        assert codec_of(weight_of(kind)).why_not(weight_of(kind)) == ""
+        assert "preserve_high_precision_init_val=True" in codec_of(weight_of(kind)).why_not(weight_of(kind, kept=False))
+    rows = weight_of(Float8BlockwiseQTensor)
+    rows._is_2D_scaled = False
+    assert "w_block_scaling_dim=2" in codec_of(rows).why_not(rows)
+    microscaled = weight_of(MXFP8Tensor)
+    assert codec_of(microscaled).why_not(microscaled) == (
+        "Device compute capability 10.0 or higher required for MXFP8 execution; use Float8BlockScaling or Float8CurrentScaling "
+        '(recipe="block" or "current") here'
+    )
+    other = weight_of(NVFP4Tensor)
+    assert "no way to gather NVFP4Tensor" in codec_of(other).why_not(other)
+
+
+def test_the_initial_value_is_taken_once_and_its_transpose_goes() -> None:
+    weight = weight_of(Float8Tensor)
+    codec = codec_of(weight)
+    assert torch.equal(codec.initial_value(weight), torch.arange(24.0).view(SHAPE))
+    assert weight.get_high_precision_init_val() is None
+    assert weight._quantizer.usage == {"columnwise": False}
+    assert weight._quantizer.amax.item() == 0, "delayed scaling saw this rank's own numbers"
+    assert (weight._transpose, weight._transpose_invalid) == (None, True)
+    kept = weight_of(Float8BlockwiseQTensor)
+    codec_of(kept, keep_transpose_cache=True).initial_value(kept)
+    assert kept._quantizer.usage == {}, "layers may make transposes in forward"
+    assert kept._columnwise_data is kept._columnwise_scale_inv is None
+
+
+def fragment(weight: Any, numel: int, start: int, planes: int = 1) -> Fragment:
+    outputs = tuple(torch.zeros(numel, dtype=torch.uint8) for _ in range(planes))
+    return Fragment(parameter=weight, main=torch.ones(numel), start=start, outputs=outputs)
+
+
+def test_fragments_are_cast_in_one_call_and_ranks_without_rows_take_part(library: Library) -> None:
+    group: Any = object()
+    weights = [weight_of(Float8Tensor), weight_of(Float8Tensor)]
+    items = [fragment(weights[0], 12, 6), fragment(weights[1], 0, 24)]
+    codec_of(weights[0]).quantize(items, group)
+    ((asked, masters, starts, passed_group, shards, options),) = library.quantized
+    assert asked[0] is weights[0] and asked[1] is weights[1]  # noqa: PT018
+    assert masters[0] is items[0].main
+    assert (masters[1], starts, shards[1], passed_group) == (None, [6, None], None, group)
+    assert shards[0] is items[0].outputs[0]
+    assert options == {"manual_post_all_gather_processing": True}
+    assert all(weight._transpose_invalid for weight in weights), "what was derived from older bytes counts no more"
+
+
+def test_microscaled_weights_have_bytes_for_forward_and_for_backward(library: Library) -> None:
+    weight = weight_of(MXFP8Tensor)
+    codec, item = codec_of(weight), fragment(weight, 12, 0, planes=2)
+    codec.initial_value(weight)
+    assert weight._quantizer.usage["columnwise"], "both are used"
+    codec.quantize([item], object())
+    assert library.quantized[0][4] == [item.outputs]
+    planes = [torch.zeros(SHAPE, dtype=torch.uint8) for _ in range(2)]
+    codec.bind(weight, planes)
+    assert weight._rowwise_data is planes[0]
+    assert weight._columnwise_data is planes[1]
+    codec.after_gather([weight])
+    codec.before_release([weight])
+    assert weight._columnwise_data is planes[1]
+    assert library.processed == []
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_transposes_go_with_the_bytes_unless_they_are_kept(library: Library, keep: bool) -> None:
+    weight = weight_of(Float8Tensor)
+    codec = codec_of(weight, keep_transpose_cache=keep)
+    codec.initial_value(weight)
+    data = torch.zeros(SHAPE, dtype=torch.uint8)
+    codec.bind(weight, [data])
+    assert weight._data is data
+    made = []
+    for _ in range(2):
+        codec.after_gather([weight])
+        made.append(weight._transpose)
+        codec.before_release([weight])
+    assert len(library.processed) == keep, "once, and not again before the weights change"
+    assert (weight._transpose is not None) is keep
+    codec.quantize([fragment(weight, 24, 0)], object())
+    codec.after_gather([weight])
+    assert len(library.processed) == 2 * keep
+
+
+def test_kinds_of_weights_can_be_told_apart_without_the_library() -> None:
+    assert not te_codec._is_a(SimpleNamespace(), "Float8Tensor")

@@ -1,0 +1,218 @@
+"""Layers that add gradients of their weight to memory by themselves: the same numbers as through autograd, to the bit.
+
+The layer obeys Transformer Engine's contract. Every buffer is full of NaN when its memory comes, so a cell that nobody wrote shows.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mfsdp.engine import EngineStateError, MixedPrecisionPolicy, fully_shard, no_sync, sharded_parameters
+from lightning_mfsdp.engine.direct import DirectWrites, gradient_memory
+from lightning_mfsdp.te.weight_gradients import fuse_weight_gradients
+from tests.engine.test_direct import poisoned
+from tests.engine.worlds import by_world, check
+from tests.helpers.chain import STRATEGIES
+
+DIM, ROWS = 12, 4
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, fused: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.fused, ctx.origin = fused, weakref.ref(weight)
+        if fused and weight.requires_grad:
+            assert hasattr(weight, "__fsdp_param__")
+            ctx.overwrites = getattr(weight, "overwrite_main_grad", False)
+            ctx.memory = weight.get_main_grad
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        needs_weight = ctx.needs_input_grad[1]
+        to_weight = grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1]) if needs_weight else None
+        if ctx.fused and to_weight is not None:
+            memory = ctx.memory()
+            if ctx.overwrites:
+                memory.copy_(to_weight)
+            else:
+                memory.add_(to_weight)
+            unwanted = hasattr(ctx.origin(), "grad_added_to_main_grad")
+            to_weight = torch.full_like(to_weight, torch.nan) if unwanted else None
+        return grad @ weight, to_weight, None
+
+
+class FusedLinear(nn.Module):
+    """Has several weights, all of which it uses, if `parts` says so."""
+
+    def __init__(self, fused: bool, parts: int = 1) -> None:
+        super().__init__()
+        self.fuse_wgrad_accumulation = fused
+        for part in range(parts):
+            weight = nn.Parameter(torch.randn(DIM, DIM) / DIM**0.5)
+            weight.grad_added_to_main_grad = False  # some code sets it by itself
+            setattr(self, f"weight{part}", weight)
+        self.bias = nn.Parameter(torch.zeros(DIM))
+        self.parts = parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in range(self.parts):
+            x = _Product.apply(x, getattr(self, f"weight{part}"), self.fuse_wgrad_accumulation)
+        return x + self.bias
+
+
+class Net(nn.Module):
+    """What is called how often is told per test: `calls[i]` times layer `i`."""
+
+    def __init__(self, fused: bool, *, calls=(1, 1, 1), tied=False, recompute: bool | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(FusedLinear(fused, parts) for parts in (1, 2, 1))
+        self.calls, self.recompute = calls, recompute
+        if tied:
+            self.layers[2].weight0 = self.layers[0].weight0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, calls in zip(self.layers, self.calls, strict=True):
+            for _ in range(calls):
+                kept = self.recompute is None
+                x = x + torch.tanh(layer(x) if kept else checkpoint(layer, x, use_reentrant=self.recompute))
+        return x
+
+
+@contextmanager
+def watched() -> Iterator[Counter]:
+    """How often layers got memory of the buffer (`True`: to overwrite), and how often memory beside it."""
+    seen: Counter = Counter()
+    original = DirectWrites.memory
+
+    def memory(self: DirectWrites, index: int, *, overwrites: bool) -> tuple[Tensor, bool]:
+        found = original(self, index, overwrites=overwrites)
+        seen["beside" if found[1] else overwrites] += 1
+        if found[1]:
+            found[0].fill_(torch.nan)
+        return found
+
+    with mock.patch.object(DirectWrites, "memory", memory):
+        yield seen
+
+
+def gradients(fused, rank, world, *, sharding, waits=(), steps=2, policy=None, frozen=(), calls=(1, 1, 1), **options):
+    """Gradients after each microbatch that communicates, and what layers were given."""
+    torch.manual_seed(0)
+    model = Net(fused, calls=calls, **options)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    policy = policy or MixedPrecisionPolicy()
+    for layer in model.layers:
+        fully_shard(layer, sharding=sharding, policy=policy)
+    fully_shard(model, sharding=sharding, policy=policy)
+    if fused:
+        assert fuse_weight_gradients(model) == ["layers.0", "layers.1", "layers.2"]
+    found, seen = [], []
+    for step in range(steps):
+        with poisoned(), watched() as counts:
+            for micro, held in enumerate((*waits, False)):
+                generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+                x = torch.randn(ROWS, DIM, generator=generator).requires_grad_()
+                with no_sync(model) if held else nullcontext():
+                    model(x).square().mean().backward()
+        seen.append(counts)
+        for view in sharded_parameters(model):
+            found.append((f"{step} {view.name}", None if view.grad is None else view.grad.clone()))
+            view.dtensor.grad = None
+    return found, seen
+
+
+def same_as_through_autograd(rank, world, **options) -> list[Counter]:
+    plain, _ = gradients(False, rank, world, **options)
+    fused, seen = gradients(True, rank, world, **options)
+    for (name, expected), (_, grad) in zip(plain, fused, strict=True):
+        same = grad is None and expected is None if expected is None or grad is None else torch.equal(grad, expected)
+        assert same, (name, options)
+    return seen
+
+
+def first_products_overwrite(rank, world):
+    for sharding in STRATEGIES:
+        for waits in ((), (False,)):
+            for seen in same_as_through_autograd(rank, world, sharding=sharding, waits=waits):
+                if world == 1 and waits:  # the first microbatch's gradient is there already, in the same memory
+                    continue
+                assert seen == Counter({True: 4 * (1 + len(waits))}), (sharding, waits)
+
+
+def later_products_add(rank, world):
+    """Nothing is overwritten the first time it would be wrong, and from then on layers add."""
+    for sharding in STRATEGIES:
+        first, second = same_as_through_autograd(rank, world, sharding=sharding, waits=(True, True))
+        if world > 1:
+            assert first["beside"] == 4, "the second microbatch finds the first one's"
+            assert second == Counter({False: 12})
+        first, second = same_as_through_autograd(rank, world, sharding=sharding, calls=(2, 1, 1))
+        assert (first["beside"], first[True]) == (1, 4)
+        assert second == Counter({False: 2, True: 3})
+        for seen in same_as_through_autograd(rank, world, sharding=sharding, tied=True):
+            assert seen == Counter({False: 2, True: 2}), "a weight of two layers is never overwritten"
+
+
+def recomputed_frozen_and_unused_weights(rank, world):
+    for sharding, recompute in product(STRATEGIES[1:], (False, True)):
+        same_as_through_autograd(rank, world, sharding=sharding, recompute=recompute)
+    for sharding in STRATEGIES:
+        same_as_through_autograd(rank, world, sharding=sharding, frozen=("layers.0.weight0", "layers.1.weight1"))
+    for sharding in STRATEGIES[:3]:
+        same_as_through_autograd(rank, world, sharding=sharding, calls=(1, rank, 1))  # on one rank alone
+
+
+def buckets_of_another_dtype(rank, world):
+    for wire, main in product((torch.bfloat16, torch.float32), repeat=2):
+        policy = MixedPrecisionPolicy(grad_comm_dtype=wire, main_grads_dtype=main)
+        same_as_through_autograd(rank, world, sharding="optim_grads_params", policy=policy)
+    same_as_through_autograd(rank, world, sharding="optim", policy=MixedPrecisionPolicy(grad_reduce=3.0))
+
+
+def gradients_that_nobody_wants_are_thrown_away(rank, world):
+    model = fully_shard(FusedLinear(True))
+    fuse_weight_gradients(model)
+    x = torch.randn(ROWS, DIM).requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).sum(), x)
+    assert grad.shape == x.shape
+    owned = [view for view in sharded_parameters(model) if view.main.numel()]
+    assert not any(view.grad.any() for view in owned), "zeros, as without gradients"
+    model(x).sum().backward()
+    assert all(view.grad.any() for view in owned)
+
+
+WORLDS = {
+    1: [first_products_overwrite, later_products_add, buckets_of_another_dtype],
+    2: [
+        first_products_overwrite,
+        later_products_add,
+        recomputed_frozen_and_unused_weights,
+        buckets_of_another_dtype,
+        gradients_that_nobody_wants_are_thrown_away,
+    ],
+}
+
+
+@by_world(WORLDS)
+def test_layers_that_write_gradients_themselves(world, case):
+    check(WORLDS, world, case)
+
+
+def test_a_weight_of_no_sharded_module_is_refused():
+    with pytest.raises(EngineStateError, match=r"gradient of a weight of shape \(2, 3\), which no sharded module has"):
+        gradient_memory(nn.Parameter(torch.zeros(2, 3)), overwrites=True)
