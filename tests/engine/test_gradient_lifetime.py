@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
+    buffer,
     clip_grad_norm_,
     fully_shard,
     grad_norm,
@@ -196,7 +197,7 @@ def a_failure_while_a_bucket_is_filled_does_not_stop_later_steps(rank, world):
     model, expected = sharded_chain(), sharded_chain()
     optimizer, other = adamw(model), adamw(expected)
     with (
-        mock.patch.object(reduction, "copy_or_add", side_effect=MemoryError("made up")),
+        mock.patch.object(buffer, "copy_or_add", side_effect=MemoryError("made up")),
         pytest.raises(MemoryError, match="made up"),
     ):
         loss_of(model, inputs(0, rank).requires_grad_()).backward()
