@@ -47,6 +47,7 @@ def fully_shard(
     ignored_parameters: Iterable[nn.Parameter] | None = None,
     storage: Literal["pooled", "dynamic"] = "pooled",
     symmetric_memory: bool = False,
+    offload: Literal["optimizer"] | None = None,
 ) -> ModuleT:
     """Shard a module's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
@@ -73,6 +74,8 @@ def fully_shard(
             caching allocator. The root's choice holds for all its units.
         symmetric_memory: Gather into symmetric memory, moved by copy engines instead of compute cores (NCCL 2.28 or later, ranks
             of one NVLink domain). Needs pooled storage. The root's choice holds for all its units.
+        offload: "optimizer": main weights and the optimizer's state rest in host memory and visit the device a few at a time while the
+            optimizer steps. What gathers read, this rank's shard of the compute weights, stays on the device. For elementwise optimizers.
 
     Returns:
         The same module.
@@ -88,6 +91,8 @@ def fully_shard(
         raise ShardingError(
             f'fully_shard: reshard_after_forward: expected True, False or "auto", got {reshard_after_forward!r}'
         )
+    if offload not in (None, "optimizer"):
+        raise ShardingError(f'fully_shard: offload: expected None or "optimizer", got {offload!r}')
     outer_size = resolved.outer.size if resolved.outer else 1
     if outer_sharding not in ("no_shard", 0) and resolved.outer is None:
         raise ShardingError(
@@ -117,6 +122,7 @@ def fully_shard(
             placement=placement,
             policy=policy,
             device=device,
+            offloads=offload is not None,
         )
         for index, (spec, alike) in enumerate(_by_spec(named, policy, keep_fp32))
     ]

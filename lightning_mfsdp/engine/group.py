@@ -2,7 +2,7 @@
 
     main weight      main dtype,     this rank's shard (or sub-shard under HFSDP)     the optimizer's
     held weight      compute dtype,  everything where weights are whole, else this rank's shard: the main weight itself
-    when dtypes match, or cast for every gather, or kept beside it (`keep_compute_shard`, HFSDP)
+    when dtypes match, or cast for every gather, or kept beside it (`keep_compute_shard`, HFSDP, main weight in host memory)
     full weight      compute dtype,  everything: the held weight, or a slot filled by a gather
     gradients        see reduction.py
 
@@ -25,6 +25,7 @@ from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.buffer import FlatBuffer, buffer_numel
 from lightning_mfsdp.engine.collectives import Mesh, broadcast_from_first
 from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.host_memory import HostMemory
 from lightning_mfsdp.engine.layout import Layout, plan_layout
 from lightning_mfsdp.engine.parameter import Entry, mark_owner
 from lightning_mfsdp.engine.placement import Placement
@@ -64,6 +65,8 @@ class ParameterGroup:
         entries: The parameters, in module order.
         layout: Where each lies.
         main: The main weight, extent `main_extent`.
+        offloads: State of its parameters rests in host memory, and their main weights if they were trained from the start.
+        home: Host memory of the main weight; `None` where it lies on the device.
         held: What stays in memory in the compute dtype: extent `inner`, or everything; `None` where each gather casts.
         stale: The held weight does not show yet what the optimizer wrote.
         gathered: A gather was started (or none is needed) and the weights were not given back.
@@ -81,6 +84,7 @@ class ParameterGroup:
         placement: Placement,
         policy: MixedPrecisionPolicy,
         device: torch.device,
+        offloads: bool = False,
     ) -> None:
         self.name = name
         self.spec = spec
@@ -90,6 +94,7 @@ class ParameterGroup:
         )
         self.policy = policy
         self.device = device
+        self.offloads = offloads
         self.shard_axis = mesh.shard
         self.outer_axis = mesh.outer
         self._plan([tuple(parameter.shape) for _, parameter, _ in named])
@@ -124,15 +129,21 @@ class ParameterGroup:
     def _allocate(self) -> None:
         spec, placement = self.spec, self.placement
         held_extent = self.inner_extent if placement.weight else self.full_extent
-        self.main_is_held = spec.main_dtype == spec.compute_dtype
+        self.home: HostMemory | None = None
+        if self.offloads and spec.trainable and not spec.whole:
+            main_bytes = buffer_numel(self.layout, self.main_extent) * spec.main_dtype.itemsize
+            self.home = HostMemory(main_bytes, self.device)
+        self.main_is_held = spec.main_dtype == spec.compute_dtype and self.home is None
         casts_for_gather = placement.weight and not (
-            self.main_is_held or placement.outer_main or self.policy.keep_compute_shard
+            self.main_is_held or self.home or placement.outer_main or self.policy.keep_compute_shard
         )
         self.held: FlatBuffer | None = None
         with torch.inference_mode(False):
             if not casts_for_gather:
                 self.held = FlatBuffer.zeros(self.layout, held_extent, spec.compute_dtype, self.device)
-            if self.main_is_held and self.held is not None:
+            if self.home is not None:
+                self.main = FlatBuffer.over(self.layout, self.main_extent, self.home.seen.view(spec.main_dtype))
+            elif self.main_is_held and self.held is not None:
                 self.main = self.held.part(self.main_extent)
             else:
                 self.main = FlatBuffer.zeros(self.layout, self.main_extent, spec.main_dtype, self.device)
@@ -198,7 +209,7 @@ class ParameterGroup:
         """Join a unit and its root: slots come from the root's pool, and work runs on its streams."""
         self.unit = weakref.ref(unit)
         self._context = weakref.ref(context)
-        self._pool, self._streams = context.pool, context.streams
+        self._pool, self.streams = context.pool, context.streams
         if self.placement.weight:
             self._pool.add(self.client)
 
@@ -209,11 +220,22 @@ class ParameterGroup:
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def cast_pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(targets, sources) that bring the held weight's own part up to date with the main weight."""
-        if self.main_is_held or self.held is None:
+    def cast_pairs(self, *, stepped_only: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(targets, sources) that bring the held weight's own part up to date with the main weight.
+
+        Args:
+            stepped_only: Nobody but optimizers wrote since the last time. They have done it where the main weight is in host memory.
+        """
+        if self.main_is_held or self.held is None or (stepped_only and self.home is not None):
             return [], []
         return self.held.part(self.main_extent).segments, self.main.segments
+
+    def cast_from(self, main: FlatBuffer) -> None:
+        """Bring the held weight's own part up to date with a copy of the main weight."""
+        assert self.held is not None, "it is held wherever the main weight is elsewhere"
+        if self.gathered and not self.installed:
+            self.release()  # a gather in advance may still read
+        compat.foreach_copy_(self.held.part(self.main_extent).segments, main.segments)
 
     def start_gather(self, weights_ready: Event, needed: Slot | None = None, *, apart: bool = False) -> bool:
         """Start filling the full weight on the gather stream. Returns whether a collective was issued.
@@ -231,7 +253,7 @@ class ParameterGroup:
         self.stale = False
         if not (self.placement.weight or outer_first or in_place):
             return False
-        streams, held = self._streams, self.held
+        streams, held = self.streams, self.held
         training = torch.is_grad_enabled() or compat.backward_task() != -1
         with streams.on(streams.gather):
             streams.wait(weights_ready, streams.gather)
@@ -257,7 +279,7 @@ class ParameterGroup:
     def install(self) -> None:
         """Wait for the gather and show full parameters in the module."""
         if self._gathered_event is not None:
-            self._streams.wait(self._gathered_event)
+            self.streams.wait(self._gathered_event)
             self._gathered_event = None
         if not self.installed:
             self.installed = True
@@ -293,10 +315,10 @@ class ParameterGroup:
         if self.gathered:
             self.gathered = False
             if self.placement.weight:
-                self._streams.wait(self._gathered_event)
+                self.streams.wait(self._gathered_event)
                 self._gathered_event = None
                 give_back = self._pool.set_aside if keep_memory else self._pool.release
-                give_back(self.client, self._streams.record())
+                give_back(self.client, self.streams.record())
 
     def refill(self, weights_ready: Event) -> None:
         """Show what the optimizer wrote in weights that are in use."""
