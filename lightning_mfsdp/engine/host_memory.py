@@ -63,14 +63,10 @@ class _PageLocked:
     """
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
-        page = mmap.PAGESIZE
-        room_bytes = -(-size_bytes // page) * page
-        room = torch.zeros(room_bytes + page, dtype=torch.uint8)
-        start = -room.data_ptr() % page
-        pages = room[start : start + room_bytes]
+        pages = _pages(size_bytes)
         with torch.cuda.device(device):  # which the memory will be said to belong to
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(runtime.cudaHostRegister(pages.data_ptr(), room_bytes, 0))
+            torch.cuda.check_error(runtime.cudaHostRegister(pages.data_ptr(), pages.numel(), 0))
         self.memory = pages[:size_bytes]
         self.__cuda_array_interface__ = {
             "shape": (size_bytes,),
@@ -80,6 +76,17 @@ class _PageLocked:
         }
         # At the interpreter's exit the process gives everything back, and tensors may still be in use.
         weakref.finalize(self, _unlock, pages, device).atexit = False
+
+
+def _pages(size_bytes: int) -> Tensor:
+    """Zeroed pages that share none with other memory, `[at least size_bytes]` uint8.
+
+    A forked process (a loader's worker) does not get them: copying them on write would part the host's pages from those CUDA knows.
+    """
+    room_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    room = mmap.mmap(-1, room_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    room.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(room, dtype=torch.uint8)
 
 
 def _unlock(pages: Tensor, device: torch.device) -> None:

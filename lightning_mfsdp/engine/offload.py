@@ -51,6 +51,7 @@ class StreamedStep:
         self._states: weakref.WeakKeyDictionary[ParameterGroup, RestingState] = weakref.WeakKeyDictionary()
         self._chunks: list[Chunk] = []
         self._gradients: dict[Tensor, Tensor | None] = {}
+        self._is_needed = False
         self._is_running = False
         self._is_due = False
 
@@ -60,7 +61,9 @@ class StreamedStep:
         Raises:
             ShardingError: It cannot be stepped in chunks.
         """
-        groups = _groups_of(optimizer)
+        places = (place_of(one) for group in optimizer.param_groups for one in group["params"])
+        groups = {place[0]: None for place in places if place is not None and place[0].offloads}
+        self._is_needed = bool(groups)
         if groups:
             _refuse_unfit(optimizer)
         for group in groups:
@@ -68,7 +71,7 @@ class StreamedStep:
 
     def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before a step: its arguments with a closure that does the step; `None` where there is nothing to stream."""
-        if self._is_running or not _groups_of(optimizer):
+        if self._is_running or not self._is_needed:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._is_due = True
@@ -233,12 +236,6 @@ class StreamedStep:
         for parameter, grad in self._gradients.items():
             parameter.grad = grad
         self._gradients = {}
-
-
-def _groups_of(optimizer: Optimizer) -> list[ParameterGroup]:
-    """Groups whose state rests in host memory."""
-    places = (place_of(one) for group in optimizer.param_groups for one in group["params"])
-    return list({place[0]: None for place in places if place is not None and place[0].offloads})
 
 
 def _with_gradients(optimizer: Optimizer) -> tuple[dict[ParameterGroup, list[Tensor]], list[Tensor]]:

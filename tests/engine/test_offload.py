@@ -6,9 +6,11 @@ On CPU "host memory" is ordinary memory, so the same code moves weights and stat
 from __future__ import annotations
 
 import copy
+import mmap
 from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import product
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -23,6 +25,7 @@ from lightning_mfsdp.engine import (
     clip_grad_norm_,
     fully_shard,
     fully_shard_optimizer,
+    host_memory,
     no_sync,
     sharded_parameters,
     unshard,
@@ -487,6 +490,19 @@ def what_cannot_be_streamed_is_refused(rank, world):
         deaf.step()
     with pytest.raises(EngineStateError, match="no graph can hold its copies"):
         capture_step(lambda: None, model, deaf)
+
+
+def test_pages_are_whole_zeroed_and_writable_and_not_inherited():
+    pages = host_memory._pages(5000)
+    assert pages.numel() == 2 * mmap.PAGESIZE
+    assert pages.data_ptr() % mmap.PAGESIZE == 0
+    assert not pages.any()
+    pages.fill_(7)
+    assert int(pages.sum(dtype=torch.int64)) == 7 * pages.numel()
+    mapped = Path("/proc/self/smaps").read_text()
+    start = mapped.index(f"{pages.data_ptr():x}-")
+    flags = mapped[mapped.index("VmFlags:", start) :].splitlines()[0]
+    assert "dc" in flags.split(), "don't copy on fork"
 
 
 WORLDS = {
