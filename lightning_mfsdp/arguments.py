@@ -55,13 +55,17 @@ def check_choice(argument: str, value: object, choices: tuple[object, ...]) -> N
         raise ValueError(f"{argument}={value!r}: expected one of {', '.join(map(repr, choices))}")
 
 
-def check_cuda_graph(cuda_graph: object, storage: str) -> None:
-    """Raise unless it is a bool that the storage allows: a graph replays addresses."""
+def check_cuda_graph(cuda_graph: object, storage: str, offload: str | None) -> None:
+    """Raise unless it is a bool that the other options allow: a graph replays addresses on the device."""
     if not isinstance(cuda_graph, bool):
         raise TypeError(f"cuda_graph={cuda_graph!r}: expected True or False")
     if cuda_graph and storage != "pooled":
         raise ValueError(
             f'cuda_graph=True with storage={storage!r}: graphs replay addresses, which need storage="pooled"'
+        )
+    if cuda_graph and offload is not None:
+        raise ValueError(
+            f"cuda_graph=True with offload={offload!r}: a replay would read main weights from host memory in every step; leave one out"
         )
 
 
@@ -186,7 +190,12 @@ def ignored_parameters(module: nn.Module, wanted: Sequence[str | nn.Parameter]) 
 
 
 def warn_of_other_options(
-    module: nn.Module, root: Unit, policy: MixedPrecisionPolicy, sharding: str | int, outer_sharding: str | int
+    module: nn.Module,
+    root: Unit,
+    policy: MixedPrecisionPolicy,
+    sharding: str | int,
+    outer_sharding: str | int,
+    offload: str | None,
 ) -> None:
     """A model that is sharded already stays as it is; say so where a Trainer asks for something else."""
     name = type(module).__name__
@@ -202,6 +211,11 @@ def warn_of_other_options(
         rank_zero_warn(
             f"{name} is already sharded in another way than sharding={sharding!r}, outer_sharding={outer_sharding!r} and stays so. "
             "Use one strategy for one model, or build the model anew"
+        )
+    if any(group.offloads != (offload is not None) for unit in root.context.units for group in unit.groups):
+        rank_zero_warn(
+            f"{name} is already sharded with main weights elsewhere than offload={offload!r} says, and they stay there. Use one strategy "
+            "for one model, or build the model anew"
         )
 
 

@@ -63,6 +63,7 @@ class ShardingOptions:
     ignored_parameters: Sequence[str | nn.Parameter]
     storage: Literal["pooled", "dynamic"]
     symmetric_memory: bool
+    offload: Literal["optimizer"] | None
     compile: bool | Mapping[str, Any]
 
     def __post_init__(self) -> None:
@@ -71,6 +72,7 @@ class ShardingOptions:
         check_blocks_per_unit(self.blocks_per_unit)
         check_choice("storage", self.storage, ("pooled", "dynamic"))
         check_choice("reshard_after_forward", self.reshard_after_forward, (True, False, "auto"))
+        check_choice("offload", self.offload, (None, "optimizer"))
         check_policy(self.policy)
         check_sizes(self.data_parallel_size, self.outer_size, self.mesh)
         check_ignored(self.ignored_parameters)
@@ -102,7 +104,7 @@ class ShardingOptions:
         """
         root = unit_of(module)
         if root is not None:
-            warn_of_other_options(module, root, precision.policy, self.sharding, self.outer_sharding)
+            warn_of_other_options(module, root, precision.policy, self.sharding, self.outer_sharding, self.offload)
             return
         chosen: list[nn.Module | list[nn.Module]] = []
         if any(unit_of(part) is not None for part in module.modules()):
@@ -129,6 +131,7 @@ class ShardingOptions:
             ignored_parameters=ignored_parameters(module, self.ignored_parameters),
             storage=self.storage,
             symmetric_memory=self.symmetric_memory,
+            offload=self.offload,
         )
         precision.autocast_calls(module)
         options = compile_options(self.compile)

@@ -58,6 +58,8 @@ class MFSDPStrategy(CheckpointingStrategy):
         ignored_parameters: Parameters, or `fnmatch` patterns of their names, that stay whole; their gradients are not reduced.
         storage: "pooled": full weights live in fixed slots; "dynamic": in the caching allocator.
         symmetric_memory: Gather by copy engines, which leaves compute cores to the matrix products (NCCL 2.28, one NVLink domain).
+        offload: "optimizer": main weights and optimizer state rest in host memory and visit the device a few at a time in the optimizer's
+            step. Takes elementwise optimizers, and no `cuda_graph`.
         compile: `torch.compile` the forward of every unit that has modules inside; a mapping holds options for it, such as
             {"mode": "max-autotune-no-cudagraphs"}.
         cuda_graph: Record training_step and its backward as CUDA graphs after a few steps and replay them: hardly any host time. For
@@ -96,6 +98,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         ignored_parameters: Sequence[str | nn.Parameter] = (),
         storage: Literal["pooled", "dynamic"] = "pooled",
         symmetric_memory: bool = False,
+        offload: Literal["optimizer"] | None = None,
         compile: bool | Mapping[str, Any] = False,
         cuda_graph: bool = False,
         free_gradients: bool = False,
@@ -123,10 +126,11 @@ class MFSDPStrategy(CheckpointingStrategy):
             ignored_parameters=ignored_parameters,
             storage=storage,
             symmetric_memory=symmetric_memory,
+            offload=offload,
             compile=compile,
         )
         check_choice("accumulation", accumulation, ("local", "sharded"))
-        check_cuda_graph(cuda_graph, storage)
+        check_cuda_graph(cuda_graph, storage, offload)
         check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
         check_choice("async_save", async_save, (True, False))
         super().__init__(

@@ -110,6 +110,7 @@ def mfsdp(
     reshard: bool | Literal["auto"] = True,
     joined: bool = True,
     direct: bool | Literal["auto"] = "auto",
+    offload: Literal["optimizer"] | None = None,
 ) -> Engine:
     """This package, with small blocks joined as the strategy joins them.
 
@@ -121,6 +122,7 @@ def mfsdp(
         reshard: `reshard_after_forward`; "auto" spends idle memory on skipped gathers.
         joined: Small blocks share a unit; only the 300m preset has some.
         direct: Linear layers write weight gradients into the buckets.
+        offload: Main weights and optimizer state rest in host memory.
     """
     from lightning_mfsdp import (
         MixedPrecisionPolicy,
@@ -141,7 +143,14 @@ def mfsdp(
     )
     blocks = join_blocks(model, list(model.blocks), "auto" if joined else 1)
     for unit in (model.embedding, *blocks, model.head, model):
-        fully_shard(unit, policy=policy, sharding=sharding, symmetric_memory=symmetric, reshard_after_forward=reshard)
+        fully_shard(
+            unit,
+            policy=policy,
+            sharding=sharding,
+            symmetric_memory=symmetric,
+            reshard_after_forward=reshard,
+            offload=offload,
+        )
     optimizer = fully_shard_optimizer(adamw(model.parameters()))
 
     def step() -> None:
@@ -165,5 +174,6 @@ ENGINES: dict[str, Callable[[Options, torch.device], Engine]] = {
     "mfsdp-symm": partial(mfsdp, symmetric=True),
     "mfsdp-symm-usual": partial(mfsdp, symmetric=True, direct=False),
     "mfsdp-symm-auto": partial(mfsdp, symmetric=True, reshard="auto"),
+    "mfsdp-offload": partial(mfsdp, offload="optimizer"),
     "mfsdp-zero2": partial(mfsdp, sharding="optim_grads"),
 }

@@ -28,6 +28,7 @@ DEFAULT_ROWS = (
     "trainer:mfsdp trainer:fsdp trainer:model-parallel",
     "limit mfsdp fsdp2-tuned fsdp2-tuned-symm megatron-v2 --compile --reduce bfloat16",
     "mfsdp fsdp2-tuned --compile --reduce bfloat16 --accumulation 4 --clip 1.0",
+    "mfsdp mfsdp-offload fsdp2-offload",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -42,7 +43,13 @@ def ddp(options: Options, device: torch.device) -> Engine:
 
 
 def fsdp2(
-    options: Options, device: torch.device, *, tuned: bool = False, symmetric: bool = False, blocks_per_unit: int = 1
+    options: Options,
+    device: torch.device,
+    *,
+    tuned: bool = False,
+    symmetric: bool = False,
+    blocks_per_unit: int = 1,
+    offload: bool = False,
 ) -> Engine:
     """Torch's `fully_shard`.
 
@@ -52,20 +59,30 @@ def fsdp2(
         tuned: Embedding and head as units of their own, explicit prefetch two deep.
         symmetric: Gathers and reductions on symmetric memory.
         blocks_per_unit: So many blocks as one unit.
+        offload: Parameters, gradients and state in pinned host memory; the CPU runs the same fused optimizer.
     """
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
     model = build(options, device)
     compile_blocks(model, options)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=options.reduce_dtype)
+    where = CPUOffloadPolicy(pin_memory=True) if offload else OffloadPolicy()
+    if offload:  # the optimizer runs on the CPU, and torchrun leaves each process one thread
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
     blocks = list(model.blocks)
     for start in range(0, len(blocks), blocks_per_unit):
         members = blocks[start : start + blocks_per_unit]
-        fully_shard(members if len(members) > 1 else members[0], mp_policy=policy)
+        fully_shard(members if len(members) > 1 else members[0], mp_policy=policy, offload_policy=where)
     if tuned:
-        fully_shard(model.embedding, mp_policy=policy)
-        fully_shard(model.head, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(model.embedding, mp_policy=policy, offload_policy=where)
+        fully_shard(model.head, mp_policy=policy, offload_policy=where)
+    fully_shard(model, mp_policy=policy, offload_policy=where)
     if tuned:
         heads = blocks[::blocks_per_unit]
         for index, head in enumerate(heads):
@@ -166,6 +183,7 @@ PEERS: dict[str, Callable[[Options, torch.device], Engine]] = {
     "fsdp2-tuned": partial(fsdp2, tuned=True),
     "fsdp2-tuned-joined": partial(fsdp2, tuned=True, blocks_per_unit=3),
     "fsdp2-tuned-symm": partial(fsdp2, tuned=True, symmetric=True),
+    "fsdp2-offload": partial(fsdp2, tuned=True, offload=True),
     "megatron-v1": megatron_v1,
     "megatron-v2": megatron_v2,
     "deepspeed": deepspeed_zero3,

@@ -18,6 +18,7 @@ from lightning_mfsdp.checkpoint.rows import RowShard
 from lightning_mfsdp.checkpoint.sharded import ParameterIndex, paths_of, plain_name
 from lightning_mfsdp.engine import ParameterView
 from lightning_mfsdp.engine.parameter import owner_of
+from lightning_mfsdp.engine.resting_state import empty_at_rest, put_to_rest
 from lightning_mfsdp.engine.sharded_tensor import Rows
 
 __all__ = [
@@ -128,11 +129,11 @@ def restore_optimizer(
 
 
 def _like_its_parameter(value: Any, face: Tensor) -> Any:
-    """State as the optimizer made it: of rows where it holds rows, of a DTensor where it holds one."""
+    """State as the optimizer made it, where it would have it: of rows where it holds rows, of a DTensor where it holds one."""
     local = value.piece if isinstance(value, RowShard) else value
     if isinstance(face, Rows) and isinstance(local, Tensor) and local.dim() and local.shape == face.to_local().shape:
         return Rows.over(local.to(face.to_local().device), face)
-    return local
+    return put_to_rest(local, face) if isinstance(local, Tensor) and local.dim() else local
 
 
 def holds_rows_elsewhere(optimizer: Optimizer) -> bool:
@@ -167,7 +168,7 @@ def _empty_like_saved(metadata: Metadata, key: str, view: ParameterView | None) 
     dtype = saved.properties.dtype
     if view is None or not saved.size or saved.size != view.shape:
         return torch.empty(saved.size, dtype=dtype)
-    return RowShard.of(torch.empty_like(view.local, dtype=dtype, requires_grad=False), view.shape, view.rows)
+    return RowShard.of(empty_at_rest(view.local, dtype), view.shape, view.rows)
 
 
 def _check_groups(path: Location, key: str, saved: list[list[str]], present: list[list[str]]) -> None:

@@ -18,7 +18,9 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.autograd import Variable, forward_ad
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.modules import module as module_hooks
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "DispatchMode",
@@ -28,6 +30,7 @@ __all__ = [
     "all_reduce_coalesced",
     "averages",
     "backward_task",
+    "before_other_hooks",
     "foreach_add_",
     "foreach_copy_",
     "foreach_lerp_",
@@ -45,6 +48,7 @@ __all__ = [
     "sets_data",
     "storage_users",
     "symmetric_memory",
+    "undecorated_step",
     "uses_nccl",
     "without_torch_function",
     "zero_cta_group",
@@ -203,6 +207,22 @@ def symmetric_memory(size_bytes: int, device: torch.device, group: dist.ProcessG
     memory = symm_mem.empty(size_bytes, dtype=torch.uint8, device=device)
     symm_mem.rendezvous(memory, group=group.group_name)
     return memory
+
+
+def undecorated_step(kind: type[Optimizer]) -> Callable[..., Any] | None:
+    """What `step` of an optimizer's class does between its hooks; `None` where PyTorch did not put any around it.
+
+    torch 2.11 to 2.13: `profile_hook_step` wraps the class's `step` and marks it `hooked`.
+    """
+    step = kind.step
+    return getattr(step, "__wrapped__", None) if getattr(step, "hooked", False) else None
+
+
+def before_other_hooks(handle: RemovableHandle) -> None:
+    """Let a hook run before those that were registered earlier (torch 2.11 to 2.13: `hooks_dict_ref`, an ordered dictionary)."""
+    hooks = handle.hooks_dict_ref()
+    assert hooks is not None, "whoever was hooked is alive"
+    hooks.move_to_end(handle.id, last=False)
 
 
 def storage_users(tensor: Tensor) -> int:

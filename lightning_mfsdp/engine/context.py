@@ -62,7 +62,7 @@ class Context:
         self._has_stepped = False
         self._root = weakref.ref(root)
         self._units: list[weakref.ref[Unit]] = []
-        self._weights_changed = True
+        self._weights_changed = self._written_elsewhere = True
         self._first_of_pass: weakref.ref[Unit] | None = None
         self._last_forward: weakref.ref[Unit] | None = None
         self._ends_forward: weakref.ref[Unit] | None = None
@@ -102,8 +102,8 @@ class Context:
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def weights_changed(self) -> None:
-        """Main weights were written: held weights are refreshed before the next gather."""
-        self._weights_changed = True
+        """Main weights were written by somebody: held weights are refreshed before the next gather."""
+        self._weights_changed = self._written_elsewhere = True
 
     def refresh(self) -> None:
         """Bring held weights up to date with main weights, all groups in one launch (or call of a codec), if anything changed.
@@ -112,12 +112,13 @@ class Context:
         """
         if not self._weights_changed:
             return
-        self._weights_changed = False
+        stepped_only = not self._written_elsewhere
+        self._weights_changed = self._written_elsewhere = False
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for unit in self.units:
             for group in unit.groups:
-                pair = group.cast_pairs()
+                pair = group.cast_pairs(stepped_only=stepped_only)
                 targets += pair[0]
                 sources += pair[1]
                 group.stale = True
@@ -167,8 +168,7 @@ class Context:
 
     def optimizer_stepped(self) -> None:
         """An optimizer wrote main weights; code may read them at once."""
-        self._has_stepped = True
-        self.weights_changed()
+        self._has_stepped = self._weights_changed = True
         self.refresh_live()
 
     def refresh_live(self) -> None:

@@ -6,8 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from fnmatch import fnmatch
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from lightning_mfsdp.engine.collectives import Mesh, broadcast_from_first, resol
 from lightning_mfsdp.engine.context import Context
 from lightning_mfsdp.engine.direct import write_directly
 from lightning_mfsdp.engine.errors import ShardingError
+from lightning_mfsdp.engine.fp32_modules import casts_alike, fp32_parameters
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.group_spec import GroupSpec
 from lightning_mfsdp.engine.layout import padding_advice
@@ -28,7 +28,6 @@ from lightning_mfsdp.engine.parameter import owner_of
 from lightning_mfsdp.engine.placement import resolve_placement
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.sharded_parameter import ShardedParameter
-from lightning_mfsdp.engine.tree import map_tensors, tensors_in
 from lightning_mfsdp.engine.unit import Unit, unit_of
 
 __all__ = ["fully_shard", "mesh_device"]
@@ -47,6 +46,7 @@ def fully_shard(
     ignored_parameters: Iterable[nn.Parameter] | None = None,
     storage: Literal["pooled", "dynamic"] = "pooled",
     symmetric_memory: bool = False,
+    offload: Literal["optimizer"] | None = None,
 ) -> ModuleT:
     """Shard a module's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
@@ -73,6 +73,8 @@ def fully_shard(
             caching allocator. The root's choice holds for all its units.
         symmetric_memory: Gather into symmetric memory, moved by copy engines instead of compute cores (NCCL 2.28 or later, ranks
             of one NVLink domain). Needs pooled storage. The root's choice holds for all its units.
+        offload: "optimizer": main weights and the optimizer's state rest in host memory and visit the device a few at a time while the
+            optimizer steps. What gathers read, this rank's shard of the compute weights, stays on the device. For elementwise optimizers.
 
     Returns:
         The same module.
@@ -88,6 +90,8 @@ def fully_shard(
         raise ShardingError(
             f'fully_shard: reshard_after_forward: expected True, False or "auto", got {reshard_after_forward!r}'
         )
+    if offload not in (None, "optimizer"):
+        raise ShardingError(f'fully_shard: offload: expected None or "optimizer", got {offload!r}')
     outer_size = resolved.outer.size if resolved.outer else 1
     if outer_sharding not in ("no_shard", 0) and resolved.outer is None:
         raise ShardingError(
@@ -97,7 +101,7 @@ def fully_shard(
     placement = resolve_placement(sharding, outer_sharding, resolved.shard.size, outer_size)
     members = _members(module)
     whole = members[0] if len(members) == 1 else nn.ModuleList(members)
-    inputs_are_cast = _casts_alike(members, policy)
+    inputs_are_cast = casts_alike(members, policy)
     device = mesh_device(resolved)
     if symmetric_memory:
         check_symmetric_memory(device, resolved.shard, storage)
@@ -107,7 +111,7 @@ def fully_shard(
     refuse_unfit(whole, named, policy)
     check_same_model(whole, named, resolved)
     _share_buffers(whole, resolved, device)
-    keep_fp32 = set[int]().union(*(_fp32_parameters(member, policy) for member in members))
+    keep_fp32 = set[int]().union(*(fp32_parameters(member, policy) for member in members))
     groups = [
         ParameterGroup(
             name=f"{type(whole).__name__}[{index}]",
@@ -117,6 +121,7 @@ def fully_shard(
             placement=placement,
             policy=policy,
             device=device,
+            offloads=offload is not None,
         )
         for index, (spec, alike) in enumerate(_by_spec(named, policy, keep_fp32))
     ]
@@ -154,17 +159,6 @@ def _members(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
             "names a module twice or along with one inside it"
         )
     return members
-
-
-def _casts_alike(members: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> bool:
-    """Whether the unit casts what its modules are called with; False: they are kept in float32 and cast for themselves."""
-    kept = [_matches("", member, policy.fp32_modules) for member in members]
-    if any(kept) and not all(kept):
-        raise ShardingError(
-            f"fully_shard: policy.fp32_modules keeps some of {[type(member).__name__ for member in members]} in float32 and not all, "
-            "but the inputs of one unit are cast alike; shard them apart"
-        )
-    return not any(kept)
 
 
 # -- which parameters --------------------------------------------------------------------------------------------------
@@ -234,40 +228,6 @@ def _by_spec(
         )
         found.setdefault(spec, []).append(item)
     return list(found.items())
-
-
-def _fp32_parameters(module: nn.Module, policy: MixedPrecisionPolicy) -> set[int]:
-    """Parameters of modules that the policy keeps in float32; hooks cast around those modules."""
-    kept: set[int] = set()
-    if not policy.fp32_modules:
-        return kept
-    for name, child in module.named_modules():
-        own = list(child.parameters(recurse=False))
-        if own and _matches(name, child, policy.fp32_modules) and not any(owner_of(parameter) for parameter in own):
-            kept.update(id(parameter) for parameter in own)
-            _compute_in_fp32(child, policy.compute_dtype)
-    return kept
-
-
-def _matches(name: str, module: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> bool:
-    return any(fnmatch(name, item) if isinstance(item, str) else isinstance(module, item) for item in wanted)
-
-
-def _compute_in_fp32(module: nn.Module, outside: torch.dtype | None) -> None:
-    """Cast a module's inputs to float32, and its outputs back to `outside` or to the dtype the inputs came in."""
-    entered: list[torch.dtype | None] = []
-
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        floats = [tensor.dtype for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
-        entered.append(outside or next(iter(floats), None))
-        return map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, (args, kwargs))
-
-    def after(_: nn.Module, args: Any, output: Any) -> Any:
-        dtype = entered.pop()
-        return map_tensors(lambda tensor: tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor, output)
-
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after, always_call=True)
 
 
 # -- around them ------------------------------------------------------------------------------------------------------

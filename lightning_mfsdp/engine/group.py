@@ -2,7 +2,7 @@
 
     main weight      main dtype,     this rank's shard (or sub-shard under HFSDP)     the optimizer's
     held weight      compute dtype,  everything where weights are whole, else this rank's shard: the main weight itself
-    when dtypes match, or cast for every gather, or kept beside it (`keep_compute_shard`, HFSDP)
+    when dtypes match, or cast for every gather, or kept beside it (`keep_compute_shard`, HFSDP, main weight in host memory)
     full weight      compute dtype,  everything: the held weight, or a slot filled by a gather (full_weight.py)
     gradients        see reduction.py
 
@@ -21,12 +21,13 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
 from lightning_mfsdp.engine import compat
-from lightning_mfsdp.engine.buffer import FlatBuffer
+from lightning_mfsdp.engine.buffer import FlatBuffer, buffer_numel
 from lightning_mfsdp.engine.codec import Fragment, marks_of
 from lightning_mfsdp.engine.collectives import Axis, Mesh, broadcast_from_first
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.full_weight import FullWeight
 from lightning_mfsdp.engine.group_spec import GroupSpec
+from lightning_mfsdp.engine.host_memory import HostMemory
 from lightning_mfsdp.engine.layout import Layout, plan_layout
 from lightning_mfsdp.engine.parameter import Entry, mark_owner
 from lightning_mfsdp.engine.placement import Placement
@@ -49,6 +50,8 @@ class ParameterGroup:
         entries: The parameters, in module order.
         layout: Where each lies.
         main: The main weight, extent `main_extent`.
+        offloads: State of its parameters rests in host memory, and their main weights if they were trained from the start.
+        home: Host memory of the main weight; `None` where it lies on the device.
         held: What stays in memory in the storage dtype, by plane: extent `inner`, or everything; empty where each gather casts.
         stale: The held weight does not show yet what the optimizer wrote.
         installed: The module shows full parameters.
@@ -65,6 +68,7 @@ class ParameterGroup:
         placement: Placement,
         policy: MixedPrecisionPolicy,
         device: torch.device,
+        offloads: bool = False,
     ) -> None:
         self.name = name
         self.spec = spec
@@ -74,6 +78,7 @@ class ParameterGroup:
         )
         self.policy = policy
         self.device = device
+        self.offloads = offloads
         self.shard_axis = mesh.shard
         self.outer_axis = mesh.outer
         self._plan([tuple(parameter.shape) for _, parameter, _ in named])
@@ -106,17 +111,22 @@ class ParameterGroup:
     def _allocate(self) -> None:
         spec, placement = self.spec, self.placement
         held_extent = self.inner_extent if placement.weight else self.full_extent
-        self.main_is_held = spec.codec is None and spec.main_dtype == spec.compute_dtype
-        casts_for_gather = placement.weight and not (
-            self.main_is_held or placement.outer_main or self.policy.keep_compute_shard or spec.codec is not None
-        )
+        self.home: HostMemory | None = None
+        if self.offloads and spec.trainable and not spec.whole:
+            main_bytes = buffer_numel(self.layout, self.main_extent) * spec.main_dtype.itemsize
+            self.home = HostMemory(main_bytes, self.device)
+        self.main_is_held = spec.codec is None and self.home is None and spec.main_dtype == spec.compute_dtype
+        keeps = self.policy.keep_compute_shard or spec.codec is not None or self.home is not None
+        casts_for_gather = placement.weight and not (self.main_is_held or placement.outer_main or keeps)
         self.held: list[FlatBuffer] = []
         with torch.inference_mode(False):
             if not casts_for_gather:
                 self.held += [
                     FlatBuffer.zeros(self.layout, held_extent, spec.storage_dtype, self.device) for _ in spec.planes
                 ]
-            if self.main_is_held:
+            if self.home is not None:
+                self.main = FlatBuffer.over(self.layout, self.main_extent, self.home.seen.view(spec.main_dtype))
+            elif self.main_is_held:
                 self.main = self.held[0].part(self.main_extent)
             else:
                 self.main = FlatBuffer.zeros(self.layout, self.main_extent, spec.main_dtype, self.device)
@@ -194,7 +204,7 @@ class ParameterGroup:
         """Join a unit and its root: slots come from the root's pool, and work runs on its streams."""
         self.unit = weakref.ref(unit)
         self._context = weakref.ref(context)
-        self._pool, self._streams = context.pool, context.streams
+        self._pool, self.streams = context.pool, context.streams
         if self.placement.weight:
             self._pool.add(self.client)
 
@@ -205,9 +215,14 @@ class ParameterGroup:
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def cast_pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(targets, sources) that bring the held weight's own part up to date with the main weight."""
-        if self.main_is_held or not self.held or self.spec.codec is not None:
+    def cast_pairs(self, *, stepped_only: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(targets, sources) that bring the held weight's own part up to date with the main weight.
+
+        Args:
+            stepped_only: Nobody but optimizers wrote since the last time. They have done it where the main weight is in host memory.
+        """
+        known = self.main_is_held or (stepped_only and self.home is not None)
+        if known or not self.held or self.spec.codec is not None:
             return [], []
         return self.held[0].part(self.main_extent).segments, self.main.segments
 
@@ -235,6 +250,14 @@ class ParameterGroup:
         """Whether what a backward, or a forward, reads was gathered."""
         return self.spec.plane(for_backward=for_backward) in self._planes_there
 
+    def cast_from(self, main: FlatBuffer) -> None:
+        """Bring the held weight's own part up to date with a copy of the main weight. A codec does that at the next refresh."""
+        if self.spec.codec is not None:
+            return
+        if self.gathered and not self.installed:
+            self.release()  # a gather in advance may still read
+        compat.foreach_copy_(self.held[0].part(self.main_extent).segments, main.segments)
+
     def start_gather(
         self, weights_ready: Event, needed: Slot | None = None, *, apart: bool = False, for_backward: bool = False
     ) -> bool:
@@ -256,7 +279,7 @@ class ParameterGroup:
         self.stale = False
         if not (self.placement.weight or outer_first or in_place):
             return False
-        streams = self._streams
+        streams = self.streams
         training = torch.is_grad_enabled() or compat.backward_task() != -1
         with streams.on(streams.gather):
             streams.wait(weights_ready, streams.gather)
@@ -293,7 +316,7 @@ class ParameterGroup:
     def install(self) -> None:
         """Wait for the gather and show full parameters in the module."""
         if self._gathered_event is not None:
-            self._streams.wait(self._gathered_event)
+            self.streams.wait(self._gathered_event)
             self._gathered_event = None
         if not self.installed:
             self.installed = True
@@ -331,10 +354,10 @@ class ParameterGroup:
         if self.gathered:
             self._planes_there.clear()
             if self.placement.weight:
-                self._streams.wait(self._gathered_event)
+                self.streams.wait(self._gathered_event)
                 self._gathered_event = None
                 give_back = self._pool.set_aside if keep_memory else self._pool.release
-                give_back(self.client, self._streams.record())
+                give_back(self.client, self.streams.record())
 
     def refill(self, weights_ready: Event) -> None:
         """Show what the optimizer wrote in weights that are in use."""
@@ -366,31 +389,6 @@ class ParameterGroup:
         """Forget what autograd left: the backward failed, or nobody wants it."""
         for entry in self.entries:
             entry.full.grad = None
-
-    def gather_rows(self, index: int, rows: torch.Tensor) -> torch.Tensor:
-        """The whole of something shaped like one parameter, from every rank's rows of it. Collective.
-
-        Args:
-            index: Which parameter.
-            rows: This rank's rows, `[len(owned), *shape[1:]]`.
-
-        Returns:
-            A new tensor of the parameter's global shape on every rank.
-        """
-        layout, shape = self.layout, self.entries[index].shape
-        counts = [
-            len(layout.owned_rows(index, shard)) * layout.row_numel(index) if shape else 1
-            for shard in range(layout.num_shards)
-        ]
-        piece = rows.new_zeros(max(counts))
-        piece[: rows.numel()].copy_(rows.flatten())
-        for axis, split in ((self.outer_axis, self.placement.outer_main), (self.shard_axis, self.placement.main)):
-            if split and axis is not None:
-                gathered = piece.new_empty(axis.size * piece.numel())
-                axis.gather([gathered], [piece])
-                piece = gathered
-        pieces = piece.view(layout.num_shards, -1)
-        return torch.cat([pieces[shard, :count] for shard, count in enumerate(counts)]).view(shape)
 
     @property
     def slot(self) -> Slot | None:

@@ -71,7 +71,7 @@ class UnitView:
         module_class: Class name of its module; of several, their number and the class name of the first.
         num_parameters: Elements of all its parameters, whole.
         padding_fraction: Cells of its address spaces that belong to no parameter, relative to `num_parameters`.
-        main_bytes: Main weights.
+        main_bytes: Main weights; in host memory under offload="optimizer".
         held_bytes: Compute weights that stay in memory beside them.
         gradient_bytes: Gradient buffers at the moment; none once gradients were cleared and the next forward has begun.
         full_bytes: Gathered weights while the unit runs.

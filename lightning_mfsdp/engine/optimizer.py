@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.context import Context
 from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.group import ParameterGroup
+from lightning_mfsdp.engine.offload import StreamedStep
 from lightning_mfsdp.engine.parameter import Entry, owner_of
 
 __all__ = ["ELEMENTWISE_OPTIMIZERS", "fully_shard_optimizer"]
@@ -51,7 +53,7 @@ def fully_shard_optimizer(
     Elementwise optimizers get plain local rows in their `param_groups`, and their state (if any yet) is keyed by them;
     others keep DTensors. After each step the weights that forward uses are refreshed. No step is taken here: step
     counters and weight decay start where the user starts. What `add_param_group` adds later is taken over when the next
-    step begins.
+    step begins. Parameters that were sharded with `offload="optimizer"` are stepped a few at a time (offload.py).
 
     Args:
         optimizer: Built from `module.parameters()`, before or after `fully_shard`.
@@ -63,8 +65,8 @@ def fully_shard_optimizer(
         The same optimizer.
 
     Raises:
-        ShardingError: The optimizer holds no sharded parameter, cannot work on shards, or float16 is used without a
-            scaler.
+        ShardingError: The optimizer holds no sharded parameter, cannot work on shards or on a few of them at a time, or float16 is used
+            without a scaler.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, _UNFIT_OPTIMIZERS) and elementwise is None:
@@ -75,19 +77,26 @@ def fully_shard_optimizer(
     local = type(optimizer) in ELEMENTWISE_OPTIMIZERS if elementwise is None else elementwise
     contexts: list[weakref.ref[Context]] = []
     held = 0
+    streamed = StreamedStep()
 
-    def adopt_new(optimizer: Optimizer, *_: Any) -> None:
+    def adopt_new(optimizer: Optimizer) -> None:
         nonlocal held
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if count != held:
             contexts[:] = [weakref.ref(context) for context in _adopt_parameters(optimizer, local, grad_scaler)]
+            streamed.adopt(optimizer)
             held = count
 
-    def weights_changed(*_: Any) -> None:
-        for reference in contexts:
-            context = reference()
-            if context is not None:
-                context.optimizer_stepped()
+    def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        adopt_new(optimizer)
+        return streamed.begin(optimizer, args, kwargs)
+
+    def end(optimizer: Optimizer, *_: Any) -> None:
+        if streamed.end(optimizer):
+            for reference in contexts:
+                context = reference()
+                if context is not None:
+                    context.optimizer_stepped()
 
     adopt_new(optimizer)
     if not contexts:
@@ -96,8 +105,10 @@ def fully_shard_optimizer(
             "and build the optimizer "
             "from module.parameters()"
         )
-    optimizer.register_step_pre_hook(adopt_new)
-    optimizer.register_step_post_hook(weights_changed)
+    optimizer.register_step_pre_hook(begin)
+    compat.before_other_hooks(
+        optimizer.register_step_post_hook(end)
+    )  # they find weights and gradients as after any step
     return optimizer
 
 
@@ -122,6 +133,12 @@ def _adopt_parameters(optimizer: Optimizer, local: bool, grad_scaler: object | N
                     f"fully_shard_optimizer: parameter {entry.name} computes in float16 and there is no loss scaling, "
                     "so small gradients become "
                     "zero; pass grad_scaler=torch.amp.GradScaler(...) and use it, or compute in bfloat16"
+                )
+            if owner.offloads and not local:
+                raise ShardingError(
+                    f'fully_shard_optimizer: parameter {entry.name} was sharded with offload="optimizer", which needs an optimizer that '
+                    f"treats every number by itself, and {type(optimizer).__name__} keeps DTensors; shard without offload, use one such as "
+                    "torch.optim.AdamW, or pass elementwise=True if it does"
                 )
             face = entry.local if local else entry.sharded
             group["params"][index] = face

@@ -144,6 +144,11 @@ class Recording:
 
 def _capturable_context(caller: str, module: nn.Module) -> Context:
     context = context_of(module)
+    if any(group.offloads for unit in context.units for group in unit.groups):
+        raise EngineStateError(
+            f'{caller}: {type(module).__name__} was sharded with offload="optimizer", and no graph can hold its copies to and from host '
+            "memory; leave one of the two out"
+        )
     if context.device.type != "cuda":
         raise EngineStateError(
             f"{caller}: {type(module).__name__} is on {context.device.type}; CUDA graphs need parameters on cuda"

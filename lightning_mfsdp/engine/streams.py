@@ -17,7 +17,7 @@ _EVENTS = 4096
 
 
 class Streams:
-    """Compute (whatever stream the caller is on), gather and reduce.
+    """Compute (whatever stream the caller is on), gather and reduce; and copies from and to host memory, each way by itself.
 
     Memory is allocated on the stream that writes it (gathered weights) or on the compute stream (gradients), and given back once
     the other stream's event has been waited for, so nothing needs `record_stream`.
@@ -28,6 +28,8 @@ class Streams:
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self.gather = self._new_stream()
         self.reduce = self._new_stream()
+        self.copy_in = self._new_stream()
+        self.copy_out = self._new_stream()
         self._events: list[Any] = []
         self._turn = 0
 

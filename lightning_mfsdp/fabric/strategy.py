@@ -59,7 +59,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
 
     Args:
         sharding, outer_sharding, policy, units, blocks_per_unit, data_parallel_size, outer_size, mesh, reshard_after_forward,
-            ignored_parameters, storage, symmetric_memory, compile: As in `MFSDPStrategy`.
+            ignored_parameters, storage, symmetric_memory, offload, compile: As in `MFSDPStrategy`.
         accumulation: Inside `fabric.no_backward_sync`, "local": no communication, for a full-size gradient in memory. "sharded":
             strategies with sharded gradients reduce each microbatch over the shard axis; the outer axis waits.
         state_dict_type: Of saved checkpoints. "sharded": a directory, every rank writes its rows; "full": one file with whole tensors.
@@ -88,6 +88,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         ignored_parameters: Sequence[str | nn.Parameter] = (),
         storage: Literal["pooled", "dynamic"] = "pooled",
         symmetric_memory: bool = False,
+        offload: Literal["optimizer"] | None = None,
         compile: bool | Mapping[str, Any] = False,
         accumulation: Literal["local", "sharded"] = "local",
         state_dict_type: Literal["sharded", "full"] = "sharded",
@@ -111,6 +112,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
             ignored_parameters=ignored_parameters,
             storage=storage,
             symmetric_memory=symmetric_memory,
+            offload=offload,
             compile=compile,
         )
         check_choice("accumulation", accumulation, ("local", "sharded"))

@@ -101,6 +101,33 @@ def test_a_parameter_may_point_into_other_memory_and_saved_tensors_follow_a_refi
     assert torch.equal(weight.grad, torch.full((2, 3), 2.0))
 
 
+def test_the_step_between_the_hooks_of_an_optimizer_is_found():
+    class Own(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            return closure()
+
+    calls = []
+    weight = nn.Parameter(torch.ones(1))
+    for kind in (torch.optim.AdamW, torch.optim.SGD, Own):
+        optimizer = kind([weight])
+        optimizer.register_step_pre_hook(lambda *_: calls.append("hook"))
+        loss = compat.undecorated_step(kind)(optimizer, lambda: torch.is_grad_enabled())
+        assert loss is (kind is not Own), "decorators of the class's own are kept"
+        optimizer.step(lambda: 1.0)
+    assert calls == ["hook"] * 3
+    assert compat.undecorated_step(torch.optim.Optimizer) is None
+
+
+def test_a_hook_can_be_put_before_earlier_ones():
+    calls = []
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    optimizer.register_step_post_hook(lambda *_: calls.append("earlier"))
+    compat.before_other_hooks(optimizer.register_step_post_hook(lambda *_: calls.append("later")))
+    optimizer.step()
+    assert calls == ["later", "earlier"]
+
+
 def test_a_storage_can_be_emptied_and_refilled_at_views_that_stay():
     memory = torch.empty(16, dtype=torch.uint8)
     view = memory.view(torch.float32)[1:3]

@@ -35,7 +35,21 @@ ALLOWED = {
 # The one file of a lower room that turns towards Lightning.
 EXCEPTIONS = {"checkpoint/lightning_io.py": {"lightning", "lightning_utilities"}}
 # These run in every step: a host sync there costs every user.
-HOT = ("buffer", "collectives", "context", "gradients", "group", "optimizer", "reduction", "storage", "streams", "unit")
+HOT = (
+    *(
+        "buffer",
+        "collectives",
+        "context",
+        "gradients",
+        "group",
+        "offload",
+        "optimizer",
+        "reduction",
+        "resting_state",
+        "storage",
+    ),
+    *("streams", "unit", "visit"),
+)
 
 
 def tree_of(path: Path) -> ast.Module:
