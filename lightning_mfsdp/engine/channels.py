@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mfsdp.engine import compat
-from lightning_mfsdp.engine.collectives import Axis
+from lightning_mfsdp.engine.collectives import Axis, Mesh
 from lightning_mfsdp.engine.errors import ShardingError
 
 __all__ = ["Channels", "check_symmetric_memory"]
@@ -36,6 +36,7 @@ class Channels:
         self.symmetric = symmetric
         self._device = device
         self._known: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup | None]] = {}
+        self._over_both_axes: dist.ProcessGroup | None = None
 
     def separate(self, axis: Axis) -> Axis:
         """The axis with communicators of its own. Collective over it, the first time."""
@@ -48,6 +49,13 @@ class Channels:
             self._known[axis.group] = reduce_group, gather_group
         reduce_group, gather_group = self._known[axis.group]
         return replace(axis, reduce_group=reduce_group, gather_group=gather_group)
+
+    def over_both_axes(self, mesh: Mesh) -> dist.ProcessGroup:
+        """All ranks of a 2-D mesh in one group. Collective over them, the first time."""
+        if self._over_both_axes is None:
+            ranks = sorted(int(rank) for rank in mesh.device_mesh.mesh.flatten())
+            self._over_both_axes = dist.new_group(ranks, use_local_synchronization=True)
+        return self._over_both_axes
 
     def allocator(self, axis: Axis) -> Callable[[int], Tensor] | None:
         """Makes symmetric memory of a number of bytes, collectively; `None` for ordinary memory."""
