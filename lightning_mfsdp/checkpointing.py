@@ -29,6 +29,7 @@ from lightning_mfsdp.continuation import (
     PendingGradients,
     is_inside_a_step,
     rank_state,
+    set_whole_gradients,
     restore_random_state,
     take_loader_states,
 )
@@ -181,14 +182,21 @@ class CheckpointingStrategy(ProcessStrategy):
         if is_inside_a_step(self._module.trainer):
             states[GRADIENTS] = self.parameter_state(PendingGradients(self._module, self._at_first_step))
         added: dict[str, Any] = {PARAMETER_STATES: states} if states else {}
-        return {**checkpoint, **added, RANK_STATES: ranks.gather(rank_state(checkpoint, self.root_device))}
+        return {
+            **checkpoint,
+            **added,
+            RANK_STATES: ranks.gather(rank_state(checkpoint, self._module, self.root_device)),
+        }
 
     def _restore_rank_state(self, rest: dict[str, Any]) -> None:
         """Random numbers now, for what shuffles data, and once more where training goes on inside an epoch: its loaders draw some again."""
         states = rest.pop(RANK_STATES, None)
         if not states or self._module.trainer.state.fn != TrainerFn.FITTING:
             return
-        if len(states) != self.world_size:
+        same_ranks = len(states) == self.world_size
+        of_gradients = [states[self.global_rank]] if same_ranks else states
+        self._at_first_step.append(lambda: set_whole_gradients(self._module, of_gradients))
+        if not same_ranks:
             rank_zero_info(
                 f"the checkpoint holds random and loader states of {len(states)} ranks, and there are {self.world_size}: random numbers "
                 "are others from here, and loaders take up the state of rank 0"
