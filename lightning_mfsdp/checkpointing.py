@@ -99,13 +99,7 @@ class CheckpointingStrategy(ProcessStrategy):
         found: dict[str, ParameterState] = {GRADIENTS: PendingGradients(self._module, self._at_first_step)}
         for callback in callbacks:
             if isinstance(callback, HasParameterState):
-                key = callback.checkpoint_key
-                if key in found or key in ("model", "state_dict") or key.startswith("optimizer_"):
-                    raise ValueError(
-                        f"{type(callback).__name__}: checkpoint_key={key!r} is taken, by another callback or by the checkpoint itself; "
-                        "give each callback one of its own"
-                    )
-                found[key] = callback.parameter_state
+                found[callback.checkpoint_key] = callback.parameter_state
         return found
 
     def _prepare_optimizers(self, checkpoint: dict[str, Any]) -> None:
