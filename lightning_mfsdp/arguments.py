@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_mfsdp.callback_hooks import PreparesOptimizers
+from lightning_mfsdp.callback_hooks import HasParameterState, PreparesOptimizers
+from lightning_mfsdp.continuation import GRADIENTS
 from lightning_mfsdp.engine import MixedPrecisionPolicy
 from lightning_mfsdp.engine.placement import resolve_placement
 from lightning_mfsdp.engine.unit import Unit, unit_of
 from lightning_mfsdp.lightning_api import (
     BaseFinetuning,
     Callback,
+    ModelCheckpoint,
     StochasticWeightAveraging,
     ThroughputMonitor,
     WeightAveraging,
@@ -26,6 +28,7 @@ from lightning_mfsdp.lightning_api import (
 __all__ = [
     "build_mesh",
     "check_adapters",
+    "check_background_saves",
     "check_batch_norms",
     "check_blocks_per_unit",
     "check_callbacks",
@@ -98,8 +101,20 @@ def check_device(device_type: str) -> None:
 
 
 def check_callbacks(callbacks: Sequence[Callback], compute_dtype: torch.dtype) -> None:
-    """Raise a ValueError for callbacks of Lightning's that hold or average whole parameters, and warn of one that misjudges the dtype."""
+    """Raise a ValueError for callbacks of Lightning's that hold or average whole parameters, and warn of one that misjudges the dtype.
+
+    Also for two that would save what they keep for parameters under one name.
+    """
+    taken = {GRADIENTS, "model", "state_dict"}
     for callback in callbacks:
+        if isinstance(callback, HasParameterState):
+            key = callback.checkpoint_key
+            if key in taken or key.startswith("optimizer_"):
+                raise ValueError(
+                    f"{type(callback).__name__}: checkpoint_key={key!r} is taken, by another callback or by the checkpoint itself; "
+                    "give each callback one of its own"
+                )
+            taken.add(key)
         for kind, cure in _UNFIT_CALLBACKS.items():
             if isinstance(callback, kind) and not isinstance(callback, PreparesOptimizers):
                 raise ValueError(f"{type(callback).__name__} does not work with sharded parameters; {cure}")
@@ -109,6 +124,27 @@ def check_callbacks(callbacks: Sequence[Callback], compute_dtype: torch.dtype) -
                 f"ThroughputMonitor compares with this device's float32 peak, but the run computes in {compute_dtype}, so the utilisation "
                 "(mfu) is too high. Use lightning_mfsdp.callbacks.ShardedThroughputMonitor"
             )
+
+
+def check_background_saves(callbacks: Sequence[Callback]) -> None:
+    """Raise a ValueError where two `ModelCheckpoint`s would give a checkpoint one name.
+
+    Lightning numbers the second (`-v1`) when it sees the first, and what is being saved in the background is not there yet. Then one
+    callback would remove what the other keeps.
+    """
+    known: dict[tuple[str, str], ModelCheckpoint] = {}
+    for callback in callbacks:
+        if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None:
+            continue
+        names = [callback.filename or "{epoch}-{step}"] if callback.save_top_k else []
+        names += [callback.CHECKPOINT_NAME_LAST] if callback.save_last else []
+        for name in names:
+            other = known.setdefault((str(callback.dirpath), name), callback)
+            if other is not callback:
+                raise ValueError(
+                    f"async_save=True: two callbacks save {name!r} in {callback.dirpath}, and neither sees what is still being written, so "
+                    "each would overwrite and remove the other's. Give every ModelCheckpoint a dirpath or a filename of its own"
+                )
 
 
 def check_batch_norms(module: nn.Module) -> None:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,7 +19,7 @@ from lightning_mfsdp.checkpoint.background import BackgroundSaver
 from lightning_mfsdp.checkpoint.opening import locate
 from lightning_mfsdp.checkpoint.parameter_state import PARAMETER_STATES, ParameterState, row_shards, whole_rows
 from lightning_mfsdp.checkpoint.progress import Progress
-from lightning_mfsdp.checkpoint.ranks import Ranks
+from lightning_mfsdp.checkpoint.ranks import Ranks, on_all_ranks
 from lightning_mfsdp.checkpoint.staging import Staging
 from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
 from lightning_mfsdp.continuation import (
@@ -30,6 +29,7 @@ from lightning_mfsdp.continuation import (
     is_inside_a_step,
     rank_state,
     restore_random_state,
+    set_whole_gradients,
     take_loader_states,
 )
 from lightning_mfsdp.lightning_api import LightningOptimizer, ModelCheckpoint, TorchCheckpointIO, TrainerFn
@@ -59,7 +59,7 @@ class CheckpointingStrategy(ProcessStrategy):
         self.async_save = async_save
         self._saver = BackgroundSaver()
         self._staging = Staging()
-        self._background_group: dist.ProcessGroup | None = None
+        self._saving_ranks: Ranks | None = None
         self._at_first_step: list[Callable[[], None]] = []
 
     @property
@@ -98,13 +98,7 @@ class CheckpointingStrategy(ProcessStrategy):
         found: dict[str, ParameterState] = {GRADIENTS: PendingGradients(self._module, self._at_first_step)}
         for callback in callbacks:
             if isinstance(callback, HasParameterState):
-                key = callback.checkpoint_key
-                if key in found or key in ("model", "state_dict") or key.startswith("optimizer_"):
-                    raise ValueError(
-                        f"{type(callback).__name__}: checkpoint_key={key!r} is taken, by another callback or by the checkpoint itself; "
-                        "give each callback one of its own"
-                    )
-                found[key] = callback.parameter_state
+                found[callback.checkpoint_key] = callback.parameter_state
         return found
 
     def _prepare_optimizers(self, checkpoint: dict[str, Any]) -> None:
@@ -149,7 +143,10 @@ class CheckpointingStrategy(ProcessStrategy):
             )
         self._saver.wait()
         location = locate(self.broadcast(os.fspath(filepath)))
-        ranks = Ranks()
+        if self._saving_ranks is None:
+            # Also used in the background: collectives of two threads must not meet, and one save is waited for before the next.
+            self._saving_ranks = Ranks.patient()
+        ranks = self._saving_ranks
         if "loops" in checkpoint:
             checkpoint = self._with_continuation(checkpoint, ranks)
         content: lightning_io.ShardedContent | lightning_io.FullContent
@@ -161,12 +158,9 @@ class CheckpointingStrategy(ProcessStrategy):
             with self._progress(f"Saving {location}") as progress:
                 lightning_io.save(location, content, ranks=ranks, progress=progress)
             return
-        staged = content.staged(self._staging)
-        if self._background_group is None and dist.is_initialized():
-            # Of its own, and for host memory: collectives of two threads must not meet.
-            self._background_group = dist.new_group(backend="gloo", timeout=self._timeout)
-        background = Ranks(self._background_group)
-        self._saver.start(lambda: lightning_io.save(location, staged, ranks=background))
+        with on_all_ranks(f"copying {location} to host memory"):
+            staged = content.staged(self._staging)
+        self._saver.start(lambda: lightning_io.save(location, staged, ranks=ranks))
 
     @property
     def _saves_in_background(self) -> bool:
@@ -181,14 +175,21 @@ class CheckpointingStrategy(ProcessStrategy):
         if is_inside_a_step(self._module.trainer):
             states[GRADIENTS] = self.parameter_state(PendingGradients(self._module, self._at_first_step))
         added: dict[str, Any] = {PARAMETER_STATES: states} if states else {}
-        return {**checkpoint, **added, RANK_STATES: ranks.gather(rank_state(checkpoint, self.root_device))}
+        return {
+            **checkpoint,
+            **added,
+            RANK_STATES: ranks.gather(rank_state(checkpoint, self._module, self.root_device)),
+        }
 
     def _restore_rank_state(self, rest: dict[str, Any]) -> None:
         """Random numbers now, for what shuffles data, and once more where training goes on inside an epoch: its loaders draw some again."""
         states = rest.pop(RANK_STATES, None)
         if not states or self._module.trainer.state.fn != TrainerFn.FITTING:
             return
-        if len(states) != self.world_size:
+        same_ranks = len(states) == self.world_size
+        of_gradients = [states[self.global_rank]] if same_ranks else states
+        self._at_first_step.append(lambda: set_whole_gradients(self._module, of_gradients))
+        if not same_ranks:
             rank_zero_info(
                 f"the checkpoint holds random and loader states of {len(states)} ranks, and there are {self.world_size}: random numbers "
                 "are others from here, and loaders take up the state of rank 0"

@@ -5,7 +5,7 @@ Every rank's random state and the state of its loaders (Lightning keeps those of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "is_inside_a_step",
     "rank_state",
     "restore_random_state",
+    "set_whole_gradients",
     "take_loader_states",
 ]
 
@@ -28,9 +29,29 @@ RANK_STATES = "rank_states"
 GRADIENTS = "gradients"
 
 
-def rank_state(checkpoint: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """What of Lightning's dictionary is this rank's alone, and its random state."""
-    return {"random": _random_state(device), "loaders": _fit_state(checkpoint).get("combined_loader")}
+def rank_state(checkpoint: Mapping[str, Any], module: nn.Module, device: torch.device) -> dict[str, Any]:
+    """What is this rank's alone: in Lightning's dictionary, random numbers, and inside a step the gradients that are not sharded."""
+    gradients: dict[str, Tensor] = {}
+    if is_inside_a_step(module.trainer):  # type: ignore[arg-type]
+        for name, parameter in _unmanaged(module).items():
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad.detach().cpu()
+    loaders = _fit_state(checkpoint).get("combined_loader")
+    return {"random": _random_state(device), "loaders": loaders, "gradients": gradients}
+
+
+def set_whole_gradients(module: nn.Module, states: Sequence[Mapping[str, Any]]) -> None:
+    """Give parameters that are not sharded the gradients of a `rank_state`, or the mean of several."""
+    for name, parameter in _unmanaged(module).items():
+        found = [state["gradients"][name] for state in states if name in state.get("gradients", {})]
+        if found:
+            parameter.grad = torch.stack(found).mean(0).to(parameter)
+
+
+def _unmanaged(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that are whole on every rank: ignored ones."""
+    sharded = {id(view.dtensor) for view in sharded_parameters(module)}
+    return {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in sharded}
 
 
 def take_loader_states(checkpoint: Mapping[str, Any], state: Mapping[str, Any]) -> None:

@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_mfsdp.arguments import check_batch_norms, check_callbacks, check_choice, check_cuda_graph, check_device
+from lightning_mfsdp.arguments import (
+    check_background_saves,
+    check_batch_norms,
+    check_callbacks,
+    check_choice,
+    check_cuda_graph,
+    check_device,
+)
 from lightning_mfsdp.checkpointing import CheckpointingStrategy
 from lightning_mfsdp.cuda_graph import GraphedTrainingStep, graphed_training_step
 from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard_optimizer, gather_root, no_sync, watch_backward
@@ -205,6 +212,9 @@ class MFSDPStrategy(CheckpointingStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         check_callbacks(trainer.callbacks, self.precision_plugin.compute_dtype)  # type: ignore[attr-defined]
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._saves_in_background:
+            check_background_saves(trainer.callbacks)  # type: ignore[attr-defined]
         self.model = self._module
         if self._layer_sync is not None:
             check_batch_norms(self._module)
@@ -215,7 +225,6 @@ class MFSDPStrategy(CheckpointingStrategy):
             before=self._layer_sync.apply if self._layer_sync is not None else None,
         )
         self.model_to_device()
-        fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -11,6 +12,9 @@ import torch.distributed as dist
 __all__ = ["Ranks", "on_all_ranks", "root_of"]
 
 T = TypeVar("T")
+
+# No write takes so long. A rank that has died is noticed at once, by its broken connections.
+_PATIENCE = timedelta(days=7)
 
 
 def root_of(error: BaseException) -> BaseException:
@@ -55,6 +59,14 @@ class Ranks:
         self.group = group
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+
+    @classmethod
+    def patient(cls) -> Ranks:
+        """All ranks, through a group of its own over host memory, in which they wait as long as one of them writes. Collective.
+
+        The default group gives up, and with NCCL ends the process, when a collective takes longer than its timeout.
+        """
+        return cls(dist.new_group(backend="gloo", timeout=_PATIENCE) if dist.is_initialized() else None)
 
     def gather(self, item: T) -> list[T]:
         """What every rank has, by rank."""

@@ -25,6 +25,7 @@ from lightning_mfsdp.engine.inspect import (
     sharded_parameters,
     units,
 )
+from lightning_mfsdp.engine.local_rows import LocalRowsOptimizer, RowPlacement, has_gradient, row_placement
 from lightning_mfsdp.engine.optimizer import ELEMENTWISE_OPTIMIZERS, fully_shard_optimizer
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.trace import traced_step
@@ -36,8 +37,10 @@ __all__ = [
     "CapturedStep",
     "EngineStateError",
     "FlatGradient",
+    "LocalRowsOptimizer",
     "MixedPrecisionPolicy",
     "ParameterView",
+    "RowPlacement",
     "ShardingError",
     "UnitView",
     "capture_loss",
@@ -50,11 +53,13 @@ __all__ = [
     "fully_shard_units",
     "gather_root",
     "grad_norm",
+    "has_gradient",
     "is_sharded",
     "no_sync",
     "record_ranges",
     "reduce_pending",
     "refresh_weights",
+    "row_placement",
     "sharded_parameters",
     "traced_step",
     "units",

@@ -55,13 +55,14 @@ class Channels:
         """The ranks that share out the rows of a main weight. Collective over them, the first time."""
         if not placement.outer_main or mesh.outer is None:
             return mesh.shard.group
+        return self.over_both_axes(mesh)
+
+    def over_both_axes(self, mesh: Mesh) -> dist.ProcessGroup:
+        """All ranks of a mesh in one group. Collective over them, the first time."""
         known = self._joint.get(mesh.shard.group)
         if known is None:
-            ranks = sorted(mesh.device_mesh.mesh.flatten().tolist())
-            everyone = len(ranks) == dist.get_world_size()
-            known = dist.group.WORLD if everyone else dist.new_group(ranks, use_local_synchronization=True)
-            assert known is not None, "a mesh has a process group"
-            self._joint[mesh.shard.group] = known
+            ranks = sorted(int(rank) for rank in mesh.device_mesh.mesh.flatten())
+            known = self._joint[mesh.shard.group] = dist.new_group(ranks, use_local_synchronization=True)
         return known
 
     def allocator(self, axis: Axis) -> Callable[[int], Tensor] | None:

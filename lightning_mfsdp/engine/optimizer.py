@@ -1,8 +1,9 @@
 """Who writes main weights, and the refresh of compute weights after a step.
 
 An elementwise optimizer does to each number what it would do to it in the whole tensor, so it can work on plain local
-rows: no DTensor dispatch, and fused kernels. Others (LARS, LAMB: norms of the whole tensor) keep DTensors; those that need
-whole matrices (Muon, Shampoo, Adafactor) are refused, by name or by the operation.
+rows: no DTensor dispatch, and fused kernels. So can one that fetches by itself what it needs of other ranks (local_rows.py).
+Others (LARS, LAMB: norms of the whole tensor) keep DTensors; those that need whole matrices (torch's Muon, Shampoo, Adafactor)
+are refused, by name or by the operation.
 
 Source of the list: the update rules in `torch.optim`; a class is taken only if it is exactly one of these, since a
 subclass may do anything.
@@ -22,6 +23,7 @@ from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.context import Context
 from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.group import ParameterGroup
+from lightning_mfsdp.engine.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.offload import StreamedStep
 from lightning_mfsdp.engine.parameter import Entry, owner_of
 
@@ -50,10 +52,10 @@ def fully_shard_optimizer(
 ) -> Optimizer:
     """Let an optimizer step sharded parameters.
 
-    Elementwise optimizers get plain local rows in their `param_groups`, and their state (if any yet) is keyed by them;
-    others keep DTensors. After each step the weights that forward uses are refreshed. No step is taken here: step
-    counters and weight decay start where the user starts. What `add_param_group` adds later is taken over when the next
-    step begins. Parameters that were sharded with `offload="optimizer"` are stepped a few at a time (offload.py).
+    Elementwise optimizers, and any `LocalRowsOptimizer`, get plain local rows in their `param_groups`, and their state (if
+    any yet) is keyed by them; others keep DTensors. After each step the weights that forward uses are refreshed. No step is
+    taken here: step counters and weight decay start where the user starts. What `add_param_group` adds later is taken over
+    when the next step begins. Parameters that were sharded with `offload="optimizer"` are stepped a few at a time (offload.py).
 
     Args:
         optimizer: Built from `module.parameters()`, before or after `fully_shard`.
@@ -70,11 +72,15 @@ def fully_shard_optimizer(
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, _UNFIT_OPTIMIZERS) and elementwise is None:
+        instead = "an elementwise optimizer such as torch.optim.AdamW, or sharding without this engine"
+        if isinstance(optimizer, torch.optim.Muon):
+            instead = "lightning_mfsdp.optim.Muon, the same rule with the same arguments for sharded matrices"
         raise ShardingError(
             f"fully_shard_optimizer: {name} needs whole vectors or matrices, or sparse gradients, and cannot run on shards; "
-            "use an elementwise optimizer such as torch.optim.AdamW, or sharding without this engine"
+            f"use {instead}"
         )
-    local = type(optimizer) in ELEMENTWISE_OPTIMIZERS if elementwise is None else elementwise
+    works_locally = type(optimizer) in ELEMENTWISE_OPTIMIZERS or isinstance(optimizer, LocalRowsOptimizer)
+    local = works_locally if elementwise is None else elementwise
     contexts: list[weakref.ref[Context]] = []
     held = 0
     streamed = StreamedStep()
@@ -134,11 +140,11 @@ def _adopt_parameters(optimizer: Optimizer, local: bool, grad_scaler: object | N
                     "so small gradients become "
                     "zero; pass grad_scaler=torch.amp.GradScaler(...) and use it, or compute in bfloat16"
                 )
-            if owner.offloads and not local:
+            if owner.offloads and (not local or isinstance(optimizer, LocalRowsOptimizer)):
                 raise ShardingError(
                     f'fully_shard_optimizer: parameter {entry.name} was sharded with offload="optimizer", which needs an optimizer that '
-                    f"treats every number by itself, and {type(optimizer).__name__} keeps DTensors; shard without offload, use one such as "
-                    "torch.optim.AdamW, or pass elementwise=True if it does"
+                    f"treats every number by itself, and {type(optimizer).__name__} looks at whole tensors; shard without offload, use one "
+                    "such as torch.optim.AdamW, or pass elementwise=True if it does"
                 )
             face = entry.local if local else entry.sharded
             group["params"][index] = face

@@ -27,7 +27,7 @@ __all__ = ["Filters", "load", "load_raw", "save"]
 Filters = Mapping[str, Callable[[str, Any], bool]]
 
 
-def save(location: Location, state: Mapping[str, Any], filters: Filters, *, whole: bool) -> None:
+def save(location: Location, state: Mapping[str, Any], filters: Filters, *, whole: bool, ranks: Ranks) -> None:
     """Write modules and optimizers, every rank its rows, and everything else. All ranks call it.
 
     Args:
@@ -35,12 +35,12 @@ def save(location: Location, state: Mapping[str, Any], filters: Filters, *, whol
         state: Modules, optimizers, objects with a `state_dict`, and values that `torch.save` takes.
         filters: By key, what of a state dict is saved.
         whole: One file from rank 0 instead of a directory.
+        ranks: Who writes, and waits for the others.
 
     Raises:
         RuntimeError: On all ranks, if something failed on any. An older checkpoint is as it was.
         ValueError: An optimizer without its module.
     """
-    ranks = Ranks()
     keep = ranks.rank == 0
     tensors: dict[str, Any] = {}
     rest: dict[str, Any] = {}

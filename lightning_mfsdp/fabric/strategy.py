@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from lightning_mfsdp import communication
 from lightning_mfsdp.arguments import check_choice, check_device
 from lightning_mfsdp.checkpoint.opening import locate
+from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.dtypes import translate
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
@@ -125,6 +126,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         self._timeout = timeout
         self._process_group_backend = process_group_backend
         self._mesh: DeviceMesh | None = None
+        self._saving_ranks: Ranks | None = None
         self._backward_sync_control = _BackwardSync(keep_sharded=accumulation == "sharded")
 
     # -- processes -----------------------------------------------------------------------------------------------------
@@ -299,11 +301,14 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
             raise TypeError(
                 "MFSDPFabricStrategy.save_checkpoint: storage_options are for a CheckpointIO, which it does not use; leave them out"
             )
+        if self._saving_ranks is None:
+            self._saving_ranks = Ranks.patient()
         checkpoints.save(
             locate(self.broadcast(os.fspath(path))),
             {key: _unwrapped(value) for key, value in state.items()},
             filter or {},
             whole=self.state_dict_type == "full",
+            ranks=self._saving_ranks,
         )
 
     def load_checkpoint(

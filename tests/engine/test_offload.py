@@ -35,6 +35,7 @@ from lightning_mfsdp.engine import visit as visiting
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.inspect import context_of
 from lightning_mfsdp.engine.resting_state import state_of
+from lightning_mfsdp.optim import Muon
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, inputs, loss_of, plain_chain, sharded_chain, train, weights
 from tests.helpers.models import batch, build
@@ -478,6 +479,8 @@ def what_cannot_be_streamed_is_refused(rank, world):
     model = sharded_chain(offload="optimizer")
     with pytest.raises(ShardingError, match="which needs an optimizer that treats every number by itself"):
         fully_shard_optimizer(NormScaled(model.parameters()))
+    with pytest.raises(ShardingError, match="and Muon looks at whole tensors"):
+        fully_shard_optimizer(Muon([p for p in model.parameters() if p.dim() == 2], lr=0.1))
     with pytest.raises(ShardingError, match="steps NormScaled chunk by chunk from inside its closure"):
         fully_shard_optimizer(NormScaled(model.parameters()), elementwise=True)
     with pytest.raises(ShardingError, match="a graph through the step would need state"):

@@ -30,6 +30,7 @@ ALLOWED = {
         "lightning_mfsdp.checkpoint",
         "lightning_mfsdp.engine",
     },
+    "optim": {"torch", "lightning_mfsdp.optim", "lightning_mfsdp.engine"},
     "recompute": {"torch", "lightning_mfsdp.recompute", "lightning_mfsdp.engine"},
 }
 # The one file of a lower room that turns towards Lightning.

@@ -103,6 +103,12 @@ def test_the_fabric_loop_starts_its_processes_learns_and_saves(tmp_path: Path) -
     assert float(verdict[1]) < float(verdict[0]) - 1
 
 
+def test_the_muon_example_learns_with_one_optimizer(tmp_path: Path) -> None:
+    printed = run_script("muon.py", "--steps", "8", folder=tmp_path)
+    (verdict,) = re.findall(r"2 processes, 8 steps, held-out text ([0-9.]+) bits per byte", printed)
+    assert float(verdict) < 5.5  # 10 would be guessing among 1024 tokens
+
+
 def weights_after_two_steps(rank: int, world_size: int, meta: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     module = LightningDecoder("tiny", total_steps=2, meta=meta)

@@ -53,8 +53,11 @@ def save_and_resume(rank: int, world_size: int, folder: str, kind: str) -> dict[
     state = fresh(fabric)
     advance(fabric, state, data[:STEPS])
     half, weights = seen(state), whole(state["model"])
+    buffer = state["model"].module.shift
+    buffer.fill_(3.0 + rank)  # every rank has its own, and that of rank 0 is saved
     fabric.save(f"{folder}/{kind}", state)
     fabric.save(f"{folder}/{kind}", state)  # a checkpoint is replaced
+    buffer.fill_(3.0)
     advance(fabric, state, data[STEPS:])
     resumed = fresh(fabric, shift=1.0)
     objects = dict(resumed)
@@ -62,6 +65,7 @@ def save_and_resume(rank: int, world_size: int, folder: str, kind: str) -> dict[
     assert rest == {}
     assert all(resumed[key] is objects[key] for key in ("model", "optimizer", "schedule", "loss"))
     assert_same(seen(resumed), half, "half-way")
+    assert resumed["model"].module.shift.eq(3.0).all()
     advance(fabric, resumed, data[STEPS:])
     assert_same(seen(resumed), seen(state), "end")
     only = {"model": fresh(fabric, shift=1.0)["model"]}

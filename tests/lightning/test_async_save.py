@@ -83,6 +83,8 @@ def background(rank: int, world: int, folder: str) -> dict[str, Any]:
     for save_last in (None, "link"):
         found[f"top {save_last}"] = keeps_the_last_good_one(folder, data, world, save_last)
     found["error"] = an_error_surfaces(folder, data, world, rank)
+    found["staging"] = staging_fails_on_one_rank(folder, data, world, rank)
+    found["shared names"] = two_callbacks_of_one_name(folder, data, world)
     return found
 
 
@@ -130,6 +132,55 @@ def an_error_surfaces(folder: str, data: Any, world: int, rank: int) -> str:
     return "\n".join([*text, *names])
 
 
+def staging_fails_on_one_rank(folder: str, data: Any, world: int, rank: int) -> dict[str, Any]:
+    """Training goes on, and so does saving."""
+    seen: dict[str, Any] = {}
+
+    def no_memory(self: Staging, tree: Any) -> Any:
+        if rank == world - 1:
+            raise MemoryError("no host memory")
+        return copy(self, tree)
+
+    class Saving(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 1:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(Staging, "copy", no_memory)
+                    with pytest.raises((MemoryError, RuntimeError)) as info:
+                        trainer.save_checkpoint(f"{folder}/unstaged.ckpt")
+                seen["raised"] = str(info.value)
+                trainer.save_checkpoint(f"{folder}/staged.ckpt")
+
+    copy = Staging.copy
+    trainer = trainer_of(folder, world, max_steps=STEPS, callbacks=[Saving()])
+    trainer.fit(seeded(Scheduled), data)
+    seen["steps"] = trainer.global_step
+    seen["names"] = sorted(path.name for path in Path(folder).glob("*staged.ckpt"))
+    return seen
+
+
+def two_callbacks_of_one_name(folder: str, data: Any, world: int) -> list[str]:
+    """What is said, for two that save the same names, the same last checkpoint, and neither."""
+    said = []
+    for first, second in (
+        ({}, {"filename": "{epoch}-{step}"}),
+        ({"filename": "a", "save_last": True}, {"filename": "b", "save_last": True}),
+        ({"filename": "a", "save_last": True}, {"filename": "b"}),
+    ):
+        savers: list[Any] = [
+            ModelCheckpoint(dirpath=f"{folder}/shared {len(said)}", every_n_train_steps=steps, **own)
+            for steps, own in ((STEPS, first), (2, second))
+        ]
+        trainer = trainer_of(folder, world, max_steps=STEPS, callbacks=savers, enable_checkpointing=True)
+        try:
+            trainer.fit(seeded(Scheduled), data)
+        except ValueError as error:
+            said.append(str(error))
+        else:
+            said.append("")
+    return said
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_distributed(background, 2, str(tmp_path_factory.mktemp("background")))
@@ -161,6 +212,22 @@ def test_a_failure_is_raised_on_all_ranks_and_the_older_checkpoint_stays(ran: An
         assert "rank 1: OSError: disk full" in found["error"]
         assert "good.ckpt was left out: the checkpoint saved before it failed" in found["error"]
         assert found["error"].endswith("\ngood.ckpt")
+
+
+def test_all_ranks_hear_that_one_could_not_copy_and_go_on(ran: Any) -> None:
+    assert ran[1]["staging"]["raised"] == "no host memory"
+    assert "unstaged.ckpt to host memory: rank 1 failed, so all do: MemoryError" in ran[0]["staging"]["raised"]
+    for found in ran:
+        assert found["staging"]["steps"] == STEPS
+        assert found["staging"]["names"] == ["staged.ckpt"]
+
+
+def test_callbacks_that_would_save_under_one_name_are_refused(ran: Any) -> None:
+    for found in ran:
+        same, last, neither = found["shared names"]
+        assert "two callbacks save '{epoch}-{step}' in" in same
+        assert "two callbacks save 'last' in" in last
+        assert neither == ""
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -197,3 +264,22 @@ def test_actions_wait_for_the_save_and_run_in_order() -> None:
     go.set()
     saver.close()
     assert order == ["at once", "saved", "first", "second"]
+
+
+def test_a_removal_that_fails_afterwards_is_reported_and_the_next_is_done() -> None:
+    saver, done = BackgroundSaver(), []
+    go = threading.Event()
+
+    def save() -> None:
+        assert go.wait(60)
+
+    def refuse() -> None:
+        raise PermissionError("not yours")
+
+    saver.start(save)
+    saver.after("removing old.ckpt", refuse)
+    saver.after("removing older.ckpt", lambda: done.append("older"))
+    go.set()
+    with pytest.warns(UserWarning, match=r"removing old\.ckpt failed after the checkpoint was saved: not yours"):
+        saver.close()
+    assert done == ["older"]

@@ -421,6 +421,10 @@ class Wider(Watched):
         self.head = nn.Linear(12, 7)
 
 
+class Another(ShardedEMA):
+    """Lightning takes it for another callback; its average would be saved in the other's place."""
+
+
 def refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
     data = loader(8, EPOCH)
     found: dict[str, str] = {}
@@ -446,6 +450,9 @@ def refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
     with pytest.raises(RuntimeError) as info:
         late.averaged_state_dict(keep=True)
     found["early"] = str(info.value)
+    with pytest.raises(ValueError, match="is taken") as info:
+        make(folder, world_size, callbacks=[ShardedEMA(), Another()]).fit(seeded(Watched), data)
+    found["twice"] = str(info.value)
     gone = AveragedWeights(nn.Linear(2, 2))
     with pytest.raises(EngineStateError) as info:
         gone.update(0.5)
@@ -459,6 +466,7 @@ def test_what_makes_no_sense_is_refused(on_one: dict[str, Any]) -> None:
     assert "before trainer.fit, validate, test or predict has begun" in found["nothing"]
     assert "there is no average before optimizer step 9" in found["early"]
     assert "the module was deleted" in found["gone"]
+    assert "Another: checkpoint_key='ema' is taken, by another callback" in found["twice"]
 
 
 @pytest.mark.parametrize(

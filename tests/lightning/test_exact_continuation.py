@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch import Tensor, nn
@@ -67,7 +68,7 @@ class Loader:
 
 
 class Noisy(Classifier):
-    """Dropout, noise from numpy, and a schedule by step."""
+    """Dropout, noise from numpy, a schedule by step, and a weight that is left whole, whose gradient it reduces itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,6 +77,11 @@ class Noisy(Classifier):
     def loss(self, batch: list[Tensor]) -> Tensor:
         noise = float(np.random.rand()) * 0.01
         return F.cross_entropy(self(self.dropout(batch[0]) + noise).float(), batch[1])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert type(self.scale) is nn.Parameter
+        dist.all_reduce(self.scale.grad)
+        self.scale.grad /= dist.get_world_size()
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -98,7 +104,8 @@ class SaveAt(Callback):
 def trainer_of(world: int, kind: str, callbacks: list[Callback], accelerator: str = "cpu") -> Any:
     """`kind` is a `state_dict_type`, with loss scaling if it begins with "scaled "."""
     scaled = kind.startswith("scaled ")
-    strategy = MFSDPStrategy(units=["Block"], state_dict_type=kind.removeprefix("scaled "))  # type: ignore[arg-type]
+    whole = {"ignored_parameters": ["scale"], "state_dict_type": kind.removeprefix("scaled ")}
+    strategy = MFSDPStrategy(units=["Block"], **whole)  # type: ignore[arg-type]
     growing = torch.amp.GradScaler(accelerator, init_scale=8.0, growth_interval=2)
     precision = MFSDPPrecision("16-mixed", scaler=growing) if scaled else MFSDPPrecision("32-true")
     return make_trainer(
@@ -204,7 +211,8 @@ def test_only_a_save_inside_a_step_holds_gradients(runs: Any) -> None:
     for batches, expected in ((4, True), (6, False), (12, True)):
         saved = torch.load(runs[2] / f"full-{batches}.ckpt", weights_only=True)
         assert ("gradients" in saved["parameter_states"]) is expected, batches
-        assert len(saved["rank_states"]) == WORLD
+        whole = [list(state["gradients"]) for state in saved["rank_states"]]
+        assert whole == [["scale"] if expected else []] * WORLD
 
 
 def elsewhere(rank: int, world: int, folder: str) -> dict[str, Any]:

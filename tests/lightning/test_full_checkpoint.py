@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_mfsdp import MFSDPStrategy, fully_shard, fully_shard_optimizer
+from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
 from tests.engine.worlds import by_world, check
 from tests.helpers.distributed import run_distributed
@@ -43,6 +48,22 @@ def trainer_of(folder: str, world: int, strategy: Any, **options: Any) -> Any:
     return make_trainer(folder, world, **{**settings, **options})
 
 
+@contextmanager
+def waits() -> Iterator[set[timedelta]]:
+    """How long ranks would wait for the first one, each time they do."""
+    found: set[timedelta] = set()
+    first = Ranks.first
+
+    def watched(self: Ranks, doing: str, action: Any) -> Any:
+        group = self.group or dist.group.WORLD
+        found.add(group._get_backend(torch.device("cpu")).options._timeout)
+        return first(self, doing, action)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "first", watched)
+        yield found
+
+
 def save(rank: int, world: int, folder: str) -> dict[str, Any]:
     strict_warnings()
     found = {}
@@ -53,8 +74,14 @@ def save(rank: int, world: int, folder: str) -> dict[str, Any]:
         )
         strategy = MFSDPStrategy(units=["Block"], state_dict_type="full", **options)
         trainer = trainer_of(folder, world, strategy, enable_checkpointing=True, callbacks=[saver])
-        trainer.fit(model, loader(8 // world, EPOCH, rank, world))
-        found[name] = {"weights": full_state(model), "seen": model.seen, "local": local_state(trainer, model)}
+        with waits() as patience:
+            trainer.fit(model, loader(8 // world, EPOCH, rank, world))
+        found[name] = {
+            "patience": patience,
+            "weights": full_state(model),
+            "seen": model.seen,
+            "local": local_state(trainer, model),
+        }
         again = seeded(Hooked)
         loading = trainer_of(folder, world, MFSDPStrategy(units=["Block"], **options))
         loading.fit(again, loader(8 // world, EPOCH, rank, world), ckpt_path=f"{folder}/{name}/one.ckpt")
@@ -103,6 +130,10 @@ class TestAFullCheckpoint:
     def test_loads_back_to_the_bit(self, saved: Any, name: str) -> None:
         for found in saved[1]:
             assert_same(found[name]["again"], found[name]["local"], name)
+
+    def test_is_waited_for_longer_than_collectives_may_take(self, saved: Any, name: str) -> None:
+        for found in saved[1]:
+            assert found[name]["patience"] == {timedelta(days=7)}
 
     def test_shows_hooks_whole_tensors_on_rank_0_only(self, saved: Any, name: str) -> None:
         shapes = {key: tuple(value.shape) for key, value in seeded(Scheduled).state_dict().items()}

@@ -1,0 +1,92 @@
+"""What an optimizer may know that works on local rows without being elementwise: where the other rows of a parameter are.
+
+Such an optimizer derives from `LocalRowsOptimizer`. `fully_shard_optimizer` then gives it plain local rows, and it brings together by
+itself what its rule needs of other ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mfsdp.engine.group import ParameterGroup
+from lightning_mfsdp.engine.parameter import owner_of
+
+__all__ = ["LocalRowsOptimizer", "RowPlacement", "has_gradient", "row_placement"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPlacement:
+    """Where the rows of one sharded parameter lie.
+
+    Attributes:
+        name: Inside the module given to `fully_shard`.
+        shape: Global shape.
+        group: The ranks that share the rows out among them; `None` where every rank has all of them.
+        rows: Of dim 0, by rank of `group`; of this rank alone where there is no group. Together all of them, each once.
+    """
+
+    name: str
+    shape: torch.Size
+    group: dist.ProcessGroup | None
+    rows: tuple[range, ...]
+
+
+class LocalRowsOptimizer(Optimizer):
+    """Base of optimizers that hold plain local rows and exchange what else their rule needs; see `row_placement` and `has_gradient`."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients; ranks without rows of a parameter know it then, too."""
+        super().zero_grad(set_to_none)
+        if set_to_none:
+            for parameter in (one for group in self.param_groups for one in group["params"]):
+                owner = owner_of(parameter)
+                if owner is not None:
+                    owner[1].sharded.has_empty_grad = False
+
+
+def row_placement(parameter: Tensor) -> RowPlacement | None:
+    """Where the rows of a parameter lie, whichever of its faces is given; `None` if it is not sharded by this engine.
+
+    The first call for a parameter that is split over both axes of a mesh is collective: it may make a process group.
+    """
+    owner = owner_of(parameter)
+    if owner is None:
+        return None
+    group, entry = owner
+    index = group.entries.index(entry)
+    process_group, shards = _holders(group)
+    return RowPlacement(
+        name=entry.name,
+        shape=entry.shape,
+        group=process_group,
+        rows=tuple(group.layout.owned_rows(index, shard) for shard in shards),
+    )
+
+
+def has_gradient(parameter: Tensor) -> bool:
+    """Whether there is a reduced gradient, also where this rank has no rows of it: all ranks that share the parameter agree."""
+    owner = owner_of(parameter)
+    if owner is None:
+        return parameter.grad is not None
+    entry = owner[1]
+    return entry.is_trained and (entry.local.grad is not None or entry.sharded.has_empty_grad)
+
+
+def _holders(group: ParameterGroup) -> tuple[dist.ProcessGroup | None, list[int]]:
+    """The ranks that hold different shards of a group's main weights, and the shard of each."""
+    placement, mesh, outer = group.placement, group.mesh, group.outer_axis
+    if not placement.outer_main or outer is None:
+        return (group.shard_axis.group, list(range(group.shard_axis.size))) if placement.main else (None, [0])
+    if not placement.main:
+        return outer.group, list(range(outer.size))
+    context = group.context
+    assert context is not None, "a group in use belongs to a root"
+    both = context.channels.over_both_axes(mesh)
+    ranks_by_shard = mesh.device_mesh.mesh if mesh.shard_dim == 0 else mesh.device_mesh.mesh.T
+    shard_of = {int(rank): shard for shard, rank in enumerate(ranks_by_shard.flatten())}
+    return both, [shard_of[rank] for rank in dist.get_process_group_ranks(both)]
