@@ -150,6 +150,7 @@ class CheckpointingStrategy(ProcessStrategy):
         self._saver.wait()
         location = locate(self.broadcast(os.fspath(filepath)))
         ranks = Ranks()
+        checkpoint = {**checkpoint, **self.precision_plugin.fp8_scaling()}  # type: ignore[attr-defined]
         if "loops" in checkpoint:
             checkpoint = self._with_continuation(checkpoint, ranks)
         content: lightning_io.ShardedContent | lightning_io.FullContent
@@ -228,6 +229,7 @@ class CheckpointingStrategy(ProcessStrategy):
                 parameter_states=self.parameter_states,
                 prepare=self._prepare_optimizers if fitting else None,
             )
+        self.precision_plugin.take_fp8_scaling(rest)  # type: ignore[attr-defined]
         self._restore_rank_state(rest)
         return rest
 

@@ -299,7 +299,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
             )
         checkpoints.save(
             locate(self.broadcast(os.fspath(path))),
-            {key: _unwrapped(value) for key, value in state.items()},
+            {**{key: _unwrapped(value) for key, value in state.items()}, **self.precision.fp8_scaling()},
             filter or {},
             whole=self.state_dict_type == "full",
         )
@@ -333,6 +333,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
             )
         restored = {key: _unwrapped(value) for key, value in state.items()}
         rest = checkpoints.load(location, restored, strict=strict, weights_only=weights_only)
+        self.precision.take_fp8_scaling(rest)
         state.update({key: value for key, value in restored.items() if not isinstance(value, nn.Module)})
         return rest
 

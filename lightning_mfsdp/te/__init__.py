@@ -1,0 +1,6 @@
+"""FP8 by Transformer Engine: the only room that knows the library, and it loads it when a run asks for it."""
+
+from lightning_mfsdp.te.compute import Fp8Compute, Fp8Options
+from lightning_mfsdp.te.overrides import enter_around
+
+__all__ = ["Fp8Compute", "Fp8Options", "enter_around"]
