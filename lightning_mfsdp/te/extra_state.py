@@ -84,8 +84,7 @@ def load_scaling(root: nn.Module, saved: dict[str, dict[str, Any]], recipe_of: C
         module.fp8_meta.update(num_gemms=parts["num_gemms"], recipe=recipe)
         with torch.inference_mode(False):
             module.init_fp8_meta_tensors(recipe)
-        # Inside, also what an evaluation has made may be written.
-        with torch.inference_mode():
+        with torch.inference_mode():  # as below
             for key, state in _states(module):
                 state.scale.copy_(parts[key]["scale"])
                 _copy_rows(parts[key]["amax_history"], state.amax_history)
@@ -104,8 +103,9 @@ def forget_present_amax(root: nn.Module) -> None:
         for key, state in _states(module)
         if key == "scaling_fwd"
     ]
-    if rows:
-        torch._foreach_zero_(rows)
+    with torch.inference_mode():  # where also what an evaluation has made may be written
+        if rows:
+            torch._foreach_zero_(rows)
 
 
 def _copy_rows(saved: Tensor, history: Tensor) -> None:

@@ -29,7 +29,8 @@ def check_recipe(argument: str, recipe: Any) -> None:
     """Raise a ValueError unless `recipe` is a known name; what is no string is looked at once the library is there."""
     if recipe is None or (isinstance(recipe, str) and recipe not in RECIPES):
         raise ValueError(
-            f"{argument}={recipe!r} is no recipe; expected one of {', '.join(map(repr, RECIPES))}, or one of transformer_engine.common.recipe"
+            f"{argument}={recipe!r} is no recipe; expected one of {', '.join(map(repr, RECIPES))}, or one of "
+            "transformer_engine.common.recipe"
         )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +15,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.fabric.plugins.precision import transformer_engine as lightnings
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy
+from lightning_mfsdp.callbacks import ShardedThroughputMonitor
+from lightning_mfsdp.cuda_graph import graphed_training_step
 from lightning_mfsdp.fabric import MFSDPFabricStrategy
 from lightning_mfsdp.precision import translate_precision
 from lightning_mfsdp.te import extra_state
@@ -34,10 +36,10 @@ ROWS = 16
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dim: int = DIM) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.linear = nn.Linear(DIM, DIM)
+        self.norm = nn.LayerNorm(dim)
+        self.linear = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.linear(self.norm(x)))
@@ -46,19 +48,23 @@ class Block(nn.Module):
 class Net(LightningModule):
     """Plain layers; the blocks may be computed again in the backward."""
 
-    def __init__(self, recompute: bool = False) -> None:
+    def __init__(self, recompute: bool = False, dim: int = DIM) -> None:
         super().__init__()
-        self.inputs = nn.Linear(16, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(DIM, 16)
+        self.inputs = nn.Linear(16, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(3))
+        self.head = nn.Linear(dim, 16)
         self.recompute = recompute
         self.losses: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inputs(x)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+            x = self.again(block, x) if self.recompute else block(x)
         return self.head(x)
+
+    def again(self, block: nn.Module, x: Tensor) -> Tensor:
+        """Computed again in the backward."""
+        return checkpoint(block, x, use_reentrant=False)
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         return F.cross_entropy(self(batch[0]).float(), batch[1])
@@ -211,32 +217,33 @@ class Seen(Callback):
         self.scales.append(scales(module))
 
 
-def resumed(rank: int, world: int, folder: str, found: dict[str, Any]) -> None:
+def resumed(rank: int, world: int, name: str, build: Any, recipe: Any, folder: str, **options: Any) -> dict[str, Any]:
     """Two epochs with a validation and a checkpoint after each; the second again, from the first checkpoint, with nothing else known."""
     train, held_out = data(rank, world, 2), data(rank, world, 1, factor=9.0)
+    options = {"max_steps": -1, "max_epochs": 2, **options}
+    path = f"{folder}/{name}"
+
+    def trainer(**more: Any) -> Any:
+        fake_engine.forget()
+        return trainer_for(world, fp8(recipe, replace_layers="auto"), **options, **more)
+
+    seen, straight = Seen(), seeded(build)
+    saving = ModelCheckpoint(path, filename="{epoch}", save_top_k=-1)
+    trainer(callbacks=[seen, saving], enable_checkpointing=True).fit(straight, train, held_out)
+    expected = full_state(straight) | scales(straight)
+    evaluated, again = build(), build()
+    trainer().validate(evaluated, held_out, ckpt_path=f"{path}/epoch=0.ckpt", verbose=False)
+    found = {"evaluated": (scales(evaluated), seen.scales[0])}
+    trainer().fit(again, train, held_out, ckpt_path=f"{path}/epoch=0.ckpt")
+    return found | {"resumed": (full_state(again) | scales(again), expected)}
+
+
+def resumed_in_every_way(rank: int, world: int, folder: str, found: dict[str, Any]) -> None:
+    recipe = fake_engine.DelayedScaling(amax_history_len=4)
     for kind in ("sharded", "full"):
         for build in (Net, Built):
-
-            def trainer(kind: str = kind, **options: Any) -> Any:
-                precision = fp8(fake_engine.DelayedScaling(amax_history_len=4), replace_layers="auto")
-                options |= {"max_steps": -1, "max_epochs": 2, "strategy_options": {"state_dict_type": kind}}
-                return trainer_for(world, precision, **options)
-
-            name = f"{kind} {build.__name__}"
-            path = f"{folder}/{name}"
-            fake_engine.forget()
-            seen, straight = Seen(), seeded(build)
-            saving = ModelCheckpoint(path, filename="{epoch}", save_top_k=-1)
-            trainer(callbacks=[seen, saving], enable_checkpointing=True).fit(straight, train, held_out)
-            expected = full_state(straight) | scales(straight)
-            fake_engine.forget()
-            evaluated = build()
-            trainer().validate(evaluated, held_out, ckpt_path=f"{path}/epoch=0.ckpt", verbose=False)
-            found[f"evaluated {name}"] = scales(evaluated), seen.scales[0]
-            fake_engine.forget()
-            again = build()
-            trainer().fit(again, train, held_out, ckpt_path=f"{path}/epoch=0.ckpt")
-            found[f"resumed {name}"] = full_state(again) | scales(again), expected
+            name, options = f"{kind} {build.__name__}", {"state_dict_type": kind}
+            found[name] = resumed(rank, world, name, build, recipe, folder, strategy_options=options)
 
 
 def other_precisions(rank: int, world: int, folder: str, found: dict[str, Any]) -> None:
@@ -318,15 +325,6 @@ def by_string(rank: int, world: int, found: dict[str, Any]) -> None:
     found["by string"] = type(trainer.precision_plugin).__name__, trainer.precision, kinds()
 
 
-def graphs(rank: int, world: int, found: dict[str, Any]) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer_for(world, fp8(), max_steps=1, strategy_options={"cuda_graph": True}).fit(
-            seeded(Net), data(rank, world, 1)
-        )
-    found["graphs"] = [str(warning.message) for warning in caught]
-
-
 def fabric_loop(rank: int, world: int, folder: str, found: dict[str, Any]) -> None:
     from lightning.fabric import Fabric
 
@@ -361,10 +359,10 @@ def fabric_loop(rank: int, world: int, folder: str, found: dict[str, Any]) -> No
 def two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     strict_warnings()
     found: dict[str, Any] = {}
-    for case in (contexts, scaling_over_ranks, from_meta, by_string, graphs):
+    for case in (contexts, scaling_over_ranks, from_meta, by_string):
         with fake_engine.installed():
             case(rank, world, found)
-    for saving in (resumed, other_precisions, foreign_extra_state, fabric_loop):
+    for saving in (resumed_in_every_way, other_precisions, foreign_extra_state, fabric_loop):
         with fake_engine.installed():
             saving(rank, world, folder, found)
     return found
@@ -411,10 +409,10 @@ def assert_equal_states(pair: tuple[dict[str, Tensor], dict[str, Tensor]]) -> No
 @pytest.mark.parametrize("build", ["Net", "Built"])
 def test_a_resumed_run_ends_like_the_one_that_went_on_to_the_bit(ranks: Any, kind: str, build: str) -> None:
     for found in ranks:
-        state, expected = found[f"resumed {kind} {build}"]
-        assert any("amax_history" in name for name in expected)
-        assert_equal_states((state, expected))
-        assert_equal_states(found[f"evaluated {kind} {build}"])
+        pairs = found[f"{kind} {build}"]
+        assert all(any("amax_history" in name for name in expected) for _, expected in pairs.values())
+        assert_equal_states(pairs["evaluated"])
+        assert_equal_states(pairs["resumed"])
 
 
 def test_checkpoints_go_into_runs_without_the_library_and_back(ranks: Any) -> None:
@@ -443,9 +441,23 @@ def test_lightnings_string_is_current_scaling_with_layers_replaced(ranks: Any) -
         assert found["by string"] == ("MFSDPPrecision", "transformer-engine", ["current"] * 5)
 
 
-def test_graphs_are_refused_with_the_reason(ranks: Any) -> None:
-    message = "cuda_graph=True: the model is on cpu"
-    assert all(any(message in text for text in found["graphs"]) for found in ranks[:1])
+def test_graphs_are_refused_with_the_reason() -> None:
+    module = SimpleNamespace(device=torch.device("cuda"), automatic_optimization=True)
+    with pytest.warns(
+        UserWarning, match=r"cuda_graph=True: modules of Transformer Engine keep part of their state in Python"
+    ):
+        assert graphed_training_step(print, module, SimpleNamespace(precision_plugin=fp8())) is None  # type: ignore[arg-type]
+
+
+def test_utilisation_is_measured_against_the_peak_of_8_bits() -> None:
+    monitor = ShardedThroughputMonitor(batch_size_fn=len)
+    trainer = SimpleNamespace(precision_plugin=fp8(), strategy=SimpleNamespace(root_device=None))
+    with (
+        mock.patch.object(ThroughputMonitor, "setup"),
+        mock.patch("lightning_mfsdp.callbacks.throughput.get_available_flops", lambda device, dtype: dtype),
+    ):
+        monitor.setup(trainer, None, "fit")  # type: ignore[arg-type]
+    assert monitor.available_flops is torch.int8
 
 
 def test_a_loop_of_ones_own_under_fabric_resumes_to_the_bit(ranks: Any) -> None:
