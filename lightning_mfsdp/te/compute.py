@@ -76,6 +76,10 @@ class Fp8Compute:
         self._roots: list[weakref.ref[nn.Module]] = []
 
     @cached_property
+    def _library(self) -> Any:
+        return library.load("pytorch")
+
+    @cached_property
     def recipe(self) -> Any:
         """The library's object. Reading it loads the library, and raises what `make_recipe` raises."""
         return make_recipe(self.options.recipe)
@@ -110,7 +114,7 @@ class Fp8Compute:
             extra_state.forget_present_amax(root)
 
     def _autocast(self, recipe: Any) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = library.load("pytorch").autocast(
+        context: AbstractContextManager[Any] = self._library.autocast(
             enabled=recipe is not None,
             recipe=self.recipe if recipe is None else recipe,  # without one it would ask the device
             amax_reduction_group=self._group,
