@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -123,7 +124,14 @@ class TextDataModule(LightningDataModule):
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, prompt: Tensor, length: int, *, context: int, temperature: float = 0.0, seed: int = 0
+    model: nn.Module,
+    prompt: Tensor,
+    length: int,
+    *,
+    context: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    multiple: int = 1,
 ) -> Tensor:
     """Continue `prompt` by `length` bytes.
 
@@ -131,10 +139,11 @@ def generate(
     rank draws the same bytes, because all seed alike.
 
     Args:
-        model: Maps tokens [B, S] to logits [B, S, V].
+        model: Maps tokens [B, S] to logits [B, S, V], each from the tokens up to its own.
         prompt: Bytes to continue, int64, 1-D, at least one.
         length: Bytes to add.
         context: Longest input the model is shown, in bytes.
+        multiple: What lengths of inputs are padded to a multiple of, within `context`. FP8 layers need 16.
         temperature: Zero takes the likeliest byte; larger values draw more freely.
         seed: Of the draws.
 
@@ -144,7 +153,9 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     tokens = prompt
     for _ in range(length):
-        logits = model(tokens[None, -context:])[0, -1, :BYTES].float().cpu()
+        shown = tokens[-context:]
+        padded = F.pad(shown, (0, -len(shown) % multiple))  # after the end, where a causal model does not look
+        logits = model(padded[None])[0, len(shown) - 1, :BYTES].float().cpu()
         if temperature > 0:
             following = torch.multinomial((logits / temperature).softmax(dim=0), 1, generator=generator)
         else:

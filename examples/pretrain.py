@@ -7,6 +7,7 @@ the larger presets on GPUs:
 
     python examples/pretrain.py
     python examples/pretrain.py --config 1b --accelerator gpu --devices 4 --no-resume-demo
+    python examples/pretrain.py --config 1b --accelerator gpu --devices 4 --precision transformer-engine
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Sample(Callback):
         prompt = encode(self.prompt).to(pl_module.device)
         context = pl_module.config.seq
         pl_module.eval()
-        tokens = generate(pl_module, prompt, self.length, context=context, temperature=self.temperature)
+        options = {"context": context, "temperature": self.temperature, "multiple": 16}
+        tokens = generate(pl_module, prompt, self.length, **options)
         pl_module.train()
         self.text = decode(tokens.cpu())
 
@@ -75,7 +77,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=2, help="processes on each node (default: 2)")
     parser.add_argument("--nodes", type=int, default=1, help="number of nodes (default: 1)")
     parser.add_argument("--strategy", default="mfsdp", help='any name Lightning knows (default: "mfsdp")')
-    parser.add_argument("--precision", help="default: 32-true on the CPU, bf16-mixed elsewhere")
+    parser.add_argument(
+        "--precision", help="default: 32-true on the CPU, bf16-mixed elsewhere; transformer-engine for FP8"
+    )
     parser.add_argument(
         "--steps", type=int, help="optimizer steps in all, both phases; rounded up to pairs of intervals"
     )

@@ -147,6 +147,7 @@ class CheckpointingStrategy(ProcessStrategy):
             # Also used in the background: collectives of two threads must not meet, and one save is waited for before the next.
             self._saving_ranks = Ranks.patient()
         ranks = self._saving_ranks
+        checkpoint = {**checkpoint, **self.precision_plugin.fp8_scaling()}  # type: ignore[attr-defined]
         if "loops" in checkpoint:
             checkpoint = self._with_continuation(checkpoint, ranks)
         content: lightning_io.ShardedContent | lightning_io.FullContent
@@ -229,6 +230,7 @@ class CheckpointingStrategy(ProcessStrategy):
                 parameter_states=self.parameter_states,
                 prepare=self._prepare_optimizers if fitting else None,
             )
+        self.precision_plugin.take_fp8_scaling(rest)  # type: ignore[attr-defined]
         self._restore_rank_state(rest)
         return rest
 

@@ -5,14 +5,16 @@ It knows dtypes. It does not know units, meshes or checkpoints, nor who calls.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -23,10 +25,12 @@ from lightning_mfsdp.lightning_api import (
     FabricHalfPrecision,
     FabricMixedPrecision,
     FabricPrecision,
+    FabricTransformerEnginePrecision,
     HalfPrecision,
     MixedPrecision,
     Precision,
 )
+from lightning_mfsdp.te import Fp8Compute, Fp8Options, enter_around
 
 __all__ = [
     "DistributedGradScaler",
@@ -37,10 +41,15 @@ __all__ = [
     "unscales_by_itself",
 ]
 
-PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true"]
+PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true", "transformer-engine"]
 
+_FP8_SCALING = "fp8_scaling"  # in checkpoints
 _TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
-_AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_AUTOCAST_DTYPES = {
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "transformer-engine": torch.bfloat16,  # of all that the library's modules do not compute in 8 bits
+}
 
 # Under autocast these compute in float32 with float32 weights. Rounding their few weights would save nothing and change results.
 _NORMALIZATION: tuple[type[nn.Module], ...] = (
@@ -60,14 +69,15 @@ _NORMALIZATION: tuple[type[nn.Module], ...] = (
 def default_policy(precision: PrecisionName) -> MixedPrecisionPolicy:
     """The policy a precision string stands for.
 
-    | precision    | main weights | compute and gathers | gradients on the wire and accumulated |
-    |--------------|--------------|---------------------|---------------------------------------|
-    | "32-true"    | float32      | as built            | float32                               |
-    | "bf16-mixed" | float32      | bfloat16 + autocast | float32                               |
-    | "16-mixed"   | float32      | float16 + autocast  | float32, scaled loss                  |
-    | "bf16-true"  | bfloat16     | bfloat16            | float32, rounded once for the step    |
-    | "16-true"    | float16      | float16             | float32, scaled loss                  |
-    | "64-true"    | float64      | float64             | float64                               |
+    | precision            | main weights | compute and gathers      | gradients on the wire and accumulated |
+    |----------------------|--------------|--------------------------|---------------------------------------|
+    | "32-true"            | float32      | as built                 | float32                               |
+    | "bf16-mixed"         | float32      | bfloat16 + autocast      | float32                               |
+    | "16-mixed"           | float32      | float16 + autocast       | float32, scaled loss                  |
+    | "bf16-true"          | bfloat16     | bfloat16                 | float32, rounded once for the step    |
+    | "16-true"            | float16      | float16                  | float32, scaled loss                  |
+    | "64-true"            | float64      | float64                  | float64                               |
+    | "transformer-engine" | float32      | as "bf16-mixed", and FP8 | float32                               |
     """
     if precision in _AUTOCAST_DTYPES:
         return MixedPrecisionPolicy(
@@ -114,13 +124,15 @@ class ShardedPrecision(FabricPrecision):
     """Precision of a run whose model is sharded.
 
     Args:
-        precision: One of "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true". See `default_policy` for the dtypes.
+        precision: One of "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true", "transformer-engine". See
+            `default_policy` for the dtypes.
         policy: Replaces the dtypes the string stands for; autocast, the model's own dtype and the inputs' still follow the string.
         scaler: Loss scaler for float16 compute. `None` makes a `DistributedGradScaler` where one is needed. A plain
             `torch.amp.GradScaler` is taken as settings for one; any other class must itself agree over all ranks on skipping a step.
+        recipe, replace_layers, keep_high_precision, overrides: For "transformer-engine", as `Fp8Options` explains them.
 
     Raises:
-        ValueError: An unknown precision, or a scaler where nothing computes in float16.
+        ValueError: An unknown precision, a scaler where nothing computes in float16, or options of FP8 where nothing computes in it.
     """
 
     def __init__(
@@ -129,6 +141,10 @@ class ShardedPrecision(FabricPrecision):
         *,
         policy: MixedPrecisionPolicy | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        recipe: Any = None,
+        replace_layers: bool | Literal["auto"] = False,
+        keep_high_precision: Sequence[str] = (),
+        overrides: Mapping[str, Any] | None = None,
     ) -> None:
         if precision not in get_args(PrecisionName):
             raise ValueError(
@@ -138,6 +154,21 @@ class ShardedPrecision(FabricPrecision):
         self.policy_is_explicit = policy is not None
         self.policy = policy or default_policy(precision)
         self.scaler = scaler
+        self.fp8: Fp8Compute | None = None
+        if precision == "transformer-engine":
+            self.fp8 = Fp8Compute(
+                Fp8Options(
+                    recipe="current" if recipe is None else recipe,
+                    replace_layers=replace_layers,
+                    keep_high_precision=keep_high_precision,
+                    overrides=overrides or {},
+                )
+            )
+        elif recipe is not None or replace_layers or keep_high_precision or overrides:
+            raise ValueError(
+                f"{type(self).__name__}({precision!r}): recipe, replace_layers, keep_high_precision and overrides are about FP8, which "
+                'this precision does not use. Leave them out, or use "transformer-engine"'
+            )
         self._device_type = "cpu"
         if scaler is not None and not self.needs_scaler:
             raise ValueError(
@@ -160,6 +191,15 @@ class ShardedPrecision(FabricPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """The module as it is: a strategy calls `cast_module` where nothing is sharded yet."""
         return module
+
+    def prepare_module(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Once there are processes, before each use of a module, sharded or not: for FP8 it gets what it lacks."""
+        if self.fp8 is None:
+            return
+        # A mesh of two axes covers all ranks, too.
+        done = self.fp8.prepare(module, mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD)
+        if done:
+            rank_zero_info(done)
 
     def cast_module(self, module: nn.Module) -> nn.Module:
         """The module in the dtype of a "*-true" precision; the policy decides everything else."""
@@ -193,31 +233,30 @@ class ShardedPrecision(FabricPrecision):
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """Autocast for "*-mixed", the default dtype for "*-true"."""
+        """Autocast for "*-mixed", the default dtype for "*-true", and FP8 inside of autocast."""
         dtype = _AUTOCAST_DTYPES.get(self.precision)
         if dtype is None:
             with self.tensor_init_context():
                 yield
         else:
-            with torch.autocast(self._device_type, dtype=dtype, cache_enabled=False):
+            fp8 = self.fp8.forward() if self.fp8 is not None else nullcontext()
+            with torch.autocast(self._device_type, dtype=dtype, cache_enabled=False), fp8:
                 yield
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        """Around a backward: what is computed again there needs FP8 as in its first forward."""
+        return self.fp8.backward() if self.fp8 is not None else nullcontext()
 
     def autocast_calls(self, module: nn.Module) -> None:
         """Calls of `module` outside of steps, from a hook or after training, run under autocast as well: weights have the compute dtype."""
         if self.precision not in _AUTOCAST_DTYPES:
             return
-        entered: list[AbstractContextManager[Any]] = []
 
-        def before(*_: Any) -> None:
+        def context() -> AbstractContextManager[Any]:
             inside = torch.is_autocast_enabled(self._device_type)
-            entered.append(nullcontext() if inside else self.forward_context())
-            entered[-1].__enter__()
+            return nullcontext() if inside else self.forward_context()
 
-        def after(*_: Any) -> None:
-            entered.pop().__exit__(None, None, None)
-
-        module.register_forward_pre_hook(before, prepend=True)
-        module.register_forward_hook(after, always_call=True)
+        enter_around(module, context)
 
     def connect_device(self, device_type: str) -> None:
         """Set where autocast and loss scaling happen: "cpu" or "cuda"."""
@@ -233,6 +272,20 @@ class ShardedPrecision(FabricPrecision):
             raise RuntimeError(
                 f"clipping gradients of {type(optimizer).__name__}(fused=True) under loss scaling: the optimizer removes the scale inside "
                 'its step, after clipping. Use fused=False, or precision="bf16-mixed", which needs no scaling'
+            )
+
+    def fp8_scaling(self) -> dict[str, Any]:
+        """What a checkpoint holds of FP8: scales and histories, under delayed scaling."""
+        scaling = self.fp8.scaling() if self.fp8 is not None else []
+        return {_FP8_SCALING: scaling} if scaling else {}
+
+    def take_fp8_scaling(self, rest: dict[str, Any]) -> None:
+        """Restore what `fp8_scaling` put into a checkpoint, and remove it there. A run without FP8 has no use for it."""
+        scaling = rest.pop(_FP8_SCALING, [])
+        unused = self.fp8.load_scaling(scaling) if self.fp8 is not None else []
+        if unused:
+            rank_zero_info(
+                f"the checkpoint holds scales of delayed scaling for {len(unused)} modules that do not use it here: {unused[:4]}"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -278,18 +331,37 @@ def translate(plugin: FabricPrecision, policy: MixedPrecisionPolicy | None, into
         own = plugin.policy if plugin.policy_is_explicit else None
         if isinstance(plugin, into) and (policy is None or plugin.policy_is_explicit):
             return plugin
-        return into(plugin.precision, policy=policy or own, scaler=plugin.scaler)
+        fp8 = {} if plugin.fp8 is None else vars(plugin.fp8.options)
+        return into(plugin.precision, policy=policy or own, scaler=plugin.scaler, **fp8)
+    if isinstance(plugin, FabricTransformerEnginePrecision):
+        return into("transformer-engine", policy=policy, **_fp8_options(plugin))
     if isinstance(plugin, _NAMED):
         scaler = plugin.scaler if isinstance(plugin, (MixedPrecision, FabricMixedPrecision)) else None
         return into(cast(PrecisionName, plugin.precision), policy=policy, scaler=scaler)
     if type(plugin) in _PLAIN:
         return into("32-true", policy=policy)
-    kind = type(plugin).__name__
-    later = " FP8 through Transformer Engine comes with a later version." if "TransformerEngine" in kind else ""
     raise TypeError(
-        f"mfsdp cannot work with the precision plugin {kind}.{later} Use precision=... with one of "
+        f"mfsdp cannot work with the precision plugin {type(plugin).__name__}. Use precision=... with one of "
         f"{', '.join(map(repr, get_args(PrecisionName)))}, or plugins=[{into.__name__}(...)]"
     )
+
+
+def _fp8_options(plugin: FabricTransformerEnginePrecision) -> dict[str, Any]:
+    """What Lightning's plugin says, which is also what it builds from the string."""
+    if {plugin.weights_dtype, plugin.fallback_compute_dtype} != {torch.bfloat16}:
+        raise TypeError(
+            f"TransformerEnginePrecision(weights_dtype={plugin.weights_dtype}, fallback_compute_dtype={plugin.fallback_compute_dtype}): "
+            "mfsdp computes in bfloat16 what is not in FP8 (float16 would need loss scaling), and keeps float32 main weights. Use "
+            'precision="transformer-engine", or plugins=[MFSDPPrecision("transformer-engine", policy=...)] for other dtypes'
+        )
+    # The string says nothing of a recipe, and a plugin without one cannot be told from it.
+    recipe = "current" if plugin.recipe == type(plugin.recipe)() else plugin.recipe
+    if recipe == "current":
+        rank_zero_info(
+            'precision="transformer-engine": FP8 with current scaling. For Lightning\'s delayed scaling, use '
+            'plugins=[MFSDPPrecision("transformer-engine", recipe="delayed", replace_layers="auto")]'
+        )
+    return {"recipe": recipe, "replace_layers": "auto" if plugin.replace_layers is None else plugin.replace_layers}
 
 
 def unscales_by_itself(optimizer: Any) -> bool:

@@ -25,6 +25,7 @@ __all__ = [
     "FabricMixedPrecision",
     "FabricParallelStrategy",
     "FabricPrecision",
+    "FabricTransformerEnginePrecision",
     "GradClipAlgorithmType",
     "HalfPrecision",
     "Launcher",
@@ -72,6 +73,7 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning.fabric.plugins import HalfPrecision as FabricHalfPrecision
     from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
     from lightning.fabric.plugins import Precision as FabricPrecision
+    from lightning.fabric.plugins import TransformerEnginePrecision as FabricTransformerEnginePrecision
     from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGY_REGISTRY
     from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as FabricLauncher
     from lightning.fabric.strategies.parallel import ParallelStrategy as FabricParallelStrategy
@@ -117,6 +119,7 @@ else:
     from lightning_fabric.plugins import HalfPrecision as FabricHalfPrecision
     from lightning_fabric.plugins import MixedPrecision as FabricMixedPrecision
     from lightning_fabric.plugins import Precision as FabricPrecision
+    from lightning_fabric.plugins import TransformerEnginePrecision as FabricTransformerEnginePrecision
     from lightning_fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGY_REGISTRY
     from lightning_fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as FabricLauncher
     from lightning_fabric.strategies.parallel import ParallelStrategy as FabricParallelStrategy

@@ -32,13 +32,15 @@ class MFSDPPrecision(ShardedPrecision, Precision):
     """Precision of a run under `MFSDPStrategy`.
 
     Args:
-        precision: One of "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true". See `default_policy` for the dtypes.
+        precision: One of "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true", "transformer-engine". See
+            `default_policy` for the dtypes.
         policy: Replaces the dtypes the string stands for; autocast, the model's own dtype and the inputs' still follow the string.
         scaler: Loss scaler for float16 compute. `None` makes a `DistributedGradScaler` where one is needed. A plain
             `torch.amp.GradScaler` is taken as settings for one; any other class must itself agree over all ranks on skipping a step.
+        recipe, replace_layers, keep_high_precision, overrides: For "transformer-engine", as `Fp8Options` explains them.
 
     Raises:
-        ValueError: An unknown precision, or a scaler where nothing computes in float16.
+        ValueError: An unknown precision, a scaler where nothing computes in float16, or options of FP8 where nothing computes in it.
     """
 
     def connect(
@@ -54,6 +56,13 @@ class MFSDPPrecision(ShardedPrecision, Precision):
         if self.scaler is not None:
             tensor = self.scaler.scale(tensor)
         return super().pre_backward(tensor, module)
+
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """The module's backward, where activations may be computed again."""
+        with self.backward_context():
+            super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any

@@ -102,6 +102,7 @@ class ShardingOptions:
             precision: Dtypes of the module and of the engine.
             before: Called with a module in which nothing is sharded yet.
         """
+        precision.prepare_module(module, mesh)
         root = unit_of(module)
         if root is not None:
             warn_of_other_options(module, root, precision.policy, self.sharding, self.outer_sharding, self.offload)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from lightning_mfsdp.lightning_api import LightningModule, ThroughputMonitor, Trainer, get_available_flops
 from lightning_mfsdp.precision import MFSDPPrecision
 
@@ -20,6 +22,8 @@ class ShardedThroughputMonitor(ThroughputMonitor):
         super().setup(trainer, pl_module, stage)
         precision = trainer.precision_plugin
         if isinstance(precision, MFSDPPrecision):
-            self.available_flops = get_available_flops(trainer.strategy.root_device, precision.compute_dtype)
+            # FP8 has the peak of 8-bit integers, the only 8-bit entry of Lightning's table.
+            dtype = precision.compute_dtype if precision.fp8 is None else torch.int8
+            self.available_flops = get_available_flops(trainer.strategy.root_device, dtype)
             for throughput in self._throughputs.values():
                 throughput.available_flops = self.available_flops

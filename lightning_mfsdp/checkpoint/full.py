@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint.location import Location
-from lightning_mfsdp.checkpoint.sharded import ParameterIndex, check_names, check_restored, plain_name, refresh
+from lightning_mfsdp.checkpoint.sharded import (
+    ParameterIndex,
+    check_names,
+    check_restored,
+    drops_extra_state,
+    plain_name,
+    refresh,
+)
 from lightning_mfsdp.checkpoint.sharded_optimizer import holds_rows_elsewhere, restore_optimizer
 from lightning_mfsdp.engine import ParameterView
 
@@ -24,10 +31,11 @@ def load_model(path: Location, saved: Mapping[str, Any], module: nn.Module, *, s
         RuntimeError: Names or shapes differ; all of them are listed.
     """
     index = ParameterIndex(module)
-    plain = {plain_name(name): value for name, value in saved.items()}
     state = module.state_dict()
     names = {plain_name(name): name for name in state}
     present = {plain_name(name): value for name, value in state.items()}
+    plain = {plain_name(name): value for name, value in saved.items()}
+    plain = {name: value for name, value in plain.items() if not drops_extra_state(name, present)}
     shapes = {name: value.shape for name, value in plain.items() if isinstance(value, Tensor)}
     check_names(path, present, list(plain), shapes, strict=strict)
     check_restored(path, index, list(plain), strict=strict)

@@ -39,6 +39,7 @@ __all__ = [
     "ParameterIndex",
     "check_names",
     "check_restored",
+    "drops_extra_state",
     "finish_model",
     "own_share",
     "paths_of",
@@ -56,6 +57,16 @@ _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 def plain_name(name: str) -> str:
     """The name a parameter has without wrappers around its modules."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def drops_extra_state(name: str, present: Mapping[str, Any]) -> bool:
+    """Whether what a checkpoint holds under a name is a module's extra state, and the module here has none.
+
+    Some checkpoints hold that of Transformer Engine's modules, which only these could use, and only where they trust any code in it.
+    """
+    value = present.get(name)
+    has_some = name in present and not (isinstance(value, Tensor) and not value.numel())
+    return name.rpartition(".")[2] == "_extra_state" and not has_some
 
 
 class ParameterIndex:
@@ -199,14 +210,17 @@ def plan_model(path: Location, metadata: Metadata, module: nn.Module, *, strict:
     paths = paths_of(metadata)
     if key == "model" and not any(item[0] == key for item in paths.values()):
         key = "state_dict"
+    present = {name: value for name, (_, value) in targets.items()}
     for flat, item in paths.items():
         if item[0] == key and len(item) > 1:
             name = plain_name(str(item[1]))
+            if drops_extra_state(name, present):
+                continue
             saved[name] = str(item[1])
             entry = metadata.state_dict_metadata[flat]
             if len(item) == 2 and isinstance(entry, TensorStorageMetadata):
                 shapes[name] = entry.size
-    check_names(path, {name: value for name, (_, value) in targets.items()}, list(saved), shapes, strict=strict)
+    check_names(path, present, list(saved), shapes, strict=strict)
     check_restored(path, index, [name for name in targets if name in saved], strict=strict)
     wanted = {saved[name]: value for name, (_, value) in targets.items() if name in saved}
     others = {

@@ -91,7 +91,11 @@ def materialize_module(
     if not fresh and not buffers:
         return
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    _initialise(module, reset, model)
+    # What took another module's place may reset itself as that one did; then a model around knows that one, too.
+    owner = getattr(reset, "__self__", None)
+    _initialise(owner if isinstance(owner, nn.Module) else module, reset, model)
+    for key, parameter in meta.items():
+        _put_back(module, key, replaced[id(parameter)][1])
     owned = {**module._parameters, **module._buffers}
     # What has a way of its own may mean to leave values out; what a model does for it may not know this module.
     left = [key for key in (*fresh, *buffers) if not callable(reset) and (model is None or _is_unset(owned[key]))]
@@ -109,6 +113,14 @@ def _initialise(module: nn.Module, reset: Any, model: nn.Module | None) -> None:
         reset()
     if model is not None:
         model._init_weights(module)  # type: ignore[operator]
+
+
+def _put_back(module: nn.Module, key: str, real: nn.Parameter) -> None:
+    """Some libraries make new objects of parameters while they reset them: trained ones, tied to none."""
+    made = module._parameters[key]
+    if type(made) is nn.Parameter and made is not real:
+        real.data = made.data
+        module._parameters[key] = real
 
 
 def _unset_like(tensor: Tensor, device: torch.device) -> Tensor:

@@ -21,10 +21,10 @@ class MFSDPFabricPrecision(ShardedPrecision):
     returns has PyTorch's default dtype, as everywhere in Fabric.
 
     Args:
-        precision, policy, scaler: As in `MFSDPPrecision`.
+        precision, policy, scaler, recipe, replace_layers, keep_high_precision, overrides: As in `MFSDPPrecision`.
 
     Raises:
-        ValueError: An unknown precision, or a scaler where nothing computes in float16.
+        ValueError: As in `MFSDPPrecision`.
     """
 
     def convert_output(self, data: Any) -> Any:
@@ -42,7 +42,8 @@ class MFSDPFabricPrecision(ShardedPrecision):
         """Scale the loss where float16 gradients could underflow, and run backward."""
         if self.scaler is not None:
             tensor = self.scaler.scale(tensor)
-        super().backward(tensor, model, *args, **kwargs)
+        with self.backward_context():
+            super().backward(tensor, model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step; with a scaler the step is skipped on all ranks when any gradient overflowed."""

@@ -305,7 +305,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
             self._saving_ranks = Ranks.patient()
         checkpoints.save(
             locate(self.broadcast(os.fspath(path))),
-            {key: _unwrapped(value) for key, value in state.items()},
+            {**{key: _unwrapped(value) for key, value in state.items()}, **self.precision.fp8_scaling()},
             filter or {},
             whole=self.state_dict_type == "full",
             ranks=self._saving_ranks,
@@ -340,6 +340,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
             )
         restored = {key: _unwrapped(value) for key, value in state.items()}
         rest = checkpoints.load(location, restored, strict=strict, weights_only=weights_only)
+        self.precision.take_fp8_scaling(rest)
         state.update({key: value for key, value in restored.items() if not isinstance(value, nn.Module)})
         return rest
 

@@ -95,6 +95,37 @@ class Initialising(nn.Module):
         return self.inner["deep"](self.linear(x))
 
 
+class MadeAnew(nn.Linear):
+    """Its reset makes new objects of its parameters, as modules of Transformer Engine do."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        for key, parameter in list(self.named_parameters(recurse=False)):
+            self._parameters[key] = nn.Parameter(parameter)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = MadeAnew(4, 4)
+        self.second = MadeAnew(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def stand_in() -> nn.Module:
+    """A model whose linear layer was replaced by another kind, which resets itself as the layer did."""
+    model = Initialising()
+    other = Scale()
+    other._parameters = model.linear._parameters
+    other.reset_parameters = model.linear.reset_parameters
+    model.linear = other
+    return model
+
+
 class OtherInitialiser(nn.Module):
     """A method of that name that is none for parts."""
 
@@ -116,6 +147,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "buffers": (WithBuffers, ("linear",)),
     "initialised by the model around": (Initialising, ("linear", "inner")),
     "an initialiser without arguments": (OtherInitialiser, ("linear",)),
+    "new objects made by a reset": (Tied, ()),
+    "in another module's place": (stand_in, ("linear",)),
     "lstm": (partial(nn.LSTM, 3, 4, num_layers=2), ()),
 }
 
@@ -160,6 +193,14 @@ def the_model_runs(name: str, example: Callable[[], Tensor], rank: int, world: i
     outputs = [module(example()) for module in (model, expected)]
     got, wanted = (output[0] if isinstance(output, tuple) else output for output in outputs)
     torch.testing.assert_close(got, wanted)
+
+
+def made_anew_stays_frozen(rank: int, world: int) -> None:
+    with torch.device("meta"):
+        model = Tied()
+    fully_shard(model)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"first.bias"}, frozen
 
 
 def no_reset_is_an_error(rank: int, world: int) -> None:
@@ -208,6 +249,7 @@ CASES = {
     **{f"{name}, in units": partial(same_values, name, through_units) for name in MODELS},
     "lstm runs": partial(the_model_runs, "lstm", partial(torch.ones, 5, 2, 3)),
     "composite runs": partial(the_model_runs, "own parameters next to children", partial(torch.ones, 5, 4)),
+    "frozen parameters made anew stay frozen": made_anew_stays_frozen,
     "a module that cannot initialise itself is named": no_reset_is_an_error,
     "what an initialiser leaves out is named": what_the_initialiser_leaves_out_is_an_error,
     "ignored parameters stay as they are": ignored_stays_on_meta,

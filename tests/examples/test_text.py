@@ -87,6 +87,8 @@ def test_greedy_generation_takes_the_likeliest_byte_and_shows_no_more_than_the_c
     model = Successor()
     assert decode(generate(model, encode("ab"), 6, context=4)) == "abcdefgh"
     assert model.longest == 4
+    assert decode(generate(model, encode("ab"), 6, context=8, multiple=8)) == "abcdefgh"
+    assert model.longest == 8
 
 
 def test_sampling_is_the_same_for_the_same_seed_and_stays_within_bytes() -> None:

@@ -59,12 +59,6 @@ def test_plugins_without_a_counterpart_are_refused_with_the_way_out() -> None:
     with pytest.raises(TypeError, match=r"FSDPPrecision.*Use precision=..."):
         translate_precision(FSDPPrecision("32-true"), None)
 
-    class TransformerEnginePrecision(Precision):
-        """Same name as Lightning's, which needs the library to be built."""
-
-    with pytest.raises(TypeError, match="comes with a later version"):
-        translate_precision(TransformerEnginePrecision(), None)
-
 
 def test_unknown_names_and_useless_scalers_are_refused() -> None:
     with pytest.raises(ValueError, match="expected one of '32-true'"):

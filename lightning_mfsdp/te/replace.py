@@ -1,0 +1,139 @@
+"""Layers of `torch.nn` become layers of Transformer Engine, with the same parameters under the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_mfsdp.te import library
+from lightning_mfsdp.te.recipes import alignment
+
+__all__ = ["replace", "replaceable"]
+
+
+def replaceable(root: nn.Module) -> dict[str, nn.Module]:
+    """Layers inside `root` that compute as `nn.Linear`, `nn.LayerNorm` or `nn.RMSNorm` do, by name. Each once.
+
+    Left as they are: layers with a forward of their own, norms without weight, bias or a number for eps, which the library has not, and
+    what attention of `torch.nn` only reads the weights of.
+    """
+    found: dict[str, nn.Module] = {}
+    inside: set[int] = set()  # modules that use their children's parameters themselves
+    for name, module in root.named_modules():
+        if isinstance(module, nn.MultiheadAttention) or library.is_engine_module(module):
+            inside.update(id(part) for part in module.modules())
+        if name and id(module) not in inside and _maker(module) is not None:
+            found[name] = module
+    return found
+
+
+def replace(root: nn.Module, layers: Mapping[str, nn.Module], recipe_of: Callable[[str], Any]) -> list[nn.Module]:
+    """Put a layer of the library in the place of each, wherever it is registered; returns the new ones.
+
+    A new layer holds the very `Parameter` objects, so tied weights, optimizers and `requires_grad` need nothing. On the meta device it is
+    initialised later as the old one would have been.
+
+    Args:
+        root: Not sharded yet.
+        layers: From `replaceable`.
+        recipe_of: The recipe a layer of that name will compute with.
+
+    Raises:
+        ValueError: A layer with hooks or with sizes that its recipe cannot multiply; nothing was changed.
+    """
+    for name, layer in layers.items():
+        _check_hooks(name, layer)
+        if isinstance(layer, nn.Linear):
+            _check_sizes(name, layer, recipe_of(name))
+    new = {id(layer): _made(name, layer) for name, layer in layers.items()}
+    for parent in list(root.modules()):
+        for key, child in parent._modules.items():
+            if id(child) in new:
+                parent._modules[key] = new[id(child)]
+    return list(new.values())
+
+
+def _maker(layer: nn.Module) -> Callable[[str, Any], nn.Module] | None:
+    """What builds the library's counterpart, on meta; `None` if there is none."""
+    for kind, maker in _MAKERS.items():
+        if isinstance(layer, kind) and type(layer).forward is kind.forward and "forward" not in vars(layer):
+            return maker if kind is nn.Linear or _is_full_norm(layer) else None
+    return None
+
+
+def _linear(name: str, layer: nn.Linear) -> nn.Module:
+    linear: nn.Module = library.load("pytorch").Linear(
+        layer.in_features,
+        layer.out_features,
+        bias=layer.bias is not None,
+        params_dtype=layer.weight.dtype,
+        device="meta",
+        name=name,
+    )
+    return linear
+
+
+def _layer_norm(_: str, layer: nn.LayerNorm) -> nn.Module:
+    norm: nn.Module = library.load("pytorch").LayerNorm(
+        layer.normalized_shape, eps=layer.eps, dtype=layer.weight.dtype, device="meta"
+    )
+    return norm
+
+
+def _rms_norm(_: str, layer: nn.RMSNorm) -> nn.Module:
+    norm: nn.Module = library.load("pytorch").RMSNorm(
+        layer.normalized_shape, eps=layer.eps, dtype=layer.weight.dtype, device="meta"
+    )
+    return norm
+
+
+_MAKERS: dict[type[nn.Module], Callable[[str, Any], nn.Module]] = {
+    nn.Linear: _linear,
+    nn.LayerNorm: _layer_norm,
+    nn.RMSNorm: _rms_norm,
+}
+
+
+def _is_full_norm(layer: nn.Module) -> bool:
+    names = ("weight", "bias") if isinstance(layer, nn.LayerNorm) else ("weight",)
+    return isinstance(layer.eps, float) and all(layer._parameters.get(name) is not None for name in names)
+
+
+def _made(name: str, layer: nn.Module) -> nn.Module:
+    maker = _maker(layer)
+    assert maker is not None, "replaceable() found it"
+    made = maker(name, layer)
+    # One dictionary for both: whoever puts other parameters into the new layer puts them into the old one, which knows how to reset them.
+    made._parameters = layer._parameters
+    made.reset_parameters = layer.reset_parameters
+    return made.train(layer.training)
+
+
+def _check_hooks(name: str, layer: nn.Module) -> None:
+    hooks = (
+        layer._forward_pre_hooks,
+        layer._forward_hooks,
+        layer._backward_pre_hooks,
+        layer._backward_hooks,
+        layer._state_dict_pre_hooks,
+        layer._state_dict_hooks,
+        layer._load_state_dict_pre_hooks,
+        layer._load_state_dict_post_hooks,
+    )
+    if any(hooks) or layer._modules or layer._parameters.get("weight") is None:
+        raise ValueError(
+            f"replace_layers: {name} ({type(layer).__name__}) has hooks, a parametrization or modules inside, which a layer of Transformer "
+            f"Engine would not have. Add them after the strategy's setup, or leave it out: keep_high_precision=[{name!r}]"
+        )
+
+
+def _check_sizes(name: str, layer: nn.Linear, recipe: Any) -> None:
+    multiple = alignment(recipe)
+    rows, columns = layer.weight.shape
+    if rows % multiple or columns % multiple:
+        raise ValueError(
+            f"replace_layers: {name} maps {columns} to {rows} features, and {type(recipe).__name__} multiplies matrices whose sizes are "
+            f"multiples of {multiple}. Pad them, or leave it out: keep_high_precision=[{name!r}]"
+        )
