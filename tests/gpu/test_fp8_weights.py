@@ -241,8 +241,10 @@ def bytes_are_those_of_the_whole_weight(rank: int, world: int) -> None:
 
 
 def half_the_bytes_and_one_maximum(rank: int, world: int) -> None:
-    # Delayed scaling last: the library remembers its models, and agrees on their numbers after any forward.
-    for name, sharding in product(reversed(RECIPES), STRATEGIES[1:]):
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    for name, sharding in product(RECIPES, STRATEGIES[1:]):
+        FP8GlobalStateManager.reset()  # it remembers all models with delayed scaling, and agrees on their numbers after any forward
         seen = {}
         for primary in (True, False):
             model = shard(build(0, recipe_of(name), primary=primary), sharding=sharding)
