@@ -17,6 +17,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -110,7 +111,7 @@ def measure_fsdp2(size: str, folder: Path, device: torch.device) -> dict[str, fl
     return {"save_s": saving, "cold": dropped(), "load_s": timed(load)}
 
 
-def measure_mfsdp(size: str, folder: Path, device: torch.device) -> dict[str, float]:
+def measure_mfsdp(size: str, folder: Path, device: torch.device, *, background: bool) -> dict[str, float]:
     """This package: save, load, and two saves in the background."""
     model, optimizer, step = trained(size, device, ours=True)
     location = locate(folder / "mfsdp")
@@ -124,6 +125,8 @@ def measure_mfsdp(size: str, folder: Path, device: torch.device) -> dict[str, fl
 
     saving = timed(lambda: lightning_io.save(location, content(), ranks=Ranks()))
     found = {"save_s": saving, "cold": dropped(), "load_s": timed(load)}
+    if not background:
+        return found
     found["step_ms"] = 1e3 * median(timed(step) for _ in range(STEPS_MEANWHILE))
     saver, staging, ranks = BackgroundSaver(), Staging(), Ranks(dist.new_group(backend="gloo"))
     for name in ("first", "second"):
@@ -155,12 +158,14 @@ def main() -> None:
     parser.add_argument("size", choices=sorted(MICROBATCH))
     parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure; emptied")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--no-background", action="store_true", help="leave out the saves in the background")
     arguments = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     for number in range(arguments.rounds):
-        for name, measure in (("fsdp2", measure_fsdp2), ("mfsdp", measure_mfsdp)):
+        ours = partial(measure_mfsdp, background=not arguments.no_background)
+        for name, measure in (("fsdp2", measure_fsdp2), ("mfsdp", ours)):
             if dist.get_rank() == 0:
                 shutil.rmtree(arguments.folder, ignore_errors=True)
                 arguments.folder.mkdir(parents=True)
