@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,18 @@ from torch import Tensor
 from lightning_mfsdp.ops.linear import Projection
 from lightning_mfsdp.ops.tiles import Shaping
 
-__all__ = ["SoftmaxOptions", "check_choice", "check_fraction", "compute_dtype", "flat_hidden", "flat_target"]
+__all__ = [
+    "SoftmaxOptions",
+    "check_choice",
+    "check_fraction",
+    "compute_dtype",
+    "flat_hidden",
+    "flat_target",
+    "uncompiled",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +137,11 @@ def compute_dtype(hidden: Tensor) -> torch.dtype:
     if _has_autocast(hidden) and hidden.is_floating_point() and hidden.dtype is not torch.float64:
         return torch.get_autocast_dtype(hidden.device.type)
     return hidden.dtype
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Have `torch.compile` call a function as it is: it would unroll the loop over tiles."""
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _has_autocast(hidden: Tensor) -> bool:

@@ -14,7 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_mfsdp.ops.arguments import SoftmaxOptions, check_choice, check_fraction, flat_hidden, flat_target
+from lightning_mfsdp.ops.arguments import (
+    SoftmaxOptions,
+    check_choice,
+    check_fraction,
+    flat_hidden,
+    flat_target,
+    uncompiled,
+)
 from lightning_mfsdp.ops.linear import Gradients, Projection, Tiling, Wanted
 from lightning_mfsdp.ops.statistics import describe_linear, is_token, log_probability, wanted_by
 from lightning_mfsdp.ops.tiles import LSE, NUMBERS, TARGET, TOTAL, slices, wide_dtype
@@ -54,6 +61,7 @@ class _Loss:
         return factors
 
 
+@uncompiled
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

@@ -10,7 +10,7 @@ from typing import Literal, overload
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mfsdp.ops.arguments import SoftmaxOptions, flat_hidden, flat_target
+from lightning_mfsdp.ops.arguments import SoftmaxOptions, flat_hidden, flat_target, uncompiled
 from lightning_mfsdp.ops.statistics import describe_linear, describe_logits, is_token, log_probability
 from lightning_mfsdp.ops.tiles import LSE, MEAN
 
@@ -47,6 +47,7 @@ def linear_logprobs(
     return_entropy: Literal[True],
     entropy_requires_grad: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
+@uncompiled
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -126,6 +127,7 @@ def chunked_logprobs(
     return_entropy: Literal[True],
     entropy_requires_grad: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
+@uncompiled
 def chunked_logprobs(
     logits: Tensor,
     target: Tensor,

@@ -82,7 +82,9 @@ def _lengths(values: Tensor, mask: Tensor, where: str, shape: torch.Size) -> Ten
 
 def _taken(values: Tensor, source: Tensor, kept: Tensor, fill: float) -> Tensor:
     """Columns `source` `[B, N]` of each row, and `fill` where they are not `kept`."""
+    if not values.shape[1]:
+        return values.new_full((*source.shape, *values.shape[2:]), fill)
     trailing = (1,) * (values.dim() - 2)
-    index = source.clamp(0, max(0, values.shape[1] - 1)).view(*source.shape, *trailing)
+    index = source.clamp(0, values.shape[1] - 1).view(*source.shape, *trailing)
     taken = values.gather(1, index.expand(*source.shape, *values.shape[2:]))
     return taken.where(kept.view(*kept.shape, *trailing), fill)

@@ -18,8 +18,13 @@ def whole_vocabulary(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Statistics `[4, T]` of the whole vocabulary from those of this rank's part. Collective over `group`."""
     if group is None:
         return part
-    parts = part.new_empty(dist.get_world_size(group), *part.shape)
-    dist.all_gather_into_tensor(parts, part, group=group)
+    num_parts = dist.get_world_size(group)
+    gathered = part.new_empty(num_parts * part.shape[0], part.shape[1])
+    gather = (
+        getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    )  # the latter warns from torch 2.13 on
+    gather(gathered, part, group=group)
+    parts = gathered.view(num_parts, *part.shape)
     found = torch.empty_like(part)
     found[LSE] = parts[:, LSE].logsumexp(0)
     share = (parts[:, LSE] - found[LSE]).exp_()
