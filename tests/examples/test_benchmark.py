@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from examples.benchmark import logprobs
 from examples.benchmark.host_time import BASE, BLOCKS, SUBJECTS, table
 from examples.benchmark.matrix import DEFAULT_ROWS, split_row
 from examples.benchmark.overlap import overlap
@@ -77,3 +82,43 @@ def test_communication_that_computation_hides_is_not_exposed() -> None:
     ]
     found = overlap(kernels, 2)
     assert found == {"compute_ms": 3.0, "communication_ms": 2.5, "exposed_ms": 1.0, "idle_ms": 1.0, "step_ms": 5.0}
+
+
+def test_losses_over_large_vocabularies_are_measured_and_agree_and_failures_are_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without_memory(*inputs: torch.Tensor) -> Any:
+        raise torch.OutOfMemoryError("too much")
+
+    monkeypatch.setitem(logprobs.ENGINES["loss"], "compiled", without_memory)
+    sizes = ["--tokens=16", "--vocab=64", "--width=8", "--repeats=1", "--device=cpu", "--dtype=float32"]
+    monkeypatch.setattr(sys, "argv", ["logprobs.py", *sizes, "--engines=mfsdp,eager,compiled,cce"])
+    monkeypatch.setitem(logprobs.ENGINES["logprobs"], "compiled", logprobs.calling(logprobs.eager_logprobs))
+    logprobs.main()
+    lines = capsys.readouterr().out.splitlines()
+    rows = [json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")]
+    failed = {row["engine"]: row["failed"] for row in rows if "failed" in row}
+    assert failed.pop("compiled") == "out of memory"
+    assert failed.pop("cce", "not installed").startswith("not installed")
+    assert not failed
+    for work in ("loss", "logprobs"):
+        losses = {row["engine"]: row["loss"] for row in rows if row["work"] == work and "failed" not in row}
+        assert losses["mfsdp"] == pytest.approx(losses["eager"], abs=2e-4)
+    assert "| loss | 16 | 64 | compiled | out of memory | | | | | |" in lines
+
+
+def test_memory_of_what_does_not_fit_is_estimated_from_what_does() -> None:
+    def result(engine: str, tokens: int, **figures: Any) -> dict[str, Any]:
+        times = {"forward_ms": 1.0, "backward_ms": 2.0, "step_ms": 3.0, "loss": 1.0}
+        return {"work": "loss", "engine": engine, "tokens": tokens, "vocab": 100, **times, **figures}
+
+    rows = [
+        result("eager", 1000, peak_gib=10.0),
+        result("mfsdp", 1000, peak_gib=1.0),
+        result("eager", 4000, failed="out of memory"),
+        result("mfsdp", 4000, peak_gib=2.0),
+    ]
+    lines = logprobs.table(rows).splitlines()[2:]
+    assert "| 1.00 | 10.0% |" in lines[1]
+    assert "out of memory (about 40 GiB)" in lines[2]
+    assert "| 2.00 | ~5.0% |" in lines[3]

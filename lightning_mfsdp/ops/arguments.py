@@ -1,0 +1,183 @@
+"""What the public functions are given: checked, flattened to tokens, and brought to the dtype to compute in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mfsdp.ops.linear import Projection
+from lightning_mfsdp.ops.tiles import Shaping
+
+__all__ = [
+    "SoftmaxOptions",
+    "check_choice",
+    "check_fraction",
+    "compute_dtype",
+    "flat_hidden",
+    "flat_target",
+    "uncompiled",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxOptions:
+    """How logits become probabilities, and where the vocabulary is.
+
+    Args:
+        temperature: Positive.
+        softcap: Positive, or `None`.
+        token_chunk: Positive, or `None` for an automatic choice.
+        ignore_index: Of targets.
+        vocab_group: Ranks that have the vocabulary in equal parts, in the order of their ranks; `None`: this rank has it all.
+
+    Raises:
+        ValueError: A number out of its range, or a rank outside the group.
+    """
+
+    temperature: float = 1.0
+    softcap: float | None = None
+    token_chunk: int | None = None
+    ignore_index: int = -100
+    vocab_group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("temperature", self.temperature), ("softcap", self.softcap)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value}: expected a positive number{' or None' if name == 'softcap' else ''}")
+        if self.token_chunk is not None and self.token_chunk < 1:
+            raise ValueError(
+                f"token_chunk={self.token_chunk}: expected at least one token, or None for an automatic choice"
+            )
+        if self.vocab_group is not None and dist.get_group_rank(self.vocab_group, dist.get_rank()) < 0:
+            raise ValueError(
+                f"vocab_group: rank {dist.get_rank()} is not part of it; give the group that this rank's part belongs to"
+            )
+
+    @property
+    def shaping(self) -> Shaping:
+        """Temperature and softcap."""
+        return Shaping(temperature=self.temperature, softcap=self.softcap)
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts the vocabulary is split."""
+        return 1 if self.vocab_group is None else dist.get_world_size(self.vocab_group)
+
+    def first_id(self, num_ids: int) -> int:
+        """Token id of the first of this rank's `num_ids`."""
+        return 0 if self.vocab_group is None else dist.get_rank(self.vocab_group) * num_ids
+
+    def projection(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Projection:
+        """Of a weight in any dtype; it computes in that of `hidden`."""
+        return Projection(
+            hidden=hidden,
+            weight=weight.to(hidden.dtype),
+            bias=None if bias is None else bias.to(hidden.dtype),
+            target=target,
+            shaping=self.shaping,
+            first_id=self.first_id(weight.shape[0]),
+        )
+
+
+def flat_hidden(hidden: Tensor, weight: Tensor, bias: Tensor | None, where: str) -> Tensor:
+    """`hidden` as `[T, H]` in the dtype to compute in.
+
+    Raises:
+        ValueError: Shapes or dtypes that do not fit, or a weight of which this rank has only some rows.
+    """
+    _refuse_sharded(weight, where)
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{where}: expected hidden states [..., H] and a weight [V, H], got {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{where}: expected a bias of shape ({weight.shape[0]},), one for each row of the weight, got {tuple(bias.shape)}"
+        )
+    dtype = compute_dtype(hidden)
+    if dtype is hidden.dtype and weight.dtype is not dtype and not _has_autocast(hidden):
+        raise ValueError(
+            f"{where}: hidden states are {hidden.dtype} and the weight is {weight.dtype}; cast one of them, or run under torch.autocast"
+        )
+    return hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+
+
+def flat_target(target: Tensor, shape: torch.Size, num_ids: int, options: SoftmaxOptions, where: str) -> Tensor:
+    """`target` as `[T]`, and each inside the vocabulary as far as that can be told without waiting for a device.
+
+    Raises:
+        ValueError: It has another shape than the tokens, is not made of integers, or some are not token ids (checked on the CPU only).
+    """
+    if target.shape != shape or target.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"{where}: expected a target of token ids, int64 of shape {tuple(shape)}, got {target.dtype} of shape {tuple(target.shape)}"
+        )
+    flat = target.reshape(-1)
+    if flat.device.type == "cpu":
+        total = num_ids * options.num_parts
+        strange = flat[((flat < 0) | (flat >= total)) & (flat != options.ignore_index)]
+        if strange.numel():
+            raise ValueError(
+                f"{where}: target has {strange.numel()} entries outside the vocabulary of {total}, first {int(strange[0])}; expected "
+                f"0 to {total - 1}, or ignore_index={options.ignore_index}"
+            )
+    return flat
+
+
+def compute_dtype(hidden: Tensor) -> torch.dtype:
+    """Autocast's, where that is on; otherwise that of the hidden states."""
+    if _has_autocast(hidden) and hidden.is_floating_point() and hidden.dtype is not torch.float64:
+        return torch.get_autocast_dtype(hidden.device.type)
+    return hidden.dtype
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Have `torch.compile` call a function as it is: it would unroll the loop over tiles."""
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _has_autocast(hidden: Tensor) -> bool:
+    return torch.is_autocast_enabled(hidden.device.type)
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse what is none of `choices`.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
+
+
+def check_fraction(name: str, value: float) -> None:
+    """Refuse what is not in [0, 1].
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}={value}: expected a number from 0 to 1")
+
+
+def _refuse_sharded(weight: Tensor, where: str) -> None:
+    """A sharded parameter outside its unit has all rows in its shape, but not in memory.
+
+    Raises:
+        ValueError: `weight` is a DTensor.
+    """
+    from torch.distributed.tensor import DTensor  # slow to import, and already there where anything is sharded
+
+    if isinstance(weight, DTensor):
+        raise ValueError(
+            f"{where}: the weight is sharded, and this rank has only some of its rows. Use it inside the forward of the unit that owns it "
+            "(LinearLossHead is such a module), or under lightning_mfsdp.unshard"
+        )

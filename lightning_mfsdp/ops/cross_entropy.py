@@ -1,0 +1,171 @@
+"""Cross-entropy of a linear layer over a large vocabulary.
+
+The gradient of a mean or a sum is known up to one number, the gradient of the loss itself. So it is computed in forward, while the logits
+are there; backward multiplies it by that number. That is three products with the weight instead of four.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_mfsdp.ops.arguments import (
+    SoftmaxOptions,
+    check_choice,
+    check_fraction,
+    flat_hidden,
+    flat_target,
+    uncompiled,
+)
+from lightning_mfsdp.ops.linear import Gradients, Projection, Tiling, Wanted
+from lightning_mfsdp.ops.statistics import describe_linear, is_token, log_probability, wanted_by
+from lightning_mfsdp.ops.tiles import LSE, NUMBERS, TARGET, TOTAL, slices, wide_dtype
+
+__all__ = ["linear_cross_entropy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loss:
+    """Of one token: `lse - (1 - smoothing) * z[target] - smoothing * mean(z) + z_loss * lse ** 2`."""
+
+    options: SoftmaxOptions
+    smoothing: float
+    z_loss: float
+    num_ids: int  # of this rank
+
+    def of_tokens(self, found: Tensor, target: Tensor) -> Tensor:
+        """`[T]` from statistics `[4, T]`; 0 where ignored."""
+        loss = -log_probability(found, target, self.num_ids, self.options)
+        if self.smoothing:
+            spread = found[TARGET] - found[TOTAL] / (self.num_ids * self.options.num_parts)
+            loss = loss + self.smoothing * self._where_counted(spread, target)
+        if self.z_loss:
+            loss = loss + self.z_loss * self._where_counted(found[LSE].square(), target)
+        return loss
+
+    def _where_counted(self, values: Tensor, target: Tensor) -> Tensor:
+        return values.where(is_token(target, self.num_ids, self.options), 0)
+
+    def factors(self, lse: Tensor, target: Tensor) -> Tensor:
+        """`[4, T]`: what the sum over tokens has for a, b, c and d of the one formula in tiles.py."""
+        counted = is_token(target, self.num_ids, self.options).to(lse.dtype)
+        factors = lse.new_zeros(NUMBERS, *lse.shape)
+        factors[0] = counted * (1 + 2 * self.z_loss * lse)
+        factors[2] = counted * (self.smoothing - 1)
+        factors[3] = counted * (-self.smoothing / self.num_ids)
+        return factors
+
+
+@uncompiled
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    token_chunk: int | None = None,
+    ignore_index: int = -100,
+    vocab_group: dist.ProcessGroup | None = None,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Cross-entropy of `softmax(hidden @ weight.T + bias)`, without ever having all logits.
+
+    A mean or sum has its gradients computed in forward, tile by tile of tokens. A second backward (`retain_graph=True`), `reduction="none"`
+    and a split vocabulary compute logits again in backward, as `linear_logprobs` does.
+
+    Args:
+        hidden: As in `linear_logprobs`, as are the others that are not explained here.
+        weight: `[V, H]`.
+        target: Token ids, int64 of shape `[...]`.
+        bias: `[V]`.
+        temperature: Logits are divided by it.
+        softcap: Before that, logits become `softcap * tanh(logits / softcap)`.
+        token_chunk: Tokens of a tile; `None`: tiles of 64 MiB, or of a quarter of the memory of `hidden` and `weight` if that is more.
+        ignore_index: Targets with this value count neither for the loss nor for the mean.
+        vocab_group: Its ranks have equal parts of the vocabulary, in order.
+        reduction: "mean" over the tokens that count, "sum", or "none" for the loss of each token.
+        label_smoothing: Share of each target that is spread over the whole vocabulary.
+        z_loss: Adds `z_loss * log(sum(exp(logits))) ** 2` to each token's loss, which keeps logits from drifting.
+
+    Returns:
+        The loss in float32 (float64 for float64): 0-D, or `[...]` for "none". If every target is ignored it is 0, and differentiable.
+
+    Raises:
+        ValueError: Shapes or dtypes that do not fit, a number out of its range, or a sharded weight.
+    """
+    check_choice("reduction", reduction, ("mean", "sum", "none"))
+    check_fraction("label_smoothing", label_smoothing)
+    options = SoftmaxOptions(
+        temperature=temperature,
+        softcap=softcap,
+        token_chunk=token_chunk,
+        ignore_index=ignore_index,
+        vocab_group=vocab_group,
+    )
+    tokens = flat_hidden(hidden, weight, bias, "linear_cross_entropy")
+    ids = flat_target(target, hidden.shape[:-1], weight.shape[0], options, "linear_cross_entropy")
+    loss = _Loss(options=options, smoothing=label_smoothing, z_loss=z_loss, num_ids=weight.shape[0])
+    if reduction == "none" or vocab_group is not None or not torch.is_grad_enabled():
+        each = loss.of_tokens(describe_linear(tokens, weight, bias, ids, options), ids)
+        if reduction == "none":
+            return each.view(target.shape)
+        total = each.sum()
+    else:
+        with torch.autocast(hidden.device.type, enabled=False):
+            total = _SumOfLosses.apply(tokens, weight, bias, ids, loss)  # type: ignore[no-untyped-call]
+    if reduction == "sum":
+        return total
+    return total / (ids != ignore_index).sum().clamp(min=1)
+
+
+class _SumOfLosses(torch.autograd.Function):
+    """Its forward has computed the gradients of the sum. The first backward takes them; another one computes them again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss: _Loss) -> Tensor:
+        projection = loss.options.projection(hidden, weight, bias, target)
+        found, gradients = _forward_and_backward(projection, loss, wanted_by(ctx, (hidden, weight, bias)))
+        ctx.save_for_backward(hidden, weight, bias, target, found)
+        ctx.loss, ctx.gradients = loss, gradients
+        return loss.of_tokens(found, target).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: Gradients | None = ctx.gradients
+        ctx.gradients = None
+        if gradients is not None:
+            return *gradients.results(grad), None, None
+        hidden, weight, bias, target, found = ctx.saved_tensors
+        loss: _Loss = ctx.loss
+        projection = loss.options.projection(hidden, weight, bias, target)
+        factors = loss.factors(found[LSE], target) * grad
+        wanted = wanted_by(ctx, (hidden, weight, bias))
+        again = projection.gradients(found[LSE], factors, loss.options.token_chunk, wanted)
+        return *again.results(), None, None
+
+
+def _forward_and_backward(projection: Projection, loss: _Loss, wanted: Wanted) -> tuple[Tensor, Gradients]:
+    """Statistics `[4, T]` and the gradients of the sum of losses, each tile of logits being made once."""
+    hidden, weight = projection.hidden, projection.weight
+    tiling = Tiling.for_statistics(hidden, weight, loss.options.token_chunk)
+    found = hidden.new_empty(NUMBERS, hidden.shape[0], dtype=wide_dtype(hidden.dtype))
+    factors = torch.empty_like(found)
+    gradients, memory, columns = Gradients(projection, tiling, wanted), projection.memory(tiling), slice(0, len(weight))
+    for rows in slices(hidden.shape[0], tiling.tokens):
+        tile = projection.logits(rows, columns, memory)
+        projection.describe(rows, tile, found)
+        factors[:, rows] = loss.factors(found[LSE, rows], projection.target[rows])
+        if any(wanted):
+            projection.differentiate(rows, columns, tile, found[LSE], factors)
+            gradients.add(projection, rows, columns, tile)
+    return found, gradients

@@ -1,0 +1,142 @@
+"""Batches of samples of different lengths, as one slab of tokens whose size suits low precision.
+
+FP8 products want a number of rows that is a multiple of something. Under data-parallel sharding a layer sees all tokens of a rank at once,
+so only their total matters: the slab is padded once, at its end, and not sample by sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["AlignedCollator", "alignment_of"]
+
+# What the rows of a product must be a multiple of, by recipe, as Transformer Engine pads them.
+_ALIGNMENTS = {"delayed": 16, "current": 16, "mxfp8": 32, "block": 128, "nvfp4": 128}
+
+
+def alignment_of(recipe: str | int | None) -> int:
+    """Of what a slab's number of tokens must be a multiple.
+
+    Args:
+        recipe: "delayed" and "current" (16), "mxfp8" (32), "block" and "nvfp4" (128), a number of your own, or `None` (1).
+
+    Raises:
+        ValueError: There is no such recipe, or the number is not positive.
+    """
+    if isinstance(recipe, int) and recipe > 0:
+        return recipe
+    if recipe is None:
+        return 1
+    if not isinstance(recipe, str) or recipe not in _ALIGNMENTS:
+        raise ValueError(
+            f"recipe={recipe!r}: expected one of {', '.join(map(repr, _ALIGNMENTS))}, a positive number of tokens, or None"
+        )
+    return _ALIGNMENTS[recipe]
+
+
+@dataclass(frozen=True)
+class AlignedCollator:
+    """A `collate_fn` for samples of different lengths.
+
+    A sample is a 1-D tensor or list of token ids, or a mapping with "input_ids" and, where not every token is to be learned, "labels":
+    for each token itself, or `ignore_index`.
+
+    Args:
+        recipe: As in `alignment_of`.
+        packed: One sample after the other in one row `[1, N]`; False: a row each, padded on the right, `[B, S]`.
+        ignore_index: Label of what is not learned.
+        padding_id: Token id of padding.
+        shift_labels: A label is the token that comes next in the same sample, ready for `linear_cross_entropy`. False: for models that
+            shift by themselves, it is the token itself, and the first of each sample is ignored.
+
+    Raises:
+        ValueError: There is no such recipe.
+    """
+
+    recipe: str | int | None = None
+    packed: bool = True
+    ignore_index: int = -100
+    padding_id: int = 0
+    shift_labels: bool = True
+
+    def __post_init__(self) -> None:
+        alignment_of(self.recipe)
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor | int]:
+        """A batch.
+
+        Returns:
+            - "input_ids", "labels", "position_ids": int64, `[1, N]` or `[B, S]`. Positions begin at 0 in each sample, and in the padding.
+            - "mask": bool of the same shape, true at tokens.
+            - "cu_seqlens" (packed only): int32, where each sample begins, and N at the end. Padding counts as a sample, the last one.
+            - "max_seqlen" (packed only): int, the longest of them.
+
+        Raises:
+            ValueError: There is no sample, one is empty or not 1-D, or has labels of another length.
+        """
+        ids, labels, lengths = self._joined(samples)
+        labels = self._shifted(labels, lengths.cumsum(0))
+        return self._packed(ids, labels, lengths) if self.packed else self._padded(ids, labels, lengths)
+
+    def _joined(self, samples: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """All ids and labels one after the other, and the samples' lengths."""
+        if not samples:
+            raise ValueError("AlignedCollator: there is no sample in this batch; expected at least one")
+        ids, labels = zip(*(_sample(index, sample) for index, sample in enumerate(samples)), strict=True)
+        return torch.cat(ids), torch.cat(labels), torch.tensor([len(each) for each in ids])
+
+    def _shifted(self, labels: Tensor, ends: Tensor) -> Tensor:
+        if self.shift_labels:
+            labels = labels.roll(-1)
+            return labels.index_fill(0, ends - 1, self.ignore_index)
+        begins = torch.cat((ends.new_zeros(1), ends[:-1]))
+        return labels.index_fill(0, begins, self.ignore_index)
+
+    def _packed(self, ids: Tensor, labels: Tensor, lengths: Tensor) -> dict[str, Tensor | int]:
+        num_tokens = len(ids)
+        padding = -num_tokens % alignment_of(self.recipe)
+        if padding:
+            lengths = torch.cat((lengths, torch.tensor([padding])))
+        ends = lengths.cumsum(0)
+        places = torch.arange(num_tokens + padding)
+        return {
+            "input_ids": torch.cat((ids, ids.new_full((padding,), self.padding_id)))[None],
+            "labels": torch.cat((labels, labels.new_full((padding,), self.ignore_index)))[None],
+            "position_ids": (places - (ends - lengths).repeat_interleave(lengths))[None],
+            "mask": (places < num_tokens)[None],
+            "cu_seqlens": torch.cat((ends.new_zeros(1), ends)).int(),
+            "max_seqlen": int(lengths.max()),
+        }
+
+    def _padded(self, ids: Tensor, labels: Tensor, lengths: Tensor) -> dict[str, Tensor | int]:
+        alignment, num_rows = alignment_of(self.recipe), len(lengths)
+        step = alignment // math.gcd(alignment, num_rows)
+        width = -(-int(lengths.max()) // step) * step
+        column = torch.arange(width)[None]
+        mask = column < lengths[:, None]
+        shape = (num_rows, width)
+        return {
+            "input_ids": ids.new_full(shape, self.padding_id).masked_scatter(mask, ids),
+            "labels": labels.new_full(shape, self.ignore_index).masked_scatter(mask, labels),
+            "position_ids": column.where(mask, column - lengths[:, None]),
+            "mask": mask,
+        }
+
+
+def _sample(index: int, sample: Any) -> tuple[Tensor, Tensor]:
+    """Ids and labels, int64 and 1-D."""
+    fields = sample if isinstance(sample, Mapping) else {"input_ids": sample}
+    ids = torch.as_tensor(fields["input_ids"], dtype=torch.int64)
+    labels = torch.as_tensor(fields.get("labels", ids), dtype=torch.int64)
+    if ids.dim() != 1 or ids.shape != labels.shape or not len(ids):
+        raise ValueError(
+            f"AlignedCollator: sample {index}: expected at least one token id, 1-D, and as many labels, got shapes {tuple(ids.shape)} and "
+            f"{tuple(labels.shape)}"
+        )
+    return ids, labels

@@ -1,0 +1,111 @@
+"""Cross-entropy of a linear layer: equal to plain PyTorch, with gradients that are computed in forward and can still be asked for twice."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mfsdp.ops import linear, linear_cross_entropy
+from tests.ops.reference import IGNORED, eager_logits, eager_loss, problem
+
+T, H, V = 11, 5, 13
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("chunk", [None, 1, 4, 100])
+def test_losses_and_gradients_are_those_of_plain_pytorch(reduction: str, chunk: int | None) -> None:
+    hidden, weight, bias, target = problem(T, H, V)
+    for (temperature, softcap), (smoothing, z_loss) in product(
+        ((1.0, None), (0.7, 3.0)), ((0.0, 0.0), (0.1, 0.0), (0.1, 0.01))
+    ):
+        loss = linear_cross_entropy(
+            hidden,
+            weight,
+            target,
+            bias=bias,
+            temperature=temperature,
+            softcap=softcap,
+            token_chunk=chunk,
+            reduction=reduction,
+            label_smoothing=smoothing,
+            z_loss=z_loss,
+        )
+        logits = eager_logits(hidden, weight, bias, temperature, softcap)
+        expected = eager_loss(logits, target, reduction, smoothing, z_loss)
+        torch.testing.assert_close(loss, expected)
+        upstream = torch.randn_like(expected)
+        inputs = (hidden, weight, bias)
+        torch.testing.assert_close(
+            torch.autograd.grad(loss, inputs, upstream), torch.autograd.grad(expected, inputs, upstream)
+        )
+
+
+def test_a_second_backward_computes_again_what_the_first_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_TILE_BYTES", 8 * T)
+    monkeypatch.setattr(linear, "_ALIGNMENT", 1)
+    inputs = problem(T, H, V)
+    loss = linear_cross_entropy(inputs[0], inputs[1], inputs[3], bias=inputs[2], z_loss=0.01)
+    versions = [each._version for each in inputs]
+    first = torch.autograd.grad(loss, inputs[:3], torch.tensor(3.0), retain_graph=True)
+    kept = [grad.clone() for grad in first]
+    second = torch.autograd.grad(loss, inputs[:3], torch.tensor(-1.0), retain_graph=True)
+    for one, copy, other in zip(first, kept, second, strict=True):
+        assert torch.equal(one, copy)  # nobody wrote to what was handed out
+        torch.testing.assert_close(one, -3 * other)
+    assert [each._version for each in inputs] == versions
+
+
+def test_the_mean_over_nothing_is_zero_and_keeps_the_graph() -> None:
+    hidden, weight, _, target = problem(T, H, V)
+    for reduction in ("mean", "sum"):
+        loss = linear_cross_entropy(hidden, weight, torch.full_like(target, IGNORED), reduction=reduction)
+        assert loss == 0
+        assert not any(grad.any() for grad in torch.autograd.grad(loss, (hidden, weight)))
+
+
+def test_without_gradients_nothing_but_the_loss_is_computed() -> None:
+    hidden, weight, _, target = problem(T, H, V)
+    with torch.no_grad():
+        loss = linear_cross_entropy(hidden, weight, target)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, eager_loss(hidden @ weight.T, target, "mean", 0, 0).detach())
+    assert torch.equal(linear_cross_entropy(hidden.detach(), weight.detach(), target), loss)
+
+
+def test_low_precision_weights_get_sums_of_float32_rounded_once() -> None:
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.ones(1024, 1, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.zeros(1024, dtype=torch.int64)
+    linear_cross_entropy(hidden, weight, target, token_chunk=1, reduction="sum").backward()
+    assert weight.grad is not None
+    assert weight.grad.is_contiguous()
+    assert weight.grad.tolist() == [[-512.0], [512.0]]
+
+
+def test_a_large_gradient_is_narrowed_in_its_own_memory_without_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_NARROWING_NUMEL", 7)  # parts that end inside rows
+    hidden, weight, _, target = problem(64, 6, 9, dtype=torch.bfloat16)
+    loss = linear_cross_entropy(hidden, weight, target, token_chunk=16)
+    (to_weight,) = torch.autograd.grad(loss, weight)
+    logits = (hidden @ weight.T).double()
+    factors = torch.autograd.grad(eager_loss(logits, target, "mean", 0, 0), logits)[0]
+    exact = factors.T @ hidden.double()
+    torch.testing.assert_close(to_weight.double(), exact, rtol=0.02, atol=0.002)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_it_may_be_recomputed(reentrant: bool) -> None:
+    hidden, weight, _, target = problem(T, H, V)
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden.tanh(), weight, target, token_chunk=4)
+
+    inputs = (hidden, weight)
+    expected = torch.autograd.grad(loss(*inputs), inputs)
+    checkpoint(loss, *inputs, use_reentrant=reentrant).backward()
+    assert torch.equal(hidden.grad, expected[0])
+    assert torch.equal(weight.grad, expected[1])

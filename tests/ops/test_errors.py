@@ -1,0 +1,67 @@
+"""Arguments that do not fit are refused with what was expected and what was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_mfsdp.ops import LinearLossHead, chunked_logprobs, linear_cross_entropy, linear_logprobs, tiles
+
+HIDDEN, WEIGHT, TARGET = torch.zeros(3, 2), torch.zeros(5, 2), torch.zeros(3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0.0}, "temperature=0.0: expected a positive number"),
+        ({"softcap": -1.0}, "softcap=-1.0: expected a positive number or None"),
+        ({"token_chunk": 0}, "token_chunk=0: expected at least one token, or None"),
+        (
+            {"hidden": torch.zeros(3, 4)},
+            r"expected hidden states \[..., H\] and a weight \[V, H\], got \(3, 4\) and \(5, 2\)",
+        ),
+        ({"bias": torch.zeros(3)}, r"expected a bias of shape \(5,\), one for each row of the weight, got \(3,\)"),
+        ({"hidden": HIDDEN.bfloat16()}, "hidden states are torch.bfloat16 and the weight is torch.float32; cast one"),
+        (
+            {"target": TARGET[:2]},
+            r"expected a target of token ids, int64 of shape \(3,\), got torch.int64 of shape \(2,\)",
+        ),
+        ({"target": TARGET.float()}, "got torch.float32 of shape"),
+        (
+            {"target": torch.tensor([1, 5, -1])},
+            "target has 2 entries outside the vocabulary of 5, first 5; expected 0 to 4, or",
+        ),
+    ],
+)
+@pytest.mark.parametrize("function", [linear_logprobs, linear_cross_entropy])
+def test_what_does_not_fit_is_refused(function: Any, options: dict[str, Any], message: str) -> None:
+    arguments = {"hidden": HIDDEN, "weight": WEIGHT, "target": TARGET, **options}
+    with pytest.raises(ValueError, match=message):
+        function(arguments.pop("hidden"), arguments.pop("weight"), arguments.pop("target"), **arguments)
+
+
+def test_logits_and_targets_must_fit() -> None:
+    with pytest.raises(ValueError, match=r"chunked_logprobs: expected a target of token ids, int64 of shape \(3,\)"):
+        chunked_logprobs(torch.zeros(3, 5), TARGET[:1])
+
+
+def test_choices_are_named() -> None:
+    with pytest.raises(ValueError, match="reduction='avg': expected one of 'mean', 'sum', 'none'"):
+        linear_cross_entropy(HIDDEN, WEIGHT, TARGET, reduction="avg")
+    with pytest.raises(ValueError, match="label_smoothing=2: expected a number from 0 to 1"):
+        LinearLossHead(2, 5, label_smoothing=2)
+    with pytest.raises(
+        ValueError, match="output='entropy': expected one of 'loss', 'logprobs', 'logprobs_and_entropy'"
+    ):
+        LinearLossHead(2, 5)(HIDDEN, TARGET, "entropy")
+
+
+def test_a_missing_triton_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles.importlib.util, "find_spec", lambda name: None)
+    tiles._has_triton.cache_clear()
+    with pytest.warns(UserWarning, match="triton is not installed"):
+        assert not tiles._has_triton()
+    assert not tiles._has_triton()  # no second warning, which would be an error here
+    tiles._has_triton.cache_clear()

@@ -1,0 +1,121 @@
+"""Packed and padded batches: what a plain loop over samples gives, for any samples and recipe."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from lightning_mfsdp.ops import AlignedCollator, alignment_of
+
+RECIPES = [None, "delayed", "current", "mxfp8", "block", "nvfp4", 12]
+IGNORED, PADDING = -7, 99
+
+SAMPLES = st.lists(
+    st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=1, max_size=40), min_size=1, max_size=7
+)
+
+
+def labelled(samples: list[list[tuple[int, bool]]]) -> list[dict[str, list[int]]]:
+    """Some tokens of each are not to be learned."""
+    return [
+        {"input_ids": [i for i, _ in sample], "labels": [i if learned else IGNORED for i, learned in sample]}
+        for sample in samples
+    ]
+
+
+def labels_by_a_loop(labels: list[int], shift: bool) -> list[int]:
+    return [*labels[1:], IGNORED] if shift else [IGNORED, *labels[1:]]
+
+
+def packed_by_a_loop(samples: list[dict[str, list[int]]], alignment: int, shift: bool) -> dict[str, Any]:
+    ids, labels, positions, ends = [], [], [], [0]
+    for sample in samples:
+        ids += sample["input_ids"]
+        positions += range(len(sample["input_ids"]))
+        labels += labels_by_a_loop(sample["labels"], shift)
+        ends.append(len(ids))
+    real = len(ids)
+    while len(ids) % alignment:
+        ids.append(PADDING)
+        labels.append(IGNORED)
+        positions.append(len(ids) - 1 - real)
+    if len(ids) > real:
+        ends.append(len(ids))
+    return {
+        "input_ids": [ids],
+        "labels": [labels],
+        "position_ids": [positions],
+        "mask": [[place < real for place in range(len(ids))]],
+        "cu_seqlens": ends,
+        "max_seqlen": max(stop - start for start, stop in pairwise(ends)),
+    }
+
+
+def as_lists(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(samples=SAMPLES, recipe=st.sampled_from(RECIPES), shift=st.booleans())
+def test_a_packed_batch_is_what_a_loop_makes(
+    samples: list[list[tuple[int, bool]]], recipe: str | int | None, shift: bool
+) -> None:
+    collate = AlignedCollator(recipe, ignore_index=IGNORED, padding_id=PADDING, shift_labels=shift)
+    batch = collate(labelled(samples))
+    assert as_lists(batch) == packed_by_a_loop(labelled(samples), alignment_of(recipe), shift)
+    assert batch["input_ids"].numel() % alignment_of(recipe) == 0
+    assert [batch[name].dtype for name in ("input_ids", "labels", "position_ids")] == [torch.int64] * 3
+    assert batch["cu_seqlens"].dtype is torch.int32
+
+
+@settings(max_examples=60, deadline=None)
+@given(samples=SAMPLES, recipe=st.sampled_from(RECIPES), shift=st.booleans())
+def test_a_padded_batch_has_the_least_columns_that_make_its_total_fit(
+    samples: list[list[tuple[int, bool]]], recipe: str | int | None, shift: bool
+) -> None:
+    collate = AlignedCollator(recipe, packed=False, ignore_index=IGNORED, padding_id=PADDING, shift_labels=shift)
+    batch = as_lists(collate(labelled(samples)))
+    longest, alignment = max(map(len, samples)), alignment_of(recipe)
+    width = next(w for w in range(longest, longest + alignment) if w * len(samples) % alignment == 0)
+    for row, sample in enumerate(labelled(samples)):
+        length = len(sample["input_ids"])
+        rest = width - length
+        assert batch["input_ids"][row] == sample["input_ids"] + [PADDING] * rest
+        assert batch["labels"][row] == labels_by_a_loop(sample["labels"], shift) + [IGNORED] * rest
+        assert batch["position_ids"][row] == [*range(length), *range(rest)]
+        assert batch["mask"][row] == [True] * length + [False] * rest
+
+
+def test_samples_may_be_tensors_or_lists_and_the_collator_serves_a_loader() -> None:
+    samples = [torch.tensor([1, 2, 3]), [4, 5], {"input_ids": [6]}]
+    (batch,) = DataLoader(samples, 3, collate_fn=AlignedCollator("delayed"))
+    assert batch["input_ids"].shape == (1, 16)
+    assert batch["labels"][0, :6].tolist() == [2, 3, -100, 5, -100, -100]
+    assert batch["cu_seqlens"].tolist() == [0, 3, 5, 6, 16]
+
+
+@pytest.mark.parametrize("recipe", ["fp8", 0, -16, 1.5])
+def test_an_unknown_recipe_is_refused_when_the_collator_is_made(recipe: Any) -> None:
+    with pytest.raises(
+        ValueError, match="expected one of 'delayed', 'current', 'mxfp8', 'block', 'nvfp4', a positive number"
+    ):
+        AlignedCollator(recipe)
+
+
+@pytest.mark.parametrize(
+    "sample", [[], [[1, 2]], {"input_ids": [1, 2], "labels": [1]}], ids=["empty", "two dims", "labels missing"]
+)
+def test_a_sample_that_does_not_fit_is_named(sample: Any) -> None:
+    with pytest.raises(ValueError, match="sample 1: expected at least one token id, 1-D, and as many labels"):
+        AlignedCollator()([[1, 2], sample])
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="there is no sample in this batch"):
+        AlignedCollator()([])
