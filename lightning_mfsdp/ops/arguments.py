@@ -155,7 +155,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         ValueError: It is none.
     """
     if value not in choices:
-        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
+        raise ValueError(f"{name}: expected {' or '.join(map(repr, choices))}, got {value!r}")
 
 
 def check_fraction(name: str, value: float) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import lightning_mfsdp
 import lightning_mfsdp.engine as engine
+import lightning_mfsdp.ops as ops
 
 PACKAGE = Path(lightning_mfsdp.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -210,7 +211,7 @@ def test_the_set_check_can_fail(source):
     assert loops_over_sets(ast.parse(source))
 
 
-@pytest.mark.parametrize("module", [lightning_mfsdp, engine], ids=["lightning_mfsdp", "engine"])
+@pytest.mark.parametrize("module", [lightning_mfsdp, engine, ops], ids=["lightning_mfsdp", "engine", "ops"])
 def test_public_names_are_sorted_and_importable(module):
     # Constants, then classes, then functions, as ruff sorts them.
     kind = {name: (not name.isupper(), name[0].islower(), name) for name in module.__all__}

@@ -1,19 +1,22 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 
-from examples import plain_loop
+from examples import grpo_logprobs, plain_loop
 from examples.lightning_decoder import LightningDecoder, TextDataModule
 from lightning_mfsdp import MFSDPStrategy, unshard
 from tests.helpers.distributed import run_distributed
@@ -159,6 +162,30 @@ def test_a_hugging_face_model_is_finetuned_whole_and_by_adapters_and_exported(tm
     assert abs(held_out_bits(adapted) - before) > 0.01
     saved = sum(file.stat().st_size for file in (tmp_path / "lora/last.ckpt").glob("*.distcp"))
     assert saved < 4 * 623_744  # the frozen weights alone would be more
+
+
+def grpo_of_a_few_steps(rank: int, world_size: int) -> tuple[str, list[float]]:
+    """What the example prints, and the rewards that it goes by."""
+    sys.argv = ["grpo_logprobs.py", "--steps", "10"]
+    learned: list[grpo_logprobs.PolicyGradient] = []
+    train = grpo_logprobs.train
+    with (
+        mock.patch.object(
+            grpo_logprobs, "train", lambda *args, **options: learned.append(train(*args, **options)) or learned[0]
+        ),
+        redirect_stdout(io.StringIO()) as printed,
+    ):
+        grpo_logprobs.main()
+    return printed.getvalue(), [float(reward) for reward in learned[0].rewards]
+
+
+def test_a_policy_learns_what_it_is_rewarded_for_and_its_ranks_try_different_things() -> None:
+    (printed, rewards), (nothing, others) = run_distributed(grpo_of_a_few_steps, 2)
+    assert len(rewards) == 10
+    assert rewards[0] < 0.2 < 0.5 < rewards[-1]
+    assert rewards != others
+    assert "verdict: LEARNED" in printed
+    assert "verdict" not in nothing
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)

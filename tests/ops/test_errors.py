@@ -48,12 +48,12 @@ def test_logits_and_targets_must_fit() -> None:
 
 
 def test_choices_are_named() -> None:
-    with pytest.raises(ValueError, match="reduction='avg': expected one of 'mean', 'sum', 'none'"):
+    with pytest.raises(ValueError, match="reduction: expected 'mean' or 'sum' or 'none', got 'avg'"):
         linear_cross_entropy(HIDDEN, WEIGHT, TARGET, reduction="avg")
     with pytest.raises(ValueError, match="label_smoothing=2: expected a number from 0 to 1"):
         LinearLossHead(2, 5, label_smoothing=2)
     with pytest.raises(
-        ValueError, match="output='entropy': expected one of 'loss', 'logprobs', 'logprobs_and_entropy'"
+        ValueError, match="output: expected 'loss' or 'logprobs' or 'logprobs_and_entropy', got 'entropy'"
     ):
         LinearLossHead(2, 5)(HIDDEN, TARGET, "entropy")
 
