@@ -46,6 +46,7 @@ HOT = (
         "group",
         "offload",
         "optimizer",
+        "own_step",
         "reduction",
         "resting_state",
         "storage",
