@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mfsdp.engine import reduce_pending, sharded_parameters
+from lightning_mfsdp.engine import has_gradient, reduce_pending, sharded_parameters
+from lightning_mfsdp.engine.sharded_tensor import Rows
 from lightning_mfsdp.lightning_api import Trainer, TrainerFn, collect_rng_states, set_rng_states
 
 __all__ = [
@@ -119,12 +120,12 @@ class PendingGradients:
         self._at_first_step = at_first_step
 
     def rows(self) -> dict[str, Tensor]:
-        """Of all trained parameters; zeros where there is no gradient. Collective."""
+        """Of all parameters that have a gradient, on this rank or elsewhere; optimizers pass over the others. Collective."""
         reduce_pending(self._module)
         return {
             view.name: torch.zeros_like(view.main) if view.grad is None else view.grad.detach()
             for view in sharded_parameters(self._module)
-            if view.requires_grad
+            if has_gradient(view.local)
         }
 
     def load_rows(self, rows: Mapping[str, Tensor]) -> None:
@@ -135,5 +136,5 @@ class PendingGradients:
     def _set(self, rows: Mapping[str, Tensor]) -> None:
         for view in sharded_parameters(self._module):
             found = rows.get(view.name)
-            if found is not None and found.numel():
-                view.local.grad = found.to(view.local)
+            if found is not None and isinstance(view.dtensor, Rows):
+                view.dtensor.grad = Rows.over(found.to(view.local), view.dtensor)

@@ -219,9 +219,9 @@ class ParameterGroup:
         """(targets, sources) that bring the held weight's own part up to date with the main weight.
 
         Args:
-            stepped_only: Nobody but optimizers wrote since the last time. They have done it where the main weight is in host memory.
+            stepped_only: Nobody but optimizers is known to have written. Where the main weight is in host memory they cast what they wrote.
         """
-        known = self.main_is_held or (stepped_only and self.home is not None)
+        known = self.main_is_held or (self.home is not None and not self.home.note_writes() and stepped_only)
         if known or not self.held or self.spec.codec is not None:
             return [], []
         return self.held[0].part(self.main_extent).segments, self.main.segments

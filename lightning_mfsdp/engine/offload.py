@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError, ShardingError
 from lightning_mfsdp.engine.group import ParameterGroup
+from lightning_mfsdp.engine.own_step import OwnStep
 from lightning_mfsdp.engine.parameter import place_of
 from lightning_mfsdp.engine.resting_state import RestingState, StateTensor, state_of
 from lightning_mfsdp.engine.streams import Streams
@@ -75,12 +76,21 @@ class StreamedStep:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._is_due = True
+        was_called = False
 
         def evaluate_and_step() -> Any:
+            nonlocal was_called
+            if was_called:
+                self._give_gradients_back()
+                raise EngineStateError(
+                    f'offload="optimizer": {type(optimizer).__name__}.step called the closure it was given twice, and everything was '
+                    "stepped when it was called first; call it once, first of all, as the optimizers of torch.optim do"
+                )
+            was_called = True
             loss = closure() if closure is not None else None
             self._is_due = False
             with torch.no_grad():
-                self._run(optimizer)
+                self._run(OwnStep(optimizer, args, kwargs))
             return loss
 
         if len(args) > 1:
@@ -106,17 +116,17 @@ class StreamedStep:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def _run(self, optimizer: Optimizer) -> None:
+    def _run(self, own_step: OwnStep) -> None:
         """Step everything that has a gradient, and leave all gradients hidden."""
-        by_group, others = _with_gradients(optimizer)
+        by_group, others = _with_gradients(own_step.optimizer)
         self._hide_gradients([*(one for members in by_group.values() for one in members), *others])
         self._is_running = True
         try:
             for group in by_group:
-                self._settle(optimizer, group)
-            self._stream(optimizer, by_group)
+                self._settle(own_step.optimizer, group)
+            self._stream(own_step, by_group)
             if others:
-                self._step(optimizer, others)
+                self._step(own_step, others)
         except BaseException:
             self._give_gradients_back()
             for group in by_group:
@@ -126,23 +136,22 @@ class StreamedStep:
         finally:
             self._is_running = False
 
-    def _stream(self, optimizer: Optimizer, by_group: dict[ParameterGroup, list[Tensor]]) -> None:
+    def _stream(self, own_step: OwnStep, by_group: dict[ParameterGroup, list[Tensor]]) -> None:
         if not by_group:
             return
         chunks = self._plan(list(by_group))
         streams = next(iter(by_group)).streams
-        for chunk in chunks[:_AREAS]:
-            chunk.area.slot.materialize()
-        streams.wait(
-            streams.record(), streams.copy_in
-        )  # for what the memory was used for, and for the last writes to host memory
         try:
+            for chunk in chunks[:_AREAS]:
+                chunk.area.slot.materialize()
+            # For what the memory was used for, and for the last writes to host memory.
+            streams.wait(streams.record(), streams.copy_in)
             self._bring(chunks[0], streams)
             for chunk, following in zip(chunks, [*chunks[1:], None], strict=True):
                 if following is not None:
                     self._bring(following, streams)
                 streams.wait(chunk.arrived)
-                self._visit(optimizer, chunk, by_group, streams)
+                self._visit(own_step, chunk, by_group, streams)
         finally:
             for stream in (streams.copy_in, streams.copy_out):
                 with streams.on(stream):
@@ -176,13 +185,14 @@ class StreamedStep:
             chunk.arrived = streams.record()
 
     def _visit(
-        self, optimizer: Optimizer, chunk: Chunk, by_group: dict[ParameterGroup, list[Tensor]], streams: Streams
+        self, own_step: OwnStep, chunk: Chunk, by_group: dict[ParameterGroup, list[Tensor]], streams: Streams
     ) -> None:
         """Step a chunk that has arrived, and start copying it out."""
+        optimizer = own_step.optimizer
         try:
             for visit in chunk.visits:
                 visit.show(optimizer)
-            self._step(optimizer, [one for visit in chunk.visits for one in by_group[visit.group]])
+            self._step(own_step, [one for visit in chunk.visits for one in by_group[visit.group]])
             new = {visit: tensors for visit in chunk.visits if (tensors := visit.finish(optimizer))}
             stepped = streams.record()
             with streams.on(streams.copy_out):
@@ -217,14 +227,12 @@ class StreamedStep:
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    def _step(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    def _step(self, own_step: OwnStep, parameters: Iterable[Tensor]) -> None:
         """The optimizer's own step, of these parameters alone."""
-        step = compat.undecorated_step(type(optimizer))
-        assert step is not None, "looked at when the optimizer was adopted"
         shown = list(parameters)
         for parameter in shown:
             parameter.grad = self._gradients[parameter]
-        step(optimizer)
+        own_step()
         self._hide_gradients(shown)
 
     def _hide_gradients(self, parameters: list[Tensor]) -> None:

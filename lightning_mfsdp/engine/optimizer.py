@@ -11,6 +11,7 @@ subclass may do anything.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from typing import Any
 
@@ -54,8 +55,9 @@ def fully_shard_optimizer(
 
     Elementwise optimizers, and any `LocalRowsOptimizer`, get plain local rows in their `param_groups`, and their state (if
     any yet) is keyed by them; others keep DTensors. After each step the weights that forward uses are refreshed. No step is
-    taken here: step counters and weight decay start where the user starts. What `add_param_group` adds later is taken over
-    when the next step begins. Parameters that were sharded with `offload="optimizer"` are stepped a few at a time (offload.py).
+    taken here: step counters and weight decay start where the user starts. What comes into the groups later, by
+    `add_param_group` or otherwise, is taken over when the next step begins. Parameters that were sharded with
+    `offload="optimizer"` are stepped a few at a time (offload.py).
 
     Args:
         optimizer: Built from `module.parameters()`, before or after `fully_shard`.
@@ -82,16 +84,15 @@ def fully_shard_optimizer(
     works_locally = type(optimizer) in ELEMENTWISE_OPTIMIZERS or isinstance(optimizer, LocalRowsOptimizer)
     local = works_locally if elementwise is None else elementwise
     contexts: list[weakref.ref[Context]] = []
-    held = 0
+    held: list[Tensor] = []
     streamed = StreamedStep()
 
     def adopt_new(optimizer: Optimizer) -> None:
         nonlocal held
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if count != held:
+        if not _is_same(held, _parameters(optimizer)):
             contexts[:] = [weakref.ref(context) for context in _adopt_parameters(optimizer, local, grad_scaler)]
             streamed.adopt(optimizer)
-            held = count
+            held = _parameters(optimizer)
 
     def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         adopt_new(optimizer)
@@ -116,6 +117,14 @@ def fully_shard_optimizer(
         optimizer.register_step_post_hook(end)
     )  # they find weights and gradients as after any step
     return optimizer
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(operator.is_, found, expected))
 
 
 def _adopt_parameters(optimizer: Optimizer, local: bool, grad_scaler: object | None) -> list[Context]:

@@ -101,8 +101,10 @@ class Visit:
 
     def hide(self, optimizer: Optimizer) -> None:
         """Let the optimizer, and everybody else, find what is in host memory."""
-        if self._main is not None:
+        home = self.group.home
+        if home is not None:
             _point(self.group, self.group.main)
+            home.note_writes()  # by the step; the held weight shows them
         if self.state is not None:
             self.state.replace(optimizer, self._views)
 

@@ -97,6 +97,18 @@ class Muon(LocalRowsOptimizer):
         }
         super().__init__(params, defaults)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling and copying; plans are made anew."""
+        return {**super().__getstate__(), "exchange_bytes": self.exchange_bytes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of what `load_state_dict` read; `torch.optim.Muon` saves no options of AdamW's."""
+        super().__setstate__(state)
+        self._placements, self._plans = {}, {}
+        for group in self.param_groups:
+            group.setdefault("use_muon", True)
+            group.setdefault("betas", self.defaults["betas"])
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own.
 

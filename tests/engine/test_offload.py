@@ -215,6 +215,51 @@ def writes_from_elsewhere_are_seen(rank, world):
         assert_equal(outcomes[1], outcomes[0], sharding)
 
 
+def what_a_hook_or_the_loop_writes_after_a_step_is_seen(rank, world):
+    """Through any face, also those the engine does not watch. The step itself wrote the compute weights already."""
+    ways: list[Callable[[nn.Module, torch.optim.Optimizer], list[Tensor]]] = [
+        lambda model, optimizer: optimizer.param_groups[0]["params"],
+        lambda model, optimizer: [view.main for view in sharded_parameters(model)],
+        lambda model, optimizer: [parameter.to_local() for parameter in model.parameters()],
+    ]
+    for (number, way), sharding in product(enumerate(ways), STRATEGIES):
+        outcomes = []
+        for offload in (None, "optimizer"):
+            model = sharded_chain(sharding=sharding, policy=BF16, offload=offload)
+            optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+            def clamp(*_, model=model, optimizer=optimizer, way=way):
+                with torch.no_grad():
+                    for rows in way(model, optimizer):
+                        rows.clamp_(-0.1, 0.1)
+
+            if number == 0:
+                optimizer.register_step_post_hook(clamp)
+            losses = []
+            for step in range(3):
+                losses += train(model, optimizer, [step], rank)
+                clamp()
+            outcomes.append([losses, weights(model)])
+        assert_equal(outcomes[1], outcomes[0], (number, sharding))
+
+
+def parameters_put_in_the_place_of_others_are_taken_over(rank, world):
+    outcomes = []
+    for offload in (None, "optimizer"):
+        model = sharded_chain(offload=offload)
+        first, second, third, *_ = model.layers
+        optimizer = fully_shard_optimizer(torch.optim.AdamW([*first.parameters(), *second.parameters()], lr=1e-2))
+        losses = train(model, optimizer, range(2), rank)
+        optimizer.param_groups[0]["params"] = [*third.parameters(), *second.parameters()]
+        model.zero_grad()
+        losses += train(model, optimizer, range(2, 4), rank)
+        faces = {id(view.local) for view in sharded_parameters(model)}
+        assert all(id(one) in faces for one in (*optimizer.state, *optimizer.param_groups[0]["params"]))
+        outcomes.append([losses, weights(model), state_by_name(model, optimizer)])
+        assert rests(model, optimizer) == (offload is not None)
+    assert_equal(outcomes[1], outcomes[0], "replaced")
+
+
 # -- one step to everyone ----------------------------------------------------------------------------------------------
 
 
@@ -310,6 +355,39 @@ class Wrapping(torch.optim.AdamW):
 
     def step(self, closure=None):
         return super().step(closure)
+
+
+class Counting(OutOfPlace):
+    """Counts steps in its groups, as fused optimizers of other libraries do: numbers, also made in the first step, and tensors."""
+
+    def __init__(self, params, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.param_groups[0]["in_place"] = torch.tensor(1.0)
+
+    def step(self, closure=None, *, factor=1.0):
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["in_place"] += 0.5
+            group["lr"] = factor * group["in_place"].item() * 1e-2 / group["step"]
+        super().step()
+        return loss
+
+
+def what_an_optimizer_counts_in_its_groups_is_counted_once(rank, world):
+    outcomes = []
+    for offload in (None, "optimizer"):
+        model = sharded_chain(offload=offload)
+        optimizer = fully_shard_optimizer(Counting(model.parameters()), elementwise=True)
+        with small_chunks():
+            for step in range(3):
+                loss_of(model, inputs(step, rank)).backward()
+                optimizer.step(factor=0.5)
+                optimizer.zero_grad()
+        options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+        outcomes.append([options, weights(model)])
+    assert outcomes[1][0]["step"] == 3
+    assert_equal(outcomes[1], outcomes[0], "counting")
 
 
 def optimizers_of_ones_own_are_streamed(rank, world):
@@ -475,6 +553,13 @@ class Deaf(OutOfPlace):
         return None
 
 
+class Repeating(OutOfPlace):
+    def step(self, closure=None):
+        if closure is not None:
+            closure()
+        return super().step(closure)
+
+
 def what_cannot_be_streamed_is_refused(rank, world):
     model = sharded_chain(offload="optimizer")
     with pytest.raises(ShardingError, match="which needs an optimizer that treats every number by itself"):
@@ -491,6 +576,12 @@ def what_cannot_be_streamed_is_refused(rank, world):
     loss_of(model, inputs(0)).backward()
     with pytest.raises(EngineStateError, match="did not call the closure it was given"):
         deaf.step()
+    again = sharded_chain(offload="optimizer")
+    repeating = fully_shard_optimizer(Repeating(again.parameters()), elementwise=True)
+    loss_of(again, inputs(0)).backward()
+    with pytest.raises(EngineStateError, match="called the closure it was given twice"):
+        repeating.step()
+    assert all(view.grad is not None for view in sharded_parameters(again))
     with pytest.raises(EngineStateError, match="no graph can hold its copies"):
         capture_step(lambda: None, model, deaf)
 
@@ -514,6 +605,9 @@ WORLDS = {
         it_trains_to_the_bit_as_without,
         groups_freezing_and_several_optimizers_train_as_without,
         writes_from_elsewhere_are_seen,
+        what_a_hook_or_the_loop_writes_after_a_step_is_seen,
+        parameters_put_in_the_place_of_others_are_taken_over,
+        what_an_optimizer_counts_in_its_groups_is_counted_once,
         hooks_schedules_and_closures_see_one_step,
         loss_scaling_accumulation_and_skipped_steps_work,
         an_error_in_the_middle_of_a_step_leaves_everything_in_its_place,

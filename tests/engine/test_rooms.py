@@ -47,6 +47,7 @@ HOT = (
         "group",
         "offload",
         "optimizer",
+        "own_step",
         "reduction",
         "resting_state",
         "storage",

@@ -230,6 +230,36 @@ def test_another_number_of_ranks_goes_on_from_inside_a_step(runs: Any) -> None:
     assert torch.isfinite(found["losses"]).all()
 
 
+class Idle(Classifier):
+    """A block takes no part in the loss. On one rank it has no gradient, so that weight decay and momentum leave it alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(3, 3)
+
+
+def without_gradients(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
+    strict_warnings()
+    found = []
+    for offload, path in ((None, None), ("optimizer", f"{folder}/idle.ckpt")):
+        torch.manual_seed(3)
+        model = Idle()
+        strategy = MFSDPStrategy(units=["Block", "Linear"], offload=offload)
+        options: dict[str, Any] = {"accumulate_grad_batches": ACCUMULATE, "strategy": strategy}
+        trainer = make_trainer(
+            folder, world, callbacks=[SaveAt(4, f"{folder}/idle.ckpt")] if not path else [], **options
+        )
+        trainer.fit(model, Loader(rank), ckpt_path=path)
+        found.append({**full_state(model), "states": torch.tensor(len(trainer.optimizers[0].state))})
+    return found
+
+
+def test_what_had_no_gradient_inside_a_step_has_none_when_it_is_resumed(tmp_path: Path) -> None:
+    ((straight, resumed),) = run_distributed(without_gradients, 1, str(tmp_path))
+    for name, value in straight.items():
+        assert torch.equal(resumed[name], value), name
+
+
 class Inside(Callback):
     """What is said of being inside a step, at each moment at which a checkpoint may be saved."""
 

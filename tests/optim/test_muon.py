@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -272,6 +274,33 @@ def an_optimizer_from_before_sharding_moves_over(rank, world):
         assert_equal(model, optimizer, expected, "moved")
 
 
+def copies_and_states_of_torchs_own_go_on(rank, world):
+    """One process: `torch.optim.Muon` -> saved -> ours -> copied and pickled."""
+    plain, theirs = Matrices(0), Matrices(0)
+    theirs.bias.requires_grad_(False)
+    plain.bias.requires_grad_(False)
+    before = torch.optim.Muon(theirs.weights, lr=0.05)
+    ours = Muon(plain.weights, lr=9.0, exchange_bytes=MANY_BATCHES)
+    train(theirs, before, range(2))
+    with torch.no_grad():
+        for one, other in zip(plain.weights, theirs.weights, strict=True):
+            one.copy_(other)
+    ours.load_state_dict(copy.deepcopy(before.state_dict()))
+    train(plain, ours, range(2, 3))
+    train(theirs, before, range(2, 3))
+    for copied, moved in (copy.deepcopy((plain, ours)), pickle.loads(pickle.dumps((plain, ours)))):
+        assert moved.exchange_bytes == MANY_BATCHES
+        train(copied, moved, range(3, 4))
+        for one, other in zip(copied.weights, after_one_more(theirs, before), strict=True):
+            assert torch.equal(one, other)
+
+
+def after_one_more(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    copied, moved = copy.deepcopy((model, optimizer))
+    train(copied, moved, range(3, 4))
+    return list(copied.weights)
+
+
 def raised(error: type[Exception], function: Callable[[], Any]) -> str:
     with pytest.raises(error) as info:
         function()
@@ -366,7 +395,12 @@ CASES = (
     an_optimizer_from_before_sharding_moves_over,
 )
 WORLDS = {
-    1: (*CASES, a_closure_and_loss_scaling_change_nothing, misuse_is_named),
+    1: (
+        *CASES,
+        a_closure_and_loss_scaling_change_nothing,
+        copies_and_states_of_torchs_own_go_on,
+        misuse_is_named,
+    ),
     3: (
         *CASES,
         two_exchanges_a_batch_and_bounded_bytes,
