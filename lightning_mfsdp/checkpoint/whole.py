@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.parameter import place_of
+from lightning_mfsdp.engine.rows import gather_rows
 
 __all__ = ["whole_model_state", "whole_optimizer_state"]
 
@@ -141,4 +142,4 @@ def _gathered(rows: Any, dtype: torch.dtype, parameter: Tensor) -> Tensor:
     elif isinstance(rows, DTensor):
         rows = rows.to_local()
     with torch.no_grad():
-        return group.gather_rows(place[1], rows.detach())
+        return gather_rows(group, place[1], rows.detach())

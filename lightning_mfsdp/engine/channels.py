@@ -57,7 +57,7 @@ class Channels:
             return mesh.shard.group
         known = self._joint.get(mesh.shard.group)
         if known is None:
-            ranks = sorted(mesh.device_mesh.mesh.flatten().tolist())
+            ranks = sorted(mesh.data_ranks.flatten().tolist())
             everyone = len(ranks) == dist.get_world_size()
             known = dist.group.WORLD if everyone else dist.new_group(ranks, use_local_synchronization=True)
             assert known is not None, "a mesh has a process group"

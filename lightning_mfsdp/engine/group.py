@@ -31,6 +31,7 @@ from lightning_mfsdp.engine.layout import Layout, plan_layout
 from lightning_mfsdp.engine.parameter import Entry, mark_owner
 from lightning_mfsdp.engine.placement import Placement
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
+from lightning_mfsdp.engine.rows import whole_shape
 from lightning_mfsdp.engine.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.storage import Client, Slot
 from lightning_mfsdp.engine.streams import Event
@@ -130,7 +131,8 @@ class ParameterGroup:
             sharded = ShardedParameter.wrap(self, index, name, local, parameter)
         for face in (parameter, sharded, local):
             mark_owner(face, self, index)
-        return Entry(name=name, full=parameter, sites=sites, shape=parameter.shape, sharded=sharded, local=local)
+        shape = whole_shape(parameter.shape, self.mesh)
+        return Entry(name=name, full=parameter, sites=sites, shape=shape, sharded=sharded, local=local)
 
     @property
     def dtensor_placements(self) -> list[DTensorPlacement]:
@@ -140,6 +142,8 @@ class ParameterGroup:
             dims[self.mesh.shard_dim] = Shard(0)
         if self.placement.outer_main and self.mesh.outer_dim is not None:
             dims[self.mesh.outer_dim] = Shard(0)
+        if self.mesh.parts_dim is not None:
+            dims[self.mesh.parts_dim] = Shard(0)
         return dims
 
     def _fill(self) -> None:
@@ -155,7 +159,7 @@ class ParameterGroup:
                 entry.install(entry.sharded)
 
     def write(self, index: int, value: torch.Tensor) -> None:
-        """Keep this rank's rows of a full `value` (the parameter's global shape, any dtype) as the main weight."""
+        """Keep this rank's rows of a full `value` (the shape it has in its module, any dtype) as the main weight."""
         local = self.entries[index].local
         if local.numel():
             rows = self.layout.owned_rows(index, self.main_extent.start, len(self.main_extent))
@@ -366,31 +370,6 @@ class ParameterGroup:
         """Forget what autograd left: the backward failed, or nobody wants it."""
         for entry in self.entries:
             entry.full.grad = None
-
-    def gather_rows(self, index: int, rows: torch.Tensor) -> torch.Tensor:
-        """The whole of something shaped like one parameter, from every rank's rows of it. Collective.
-
-        Args:
-            index: Which parameter.
-            rows: This rank's rows, `[len(owned), *shape[1:]]`.
-
-        Returns:
-            A new tensor of the parameter's global shape on every rank.
-        """
-        layout, shape = self.layout, self.entries[index].shape
-        counts = [
-            len(layout.owned_rows(index, shard)) * layout.row_numel(index) if shape else 1
-            for shard in range(layout.num_shards)
-        ]
-        piece = rows.new_zeros(max(counts))
-        piece[: rows.numel()].copy_(rows.flatten())
-        for axis, split in ((self.outer_axis, self.placement.outer_main), (self.shard_axis, self.placement.main)):
-            if split and axis is not None:
-                gathered = piece.new_empty(axis.size * piece.numel())
-                axis.gather([gathered], [piece])
-                piece = gathered
-        pieces = piece.view(layout.num_shards, -1)
-        return torch.cat([pieces[shard, :count] for shard, count in enumerate(counts)]).view(shape)
 
     @property
     def slot(self) -> Slot | None:

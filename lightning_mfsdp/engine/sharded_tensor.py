@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.rows import gather_rows
 from lightning_mfsdp.engine.tree import map_tensors, tensors_in
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Rows(DTensor):
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole tensor, plain and without history: a loss computed from it has no gradient. Collective."""
         with torch.no_grad(), compat.without_torch_function():
-            return self._group("full_tensor").gather_rows(self._owner[1], self._local_tensor.detach())
+            return gather_rows(self._group("full_tensor"), self._owner[1], self._local_tensor.detach())
 
     def redistribute(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: rows cannot be moved as DTensor would."""

@@ -162,10 +162,10 @@ class GroupedExperts(nn.Module):
             average_rows: How many choices are this rank's on average. `None`: all.
         """
         weight_in, weight_out = self.stacked_weights()
-        dtype = _compute_dtype(hidden, weight_in)
+        dtype = self.compute_dtype(hidden)
         if not expert_index.numel():
-            # Weights take part all the same, so that their gradients are zero and not missing.
-            return hidden.to(dtype) + 0 * (weight_in.sum() + weight_out.sum()).to(dtype)
+            # Everything takes part all the same, so that gradients are zero and not missing.
+            return hidden.to(dtype) + 0 * (weight_in.sum() + weight_out.sum() + probabilities.sum()).to(dtype)
         budget = self._budget(expert_index.numel(), average_rows)
         plan = plan_rows(expert_index, len(weight_in), budget)
         self.capacity = plan.rows
@@ -182,6 +182,13 @@ class GroupedExperts(nn.Module):
             activation=self.activation,
             saver=self.saver,
         )
+
+    def compute_dtype(self, hidden: Tensor) -> torch.dtype:
+        """What products are computed in: what autocast says, else the dtype of the weights."""
+        kind, dtype = hidden.device.type, self.weight_in.dtype
+        if torch.is_autocast_enabled(kind) and dtype is not torch.float64:
+            return torch.get_autocast_dtype(kind)
+        return dtype
 
     def _budget(self, choices: int, average_rows: int | None) -> int:
         if self.capacity_factor is None or average_rows is None:
@@ -230,11 +237,3 @@ def check_capacity_factor(capacity_factor: float | None) -> None:
         raise ValueError(
             f"GroupedExperts: capacity_factor: expected at least 1, or None for as many rows as there can be, got {capacity_factor}"
         )
-
-
-def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """What autocast says, else the dtype of the weights."""
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind) and weight.dtype is not torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return weight.dtype
