@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -77,3 +78,18 @@ def test_communication_that_computation_hides_is_not_exposed() -> None:
     ]
     found = overlap(kernels, 2)
     assert found == {"compute_ms": 3.0, "communication_ms": 2.5, "exposed_ms": 1.0, "idle_ms": 1.0, "step_ms": 5.0}
+
+
+def test_implementations_of_experts_are_compared_with_the_same_weights() -> None:
+    small = ["--device=cpu", "--experts=4", "--top-k=2", "--hidden=16", "--width=8", "--tokens=64", "--rounds=1"]
+    command = [sys.executable, str(ROOT / "examples/benchmark/moe.py"), *small]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    found = [
+        json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")
+    ]
+    assert [one["implementation"] for one in found][:2] == ["GroupedExperts", "GroupedExperts, buffer x 4"]
+    assert {"transformers eager", "transformers batched_mm", "transformers grouped_mm"} < {
+        one["implementation"] for one in found
+    }
+    assert all(one["tokens_per_s"] > 0 and one["saved_gib"] > 0 for one in found)
