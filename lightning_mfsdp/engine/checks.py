@@ -105,6 +105,11 @@ def refuse_other_mesh(nested: Unit, context: Context) -> None:
         ShardingError: With its name and both meshes' sizes.
     """
     for group in nested.groups:
+        if context.mesh.parts is not None and group.mesh.parts is None:
+            raise ShardingError(
+                f"fully_shard: unit {nested.name} has the same parameters on all ranks, and the module around it was given a mesh with the "
+                f'axis "{context.mesh.parts.name}", along which all parameters would differ; leave that axis to the experts'
+            )
         if group.mesh.num_ranks != context.mesh.num_ranks:
             raise ShardingError(
                 f"fully_shard: unit {nested.name} is sharded over a mesh of {group.mesh.num_ranks} ranks inside a module sharded over "

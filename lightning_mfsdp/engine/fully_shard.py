@@ -311,8 +311,8 @@ def _join(module: nn.Module, unit: Unit, context: Context) -> None:
         if nested is not None and nested is not unit:
             names.setdefault(nested, []).append(name)
     for nested, found in names.items():
-        refuse_other_mesh(nested, context)
         nested.rename(found)
+        refuse_other_mesh(nested, context)
         context.take_over(nested.context)
         context.add(nested)
     context.add(unit)

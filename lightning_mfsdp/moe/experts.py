@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -147,7 +148,7 @@ class GroupedExperts(nn.Module):
         """
         self._check(hidden, expert_index, probabilities)
         if self.dispatcher is not None:
-            return self.dispatcher(self, hidden, expert_index, probabilities)
+            return _uncompiled(self.dispatcher, self, hidden, expert_index, probabilities)
         return self.compute(hidden, expert_index, probabilities)
 
     def compute(
@@ -229,6 +230,14 @@ class GroupedExperts(nn.Module):
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
             f"activation={self.activation.name}, capacity_factor={self.capacity_factor}"
         )
+
+
+def _call(dispatcher: Dispatcher, *arguments: Any) -> Tensor:
+    return dispatcher(*arguments)
+
+
+# Compilers take communication as it is.
+_uncompiled: Callable[..., Tensor] = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
 
 
 def check_capacity_factor(capacity_factor: float | None) -> None:

@@ -8,6 +8,7 @@ output      the sum of each token's rows of scaled times the second weights
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,8 +50,7 @@ def experts_mlp(
     inputs = (hidden, probabilities, weight_in, weight_out)
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
         saver = OrdinarySaver()
-    output: Tensor = _ExpertsMLP.apply(*inputs, plan, activation, saver)  # type: ignore[no-untyped-call]
-    return output
+    return _apply(*inputs, plan, activation, saver)
 
 
 class _ExpertsMLP(torch.autograd.Function):
@@ -94,3 +94,7 @@ class _ExpertsMLP(torch.autograd.Function):
             has_row = position < live
             to_probabilities = torch.where(has_row, grad_of_rows[position], 0).to(ctx.probability_dtype)
         return to_hidden, to_probabilities, to_in, to_out, None, None, None
+
+
+# Compilers take it as it is: savers are Python, and kernels are compiled already.
+_apply: Callable[..., Tensor] = torch.compiler.disable(_ExpertsMLP.apply)  # type: ignore[no-untyped-call]

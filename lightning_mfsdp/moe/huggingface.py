@@ -151,7 +151,7 @@ class _Implementation:
             weight_in, weight_out = weight_in.transpose(1, 2), weight_out.transpose(1, 2)
         if not top_k_index.numel():
             return hidden_states
-        output = experts_mlp(
+        output: Tensor = experts_mlp(
             hidden_states.to(weight_in.dtype),
             top_k_weights,
             weight_in,

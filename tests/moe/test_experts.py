@@ -190,3 +190,19 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         experts(hidden, index[1:], probabilities)
     with pytest.raises(ValueError, match=r"the shape of expert_index, \(9, 2\), got \(9, 1\)"):
         experts(hidden, index, probabilities[:, :1])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
+def test_a_compiled_block_calls_its_experts_as_they_are() -> None:
+    experts = made()
+    hidden, index, probabilities = routed(9, 2, 5, 6)
+    inputs = (hidden, probabilities, experts.weight_in, experts.weight_out)
+
+    def block(hidden, probabilities):
+        return torch.tanh(experts(2 * hidden, index, probabilities))
+
+    compiled = torch.compile(block, backend="eager")
+    torch.testing.assert_close(compiled(hidden, probabilities), block(hidden, probabilities))
+    torch.testing.assert_close(
+        gradients(compiled(hidden, probabilities), *inputs), gradients(block(hidden, probabilities), *inputs)
+    )

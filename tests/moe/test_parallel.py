@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_mfsdp import (
+    MFSDPStrategy,
     MixedPrecisionPolicy,
     ShardingError,
     clip_grad_norm_,
@@ -165,6 +166,12 @@ def refusals(rank: int, world: int) -> None:
         fully_shard(model, dense)
     with pytest.raises(ShardingError, match=r'expected a mesh with one axis .*mesh\["shard", "expert"\]'):
         fully_shard(nn.Linear(2, 2), mesh["expert"])
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], dense)
+    with pytest.raises(ShardingError, match="unit 0 has the same parameters on all ranks"):
+        fully_shard(model, mesh)
+    with pytest.raises(ValueError, match='its axis "expert" is for modules of experts'):
+        MFSDPStrategy(mesh=mesh)
     with pytest.raises(ValueError, match="Linear has no GroupedExperts inside"):
         take_over_budget(nn.Linear(2, 2))
 
