@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_mfsdp.callback_hooks import HasParameterState, PreparesOptimizers
 from lightning_mfsdp.continuation import GRADIENTS
 from lightning_mfsdp.engine import MixedPrecisionPolicy
+from lightning_mfsdp.engine.collectives import PARTS
 from lightning_mfsdp.engine.placement import resolve_placement
 from lightning_mfsdp.engine.unit import Unit, unit_of
 from lightning_mfsdp.lightning_api import (
@@ -182,6 +183,11 @@ def check_sizes(data_parallel_size: int | str | None, outer_size: int, mesh: Dev
         raise ValueError(f"outer_size={outer_size} and mesh={mesh}: a mesh already has its axes; give one of the two")
     if mesh is not None and mesh.ndim not in (1, 2):
         raise ValueError(f"mesh={mesh}: expected one axis (shard) or two (outer, shard), got {mesh.ndim}")
+    if mesh is not None and PARTS in (mesh.mesh_dim_names or ()):
+        raise ValueError(
+            f'mesh={mesh}: its axis "{PARTS}" is for modules of experts, whose parameters differ along it; give the strategy a mesh '
+            "over the same ranks without it, and this one to fully_shard(experts, mesh) in configure_model"
+        )
 
 
 def check_world(

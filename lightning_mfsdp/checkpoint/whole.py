@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_mfsdp.engine.gather_rows import gather_rows
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.parameter import place_of
+from lightning_mfsdp.engine.rows import gather_rows
 
 __all__ = ["whole_model_state", "whole_optimizer_state"]
 

@@ -18,6 +18,7 @@ from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.inspect import context_of
 from lightning_mfsdp.engine.materialize import Replaced, children_first, materialize_module
 from lightning_mfsdp.engine.reduction_schedule import Sync
+from lightning_mfsdp.engine.rows import join_parts, own_part
 from lightning_mfsdp.engine.unit import Unit, unit_of
 
 __all__ = [
@@ -87,7 +88,7 @@ def unshard(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
             for index, (entry, parameter) in enumerate(zip(group.entries, parameters, strict=True)):
                 if writeback:
                     with torch.no_grad():
-                        group.write(index, parameter.detach())
+                        group.write(index, own_part(parameter.detach(), group.mesh))
                 entry.resting = entry.sharded
                 entry.install(entry.sharded)
         if writeback:
@@ -105,7 +106,7 @@ def _show_full(group: ParameterGroup) -> list[nn.Parameter]:
         if group.placement.main:
             group.shard_axis.gather(full.segments, full.part(group.inner_extent).segments)
         parameters = [
-            nn.Parameter(view, requires_grad=entry.full.requires_grad)
+            nn.Parameter(join_parts(view, group.mesh), requires_grad=entry.full.requires_grad)
             for entry, view in zip(group.entries, full.views(), strict=True)
         ]
     for entry, parameter in zip(group.entries, parameters, strict=True):

@@ -61,7 +61,7 @@ class Channels:
         """All ranks of a mesh in one group. Collective over them, the first time."""
         known = self._joint.get(mesh.shard.group)
         if known is None:
-            ranks = sorted(int(rank) for rank in mesh.device_mesh.mesh.flatten())
+            ranks = sorted(int(rank) for rank in mesh.data_ranks.flatten())
             known = self._joint[mesh.shard.group] = dist.new_group(ranks, use_local_synchronization=True)
         return known
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,11 @@ from lightning_mfsdp.engine.collectives import Mesh
 from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
 
-__all__ = ["Named", "check_same_model", "refuse_unfit"]
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.context import Context
+    from lightning_mfsdp.engine.unit import Unit
+
+__all__ = ["Named", "check_same_model", "refuse_other_mesh", "refuse_parts", "refuse_unfit"]
 
 # A parameter with its first name and all the places that hold it: the `_parameters` table of a module and the key in it.
 Named = tuple[str, nn.Parameter, list[tuple[dict[str, Any], str]]]
@@ -78,6 +82,46 @@ def _refuse_unfit_for_codec(where: str, parameter: nn.Parameter, codec: WeightCo
         )
     if reason := codec.why_not(parameter):
         raise ShardingError(f"{where} cannot be sharded as it is stored: {reason}")
+
+
+def refuse_parts(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> None:
+    """Refuse parameters without rows on a mesh along which ranks hold different rows.
+
+    Raises:
+        ShardingError: With the name of the first one.
+    """
+    scalars = [name for name, parameter, _ in named if not parameter.dim()]
+    if mesh.parts is not None and scalars:
+        raise ShardingError(
+            f"fully_shard: parameter {scalars[0]} of {type(module).__name__} is a single number, and along the mesh's axis "
+            f'"{mesh.parts.name}" every rank holds other rows of each parameter; put it into a module around the experts'
+        )
+
+
+def refuse_other_mesh(nested: Unit, context: Context) -> None:
+    """Refuse a unit that is not used for the data of all ranks of its root, or gathers elsewhere than its root's slots are.
+
+    Raises:
+        ShardingError: With its name and both meshes' sizes.
+    """
+    for group in nested.groups:
+        if context.mesh.parts is not None and group.mesh.parts is None:
+            raise ShardingError(
+                f"fully_shard: unit {nested.name} has the same parameters on all ranks, and the module around it was given a mesh with the "
+                f'axis "{context.mesh.parts.name}", along which all parameters would differ; leave that axis to the experts'
+            )
+        if group.mesh.num_ranks != context.mesh.num_ranks:
+            raise ShardingError(
+                f"fully_shard: unit {nested.name} is sharded over a mesh of {group.mesh.num_ranks} ranks inside a module sharded over "
+                f"{context.mesh.num_ranks}, so its gradients would leave out the data of the others. Shard both over the same ranks; if "
+                'this unit holds different experts on different ranks, name the axis along which they differ "expert", and pass the '
+                "mesh with it"
+            )
+        if context.channels.symmetric and group.mesh.device_mesh != context.mesh.device_mesh:
+            raise ShardingError(
+                f"fully_shard: symmetric_memory=True, but unit {nested.name} is sharded over another mesh than the module around it, and "
+                "symmetric memory belongs to one set of ranks; leave symmetric_memory out"
+            )
 
 
 def check_same_model(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> None:

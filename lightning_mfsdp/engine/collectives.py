@@ -18,7 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import ShardingError
 
-__all__ = ["Axis", "Mesh", "broadcast_from_first", "resolve_mesh"]
+__all__ = ["PARTS", "Axis", "Mesh", "axis_of", "broadcast_from_first", "resolve_mesh"]
+
+PARTS = "expert"  # the name of the axis of parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +122,14 @@ class Mesh:
     """The data-parallel mesh of a sharded module.
 
     Attributes:
-        device_mesh: As given by the user: 1-D, or 2-D with an outer axis.
+        device_mesh: As given by the user: with a shard axis, and perhaps an outer axis and one of parts.
         shard_dim: Which of its dims is the shard axis.
-        outer_dim: Which is the outer axis; `None` on a 1-D mesh.
+        outer_dim: Which is the outer axis; `None` without one.
         shard: The shard axis as this rank sees it.
-        outer: The outer axis, `None` on a 1-D mesh.
+        outer: The outer axis; `None` without one.
+        parts_dim: Which is the axis of parts; `None` without one, and for one rank along it.
+        parts: The axis along which parameters are different parts of one larger parameter (experts); `None` where they are whole. Every
+            part is used for the data of all its ranks.
     """
 
     device_mesh: DeviceMesh
@@ -132,6 +137,8 @@ class Mesh:
     outer_dim: int | None
     shard: Axis
     outer: Axis | None
+    parts_dim: int | None = None
+    parts: Axis | None = None
 
     @property
     def device_type(self) -> str:
@@ -140,13 +147,31 @@ class Mesh:
 
     @property
     def axes(self) -> list[Axis]:
-        """Axes with more than one rank, the outer one first."""
+        """Axes with more than one rank along which parameters are the same, the outer one first."""
         return [axis for axis in (self.outer, self.shard) if axis is not None and axis.size > 1]
 
     @property
+    def all_axes(self) -> list[Axis]:
+        """Axes with more than one rank."""
+        return [*self.axes, *([self.parts] if self.parts is not None else [])]
+
+    @property
     def num_ranks(self) -> int:
-        """Data-parallel ranks in all."""
-        return self.shard.size * (self.outer.size if self.outer else 1)
+        """Ranks whose data every parameter is used for."""
+        return self.shard.size * (self.outer.size if self.outer else 1) * self.num_parts
+
+    @property
+    def num_parts(self) -> int:
+        """Of how many parts a parameter consists."""
+        return self.parts.size if self.parts is not None else 1
+
+    @property
+    def data_ranks(self) -> Tensor:
+        """Global ranks that have the same parameters as this one, int, `[outer, shard]` or `[shard]`."""
+        ranks = self.device_mesh.mesh
+        if self.parts is not None and self.parts_dim is not None:
+            ranks = ranks.select(self.parts_dim, self.parts.rank)
+        return ranks
 
 
 def broadcast_from_first(value: Tensor, mesh: Mesh) -> None:
@@ -157,10 +182,10 @@ def broadcast_from_first(value: Tensor, mesh: Mesh) -> None:
 
 
 def resolve_mesh(mesh: DeviceMesh | None) -> Mesh:
-    """Outer and shard axes of the user's mesh, or a 1-D mesh over all ranks.
+    """The axes of the user's mesh, or a 1-D mesh over all ranks.
 
-    Axes named "outer" and "shard" are taken by name in either order; otherwise a 1-D mesh is the shard axis and a 2-D
-    mesh is (outer, shard).
+    An axis named "expert" is that of parts. Of the others, those named "outer" and "shard" are taken by name in either order; otherwise
+    a single one is the shard axis and two are (outer, shard).
 
     Raises:
         ShardingError: No process group, or a mesh that does not fit; names its axes and sizes.
@@ -176,34 +201,42 @@ def resolve_mesh(mesh: DeviceMesh | None) -> Mesh:
         mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     names = mesh.mesh_dim_names
     described = ", ".join(f"{names[i] if names else i}={mesh.size(i)}" for i in range(mesh.ndim))
-    if mesh.ndim > 2:
+    parts_dim = names.index(PARTS) if names and PARTS in names else None
+    dims = [dim for dim in range(mesh.ndim) if dim != parts_dim]
+    if len(dims) not in (1, 2):
         raise ShardingError(
             f"fully_shard: expected a mesh with one axis (shard) or two (outer, shard), got {mesh.ndim} axes ({described}); "
-            'pass the data-parallel part of it, such as mesh["outer", "shard"]'
+            'pass the data-parallel part of it, such as mesh["outer", "shard"], for experts with their own axis, mesh["shard", "expert"]'
         )
     if mesh.get_coordinate() is None:
         raise ShardingError(
             f"fully_shard: rank {dist.get_rank()} is not part of the mesh ({described}); call it on the mesh's ranks "
             "only"
         )
-    if names and mesh.ndim == 2 and set(names) != {"outer", "shard"} and (names[0] == "shard" or names[1] == "outer"):
+    data = [names[dim] for dim in dims] if names else []
+    if len(data) == 2 and set(data) != {"outer", "shard"} and (data[0] == "shard" or data[1] == "outer"):
         raise ShardingError(
             f'fully_shard: expected a 2-D mesh (outer, shard), or axes named both "outer" and "shard", got ({described}), '
             "whose names contradict their places; rename the axes or pass the part of the mesh that is meant"
         )
-    if mesh.ndim == 1:
-        return Mesh(device_mesh=mesh, shard_dim=0, outer_dim=None, shard=_axis(mesh, 0, "shard"), outer=None)
-    outer_dim = 1 if names == ("shard", "outer") else 0
+    shard_dim, outer_dim = dims[-1], dims[0] if len(dims) == 2 else None
+    if data == ["shard", "outer"]:
+        shard_dim, outer_dim = dims[0], dims[1]
+    if parts_dim is not None and mesh.size(parts_dim) == 1:
+        parts_dim = None
     return Mesh(
         device_mesh=mesh,
-        shard_dim=1 - outer_dim,
+        shard_dim=shard_dim,
         outer_dim=outer_dim,
-        shard=_axis(mesh, 1 - outer_dim, "shard"),
-        outer=_axis(mesh, outer_dim, "outer"),
+        shard=axis_of(mesh, shard_dim, "shard"),
+        outer=None if outer_dim is None else axis_of(mesh, outer_dim, "outer"),
+        parts_dim=parts_dim,
+        parts=None if parts_dim is None else axis_of(mesh, parts_dim, PARTS),
     )
 
 
-def _axis(mesh: DeviceMesh, dim: int, default_name: str) -> Axis:
+def axis_of(mesh: DeviceMesh, dim: int, default_name: str) -> Axis:
+    """One dim of a mesh as this rank sees it; `default_name` where it has none."""
     name = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else default_name
     group = mesh.get_group(dim)
     averages = compat.averages(group, mesh.device_type)

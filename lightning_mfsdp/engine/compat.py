@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.autograd import Variable, forward_ad
@@ -37,6 +38,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_zero_",
+    "grouped_mm",
     "has_accumulation_hooks",
     "has_global_hooks",
     "is_transformed",
@@ -238,6 +240,13 @@ def has_global_hooks() -> bool:
 def premul_sum(factor: float) -> Any:
     """NCCL reduction that multiplies each input by `factor` before the sum, at no extra pass."""
     return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+
+
+def grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Products of groups that end at `ends`, int32, on the device (`_grouped_mm`, since torch 2.10 `nn.functional.grouped_mm`)."""
+    product = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    result: Tensor = product(left, right, offs=ends)
+    return result
 
 
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_mfsdp.engine.channels import check_symmetric_memory
-from lightning_mfsdp.engine.checks import Named, check_same_model, refuse_unfit
+from lightning_mfsdp.engine.checks import Named, check_same_model, refuse_other_mesh, refuse_parts, refuse_unfit
 from lightning_mfsdp.engine.collectives import Mesh, broadcast_from_first, resolve_mesh
 from lightning_mfsdp.engine.context import Context
 from lightning_mfsdp.engine.direct import write_directly
@@ -59,7 +59,9 @@ def fully_shard(
         module: Any module. Its parameter names do not change; at rest its parameters are DTensors of the main weights. A list of
             modules that run one after the other becomes one unit: small blocks are gathered and reduced faster together. Called in
             another order they are still right, only gathered more often; so are they under reentrant checkpointing of each.
-        mesh: 1-D (shard) or 2-D (outer, shard), or with axes named "outer" and "shard". `None`: all ranks, 1-D.
+        mesh: 1-D (shard) or 2-D (outer, shard), or with axes named "outer" and "shard". `None`: all ranks, 1-D. Along one more axis, named
+            "expert", parameters differ: every rank holds other rows of one larger parameter, and computes with them for the data of all.
+            Gradients, norms and checkpoints are those of the larger one. Modules around are sharded over the same ranks without it.
         sharding: "no_shard", "optim", "optim_grads" or "optim_grads_params", or 0 to 3: what is sharded on the shard
             axis.
         outer_sharding: On the outer axis: "no_shard" (HSDP) or "optim" (HFSDP: main weights and optimizer state sharded
@@ -109,6 +111,7 @@ def fully_shard(
     materialize(whole, device, ignored)
     named, borrowed = _parameters_of(whole, ignored)
     refuse_unfit(whole, named, policy)
+    refuse_parts(whole, named, resolved)
     check_same_model(whole, named, resolved)
     _share_buffers(whole, resolved, device)
     keep_fp32 = set[int]().union(*(fp32_parameters(member, policy) for member in members))
@@ -269,6 +272,7 @@ def _join(module: nn.Module, unit: Unit, context: Context) -> None:
             names.setdefault(nested, []).append(name)
     for nested, found in names.items():
         nested.rename(found)
+        refuse_other_mesh(nested, context)
         context.take_over(nested.context)
         context.add(nested)
     context.add(unit)

@@ -157,6 +157,8 @@ def _sharded_axes(group: ParameterGroup) -> tuple[Axis, ...]:
         axes.append(group.shard_axis)
     if group.placement.outer_main and group.outer_axis is not None:
         axes.append(group.outer_axis)
+    if group.mesh.parts is not None:
+        axes.append(group.mesh.parts)
     return tuple(axes)
 
 

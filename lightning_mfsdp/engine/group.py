@@ -32,6 +32,7 @@ from lightning_mfsdp.engine.layout import Layout, plan_layout
 from lightning_mfsdp.engine.parameter import Entry, mark_owner
 from lightning_mfsdp.engine.placement import Placement
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
+from lightning_mfsdp.engine.rows import whole_shape
 from lightning_mfsdp.engine.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.storage import Client, Slot
 from lightning_mfsdp.engine.streams import Event
@@ -140,7 +141,8 @@ class ParameterGroup:
             sharded = ShardedParameter.wrap(self, index, name, local, parameter)
         for face in (parameter, sharded, local):
             mark_owner(face, self, index)
-        return Entry(name=name, full=parameter, sites=sites, shape=parameter.shape, sharded=sharded, local=local)
+        shape = whole_shape(parameter.shape, self.mesh)
+        return Entry(name=name, full=parameter, sites=sites, shape=shape, sharded=sharded, local=local)
 
     @property
     def dtensor_placements(self) -> list[DTensorPlacement]:
@@ -150,6 +152,8 @@ class ParameterGroup:
             dims[self.mesh.shard_dim] = Shard(0)
         if self.placement.outer_main and self.mesh.outer_dim is not None:
             dims[self.mesh.outer_dim] = Shard(0)
+        if self.mesh.parts_dim is not None:
+            dims[self.mesh.parts_dim] = Shard(0)
         return dims
 
     def _fill(self) -> None:
@@ -165,7 +169,7 @@ class ParameterGroup:
                 entry.install(entry.sharded)
 
     def write(self, index: int, value: torch.Tensor) -> None:
-        """Keep this rank's rows of a full `value` (the parameter's global shape, any dtype) as the main weight."""
+        """Keep this rank's rows of a full `value` (the shape it has in its module, any dtype) as the main weight."""
         local = self.entries[index].local
         if local.numel():
             rows = self.layout.owned_rows(index, self.main_extent.start, len(self.main_extent))

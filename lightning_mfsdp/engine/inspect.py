@@ -12,6 +12,7 @@ from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.gradients import local_gradients
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.parameter import Entry, place_of
+from lightning_mfsdp.engine.rows import owned_rows
 from lightning_mfsdp.engine.unit import Unit, unit_of
 
 __all__ = [
@@ -206,7 +207,7 @@ def _view(group: ParameterGroup, entry: Entry, names: tuple[str, ...]) -> Parame
         shape=entry.shape,
         dtype=group.spec.main_dtype,
         compute_dtype=group.spec.compute_dtype,
-        rows=group.layout.owned_rows(index, group.main_extent.start, len(group.main_extent)),
+        rows=owned_rows(group, index),
         unit=owner.name if owner is not None else "",
         main=entry.local.detach(),
         dtensor=entry.sharded,
@@ -224,7 +225,7 @@ def _unit_view(unit: Unit, modules: list[nn.Module]) -> UnitView:
     return UnitView(
         name=unit.name,
         module_class=kind if len(modules) == 1 else f"{len(modules)} x {kind}",
-        num_parameters=total,
+        num_parameters=total * (unit.groups[0].mesh.num_parts if unit.groups else 1),
         padding_fraction=(padded - total) / total if total else 0.0,
         main_bytes=sum(group.main.size_bytes for group in unit.groups),
         held_bytes=sum(group.held_bytes for group in unit.groups),

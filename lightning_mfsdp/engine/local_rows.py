@@ -25,7 +25,7 @@ class RowPlacement:
 
     Attributes:
         name: Inside the module given to `fully_shard`.
-        shape: Global shape.
+        shape: Of all rows together; under expert parallelism those of this rank's experts.
         group: The ranks that share the rows out among them; `None` where every rank has all of them.
         rows: Of dim 0, by rank of `group`; of this rank alone where there is no group. Together all of them, each once.
     """
@@ -62,7 +62,7 @@ def row_placement(parameter: Tensor) -> RowPlacement | None:
     process_group, shards = _holders(group)
     return RowPlacement(
         name=entry.name,
-        shape=entry.shape,
+        shape=torch.Size(group.layout.shapes[index]),
         group=process_group,
         rows=tuple(group.layout.owned_rows(index, shard) for shard in shards),
     )
@@ -87,6 +87,7 @@ def _holders(group: ParameterGroup) -> tuple[dist.ProcessGroup | None, list[int]
     context = group.context
     assert context is not None, "a group in use belongs to a root"
     both = context.channels.over_both_axes(mesh)
-    ranks_by_shard = mesh.device_mesh.mesh if mesh.shard_dim == 0 else mesh.device_mesh.mesh.T
+    shard_comes_first = mesh.outer_dim is None or mesh.shard_dim < mesh.outer_dim
+    ranks_by_shard = mesh.data_ranks if shard_comes_first else mesh.data_ranks.T
     shard_of = {int(rank): shard for shard, rank in enumerate(ranks_by_shard.flatten())}
     return both, [shard_of[rank] for rank in dist.get_process_group_ranks(both)]

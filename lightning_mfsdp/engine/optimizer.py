@@ -176,12 +176,13 @@ def _shard_state(state: dict[str, Any], group: ParameterGroup, entry: Entry, *, 
         )
     index = group.entries.index(entry)
     rows = group.layout.owned_rows(index, group.main_extent.start, len(group.main_extent))
-    return {key: _rows(value, entry, rows) for key, value in state.items()}
+    shape = torch.Size(group.layout.shapes[index])  # before sharding, parts of a parameter are apart
+    return {key: _rows(value, shape, rows) for key, value in state.items()}
 
 
-def _rows(value: Any, entry: Entry, rows: range) -> Any:
+def _rows(value: Any, shape: torch.Size, rows: range) -> Any:
     if isinstance(value, DTensor):
         return value.to_local()
-    if isinstance(value, Tensor) and value.shape == entry.shape and value.dim():
+    if isinstance(value, Tensor) and value.shape == shape and value.dim():
         return value[rows.start : rows.stop].clone()
     return value

@@ -61,7 +61,7 @@ class MemoryPlanner:
         wanted = [
             unit for unit in units if unit.may_stay and unit.full_bytes and not unit.context.keeps_after_forward(unit)
         ]
-        count = those_that_fit([unit.full_bytes for unit in wanted], spare_bytes(self._device, self._mesh.axes))
+        count = those_that_fit([unit.full_bytes for unit in wanted], spare_bytes(self._device, self._mesh.all_axes))
         for unit in wanted[:count]:
             unit.may_stay = unit.reshard_after_forward = False
             for group in unit.groups:

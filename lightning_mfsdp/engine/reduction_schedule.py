@@ -120,7 +120,7 @@ class ReductionSchedule:
         order += [index for index in reversed(range(len(units))) if units[index] not in chain]
         order.sort(key=lambda index: len(units[index].users) > 1 or not units[index].hears_end)
         message = [order]
-        for axis in mesh.axes:
+        for axis in mesh.all_axes:
             if dist.get_backend(axis.group) != "fake":
                 dist.broadcast_object_list(message, group=axis.group, group_src=0, device=device)
         self._order = [weakref.ref(units[index]) for index in message[0]]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.rows import owned_rows, whole_shape
 from lightning_mfsdp.engine.sharded_tensor import Rows, as_dtensor
 
 if TYPE_CHECKING:
@@ -38,14 +39,14 @@ class ShardedParameter(Rows):
     def wrap(
         cls, group: ParameterGroup, index: int, name: str, local: nn.Parameter, full: nn.Parameter
     ) -> ShardedParameter:
-        """Parameter `index` of a group, over `local` (rows of dim 0, main dtype); `full` still has the global shape."""
+        """Parameter `index` of a group, over `local` (rows of dim 0, main dtype); `full` still has its shape."""
         mesh, placements = group.mesh.device_mesh, group.dtensor_placements
-        plain = as_dtensor(local.detach(), full.shape, mesh, placements)
+        plain = as_dtensor(local.detach(), whole_shape(full.shape, group.mesh), mesh, placements)
         made = cls(local.detach(), plain._spec, requires_grad=full.requires_grad)
         made.__dict__.update(vars(local))  # what users mark parameters with, for their optimizer's groups
         made._is_param = True
         made._owner = (weakref.ref(group), index)
-        made._rows = group.layout.owned_rows(index, group.main_extent.start, len(group.main_extent))
+        made._rows = owned_rows(group, index)
         made.has_empty_grad = False
         made._local_face, made._full_face, made._name, made._grad_face = local, full, name, None
         made._unswappable = weakref.ref(made)

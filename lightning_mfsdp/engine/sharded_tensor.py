@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError
-from lightning_mfsdp.engine.gather_rows import gather_rows
+from lightning_mfsdp.engine.rows import gather_rows
 from lightning_mfsdp.engine.tree import map_tensors, tensors_in
 
 if TYPE_CHECKING:

@@ -326,3 +326,14 @@ def test_every_function_of_compat_is_tested_here_or_on_gpus():
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "compat"
     }
     assert set(compat.__all__) <= tested, sorted(set(compat.__all__) - tested)
+
+
+def test_a_grouped_product_multiplies_each_group_by_its_own_matrix():
+    torch.manual_seed(0)
+    rows, weights = torch.randn(16, 8, dtype=torch.bfloat16), torch.randn(3, 8, 16, dtype=torch.bfloat16)
+    ends = torch.tensor([4, 4, 16], dtype=torch.int32)
+    found = compat.grouped_mm(rows, weights, ends)
+    expected = torch.cat((rows[:4] @ weights[0], rows[4:] @ weights[2]))
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    outer = compat.grouped_mm(rows.t(), rows, ends)
+    torch.testing.assert_close(outer[2], rows[4:].t() @ rows[4:], rtol=2e-2, atol=2e-2)

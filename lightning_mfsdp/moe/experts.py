@@ -1,0 +1,248 @@
+"""GroupedExperts: stacked feed-forward experts, computed together and without a word to the host."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mfsdp.moe.activations import ACTIVATIONS, ActivationName
+from lightning_mfsdp.moe.function import experts_mlp
+from lightning_mfsdp.moe.products import no_grouped_product_because
+from lightning_mfsdp.moe.rows import plan_rows
+from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver
+
+__all__ = ["Dispatcher", "GroupedExperts"]
+
+
+class Dispatcher(Protocol):
+    """Brings tokens to the experts of other ranks and results back, see parallel.py."""
+
+    def __call__(self, experts: GroupedExperts, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
+        """Arguments and result are those of `GroupedExperts.forward`."""
+
+
+class GroupedExperts(nn.Module):
+    """E feed-forward experts with stacked weights; every token goes through K of them.
+
+    All experts are computed by grouped matrix products on offsets that stay on the device, so nothing waits for the host, and a call
+    can be recorded in a CUDA graph and replayed with other routes. That takes CUDA, bfloat16, and sizes that are multiples of 8;
+    elsewhere experts are computed one by one.
+
+    Args:
+        num_experts: E, over all ranks.
+        hidden_size: H, of tokens.
+        intermediate_size: I, inside an expert.
+        activation: "swiglu" (gated by SiLU) or "gelu".
+        capacity_factor: Under expert parallelism the buffer of rows holds so many times the average of a rank, and rows beyond it are
+            left out and flagged (`over_budget`). `None`: as many as there can be. Without expert parallelism all rows fit anyway.
+        flat_weights: Keep weights as matrices, `[E * rows, columns]`, so that they are shared out by rows of those and not by whole
+            experts. For more ranks than experts.
+        init_std: Standard deviation of initial weights.
+        device: Of the weights.
+        dtype: Of the weights.
+
+    Attributes:
+        weight_in: `[E, 2 * I, H]`, gate first ("swiglu"), or `[E, I, H]`. Under expert parallelism those of this rank's experts.
+        weight_out: `[E, H, I]`.
+        live_rows: How many rows the last call computed, int64, 0-D.
+        over_budget: Whether any call since this was last cleared had more rows than its buffer, bool, 0-D. Clear it with `zero_()`.
+        capacity: Rows of the last call's buffer; 0 before the first one.
+        saver: Keeps activations for backward.
+        first_expert: Number of this rank's first expert.
+        dispatcher: `None`, or what expert parallelism set.
+
+    Raises:
+        ValueError: A size or factor out of range, or an unknown activation.
+    """
+
+    weight_in: nn.Parameter
+    weight_out: nn.Parameter
+    live_rows: Tensor
+    over_budget: Tensor
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: ActivationName = "swiglu",
+        capacity_factor: float | None = None,
+        flat_weights: bool = False,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (
+            ("num_experts", num_experts),
+            ("hidden_size", hidden_size),
+            ("intermediate_size", intermediate_size),
+        ):
+            if size < 1:
+                raise ValueError(f"GroupedExperts: {name}: expected a positive number, got {size}")
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"GroupedExperts: activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+            )
+        check_capacity_factor(capacity_factor)
+        self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
+        self.activation = ACTIVATIONS[activation]
+        self.capacity_factor = capacity_factor
+        self.flat_weights = flat_weights
+        self.init_std = init_std
+        self.saver: ActivationSaver = OrdinarySaver()
+        self.dispatcher: Dispatcher | None = None
+        self.first_expert = 0
+        self.capacity = 0
+        self._has_warned = False
+        projected = self.activation.width * intermediate_size
+        for name, shape in (
+            ("weight_in", (num_experts, projected, hidden_size)),
+            ("weight_out", (num_experts, hidden_size, intermediate_size)),
+        ):
+            stored = (shape[0] * shape[1], shape[2]) if flat_weights else shape
+            self.register_parameter(name, nn.Parameter(torch.empty(stored, device=device, dtype=dtype)))
+        self.register_buffer("live_rows", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
+        self.register_buffer("over_budget", torch.zeros((), dtype=torch.bool, device=device), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights again. Experts of other ranks are drawn too, and dropped: under one seed weights do not depend on ranks."""
+        for weight in self.stacked_weights():
+            own = iter(weight.detach())
+            for expert in range(self.num_experts):
+                is_own = 0 <= expert - self.first_expert < len(weight)
+                nn.init.normal_(next(own) if is_own else torch.empty_like(weight[0]), std=self.init_std)
+        self.live_rows.zero_()
+        self.over_budget.zero_()
+
+    def stacked_weights(self) -> tuple[Tensor, Tensor]:
+        """`weight_in` and `weight_out` with one matrix for each expert of this rank."""
+        if not self.flat_weights:
+            return self.weight_in, self.weight_out
+        projected = self.activation.width * self.intermediate_size
+        return (
+            self.weight_in.view(-1, projected, self.hidden_size),
+            self.weight_out.view(-1, self.hidden_size, self.intermediate_size),
+        )
+
+    def forward(self, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
+        """The sum over each token's experts of probability times what the expert makes of the token.
+
+        Args:
+            hidden: Tokens, `[T, H]`.
+            expert_index: Which experts each token goes through, integers `[T, K]`. A number outside `[0, E)` stands for none.
+            probabilities: Their weights, `[T, K]`.
+
+        Returns:
+            `[T, H]`.
+
+        Raises:
+            ValueError: Shapes or dtypes that do not fit.
+        """
+        self._check(hidden, expert_index, probabilities)
+        if self.dispatcher is not None:
+            return _uncompiled(self.dispatcher, self, hidden, expert_index, probabilities)
+        return self.compute(hidden, expert_index, probabilities)
+
+    def compute(
+        self, hidden: Tensor, expert_index: Tensor, probabilities: Tensor, *, average_rows: int | None = None
+    ) -> Tensor:
+        """As `forward`, by this rank's experts alone.
+
+        Args:
+            hidden: `[T, H]`.
+            expert_index: `[T, K]`, where 0 is this rank's first expert.
+            probabilities: `[T, K]`.
+            average_rows: How many choices are this rank's on average. `None`: all.
+        """
+        weight_in, weight_out = self.stacked_weights()
+        dtype = self.compute_dtype(hidden)
+        if not expert_index.numel():
+            # Everything takes part all the same, so that gradients are zero and not missing.
+            return hidden.to(dtype) + 0 * (weight_in.sum() + weight_out.sum() + probabilities.sum()).to(dtype)
+        budget = self._budget(expert_index.numel(), average_rows)
+        plan = plan_rows(expert_index, len(weight_in), budget)
+        self.capacity = plan.rows
+        self.live_rows.copy_(plan.live)
+        self.over_budget.logical_or_(plan.over_budget)
+        weight_in, weight_out, hidden = weight_in.to(dtype), weight_out.to(dtype), hidden.to(dtype)
+        self._warn_where_it_waits(hidden, weight_in, weight_out)
+        return experts_mlp(
+            hidden,
+            probabilities,
+            weight_in,
+            weight_out,
+            plan=plan,
+            activation=self.activation,
+            saver=self.saver,
+        )
+
+    def compute_dtype(self, hidden: Tensor) -> torch.dtype:
+        """What products are computed in: what autocast says, else the dtype of the weights."""
+        kind, dtype = hidden.device.type, self.weight_in.dtype
+        if torch.is_autocast_enabled(kind) and dtype is not torch.float64:
+            return torch.get_autocast_dtype(kind)
+        return dtype
+
+    def _budget(self, choices: int, average_rows: int | None) -> int:
+        if self.capacity_factor is None or average_rows is None:
+            return choices
+        return min(choices, math.ceil(average_rows * self.capacity_factor))
+
+    def _check(self, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> None:
+        if hidden.dim() != 2 or hidden.shape[1] != self.hidden_size:
+            raise ValueError(
+                f"GroupedExperts: hidden: expected tokens of shape [T, {self.hidden_size}], got {tuple(hidden.shape)}; flatten batch and "
+                "sequence first"
+            )
+        if expert_index.dim() != 2 or expert_index.is_floating_point() or len(expert_index) != len(hidden):
+            raise ValueError(
+                f"GroupedExperts: expert_index: expected integers of shape [{len(hidden)}, K], got {tuple(expert_index.shape)} of "
+                f"{expert_index.dtype}"
+            )
+        if probabilities.shape != expert_index.shape:
+            raise ValueError(
+                f"GroupedExperts: probabilities: expected the shape of expert_index, {tuple(expert_index.shape)}, got "
+                f"{tuple(probabilities.shape)}"
+            )
+
+    def _warn_where_it_waits(self, *operands: Tensor) -> None:
+        if self._has_warned or not operands[0].is_cuda:
+            return
+        reason = no_grouped_product_because(*operands)
+        if reason:
+            self._has_warned = True
+            warnings.warn(
+                f"GroupedExperts: experts are computed one by one, and each call waits for the device: {reason}",
+                stacklevel=2,
+            )
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print(module)`."""
+        return (
+            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
+            f"activation={self.activation.name}, capacity_factor={self.capacity_factor}"
+        )
+
+
+def _call(dispatcher: Dispatcher, *arguments: Any) -> Tensor:
+    return dispatcher(*arguments)
+
+
+# Compilers take communication as it is.
+_uncompiled: Callable[..., Tensor] = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
+
+
+def check_capacity_factor(capacity_factor: float | None) -> None:
+    """Raise a ValueError for a buffer that could not even hold the average."""
+    if capacity_factor is not None and not capacity_factor >= 1:
+        raise ValueError(
+            f"GroupedExperts: capacity_factor: expected at least 1, or None for as many rows as there can be, got {capacity_factor}"
+        )

@@ -1,0 +1,100 @@
+"""The experts' MLP as one autograd function that saves two tensors: the expert input and the first projection.
+
+x           hidden rows, sorted by expert
+projected   x times the first weights of each row's expert
+scaled      activation(projected) * probability                      computed again in backward
+output      the sum of each token's rows of scaled times the second weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_mfsdp.moe.activations import Activation
+from lightning_mfsdp.moe.products import expert_products, outer_products
+from lightning_mfsdp.moe.rows import RowPlan, combined
+from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver
+
+__all__ = ["experts_mlp"]
+
+
+def experts_mlp(
+    hidden: Tensor,
+    probabilities: Tensor,
+    weight_in: Tensor,
+    weight_out: Tensor,
+    *,
+    plan: RowPlan,
+    activation: Activation,
+    saver: ActivationSaver,
+) -> Tensor:
+    """What the experts make of their tokens, summed for each token.
+
+    Args:
+        hidden: `[T, H]`.
+        probabilities: `[T, K]`, any floating-point dtype.
+        weight_in: `[E, width * I, H]`, dtype of `hidden`.
+        weight_out: `[E, H, I]`, the same dtype.
+        plan: Of the choices.
+        activation: Between the two projections.
+        saver: Keeps activations for the backward, if there will be one.
+
+    Returns:
+        `[T, H]`.
+    """
+    inputs = (hidden, probabilities, weight_in, weight_out)
+    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
+        saver = OrdinarySaver()
+    return _apply(*inputs, plan, activation, saver)
+
+
+class _ExpertsMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        probabilities: Tensor,
+        weight_in: Tensor,
+        weight_out: Tensor,
+        plan: RowPlan,
+        activation: Activation,
+        saver: ActivationSaver,
+    ) -> Tensor:
+        x = hidden.index_select(0, plan.token)
+        of_rows = probabilities.reshape(-1).index_select(0, plan.choice)
+        projected = expert_products(x, weight_in.transpose(1, 2), plan.ends)
+        scaled = activation.forward(projected, of_rows, plan.live)
+        output = combined(expert_products(scaled, weight_out.transpose(1, 2), plan.ends), plan.position)
+        ctx.activation, ctx.saver, ctx.probability_dtype = activation, saver, probabilities.dtype
+        kept = saver.save(ctx, (x, projected), plan.live)
+        ctx.save_for_backward(weight_in, weight_out, of_rows, plan.token, plan.position, plan.ends, plan.live, *kept)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight_in, weight_out, of_rows, token, position, ends, live, *kept = ctx.saved_tensors
+        x, projected = ctx.saver.load(ctx, kept)
+        needs_hidden, needs_probabilities, needs_in, needs_out, *_ = ctx.needs_input_grad
+        grad_rows = grad.to(weight_out.dtype).index_select(0, token)
+        grad_scaled = expert_products(grad_rows, weight_out, ends)
+        scaled, grad_projected, grad_of_rows = ctx.activation.backward(projected, of_rows, grad_scaled, live)
+        del projected, grad_scaled
+        to_out = outer_products(grad_rows, scaled, ends) if needs_out else None
+        del grad_rows, scaled
+        to_in = outer_products(grad_projected, x, ends) if needs_in else None
+        to_hidden = combined(expert_products(grad_projected, weight_in, ends), position) if needs_hidden else None
+        to_probabilities = None
+        if needs_probabilities:
+            has_row = position < live
+            to_probabilities = torch.where(has_row, grad_of_rows[position], 0).to(ctx.probability_dtype)
+        return to_hidden, to_probabilities, to_in, to_out, None, None, None
+
+
+# Compilers take it as it is: savers are Python, and kernels are compiled already.
+_apply: Callable[..., Tensor] = torch.compiler.disable(_ExpertsMLP.apply)  # type: ignore[no-untyped-call]

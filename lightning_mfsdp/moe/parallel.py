@@ -1,0 +1,209 @@
+"""Expert parallelism: the experts of a layer are divided among ranks, and tokens meet them there.
+
+"all_gather"    every rank of the axis sees all tokens, computes those that chose its experts, and the results are summed by a
+reduce-scatter. Sizes are fixed beforehand: nothing waits for the host, and a CUDA graph can hold it. For one node.
+"all_to_all"    every rank sends each token to the ranks whose experts it chose. Exactly the rows that are needed travel, and the host
+waits for their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_mfsdp.engine import ShardingError
+from lightning_mfsdp.engine.collectives import PARTS, Axis, axis_of
+from lightning_mfsdp.engine.parameter import owner_of
+from lightning_mfsdp.moe.experts import GroupedExperts
+
+__all__ = ["AllGatherDispatcher", "AllToAllDispatcher", "expert_parallel", "take_over_budget"]
+
+
+def expert_parallel(
+    experts: GroupedExperts, mesh: DeviceMesh, *, dispatcher: Literal["all_gather", "all_to_all"] = "all_gather"
+) -> GroupedExperts:
+    """Keep this rank's share of the experts, and let the ranks of an axis compute for each other. In place, before `fully_shard`.
+
+    Every rank of the axis then calls the module at the same time; with "all_gather", with equally many tokens.
+
+    Args:
+        experts: With the same weights on all ranks, or on the meta device.
+        mesh: Its axis "expert" is meant, or its only one. Rank p of it keeps experts from `p * E / size` on.
+        dispatcher: How tokens reach their experts.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ShardingError: A mesh without such an axis, experts that it does not divide, or experts that are sharded or divided already.
+    """
+    if dispatcher not in ("all_gather", "all_to_all"):
+        raise ShardingError(f'expert_parallel: dispatcher: expected "all_gather" or "all_to_all", got {dispatcher!r}')
+    axis = _expert_axis(mesh)
+    if axis.size == 1:
+        return experts
+    if experts.num_experts % axis.size:
+        raise ShardingError(
+            f"expert_parallel: {experts.num_experts} experts cannot be divided evenly among {axis.size} ranks; choose an axis whose size "
+            "divides the number of experts"
+        )
+    if experts.dispatcher is not None or owner_of(experts.weight_in) is not None:
+        raise ShardingError(
+            "expert_parallel: these experts are divided or sharded already; call it once for each module, before fully_shard"
+        )
+    count = experts.num_experts // axis.size
+    experts.first_expert = axis.rank * count
+    for name in ("weight_in", "weight_out"):
+        weight = getattr(experts, name)
+        own = weight.detach().chunk(axis.size)[axis.rank].clone()
+        setattr(experts, name, nn.Parameter(own, requires_grad=weight.requires_grad))
+    experts.dispatcher = AllGatherDispatcher(axis) if dispatcher == "all_gather" else AllToAllDispatcher(axis)
+    return experts
+
+
+def _expert_axis(mesh: DeviceMesh) -> Axis:
+    names = mesh.mesh_dim_names or ()
+    if PARTS not in names and mesh.ndim != 1:
+        raise ShardingError(
+            f'expert_parallel: expected a mesh with an axis named "{PARTS}", or with one axis, got {mesh}'
+        )
+    return axis_of(mesh, names.index(PARTS) if PARTS in names else 0, PARTS)
+
+
+class AllGatherDispatcher:
+    """All tokens to all ranks, without waiting for the host.
+
+    Args:
+        axis: Ranks with different experts.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def __call__(self, experts: GroupedExperts, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
+        """As `GroupedExperts.forward`. Results are summed over ranks in the compute dtype."""
+        everyones = _Gather.apply(hidden.to(experts.compute_dtype(hidden)), self.axis)  # type: ignore[no-untyped-call]
+        weights = _Gather.apply(probabilities, self.axis)  # type: ignore[no-untyped-call]
+        choices = _gathered(expert_index, self.axis)
+        computed = experts.compute(
+            everyones, choices - experts.first_expert, weights, average_rows=expert_index.numel()
+        )
+        output: Tensor = _Scatter.apply(computed, self.axis)  # type: ignore[no-untyped-call]
+        return output
+
+
+def _gathered(piece: Tensor, axis: Axis) -> Tensor:
+    whole = piece.new_empty(axis.size * piece.shape[0], *piece.shape[1:])
+    axis.gather([whole.view(-1)], [piece.contiguous().view(-1)])
+    return whole
+
+
+def _summed(whole: Tensor, axis: Axis) -> Tensor:
+    piece = whole.new_empty(whole.shape[0] // axis.size, *whole.shape[1:])
+    axis.reduce_scatter([piece.view(-1)], [whole.contiguous().view(-1)], 1.0)
+    return piece
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _gathered(piece, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.axis), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _summed(whole, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gathered(grad, ctx.axis), None
+
+
+class AllToAllDispatcher:
+    """Exactly the rows that are needed, whose number the host waits for.
+
+    Args:
+        axis: Ranks with different experts.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def __call__(self, experts: GroupedExperts, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
+        """As `GroupedExperts.forward`."""
+        axis, choices = self.axis, expert_index.reshape(-1)
+        owner = torch.div(choices, experts.num_experts // axis.size, rounding_mode="floor")
+        owner = torch.where((choices >= 0) & (choices < experts.num_experts), owner, axis.size)
+        order = owner.sort(stable=True).indices
+        counts = torch.bincount(owner, minlength=axis.size + 1)[: axis.size]
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=axis.group)
+        sent, received = counts.tolist(), theirs.tolist()
+        order = order[: sum(sent)]
+        token = order // expert_index.shape[1]
+        rows = hidden.to(experts.compute_dtype(hidden)).index_select(0, token)
+        rows = _Exchange.apply(rows, sent, received, axis)  # type: ignore[no-untyped-call]
+        weights = _Exchange.apply(probabilities.reshape(-1)[order], sent, received, axis)  # type: ignore[no-untyped-call]
+        index = _exchanged(choices[order], sent, received, axis) - experts.first_expert
+        computed = experts.compute(rows, index.unsqueeze(1), weights.unsqueeze(1))
+        returned = _Exchange.apply(computed, received, sent, axis)  # type: ignore[no-untyped-call]
+        wide = returned.to(torch.promote_types(returned.dtype, torch.float32))
+        summed: Tensor = wide.new_zeros(hidden.shape).index_add(0, token, wide)
+        return summed.to(returned.dtype)
+
+
+def _exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
+    result = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent), group=axis.group)
+    return result
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
+        ctx.sent, ctx.received, ctx.axis = sent, received, axis
+        return _exchanged(rows, sent, received, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(grad, ctx.received, ctx.sent, ctx.axis), None, None, None
+
+
+@torch.no_grad()
+def take_over_budget(module: nn.Module, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Whether any expert of any rank had more rows than its buffer since this was last asked; the flags are cleared. Collective.
+
+    Nothing waits for the device: the answer, bool and 0-D, stays there and is the same on all ranks.
+
+    Args:
+        module: With `GroupedExperts` inside; the same number on every rank.
+        group: `None`: all ranks.
+
+    Raises:
+        ValueError: There are none.
+    """
+    flags = [part.over_budget for part in module.modules() if isinstance(part, GroupedExperts)]
+    if not flags:
+        raise ValueError(f"take_over_budget: {type(module).__name__} has no GroupedExperts inside")
+    found = torch.stack(flags).any().to(torch.int32)
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    for flag in flags:
+        flag.zero_()
+    return found.bool()

@@ -1,0 +1,174 @@
+"""TopKRouter: which experts a token goes through, with what weight, and how the load is kept even.
+
+Scores are float32 whatever the model computes in. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["LoadStatistics", "Routes", "TopKRouter"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Routes:
+    """What a router decided for T tokens.
+
+    Attributes:
+        expert_index: Experts by falling score, int64 `[T, K]`.
+        probabilities: Their weights, float32 `[T, K]`.
+        loss: What balancing and the z-loss add to the loss, weighted already; float32, 0-D, zero where there is neither.
+    """
+
+    expert_index: Tensor
+    probabilities: Tensor
+    loss: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadStatistics:
+    """How choices were spread over experts since they were last counted. Tensors on the device: fit for `self.log`, no waiting.
+
+    Attributes:
+        share: Of each expert in all choices, float32 `[E]`; zero before the first.
+        most: The largest share over the mean: 1 where load is even, E where one expert has it all; 0-D.
+        least: The smallest share over the mean; 0-D.
+        unused: How many experts nobody asked for; 0-D.
+    """
+
+    share: Tensor
+    most: Tensor
+    least: Tensor
+    unused: Tensor
+
+
+class TopKRouter(nn.Module):
+    """Chooses the K best of E experts for each token. Of equal scores the expert with the lower number wins, on every device.
+
+    Args:
+        hidden_size: H, of tokens.
+        num_experts: E.
+        top_k: K.
+        scores: "softmax" over experts, or "sigmoid" of each by itself.
+        normalize: Divide the K scores by their sum.
+        scale: Of the probabilities, after that.
+        balancing: "auxiliary": a loss that grows with uneven load. "bias": a number for each expert, added to its score for the choice
+            alone and moved by `balance()` against the load. `None`: neither.
+        auxiliary_weight: Of the auxiliary loss.
+        bias_step: How far `balance()` moves a bias.
+        z_loss_weight: Of the mean square of the logarithm of the summed exponentials: keeps logits small. 0 for none.
+
+    Attributes:
+        weight: `[E, H]`.
+        bias: float32 `[E]`, a buffer; zero without bias-based balancing.
+        load: Choices of each expert in training since `balance()`, float32 `[E]`, a buffer.
+
+    Raises:
+        ValueError: A size or option out of range.
+
+    Source:
+        Auxiliary loss: Switch Transformers (Fedus and others, 2021). Bias: DeepSeek-V3. z-loss: ST-MoE (Zoph and others, 2022).
+    """
+
+    bias: Tensor
+    load: Tensor
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        scores: Literal["softmax", "sigmoid"] = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        balancing: Literal["auxiliary", "bias"] | None = "auxiliary",
+        auxiliary_weight: float = 0.01,
+        bias_step: float = 1e-3,
+        z_loss_weight: float = 0.0,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"TopKRouter: top_k: expected 1 to num_experts={num_experts}, got {top_k}")
+        if scores not in ("softmax", "sigmoid"):
+            raise ValueError(f'TopKRouter: scores: expected "softmax" or "sigmoid", got {scores!r}')
+        if balancing not in ("auxiliary", "bias", None):
+            raise ValueError(f'TopKRouter: balancing: expected "auxiliary", "bias" or None, got {balancing!r}')
+        self.num_experts, self.top_k, self.scores = num_experts, top_k, scores
+        self.normalize, self.scale, self.balancing = normalize, scale, balancing
+        self.auxiliary_weight, self.bias_step, self.z_loss_weight = auxiliary_weight, bias_step, z_loss_weight
+        self.init_std = init_std
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        self.register_buffer("bias", torch.zeros(num_experts, device=device))
+        self.register_buffer("load", torch.zeros(num_experts, device=device), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight again, and forget bias and load."""
+        nn.init.normal_(self.weight, std=self.init_std)
+        self.bias.zero_()
+        self.load.zero_()
+
+    def forward(self, hidden: Tensor) -> Routes:
+        """Routes for tokens `[T, H]`."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = F.linear(hidden.float(), self.weight.float())
+        scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
+        ranked = scores.detach() + self.bias if self.balancing == "bias" else scores.detach()
+        index = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : self.top_k]
+        chosen = scores.gather(-1, index)
+        if self.normalize:
+            chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=torch.finfo(chosen.dtype).tiny)
+        counts = self._count(index)
+        return Routes(expert_index=index, probabilities=chosen * self.scale, loss=self._loss(logits, scores, counts))
+
+    def _count(self, index: Tensor) -> Tensor:
+        """Choices of each expert, float32 `[E]`; noted in training. Sums of ones: the same in any order."""
+        ones = torch.ones(index.numel(), device=index.device)
+        counts = torch.zeros_like(self.load).scatter_add_(0, index.reshape(-1), ones)
+        if self.training:
+            self.load.add_(counts)
+        return counts
+
+    def _loss(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
+        loss = logits.new_zeros(())
+        tokens = max(1, len(logits))
+        if self.balancing == "auxiliary":
+            shares = scores / scores.sum(-1, keepdim=True) if self.scores == "sigmoid" else scores
+            fraction = counts / (tokens * self.top_k)
+            loss = loss + self.auxiliary_weight * self.num_experts * (fraction * shares.sum(0) / tokens).sum()
+        if self.z_loss_weight:
+            loss = loss + self.z_loss_weight * logits.logsumexp(-1).square().sum() / tokens
+        return loss
+
+    @torch.no_grad()
+    def balance(self, group: dist.ProcessGroup | None = None) -> None:
+        """Move the biases one step against the load and count anew. Call it once for each optimizer step, on all ranks.
+
+        Args:
+            group: Ranks that route different tokens. `None`: all.
+        """
+        if self.balancing == "bias":
+            load = self.load.clone()
+            if dist.is_initialized() and dist.get_world_size(group) > 1:
+                dist.all_reduce(load, group=group)
+            self.bias.add_((load.mean() - load).sign(), alpha=self.bias_step)
+        self.load.zero_()
+
+    @torch.no_grad()
+    def statistics(self) -> LoadStatistics:
+        """Of this rank's choices in training since `balance()` was last called."""
+        share = self.load / self.load.sum().clamp(min=1)
+        relative = share * self.num_experts
+        return LoadStatistics(
+            share=share, most=relative.max(), least=relative.min(), unused=(self.load == 0).sum().to(share.dtype)
+        )

@@ -1,0 +1,208 @@
+"""GroupedExperts computes what a loop over tokens does, from what it saves and from nothing that was not computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_mfsdp.moe import GroupedExperts, OrdinarySaver
+from tests.moe.reference import gradients, looped, made, routed
+
+ACTIVATIONS = pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+
+
+@pytest.fixture
+def _poisoned() -> Iterator[None]:
+    """Memory that nobody wrote holds NaN, and integers far out of range."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def compare(experts: GroupedExperts, activation: str, hidden, index, probabilities) -> None:
+    inputs = (hidden, probabilities, experts.weight_in, experts.weight_out)
+    output = experts(hidden, index, probabilities)
+    expected = looped(hidden, index, probabilities, *experts.stacked_weights(), activation)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(gradients(output, *inputs), gradients(expected, *inputs))
+
+
+@pytest.mark.usefixtures("_poisoned")
+@ACTIVATIONS
+@pytest.mark.parametrize("flat_weights", [False, True])
+def test_experts_equal_a_loop_over_tokens(activation: str, flat_weights: bool) -> None:
+    experts = made(activation, flat_weights=flat_weights)
+    compare(experts, activation, *routed(9, 2, 5, 6))
+    assert experts.live_rows == 18
+    assert not experts.over_budget
+
+
+@ACTIVATIONS
+def test_the_written_backward_is_the_derivative(activation: str) -> None:
+    experts = made(activation, experts=3, hidden_size=2, intermediate_size=2)
+    hidden, index, probabilities = routed(4, 2, 3, 2)
+
+    def call(hidden, probabilities, weight_in, weight_out):
+        weights = {"weight_in": weight_in, "weight_out": weight_out}
+        return torch.func.functional_call(experts, weights, (hidden, index, probabilities))
+
+    assert torch.autograd.gradcheck(call, (hidden, probabilities, experts.weight_in, experts.weight_out))
+
+
+@pytest.mark.usefixtures("_poisoned")
+def test_choices_of_no_expert_here_and_experts_of_no_choice_leave_no_trace() -> None:
+    experts = made()
+    hidden, index, probabilities = routed(7, 3, 5, 6)
+    index[index == 3] = 4  # nobody asks for expert 3
+    index[0], index[2, 1], index[5, 0] = -1, 5, 900
+    with torch.no_grad():
+        probabilities[0] = float("nan")  # what nobody computes is nobody's
+    compare(experts, "swiglu", hidden, index, probabilities)
+    assert experts.live_rows == 16
+    assert not gradients(experts(hidden, index, probabilities), experts.weight_in)[0][3].any()
+
+
+@pytest.mark.usefixtures("_poisoned")
+def test_a_buffer_that_is_too_short_is_flagged_and_the_rest_is_right() -> None:
+    experts = made(capacity_factor=1.0)
+    hidden, index, probabilities = routed(9, 2, 5, 6)
+    inputs = (hidden, probabilities, experts.weight_in, experts.weight_out)
+    output = experts.compute(hidden, index, probabilities, average_rows=11)
+    # The last of the rows sorted by expert are left out.
+    kept = index.flatten().sort(stable=True).indices[:11]
+    shortened = torch.full_like(index.flatten(), -1).scatter(0, kept, index.flatten()[kept]).view_as(index)
+    expected = looped(hidden, shortened, probabilities, *experts.stacked_weights(), "swiglu")
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(gradients(output, *inputs), gradients(expected, *inputs))
+    assert experts.over_budget
+    assert experts.live_rows == 11
+    assert experts.capacity == 16
+    experts(hidden, index, probabilities)
+    assert experts.over_budget, "it stays until it is cleared"
+    experts.over_budget.zero_()
+    experts(hidden, index, probabilities)
+    assert not experts.over_budget
+
+
+class Recorder(OrdinarySaver):
+    """Keeps activations itself, and notes what it was given."""
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def save(self, ctx, tensors, live_rows):
+        self.calls.append(SimpleNamespace(shapes=[tuple(one.shape) for one in tensors], live=int(live_rows)))
+        ctx.recorded = [one.clone() for one in tensors]
+        return ()
+
+    def load(self, ctx, kept):
+        assert not kept
+        for one in ctx.recorded:
+            one[self.calls[-1].live :] = float("nan")  # nothing may depend on it
+        return ctx.recorded
+
+
+def test_exactly_the_input_and_the_first_projection_are_saved_where_the_saver_says() -> None:
+    experts = made()
+    hidden, index, probabilities = routed(9, 2, 5, 6)
+    inputs = (hidden, probabilities, experts.weight_in, experts.weight_out)
+    packed: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        expected = gradients(experts(hidden, index, probabilities), *inputs)
+    wide = [tuple(one.shape) for one in packed if one.dim() == 2 and one.is_floating_point() and len(one) == 32]
+    assert wide == [(32, 6), (32, 16)]
+
+    experts.saver = recorder = Recorder()
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        packed.clear()
+        found = gradients(experts(hidden, index, probabilities), *inputs)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert [vars(call) for call in recorder.calls] == [{"shapes": [(32, 6), (32, 16)], "live": 18}]
+    assert not [one for one in packed if one.dim() == 2 and len(one) == 32]
+    with torch.no_grad():
+        experts(hidden, index, probabilities)
+    experts.requires_grad_(False)(hidden.detach(), index, probabilities.detach())
+    assert len(recorder.calls) == 1, "nothing is saved where there will be no backward"
+
+
+def test_only_the_gradients_that_are_wanted_are_computed() -> None:
+    experts = made()
+    hidden, index, probabilities = routed(9, 2, 5, 6)
+    experts.weight_in.requires_grad_(False)
+    (expected,) = gradients(looped(hidden, index, probabilities, *experts.stacked_weights(), "swiglu"), hidden)
+    experts(hidden, index, probabilities).sum().backward()
+    assert experts.weight_in.grad is None
+    experts.requires_grad_(False)
+    (found,) = gradients(experts(hidden, index, probabilities.detach()), hidden)
+    torch.testing.assert_close(found, expected)
+
+
+def test_no_tokens_give_no_rows_and_zero_gradients() -> None:
+    experts = made()
+    output = experts(torch.zeros(0, 6, dtype=torch.float64), torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
+    output.sum().backward()
+    assert output.shape == (0, 6)
+    assert experts.weight_in.grad is not None
+    assert not experts.weight_in.grad.any()
+
+
+def test_autocast_decides_the_dtype_of_products_and_gradients_keep_their_own() -> None:
+    experts = made(dtype=torch.float32)
+    hidden, index, probabilities = routed(9, 2, 5, 6, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = experts(hidden, index, probabilities)
+    assert output.dtype is torch.bfloat16
+    expected = experts(hidden, index, probabilities)
+    torch.testing.assert_close(output.float(), expected, rtol=3e-2, atol=3e-2)
+    for found in gradients(output, hidden, probabilities, experts.weight_in, experts.weight_out):
+        assert found.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_experts": 0}, "num_experts: expected a positive number, got 0"),
+        ({"capacity_factor": 0.5}, "capacity_factor: expected at least 1, .* got 0.5"),
+        ({"activation": "relu"}, "activation: expected one of swiglu, gelu, got 'relu'"),
+    ],
+)
+def test_sizes_are_checked_where_they_are_given(options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GroupedExperts(**{"num_experts": 2, "hidden_size": 4, "intermediate_size": 4, **options})
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    experts = made()
+    hidden, index, probabilities = routed(9, 2, 5, 6)
+    with pytest.raises(ValueError, match=r"expected tokens of shape \[T, 6\], got \(1, 9, 6\)"):
+        experts(hidden[None], index, probabilities)
+    with pytest.raises(ValueError, match=r"expected integers of shape \[9, K\], got \(8, 2\)"):
+        experts(hidden, index[1:], probabilities)
+    with pytest.raises(ValueError, match=r"the shape of expert_index, \(9, 2\), got \(9, 1\)"):
+        experts(hidden, index, probabilities[:, :1])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
+def test_a_compiled_block_calls_its_experts_as_they_are() -> None:
+    experts = made()
+    hidden, index, probabilities = routed(9, 2, 5, 6)
+    inputs = (hidden, probabilities, experts.weight_in, experts.weight_out)
+
+    def block(hidden, probabilities):
+        return torch.tanh(experts(2 * hidden, index, probabilities))
+
+    compiled = torch.compile(block, backend="eager")
+    torch.testing.assert_close(compiled(hidden, probabilities), block(hidden, probabilities))
+    torch.testing.assert_close(
+        gradients(compiled(hidden, probabilities), *inputs), gradients(block(hidden, probabilities), *inputs)
+    )

@@ -1,0 +1,149 @@
+"""Hugging Face's experts, computed by this package: the same logits and gradients as their own loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mfsdp import fully_shard, sharded_parameters
+from lightning_mfsdp.moe import GroupedExperts, OrdinarySaver, enable_grouped_experts
+from tests.engine.cases import Problems
+from tests.helpers.distributed import run_distributed
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+MORE: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8},
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV3": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+}
+
+
+def built(kind: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **MORE[kind], pad_token_id=0, **options)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 2:
+                parameter.mul_(10)  # experts should show in the logits
+    return model
+
+
+def ids() -> Tensor:
+    return torch.randint(1, 32, (4, 9), generator=torch.Generator().manual_seed(1))
+
+
+def outcome(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits and gradients."""
+    model.zero_grad()
+    result = model(input_ids=ids(), labels=ids())
+    result.loss.backward()
+    return result.logits.detach(), {name: value.grad for name, value in model.named_parameters()}
+
+
+class Counter(OrdinarySaver):
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def save(self, ctx, tensors, live_rows):
+        self.shapes += [tuple(one.shape) for one in tensors]
+        return super().save(ctx, tensors, live_rows)
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("Mixtral", 2), ("Qwen3Moe", 2), ("Olmoe", 2), ("DeepseekV3", 1)])
+def test_a_model_computes_the_same_as_with_its_own_experts(kind: str, layers: int) -> None:
+    model = built(kind, experts_implementation="eager")
+    logits, gradients = outcome(model)
+    saver = Counter()
+    report = enable_grouped_experts(nn.ModuleDict({"model": model}), saver)
+    assert report.enabled == [f"model.model.layers.{index}.mlp.experts" for index in range(2)[-layers:]]
+    assert not report.refused
+    found_logits, found_gradients = outcome(model)
+    torch.testing.assert_close(found_logits, logits)
+    torch.testing.assert_close(found_gradients, gradients)
+    assert len(saver.shapes) == 2 * layers
+    assert all(rows == 80 for rows, _ in saver.shapes)  # of 72 choices, rounded up
+    enable_grouped_experts(model)
+    outcome(model)
+    assert len(saver.shapes) == 2 * layers, "another saver took over"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "reason"),
+    [
+        ("GptOss", {}, "because its experts have biases"),
+        ("Mixtral", {"hidden_act": "gelu"}, "because its activation is GELUActivation and not SiLU"),
+    ],
+)
+def test_what_cannot_be_grouped_stays_and_says_why(kind: str, change: dict[str, Any], reason: str) -> None:
+    model = built(kind, experts_implementation="eager", **change)
+    report = enable_grouped_experts(model)
+    assert report.enabled == []
+    assert set(report.refused.values()) == {reason}
+    assert model.config._experts_implementation == "eager"
+    assert f"model.layers.1.mlp.experts ({kind}Experts): left alone, {reason}" in str(report)
+
+
+def test_one_layer_that_cannot_be_grouped_keeps_its_model_as_it_is() -> None:
+    model = built("Mixtral", experts_implementation="eager")
+    model.model.layers[1].mlp.experts.act_fn = nn.Tanh()
+    report = enable_grouped_experts(model)
+    assert report.refused == {
+        "model.layers.0.mlp.experts": "because the model has model.layers.1.mlp.experts, which cannot be grouped",
+        "model.layers.1.mlp.experts": "because its activation is Tanh and not SiLU",
+    }
+
+
+def test_modules_with_a_saver_of_their_own_get_the_new_one() -> None:
+    model = nn.Sequential(GroupedExperts(num_experts=2, hidden_size=4, intermediate_size=4))
+    saver = Counter()
+    assert enable_grouped_experts(model, saver).enabled == ["0"]
+    assert model[0].saver is saver
+    assert str(enable_grouped_experts(nn.Linear(2, 2))) == "experts: no layer of a kind that is known was found"
+
+
+def sharded_mixtral(rank: int, world: int) -> None:
+    problems = Problems()
+    logits, gradients = outcome(built("Mixtral", experts_implementation="eager"))
+    model = built("Mixtral")
+    enable_grouped_experts(model)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    problems.close(outcome(model)[0], logits, "logits")
+    for view in sharded_parameters(model):
+        if view.main.numel():
+            expected = gradients[view.name][view.rows.start : view.rows.stop]
+            problems.close(view.grad, expected, view.name, rtol=1e-4)
+    problems.finish()
+
+
+def test_a_sharded_model_computes_the_same() -> None:
+    run_distributed(sharded_mixtral, 2)
