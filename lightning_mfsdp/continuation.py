@@ -19,6 +19,7 @@ __all__ = [
     "RANK_STATES",
     "PendingGradients",
     "is_inside_a_step",
+    "random_state",
     "rank_state",
     "restore_random_state",
     "take_loader_states",
@@ -30,7 +31,7 @@ GRADIENTS = "gradients"
 
 def rank_state(checkpoint: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """What of Lightning's dictionary is this rank's alone, and its random state."""
-    return {"random": _random_state(device), "loaders": _fit_state(checkpoint).get("combined_loader")}
+    return {"random": random_state(device), "loaders": _fit_state(checkpoint).get("combined_loader")}
 
 
 def take_loader_states(checkpoint: Mapping[str, Any], state: Mapping[str, Any]) -> None:
@@ -44,8 +45,8 @@ def _fit_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _random_state(device: torch.device) -> dict[str, Any]:
-    """Of this process and its device; nothing in it but tensors and plain values, so it loads without trust."""
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Random numbers of this process and its device; nothing in it but tensors and plain values, so it loads without trust."""
     state = collect_rng_states(include_cuda=False)
     if "numpy" in state:
         kind, keys, *rest = state["numpy"]
