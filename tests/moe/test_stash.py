@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mfsdp.engine import EngineStateError
-from lightning_mfsdp.moe.saving import OrdinarySaver, SavesRows
 from lightning_mfsdp.moe.stash import StashConfig
 from lightning_mfsdp.moe.stash.pages import Counter
 from tests.helpers.distributed import run_distributed
 from tests.moe.page_cases import available
-from tests.moe.toy_experts import ToyExperts, batch, build
+from tests.moe.toy_experts import batch, build
 
 SMALL = {"page_rows": 4, "device_factor": 1.0}
 
@@ -45,19 +45,6 @@ def finish(stash):
     """The end of a step in which no rank overflowed."""
     assert not stash.overflowed()
     return stash.end_step()
-
-
-def test_the_seam_and_the_ordinary_saver():
-    layer = ToyExperts(4)
-    assert isinstance(layer, SavesRows)
-    assert not isinstance(torch.nn.Linear(2, 2), SavesRows)
-    tensor = torch.ones(3, 2)
-    rows = OrdinarySaver().save([tensor], torch.tensor(1))
-    assert rows.load()[0].data_ptr() == tensor.data_ptr()
-    rows.load()
-    tensor.add_(1)
-    with pytest.raises(EngineStateError, match="was written to in place after it was saved"):
-        rows.load()
 
 
 @pytest.mark.parametrize("overflow", ["keep", "skip", "rerun"])
@@ -103,12 +90,12 @@ def test_the_order_of_the_first_layers_last_is_only_slower():
 def test_what_is_reloaded_is_zero_behind_the_live_rows():
     model = build(layers=1)
     stash = recorded(model, overflow="skip", device_factor=9.0)
-    saver = stash.saver("mine")
+    save = partial(stash.save, "mine")
     tensors = [torch.full((24, width), float("nan")) for width in (8, 16)]
     for tensor in tensors:
         tensor[:5] = 7.0
-    rows = saver.save(tensors, torch.tensor([5]))
-    saver.save(tensors, torch.tensor(2))  # the first lets go of its originals
+    rows = save(tensors, torch.tensor([5]))
+    save(tensors, torch.tensor(2))  # the first lets go of its originals
     for tensor, original in zip(rows.load(), tensors, strict=True):
         assert tensor.data_ptr() != original.data_ptr()
         assert torch.equal(tensor[:5], original[:5])
@@ -119,10 +106,10 @@ def test_what_is_reloaded_is_zero_behind_the_live_rows():
 def test_no_tokens_all_tokens_and_more_than_there_is_room_for(live):
     model = build(layers=1)
     stash = recorded(model, overflow="skip", device_factor=9.0)
-    saver = stash.saver("mine")
+    save = partial(stash.save, "mine")
     tensors = [torch.randn(24, 8), torch.randn(24, 16)]
-    rows = saver.save(tensors, torch.tensor(live))
-    empty = saver.save([torch.empty(0, 8)], torch.tensor(0))
+    rows = save(tensors, torch.tensor(live))
+    empty = save([torch.empty(0, 8)], torch.tensor(0))
     kept = min(max(live, 0), 24)
     for tensor, original in zip(rows.load(), tensors, strict=True):
         assert torch.equal(tensor[:kept], original[:kept])
@@ -135,14 +122,14 @@ def test_no_tokens_all_tokens_and_more_than_there_is_room_for(live):
 def test_fp8_rows_and_three_dims_keep_shape_and_dtype():
     model = build(layers=1)
     stash = recorded(model, overflow="skip", device_factor=9.0)
-    saver = stash.saver("mine")
+    save = partial(stash.save, "mine")
     quantized = torch.randn(24, 2, 8).to(torch.float8_e4m3fn)
     shapes = [quantized, torch.randn(24, 2, dtype=torch.float64), torch.randn(24)]
-    saver.save(shapes, torch.tensor(0)).load()
+    save(shapes, torch.tensor(0)).load()
     stash.overflowed()
     stash.end_step()  # pages for kinds that the recorded step did not have
-    rows = saver.save(shapes, torch.tensor(9))
-    saver.save(shapes, torch.tensor(0))
+    rows = save(shapes, torch.tensor(9))
+    save(shapes, torch.tensor(0))
     for tensor, original in zip(rows.load(), shapes, strict=True):
         assert (tensor.shape, tensor.dtype) == (original.shape, original.dtype)
 
@@ -378,20 +365,20 @@ def test_checkpoints_that_recompute_under_autograd_are_allowed_and_others_refuse
 def test_writing_to_what_was_saved_is_noticed():
     model = build()
     stash = recorded(model, overflow="skip")
-    saver, tensor = stash.saver("mine"), torch.ones(24, 8)
-    saver.save([tensor], torch.tensor(3))
+    save, tensor = partial(stash.save, "mine"), torch.ones(24, 8)
+    save([tensor], torch.tensor(3))
     tensor.add_(1)
     with pytest.raises(EngineStateError, match="was written to in place after it was saved"):
-        saver.save([torch.ones(24, 8)], torch.tensor(3))
+        save([torch.ones(24, 8)], torch.tensor(3))
 
 
 def test_what_does_not_fit_the_seam_is_refused():
     stash = recorded(build())
-    saver = stash.saver("layers.0.experts")
+    save = partial(stash.save, "layers.0.experts")
     with pytest.raises(EngineStateError, match=r"layers\.0\.experts gave live_rows as torch\.int32 of shape \[\]"):
-        saver.save([torch.ones(3, 2)], torch.tensor(1, dtype=torch.int32))
+        save([torch.ones(3, 2)], torch.tensor(1, dtype=torch.int32))
     with pytest.raises(EngineStateError, match="expected the same number of rows in all, on cpu"):
-        saver.save([torch.ones(3, 2), torch.ones(4, 2)], torch.tensor(1))
+        save([torch.ones(3, 2), torch.ones(4, 2)], torch.tensor(1))
 
 
 def test_the_trace_follows_the_pages():

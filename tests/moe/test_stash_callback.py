@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,7 +193,8 @@ def test_it_says_when_nothing_was_saved_and_when_rows_are_beyond_capacity(tmp_pa
 
     class Beyond(ToyModule):
         def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
-            self.model.experts[0].saver.save([torch.ones(4, 8)], torch.tensor(5)).load()
+            ctx, saver = SimpleNamespace(), self.model.experts[0].saver
+            saver.load(ctx, saver.save(ctx, [torch.ones(4, 8)], torch.tensor(5)))
             return super().training_step(tokens, batch_idx)
 
     with pytest.warns(UserWarning, match="1 tensors had fewer than no live rows, or more than their buffer has room"):

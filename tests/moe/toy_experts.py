@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_mfsdp.moe.saving import OrdinarySaver, RowSaver
+from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver
 from lightning_mfsdp.moe.stash import RowStash, StashConfig
 
 NAN = float("nan")
@@ -18,18 +18,17 @@ class _ToyExpert(torch.autograd.Function):
     """tanh(x @ up) @ down for the live rows of x [capacity, dim]; saves x and x @ up."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, up: Tensor, down: Tensor, live: Tensor, saver: RowSaver | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, up: Tensor, down: Tensor, live: Tensor, saver: ActivationSaver) -> Tensor:
         hidden = torch.where(is_live(x, live), x @ up, NAN)
-        ctx.save_for_backward(up, down, live)
-        if saver is not None:
-            ctx.rows = saver.save([x, hidden], live)
+        ctx.saver = saver
+        ctx.save_for_backward(up, down, live, *saver.save(ctx, [x, hidden], live))
         return torch.where(is_live(x, live), torch.tanh(hidden) @ down, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        up, down, live = ctx.saved_tensors
-        x, hidden = ctx.rows.load()
+        up, down, live, *kept = ctx.saved_tensors
+        x, hidden = ctx.saver.load(ctx, kept)
         x, hidden, grad = (torch.where(is_live(x, live), tensor, 0.0) for tensor in (x, hidden, grad))
         active = torch.tanh(hidden)
         grad_hidden = (grad @ down.T) * (1 - active * active)
@@ -50,10 +49,7 @@ class ToyExperts(nn.Module):
         self.down = nn.Parameter(torch.randn(2 * dim, dim) / dim**0.5)
         self.register_buffer("threshold", torch.tensor(threshold))
         self.slack = slack
-        self.saver: RowSaver = OrdinarySaver()
-
-    def set_saver(self, saver: RowSaver) -> None:
-        self.saver = saver
+        self.saver: ActivationSaver = OrdinarySaver()
 
     def forward(self, tokens: Tensor) -> Tensor:
         chosen = tokens[:, 0] > self.threshold
@@ -63,7 +59,7 @@ class ToyExperts(nn.Module):
         if self.slack > 1:
             sorted_tokens = torch.cat([sorted_tokens] * self.slack)
         x = torch.where(is_live(sorted_tokens, live), sorted_tokens, NAN)
-        saver = self.saver if torch.is_grad_enabled() else None
+        saver = self.saver if torch.is_grad_enabled() else OrdinarySaver()
         out = _ToyExpert.apply(x, self.up, self.down, live, saver)[: tokens.shape[0]]
         return tokens + torch.zeros_like(tokens).index_copy(0, order, out)
 
@@ -87,7 +83,7 @@ class ToyModel(nn.Module):
     def stash_with(self, config: StashConfig) -> RowStash:
         stash = RowStash(config, next(self.parameters()).device)
         for index, experts in enumerate(self.experts):
-            experts.set_saver(stash.saver(f"experts.{index}"))
+            experts.saver = stash.saver(f"experts.{index}")
         return stash
 
     def gradients(self) -> list[Tensor]:

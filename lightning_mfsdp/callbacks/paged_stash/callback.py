@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -22,7 +22,7 @@ from lightning_mfsdp.callbacks.paged_stash.picture import check_drawing, draw
 from lightning_mfsdp.callbacks.paged_stash.report import find_layers, metrics, report_layers, report_sizes
 from lightning_mfsdp.callbacks.paged_stash.rerun import StepMemory
 from lightning_mfsdp.lightning_api import Callback, LightningModule, Trainer, is_param_in_hook_signature
-from lightning_mfsdp.moe.saving import RowSaver, SavesRows
+from lightning_mfsdp.moe.saving import ActivationSaver
 from lightning_mfsdp.moe.stash import RowStash, StashConfig, StashStatistics
 from lightning_mfsdp.strategy import MFSDPStrategy
 
@@ -32,7 +32,7 @@ __all__ = ["PagedStash"]
 class PagedStash(Callback):
     """Keeps the live rows of expert layers in pages from forward to backward, instead of whole buffers.
 
-    Layers are those with `saver` and `set_saver` (`lightning_mfsdp.moe.saving.SavesRows`), such as `GroupedExperts`. What is counted
+    Layers are those with a `saver` (`lightning_mfsdp.moe.saving.ActivationSaver`), such as `GroupedExperts`. What is counted
     goes to the loggers under "paged_stash/", see `StashStatistics`.
 
     Args:
@@ -87,7 +87,7 @@ class PagedStash(Callback):
         self.stash: RowStash | None = None
         self.skipped = self.reruns = 0
         self.statistics: StashStatistics | None = None
-        self._layers: list[tuple[SavesRows, RowSaver]] = []
+        self._layers: list[tuple[Any, ActivationSaver]] = []
         self._memory: StepMemory | None = None
         self._stepped = self._is_rerunning = self._is_traced = self._has_warned = False
 
@@ -106,9 +106,9 @@ class PagedStash(Callback):
             )
         layers = find_layers(pl_module, self.modules)
         self.stash = RowStash(self.config, trainer.strategy.root_device)
-        self._layers = [(layer, layer.saver) for layer in layers.values()]
+        self._layers = [(layer, cast(ActivationSaver, layer.saver)) for layer in layers.values()]
         for name, layer in layers.items():
-            layer.set_saver(self.stash.saver(name))
+            layer.saver = self.stash.saver(name)  # type: ignore[assignment]
         self._memory = StepMemory(trainer, pl_module) if self.config.overflow == "rerun" else None
         self._stepped = self._is_rerunning = self._is_traced = False
         report_layers(layers)
@@ -125,7 +125,7 @@ class PagedStash(Callback):
 
     def _close(self) -> None:
         for layer, saver in self._layers:
-            layer.set_saver(saver)
+            layer.saver = saver
         if self.stash is not None:
             self.stash.abort()
         self.stash, self._memory, self._layers = None, None, []

@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_mfsdp.moe.saving import SavesRows
 from lightning_mfsdp.moe.stash import RowStash, StashStatistics
 from lightning_mfsdp.tables import aligned, readable_bytes
 
@@ -20,7 +19,7 @@ PREFIX = "paged_stash/"
 _WORTH = 0.1
 
 
-def find_layers(module: nn.Module, patterns: Sequence[str]) -> dict[str, SavesRows]:
+def find_layers(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     """The layers whose rows go into the stash, by name.
 
     Args:
@@ -30,15 +29,21 @@ def find_layers(module: nn.Module, patterns: Sequence[str]) -> dict[str, SavesRo
     Raises:
         ValueError: A pattern fits nothing that saves through a saver, or none of the modules does.
     """
-    found: dict[str, SavesRows] = {}
+    found: dict[str, nn.Module] = {}
     named = dict(module.named_modules())
     for pattern in patterns:
         fitting = {name: part for name, part in named.items() if fnmatchcase(name, pattern)}
-        layers = {name: part for name, part in fitting.items() if isinstance(part, SavesRows)}
+        layers = {name: part for name, part in fitting.items() if _has_saver(part)}
         if not layers:
             raise ValueError(_nothing_found(pattern, fitting))
         found.update(layers)
     return {name: found[name] for name in named if name in found}
+
+
+def _has_saver(module: nn.Module) -> bool:
+    """Whether it has what `lightning_mfsdp.moe.saving` asks for."""
+    saver = getattr(module, "saver", None)
+    return all(callable(getattr(saver, method, None)) for method in ("save", "load"))
 
 
 def _nothing_found(pattern: str, fitting: Mapping[str, nn.Module]) -> str:
@@ -49,11 +54,11 @@ def _nothing_found(pattern: str, fitting: Mapping[str, nn.Module]) -> str:
     what = f"it fits {', '.join((alike or others)[:4])}, which do not" if fitting else "it fits no module at all"
     return (
         f"PagedStash: modules={pattern!r} names no layer that saves its rows through a saver: {what}. Use "
-        "lightning_mfsdp.moe.GroupedExperts, or give your experts `saver` and `set_saver(saver)`, see docs/paged_stash.md"
+        "lightning_mfsdp.moe.GroupedExperts, or give your experts a `saver`, see docs/paged_stash.md"
     )
 
 
-def report_layers(layers: Mapping[str, SavesRows]) -> None:
+def report_layers(layers: Mapping[str, nn.Module]) -> None:
     """Layer by layer, what was enabled."""
     lines = aligned([["  " + name, type(layer).__name__] for name, layer in layers.items()])
     rank_zero_info("\n".join([f"PagedStash: {len(layers)} layers save their rows in pages", *lines]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp.engine import EngineStateError
-from lightning_mfsdp.moe.saving import Originals
+from lightning_mfsdp.moe.stash.originals import Originals
 from lightning_mfsdp.moe.stash.pages import HEADER, Header, PageKind, PageOps, PagePool, Tier, pages_in
 from lightning_mfsdp.moe.stash.stream import Event, SideStream
 
@@ -29,7 +29,7 @@ class StashedRows:
         held.owner = weakref.ref(self)
 
     def load(self) -> list[Tensor]:
-        """See `SavedRows.load`; rows past the live ones are zero, unless the buffers never left.
+        """The tensors that were saved; rows past the live ones are zero, unless the buffers never left. Once.
 
         Raises:
             EngineStateError: They were loaded before, or the step was given up.

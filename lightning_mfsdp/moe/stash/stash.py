@@ -16,12 +16,12 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_mfsdp.engine import EngineStateError, compat
-from lightning_mfsdp.moe.saving import OrdinarySaver, SavedRows
 from lightning_mfsdp.moe.stash.config import StashConfig
 from lightning_mfsdp.moe.stash.flag import OverflowFlag
 from lightning_mfsdp.moe.stash.held import Held, StashedRows
@@ -44,9 +44,14 @@ class LayerSaver:
         self._stash = stash
         self._layer = layer
 
-    def save(self, tensors: Sequence[Tensor], live_rows: Tensor) -> SavedRows:
-        """See `RowSaver.save`."""
-        return self._stash.save(self._layer, tensors, live_rows)
+    def save(self, ctx: Any, tensors: Sequence[Tensor], live_rows: Tensor) -> Sequence[Tensor]:
+        """See `ActivationSaver.save`. Autograd keeps nothing, unless this is an ordinary save."""
+        ctx.stashed_rows = self._stash.save(self._layer, tensors, live_rows)
+        return tensors if ctx.stashed_rows is None else ()
+
+    def load(self, ctx: Any, kept: Sequence[Tensor]) -> Sequence[Tensor]:
+        """See `ActivationSaver.load`."""
+        return kept if ctx.stashed_rows is None else ctx.stashed_rows.load()
 
 
 class RowStash:
@@ -74,7 +79,6 @@ class RowStash:
         self._ops = ops_for(device)
         self._side = SideStream(device)
         self._flag = OverflowFlag()
-        self._ordinary = OrdinarySaver()
         self._pools: dict[PageKind, PagePool] = {}
         self._recorded: list[dict[PageKind, Demand]] = []
         self._outstanding: dict[int, Held] = {}
@@ -87,7 +91,7 @@ class RowStash:
         self._trace: Trace | None = None
 
     def saver(self, layer: str) -> LayerSaver:
-        """What `set_saver` of a layer takes.
+        """What a layer saves through: `layer.saver = stash.saver(name)`.
 
         Args:
             layer: Its name, for messages.
@@ -96,8 +100,16 @@ class RowStash:
 
     # -- in a step -----------------------------------------------------------------------------------------------------
 
-    def save(self, layer: str, tensors: Sequence[Tensor], live_rows: Tensor) -> SavedRows:
-        """See `RowSaver.save`.
+    def save(self, layer: str, tensors: Sequence[Tensor], live_rows: Tensor) -> StashedRows | None:
+        """Take the tensors of one call of a layer.
+
+        Args:
+            layer: Its name, for messages.
+            tensors: `[rows, ...]` each, with the same number of rows, contiguous. Nobody writes to them afterwards.
+            live_rows: int64, one element, on the device: how many first rows mean something. Nobody writes to it afterwards.
+
+        Returns:
+            What they are loaded from; `None` where autograd is to keep them, because the stash is paused or a checkpoint recomputes.
 
         Raises:
             EngineStateError: Tensors or `live_rows` are not as the protocol says, a checkpoint recomputes a layer whose rows are in
@@ -105,10 +117,10 @@ class RowStash:
         """
         _check_save(layer, tensors, live_rows, self.device)
         if self.is_paused:
-            return self._ordinary.save(tensors, live_rows)
+            return None
         if compat.backward_task() != -1:  # a checkpoint computes again, and will load at once
             self._refuse_recomputed(layer)
-            return self._ordinary.save(tensors, live_rows)
+            return None
         captured = is_capturing(self.device)
         if captured:
             self._begin_capture(layer)
