@@ -206,6 +206,24 @@ def test_a_step_with_wrong_gradients_is_told_and_can_be_done_again(overflow):
     assert not finish(stash)
 
 
+def test_fused_optimizers_pass_over_a_step_without_asking_the_host():
+    model = build(layers=6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    stash = recorded(model, overflow="skip", device_factor=0.3)
+    changed = []
+    for _ in range(2):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        model.loss(batch(1)).backward()
+        optimizer.found_inf = stash.overflow_on_device()
+        optimizer.step()
+        optimizer.zero_grad()
+        told = stash.overflowed()
+        changed.append([not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)])
+        assert told != all(changed[-1])
+        stash.end_step()
+    assert changed == [[False] * 24, [True] * 24], "passed over, and taken with more pages"
+
+
 def test_nobody_steps_without_having_asked():
     model = build()
     stash = recorded(model, overflow="skip")
@@ -214,9 +232,9 @@ def test_nobody_steps_without_having_asked():
         stash.end_step()
 
 
-def train_with_one_full_rank(rank, world, overflow):
-    """Rank 1 has far more live rows than were recorded, in the second step only."""
-    model = build(layers=5)
+def train_with_one_full_rank(rank, world, overflow, device):
+    """Rank 1 has far more live rows than were recorded, in the third step only."""
+    model = build(layers=5).to(device)
     stash = model.stash_with(StashConfig(page_rows=4, overflow=overflow))
     told, moved, sizes, growths = [], [], [], []
     for step in range(4):
@@ -224,7 +242,7 @@ def train_with_one_full_rank(rank, world, overflow):
             experts.threshold.fill_(-9.0 if (rank, step) == (1, 2) else 1.0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "keep" warns
-            loss = model.loss(batch(step))
+            loss = model.loss(batch(step).to(device))
             stash.submit_overflow()
             loss.backward()
         told.append(stash.overflowed())
@@ -234,12 +252,16 @@ def train_with_one_full_rank(rank, world, overflow):
     return told, moved, sizes, growths
 
 
-def one_rank_overflows(rank, world):
-    return {overflow: train_with_one_full_rank(rank, world, overflow) for overflow in ("skip", "rerun", "keep")}
+def one_rank_overflows(rank, world, device="cpu"):
+    modes = ("skip", "rerun", "keep")
+    return {overflow: train_with_one_full_rank(rank, world, overflow, device) for overflow in modes}
 
 
 def test_one_rank_overflows_and_all_ranks_act_alike():
-    ranks = run_distributed(one_rank_overflows, 2)
+    assert_ranks_acted_alike(run_distributed(one_rank_overflows, 2))
+
+
+def assert_ranks_acted_alike(ranks):
     for overflow in ("skip", "rerun"):
         assert ranks[0][overflow] == ranks[1][overflow]
         told, moved, sizes, growths = ranks[0][overflow]

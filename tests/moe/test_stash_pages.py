@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_mfsdp.engine import EngineStateError
 from lightning_mfsdp.moe.stash import StashConfig, reference
-from lightning_mfsdp.moe.stash.pages import Counter, PageKind, PoolSize, Tier, ops_for
+from lightning_mfsdp.moe.stash.pages import Counter, PageKind, PoolSize, Tier, host_memory, ops_for
 from lightning_mfsdp.moe.stash.sizing import Demand, grown, sized
 from tests.moe.page_cases import DTYPES, History, available, expected, make_pool, random_rows, run_history
 
@@ -124,6 +126,21 @@ def test_what_shares_pages():
         PageKind.of(torch.empty(4, 3).T)
     with pytest.raises(EngineStateError, match="works on cpu and cuda, got meta"):
         ops_for(torch.device("meta"))
+
+
+def test_what_is_missing_on_cuda_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "lightning_mfsdp.moe.stash.kernels", raising=False)
+    with pytest.raises(EngineStateError, match="written in Triton, which cannot be imported"):
+        ops_for(torch.device("cuda"))
+
+    def refuse(*_, **options):
+        assert options["pin_memory"]
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(EngineStateError, match=r"and 320 bytes could not be pinned \(CUDA error.*lower host_factor"):
+        host_memory(PageKind(torch.int16, 16), 10, torch.device("cuda"))
 
 
 def test_sizes_follow_what_was_asked_for():

@@ -11,7 +11,16 @@ from torch import Tensor
 from lightning_mfsdp.moe.stash.pages import Counter, PagePool
 from lightning_mfsdp.moe.stash.stream import Event, SideStream
 
-__all__ = ["OverflowFlag"]
+__all__ = ["OverflowFlag", "most_overflowed"]
+
+
+def most_overflowed(pools: Sequence[PagePool], device: torch.device) -> Tensor:
+    """The most tensors without a place that any pool of any rank has counted: int64, 0-D, on the device. Collective."""
+    counts = [pool.counters[Counter.OVERFLOWED] for pool in pools]
+    most = torch.stack(counts).amax() if counts else torch.zeros((), dtype=torch.int64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most
 
 
 class OverflowFlag:
@@ -27,12 +36,9 @@ class OverflowFlag:
         if self._host is None:
             self._host = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda")
         with side.fork():
-            counts = [pool.counters[Counter.OVERFLOWED] for pool in pools]
-            flag = torch.stack(counts).amax() if counts else torch.zeros((), dtype=torch.int64, device=device)
-            if dist.is_initialized():
-                dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-            self._host.copy_(flag, non_blocking=True)
+            self._host.copy_(most_overflowed(pools, device), non_blocking=True)
             self._ready = side.record()
+        side.join(self._ready)  # a graph that is replayed next may use the same communicator
         self.is_submitted, self.was_read = True, False
 
     def wait(self) -> bool:

@@ -17,7 +17,7 @@ from lightning_mfsdp.moe.stash.stream import Event, SideStream
 if TYPE_CHECKING:
     from lightning_mfsdp.moe.stash.stash import RowStash
 
-__all__ = ["Held", "StashedRows"]
+__all__ = ["Held", "StashedRows", "check_save"]
 
 
 class StashedRows:
@@ -176,3 +176,18 @@ class Held:
 
     def _records(self) -> list[tuple[PagePool, Tensor, Tensor]]:
         return list(zip(self.pools, self._headers.unbind(), self._tables.unbind(), strict=True))
+
+
+def check_save(layer: str, tensors: Sequence[Tensor], live_rows: Tensor, device: torch.device) -> None:
+    """Raise an EngineStateError unless tensors and their number of live rows are as a save wants them."""
+    if live_rows.dtype != torch.int64 or live_rows.numel() != 1 or live_rows.device.type != device.type:
+        raise EngineStateError(
+            f"paged stash: {layer} gave live_rows as {live_rows.dtype} of shape {list(live_rows.shape)} on {live_rows.device}, expected "
+            f"one int64 on {device.type}; the number stays on the device"
+        )
+    capacities = {tensor.shape[:1] for tensor in tensors}
+    if len(capacities) != 1 or any(tensor.device.type != device.type for tensor in tensors):
+        raise EngineStateError(
+            f"paged stash: {layer} saved tensors {[(list(tensor.shape), str(tensor.device)) for tensor in tensors]}, expected the same "
+            f"number of rows in all, on {device.type}; save what has other rows in a save of its own"
+        )

@@ -24,7 +24,19 @@ from torch import Tensor
 
 from lightning_mfsdp.engine import EngineStateError
 
-__all__ = ["HEADER", "Counter", "Header", "PageKind", "PageOps", "PagePool", "PoolSize", "Tier", "ops_for", "pages_in"]
+__all__ = [
+    "HEADER",
+    "Counter",
+    "Header",
+    "PageKind",
+    "PageOps",
+    "PagePool",
+    "PoolSize",
+    "Tier",
+    "host_memory",
+    "ops_for",
+    "pages_in",
+]
 
 HEADER = 4
 
@@ -119,7 +131,7 @@ class PagePool:
         self.page_rows = page_rows
         self.size = size
         self.rows = torch.empty(size.pages * page_rows, kind.width, dtype=kind.dtype, device=device)
-        self.host_rows = _host_rows(kind, size.host_pages * page_rows, device)
+        self.host_rows = host_memory(kind, size.host_pages * page_rows, device)
         self._numbers = torch.arange(size.pages, device=device)
         self._host_numbers = torch.arange(size.host_pages, device=device)
         self.free = self._numbers.clone()
@@ -203,7 +215,12 @@ def pages_in(rows: int, page_rows: int) -> int:
     return -(-rows // page_rows)
 
 
-def _host_rows(kind: PageKind, rows: int, device: torch.device) -> Tensor:
+def host_memory(kind: PageKind, rows: int, device: torch.device) -> Tensor:
+    """Rows on the host that kernels of `device` reach.
+
+    Raises:
+        EngineStateError: The system refuses to pin them.
+    """
     is_pinned = device.type == "cuda" and rows > 0
     try:
         return torch.empty(rows, kind.width, dtype=kind.dtype, pin_memory=is_pinned)

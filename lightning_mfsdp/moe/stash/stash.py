@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lightning_mfsdp.engine import EngineStateError, compat
 from lightning_mfsdp.moe.stash.config import StashConfig
-from lightning_mfsdp.moe.stash.flag import OverflowFlag
-from lightning_mfsdp.moe.stash.held import Held, StashedRows
+from lightning_mfsdp.moe.stash.flag import OverflowFlag, most_overflowed
+from lightning_mfsdp.moe.stash.held import Held, StashedRows, check_save
 from lightning_mfsdp.moe.stash.pages import HEADER, PageKind, PagePool, PoolSize, ops_for
 from lightning_mfsdp.moe.stash.sizing import Demand, everyones, grown, sized
 from lightning_mfsdp.moe.stash.statistics import Occupancy, Snapshot, StashStatistics, Trace
@@ -115,7 +115,7 @@ class RowStash:
             EngineStateError: Tensors or `live_rows` are not as the protocol says, a checkpoint recomputes a layer whose rows are in
                 the stash, or a CUDA graph is being recorded with `overflow="keep"`.
         """
-        _check_save(layer, tensors, live_rows, self.device)
+        check_save(layer, tensors, live_rows, self.device)
         if self.is_paused:
             return None
         if compat.backward_task() != -1:  # a checkpoint computes again, and will load at once
@@ -186,6 +186,15 @@ class RowStash:
         found = self._flag.wait() and not self.is_recording and self.config.overflow != "keep"
         self._must_grow |= found
         return found
+
+    def overflow_on_device(self) -> Tensor:
+        """The same answer as float32 0 or 1 on the device, for optimizer steps inside a CUDA graph. Collective; nobody waits.
+
+        `optimizer.found_inf = stash.overflow_on_device()` after backward has torch's fused optimizers pass over a step that overflowed.
+        """
+        self._side.join(self._side.record())
+        counts_here = self.config.overflow != "keep" and not self.is_recording
+        return most_overflowed(list(self._pools.values()), self.device).clamp(max=int(counts_here)).float()
 
     def abort(self) -> None:
         """Give a step up: all pages are free, and what was saved cannot be loaded any more."""
@@ -371,17 +380,3 @@ class RowStash:
     def _note(self, layer: str, event: str, pools: Sequence[PagePool]) -> None:
         if self._trace is not None and not is_capturing(self.device):
             self._trace.note(layer, event, pools, self._side)
-
-
-def _check_save(layer: str, tensors: Sequence[Tensor], live_rows: Tensor, device: torch.device) -> None:
-    if live_rows.dtype != torch.int64 or live_rows.numel() != 1 or live_rows.device.type != device.type:
-        raise EngineStateError(
-            f"paged stash: {layer} gave live_rows as {live_rows.dtype} of shape {list(live_rows.shape)} on {live_rows.device}, expected "
-            f"one int64 on {device.type}; the number stays on the device"
-        )
-    capacities = {tensor.shape[:1] for tensor in tensors}
-    if len(capacities) != 1 or any(tensor.device.type != device.type for tensor in tensors):
-        raise EngineStateError(
-            f"paged stash: {layer} saved tensors {[(list(tensor.shape), str(tensor.device)) for tensor in tensors]}, expected the same "
-            f"number of rows in all, on {device.type}; save what has other rows in a save of its own"
-        )
