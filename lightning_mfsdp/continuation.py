@@ -20,6 +20,7 @@ __all__ = [
     "RANK_STATES",
     "PendingGradients",
     "is_inside_a_step",
+    "random_state",
     "rank_state",
     "restore_random_state",
     "set_whole_gradients",
@@ -38,7 +39,7 @@ def rank_state(checkpoint: Mapping[str, Any], module: nn.Module, device: torch.d
             if parameter.grad is not None:
                 gradients[name] = parameter.grad.detach().cpu()
     loaders = _fit_state(checkpoint).get("combined_loader")
-    return {"random": _random_state(device), "loaders": loaders, "gradients": gradients}
+    return {"random": random_state(device), "loaders": loaders, "gradients": gradients}
 
 
 def set_whole_gradients(module: nn.Module, states: Sequence[Mapping[str, Any]]) -> None:
@@ -66,8 +67,8 @@ def _fit_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _random_state(device: torch.device) -> dict[str, Any]:
-    """Of this process and its device; nothing in it but tensors and plain values, so it loads without trust."""
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Random numbers of this process and its device; nothing in it but tensors and plain values, so it loads without trust."""
     state = collect_rng_states(include_cuda=False)
     if "numpy" in state:
         kind, keys, *rest = state["numpy"]

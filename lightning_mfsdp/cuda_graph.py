@@ -144,6 +144,10 @@ class GraphedTrainingStep:
             )
         return outputs
 
+    def record_again(self) -> None:
+        """Record anew in the next step: memory that the graphs use has moved."""
+        self._captured.record_again()
+
     def close(self) -> None:
         """The training is over."""
         self._captured.close()

@@ -177,6 +177,16 @@ class MFSDPStrategy(CheckpointingStrategy):
         return self._mesh
 
     @property
+    def uses_cuda_graph(self) -> bool:
+        """Whether CUDA graphs were asked for."""
+        return self._cuda_graph
+
+    @property
+    def graphed_step(self) -> GraphedTrainingStep | None:
+        """training_step as CUDA graphs; `None` outside fits, and where it runs as it is."""
+        return self._graphed
+
+    @property
     def precision_plugin(self) -> MFSDPPrecision:
         """The precision, translated from whatever Lightning built."""
         if isinstance(self._precision_plugin, MFSDPPrecision):

@@ -4,11 +4,13 @@ from lightning_mfsdp.callbacks.ema import ShardedEMA
 from lightning_mfsdp.callbacks.finetuning import ShardedBackboneFinetuning, ShardedFinetuning
 from lightning_mfsdp.callbacks.model_summary import ShardedModelSummary
 from lightning_mfsdp.callbacks.nan_gradients import NaNGradientReporter, NonFiniteGradientError
+from lightning_mfsdp.callbacks.paged_stash import PagedStash
 from lightning_mfsdp.callbacks.throughput import ShardedThroughputMonitor
 
 __all__ = [
     "NaNGradientReporter",
     "NonFiniteGradientError",
+    "PagedStash",
     "ShardedBackboneFinetuning",
     "ShardedEMA",
     "ShardedFinetuning",

@@ -125,6 +125,13 @@ class CapturedLoss(Recording):
         for reducer in self._context.reductions.reducers:
             reducer.pin_main(False)
 
+    def record_again(self) -> None:
+        """Forget the graphs and record anew in the next call: memory that they use, and that is not the engine's, has moved."""
+        if self._forward is not None:
+            self._forward, self._backward = None, torch.cuda.CUDAGraph()
+            self._outputs, self._inputs, self._awaited = None, None, None
+            self._loss = self._gradient = torch.empty(0)
+
     def refuse(self, reason: str) -> None:
         """Do not record, with a warning that says why."""
         self._refuse(reason)

@@ -1,0 +1,260 @@
+"""PagedStash: when the Trainer's hooks call the stash, and what each of its three answers to too few pages means for a step.
+
+    on_train_batch_start       "rerun" remembers the microbatch
+    on_before_backward         all ranks are asked whether a tensor found no page; nobody waits
+    on_before_optimizer_step   the answer has long arrived. "skip": gradients go. "rerun": the step is done again with ordinary saves
+    on_train_batch_end         of the last microbatch: pages are counted and, where they were too few, enlarged
+
+"keep" asks nobody: gradients are right, and memory is this rank's own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mfsdp.callbacks.paged_stash.picture import check_drawing, draw
+from lightning_mfsdp.callbacks.paged_stash.report import find_layers, metrics, report_layers, report_sizes
+from lightning_mfsdp.callbacks.paged_stash.rerun import StepMemory
+from lightning_mfsdp.lightning_api import Callback, LightningModule, Trainer, is_param_in_hook_signature
+from lightning_mfsdp.moe.saving import ActivationSaver
+from lightning_mfsdp.moe.stash import RowStash, StashConfig, StashStatistics
+from lightning_mfsdp.strategy import MFSDPStrategy
+
+__all__ = ["PagedStash"]
+
+
+class PagedStash(Callback):
+    """Keeps the live rows of expert layers in pages from forward to backward, instead of whole buffers.
+
+    Layers are those with a `saver` (`lightning_mfsdp.moe.saving.ActivationSaver`), such as `GroupedExperts`. What is counted
+    goes to the loggers under "paged_stash/", see `StashStatistics`.
+
+    Args:
+        page_rows: Rows in a page.
+        sizing: Whether pages follow the "average" or the "maximum" of what the recorded steps needed, over steps and ranks.
+        device_factor: Pages on the device, as a multiple of that.
+        host_factor: Pages in pinned host memory, for tensors that find no place on the device; 0 for none.
+        overflow: When neither has room. "keep": the tensor stays where it is. "skip": the optimizer step is left out, on all ranks.
+            "rerun": the step is done again with ordinary saves, on all ranks. All of them enlarge the pages for the next step.
+        recorded_steps: Steps with ordinary saves before pages are allocated.
+        modules: `fnmatch` patterns of the layers' names.
+        picture: A PNG file for the pages in use over the first step that has pages (rank 0; needs matplotlib).
+
+    Attributes:
+        stash: In use; `None` outside `fit`.
+        skipped: Optimizer steps left out.
+        reruns: Steps done again.
+        statistics: Of the last step whose numbers have arrived.
+
+    Raises:
+        ValueError: An option out of its range; when the run starts, one that does not fit the Trainer, or no layer that can be stashed.
+        TypeError: The strategy is not `MFSDPStrategy` (when the run starts).
+        ImportError: A picture is wanted and there is no matplotlib.
+    """
+
+    def __init__(
+        self,
+        *,
+        page_rows: int = 64,
+        sizing: Literal["average", "maximum"] = "average",
+        device_factor: float = 1.2,
+        host_factor: float = 0.0,
+        overflow: Literal["keep", "skip", "rerun"] = "keep",
+        recorded_steps: int = 1,
+        modules: Sequence[str] = ("*",),
+        picture: str | Path | None = None,
+    ) -> None:
+        self.config = StashConfig(
+            page_rows=page_rows,
+            sizing=sizing,
+            device_factor=device_factor,
+            host_factor=host_factor,
+            overflow=overflow,
+            recorded_steps=recorded_steps,
+        )
+        if isinstance(modules, str) or not modules or not all(isinstance(pattern, str) for pattern in modules):
+            raise ValueError(f'PagedStash(modules={modules!r}): expected patterns of names, such as ["*.experts"]')
+        if picture is not None:
+            check_drawing(picture)
+        self.modules = tuple(modules)
+        self.picture = None if picture is None else Path(picture)
+        self.stash: RowStash | None = None
+        self.skipped = self.reruns = 0
+        self.statistics: StashStatistics | None = None
+        self._layers: list[tuple[Any, ActivationSaver]] = []
+        self._memory: StepMemory | None = None
+        self._stepped = self._is_rerunning = self._is_traced = self._has_warned = False
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what could not work."""
+        if stage == "fit":
+            _check_run(trainer, pl_module, self.config.overflow)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the layers their savers."""
+        if self.config.overflow == "keep" and _strategy(trainer).graphed_step is not None:
+            raise ValueError(
+                'PagedStash(overflow="keep") with cuda_graph=True: it decides on the host, which a graph never asks; use overflow="skip"'
+            )
+        layers = find_layers(pl_module, self.modules)
+        self.stash = RowStash(self.config, trainer.strategy.root_device)
+        self._layers = [(layer, cast(ActivationSaver, layer.saver)) for layer in layers.values()]
+        for name, layer in layers.items():
+            layer.saver = self.stash.saver(name)  # type: ignore[assignment]
+        self._memory = StepMemory(trainer, pl_module) if self.config.overflow == "rerun" else None
+        self._stepped = self._is_rerunning = self._is_traced = False
+        report_layers(layers)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the last step, and give the layers their own savers back."""
+        if self.stash is not None:
+            self._log(trainer, self.stash.statistics(wait=True))
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give the step up."""
+        self._close()
+
+    def _close(self) -> None:
+        for layer, saver in self._layers:
+            layer.saver = saver
+        if self.stash is not None:
+            self.stash.abort()
+        self.stash, self._memory, self._layers = None, None, []
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Remember what might have to be done again."""
+        if self._memory is not None:
+            self._memory.remember(batch, batch_idx)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Ask all ranks; the answer is read before the optimizer step."""
+        if self.stash is not None and self.config.overflow != "keep" and not self._is_rerunning:
+            self.stash.submit_overflow()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Leave the step out, or do it again, where gradients are wrong on some rank."""
+        self._stepped = True
+        if self.stash is None or self.config.overflow == "keep" or not self.stash.overflowed():
+            return
+        if self._memory is None:
+            self.skipped += 1
+            rank_zero_warn(
+                f"PagedStash: rows found no pages in step {trainer.global_step} on some rank, so all ranks leave this optimizer step out; "
+                "there will be more pages for the next. Larger device_factor or host_factor avoid it"
+            )
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+            return
+        self.reruns += 1
+        rank_zero_warn(
+            f"PagedStash: rows found no pages in step {trainer.global_step} on some rank, so all ranks do this step again with ordinary "
+            "saves; there will be more pages for the next. Larger device_factor or host_factor avoid it"
+        )
+        self._is_rerunning = True
+        with self.stash.paused():
+            self._memory.rerun()
+        self._is_rerunning = False
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Count what the step did, and settle how many pages the next one has."""
+        if self._memory is not None:
+            self._memory.check_metrics()
+        if self.stash is None or not self._stepped:
+            return
+        self._stepped = False
+        if self._memory is not None:
+            self._memory.forget()
+        self._log(trainer, self.stash.statistics())
+        was_recording = self.stash.is_recording
+        moved = self.stash.end_step()
+        if moved and was_recording:
+            report_sizes(self.stash, self.stash.statistics(wait=True))
+        graphed = _strategy(trainer).graphed_step
+        if moved and graphed is not None:
+            graphed.record_again()
+        self._trace(trainer, begins=moved and was_recording)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What an evaluation saves, should it save anything, is no matter of the step."""
+        if self.stash is not None:
+            self.stash.is_paused = True
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Back to training."""
+        if self.stash is not None:
+            self.stash.is_paused = False
+
+    # -- what is told --------------------------------------------------------------------------------------------------
+
+    def _log(self, trainer: Trainer, statistics: StashStatistics | None) -> None:
+        if self.stash is None or statistics is None:
+            return
+        self.statistics = statistics
+        if statistics.over_capacity and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"PagedStash: {statistics.over_capacity} tensors had fewer than no live rows, or more than their buffer has room for; "
+                "what is beyond it was never computed. Raise the experts' capacity factor. This is said once"
+            )
+        if trainer.global_step % trainer.log_every_n_steps == 0 or not trainer.training:  # type: ignore[attr-defined]
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics(statistics, self.stash.growths), step=trainer.global_step)
+
+    def _trace(self, trainer: Trainer, *, begins: bool) -> None:
+        """Follow the pages of one step."""
+        if self.stash is None or self.picture is None:
+            return
+        if begins:
+            self.stash.start_trace()
+            self._is_traced = True
+        elif self._is_traced:
+            self._is_traced = False
+            trace = self.stash.stop_trace()
+            if trace and trainer.is_global_zero:
+                rank_zero_info(f"PagedStash: pages in use over a step are drawn in {draw(trace, self.picture)}")
+
+
+def _strategy(trainer: Trainer) -> MFSDPStrategy:
+    strategy = trainer.strategy
+    assert isinstance(strategy, MFSDPStrategy), "looked at in setup"
+    return strategy
+
+
+def _check_run(trainer: Trainer, module: LightningModule, overflow: str) -> None:
+    strategy = trainer.strategy
+    if not isinstance(strategy, MFSDPStrategy):
+        raise TypeError(
+            f'PagedStash works with strategy="mfsdp", got {type(strategy).__name__}; elsewhere use moe.stash.RowStash'
+        )
+    if overflow == "keep":
+        return
+    if strategy.precision_plugin.needs_scaler:
+        raise ValueError(
+            f"PagedStash(overflow={overflow!r}) with precision {strategy.precision_plugin.precision!r}: loss scaling has looked at the "
+            'gradients before; use overflow="keep" or precision="bf16-mixed"'
+        )
+    if overflow == "rerun":
+        reasons = {
+            "manual optimization": not module.automatic_optimization,
+            "cuda_graph=True": strategy.uses_cuda_graph,
+            "training_step(dataloader_iter)": is_param_in_hook_signature(
+                module.training_step, "dataloader_iter", explicit=True
+            ),
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise ValueError(
+                    f'PagedStash(overflow="rerun") with {reason}: the step cannot be done again from outside; use overflow="skip" or "keep"'
+                )

@@ -1,0 +1,107 @@
+"""Doing the microbatches of an optimizer step again, as they were: the same random numbers, the same buffers, other gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_mfsdp.continuation import random_state, restore_random_state
+from lightning_mfsdp.engine.captured_loss import loss_in
+from lightning_mfsdp.lightning_api import LightningModule, Trainer, is_param_in_hook_signature
+from lightning_mfsdp.strategy import MFSDPStrategy
+
+__all__ = ["StepMemory"]
+
+
+@dataclass(frozen=True)
+class _Microbatch:
+    batch: Any
+    batch_idx: int
+    random_state: Mapping[str, Any]
+
+
+class StepMemory:
+    """What a step needs to be done again."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._strategy = trainer.strategy
+        self._microbatches: list[_Microbatch] = []
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+        self._updates: dict[str, int] = {}
+        self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+
+    def remember(self, batch: Any, batch_idx: int) -> None:
+        """A microbatch is about to begin."""
+        if not self._microbatches:
+            self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
+        self._updates = {name: metric.update_count for name, metric in self._metrics.items()}
+        self._microbatches.append(_Microbatch(batch, batch_idx, random_state(self._strategy.root_device)))
+
+    def check_metrics(self) -> None:
+        """Raise a RuntimeError if the microbatch updated a metric, which would be updated twice."""
+        moved = [name for name, metric in self._metrics.items() if metric.update_count != self._updates[name]]
+        if moved:
+            raise RuntimeError(
+                f'PagedStash(overflow="rerun"): training_step updates the metric {moved[0]}, which would count a repeated step '
+                'twice. Return what it needs from training_step and update it in on_train_batch_end, or use overflow="keep"'
+            )
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._microbatches.clear()
+        self._buffers.clear()
+
+    def rerun(self) -> None:
+        """Forward and backward of all microbatches again, into cleared gradients. Nothing is logged twice."""
+        assert isinstance(self._strategy, MFSDPStrategy), "looked at in setup"
+        device = self._strategy.root_device
+        now = random_state(device)
+        for optimizer in self._trainer.optimizers:
+            optimizer.zero_grad()
+        for buffer, value in self._buffers:
+            buffer.detach().copy_(value)
+        with _nothing_logged(self._trainer, self._module):
+            for number, microbatch in enumerate(self._microbatches, start=1):
+                restore_random_state(microbatch.random_state, device)
+                is_last = number == len(self._microbatches)
+                with nullcontext() if is_last else self._strategy.block_backward_sync():
+                    self._run(microbatch)
+        restore_random_state(now, device)
+
+    def _run(self, microbatch: _Microbatch) -> None:
+        arguments = (microbatch.batch, microbatch.batch_idx) if self._takes_index else (microbatch.batch,)
+        outputs = self._strategy.training_step(*arguments)
+        if outputs is not None:
+            loss = loss_in(outputs) / self._trainer.accumulate_grad_batches
+            self._strategy.backward(loss, None)
+
+
+class _Silence:
+    """Takes the place of Lightning's result collection."""
+
+    def log(self, *_: Any, **__: Any) -> None:
+        """It was logged before."""
+
+    def reset(self, **_: Any) -> None:
+        """There is nothing."""
+
+
+@contextmanager
+def _nothing_logged(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """Lightning has no hook for this: `_results` of the loop is what `LightningModule.log` writes to (Lightning 2.6)."""
+    loop, hook = trainer.fit_loop.epoch_loop, module._current_fx_name
+    results = loop._results
+    loop._results = _Silence()  # type: ignore[assignment]
+    module._current_fx_name = "training_step"
+    try:
+        yield
+    finally:
+        loop._results, module._current_fx_name = results, hook

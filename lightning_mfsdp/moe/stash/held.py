@@ -1,0 +1,193 @@
+"""One save of one layer, from forward to backward: as it was, in pages, on its way back, or gone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_mfsdp.engine import EngineStateError
+from lightning_mfsdp.moe.stash.originals import Originals
+from lightning_mfsdp.moe.stash.pages import HEADER, Header, PageKind, PageOps, PagePool, Tier, pages_in
+from lightning_mfsdp.moe.stash.stream import Event, SideStream
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.moe.stash.stash import RowStash
+
+__all__ = ["Held", "StashedRows", "check_save"]
+
+
+class StashedRows:
+    """What a layer loads its buffers from. When nobody holds it any more without a load, the pages come back at the end of the step."""
+
+    def __init__(self, stash: RowStash, held: Held) -> None:
+        self._stash = stash
+        self._held = held
+        held.owner = weakref.ref(self)
+
+    def load(self) -> list[Tensor]:
+        """The tensors that were saved; rows past the live ones are zero, unless the buffers never left. Once.
+
+        Raises:
+            EngineStateError: They were loaded before, or the step was given up.
+        """
+        return self._stash.load(self._held)
+
+
+class Held:
+    """The tensors of one save, which share their live rows, and the record of each.
+
+    Memory is allocated on the stream that uses it last, and given back after an event of the other one was waited for: originals and
+    reloaded tensors on the caller's stream, records on the side.
+
+    Attributes:
+        gone: Why there is nothing to load any more; empty while there is.
+        captured: Whether it exists in a CUDA graph only.
+        stored: After the copies into pages; `None` if somebody has waited for it.
+        fetched: Reloaded tensors that nobody has asked for yet.
+    """
+
+    def __init__(
+        self, layer: str, tensors: Sequence[Tensor], live_rows: Tensor, pools: Sequence[PagePool], *, captured: bool
+    ) -> None:
+        self.layer = layer
+        self.captured = captured
+        self.gone = ""
+        self.capacity = tensors[0].shape[0]
+        self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self.owner: weakref.ref[StashedRows] | None = None
+        self.previous: weakref.ref[Held] | None = None
+        self.stored: Event = None
+        self.fetched: list[Tensor] | None = None
+        self._fetched_at: Event = None
+        self._originals: Originals | None = Originals(tensors)
+        self._live_rows: Tensor | None = live_rows
+        self.pools = list(pools)
+        self._kinds = [PageKind.of(tensor) for tensor in tensors]
+        self._like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        self._headers = self._tables = self._verdict = torch.empty(0)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def store(self, ops: PageOps, side: SideStream, *, copies: bool, verdict: bool) -> None:
+        """Find pages and copy into them, on the side.
+
+        Args:
+            ops: Do the work.
+            side: The stream beside.
+            copies: Whether there may be pages at all.
+            verdict: Whether the host will ask `found_no_place`.
+        """
+        assert self._originals is not None
+        assert self._live_rows is not None
+        with side.fork():
+            count = len(self.pools)
+            # Even, so that all tables begin at multiples of 16 bytes, for which kernels are compiled.
+            most_pages = 2 * pages_in(self.capacity, 2 * self.pools[0].page_rows)
+            device = self._live_rows.device
+            self._headers = torch.empty(count, HEADER, dtype=torch.int64, device=device)
+            self._tables = torch.empty(count, most_pages, dtype=torch.int64, device=device)
+            for tensor, kind, (pool, header, table) in zip(
+                self._originals.tensors(), self._kinds, self._records(), strict=True
+            ):
+                ops.place(pool, header, table, self._live_rows, self.capacity)
+                if copies:
+                    ops.copy_in(pool, header, table, kind.rows_of(tensor))
+            if verdict:
+                self._verdict = torch.empty(count, HEADER, dtype=torch.int64, pin_memory=device.type == "cuda")
+                self._verdict.copy_(self._headers, non_blocking=True)
+            self.stored = side.record()
+
+    def found_no_place(self) -> bool:
+        """Whether some tensor is in no page. The host waits until the copies are done; see `store`."""
+        if self.stored is not None:
+            self.stored.synchronize()
+        return bool((self._verdict[:, Header.TIER] == Tier.NOWHERE).any())
+
+    def let_go(self, side: SideStream) -> None:
+        """The pages are enough: the originals' memory may be used again."""
+        self.joined(side)
+        assert self._originals is not None
+        self._originals.tensors()  # raises if the copies are of what was written later
+        self._originals = None
+
+    def joined(self, side: SideStream) -> None:
+        """The caller's stream goes on after the copies into pages."""
+        side.join(self.stored)
+        self.stored = self._live_rows = None
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    @property
+    def needs_fetch(self) -> bool:
+        """Whether rows are in pages and nobody has begun to bring them back."""
+        return not self.gone and self._originals is None and self.fetched is None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nobody can load any more."""
+        return self.owner is None or self.owner() is None
+
+    def fetch(self, ops: PageOps, side: SideStream) -> None:
+        """Begin to bring rows back, and give the pages back after that."""
+        self.joined(side)
+        self.fetched = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self._like]
+        with side.fork():
+            for tensor, kind, (pool, header, table) in zip(self.fetched, self._kinds, self._records(), strict=True):
+                ops.copy_out(pool, header, table, kind.rows_of(tensor))
+                ops.give_back(pool, header, table)
+            self._fetched_at = side.record()
+
+    def take(self, ops: PageOps, side: SideStream) -> list[Tensor]:
+        """The tensors, wherever they are; the pages go back."""
+        self.joined(side)
+        if self._originals is not None:
+            tensors = self._originals.tensors()
+            self.give_back(ops, side)
+        else:
+            if self.fetched is None:
+                self.fetch(ops, side)
+            assert self.fetched is not None
+            tensors = self.fetched
+            side.join(self._fetched_at)
+        self.forget("were loaded before, and their pages belong to others now; call backward once (no retain_graph)")
+        return tensors
+
+    def give_back(self, ops: PageOps, side: SideStream) -> None:
+        """Return pages without reading them."""
+        with side.fork():
+            for pool, header, table in self._records():
+                ops.give_back(pool, header, table)
+
+    def forget(self, why: str) -> None:
+        """Nothing can be loaded any more."""
+        self.gone = why
+        self._originals = self._live_rows = self.fetched = None
+        self._headers = self._tables = self._verdict = torch.empty(0)
+        self.pools = []
+
+    def check(self) -> None:
+        """Raise an EngineStateError if there is nothing to load."""
+        if self.gone:
+            raise EngineStateError(f"paged stash: rows of {self.layer} {self.gone}")
+
+    def _records(self) -> list[tuple[PagePool, Tensor, Tensor]]:
+        return list(zip(self.pools, self._headers.unbind(), self._tables.unbind(), strict=True))
+
+
+def check_save(layer: str, tensors: Sequence[Tensor], live_rows: Tensor, device: torch.device) -> None:
+    """Raise an EngineStateError unless tensors and their number of live rows are as a save wants them."""
+    if live_rows.dtype != torch.int64 or live_rows.numel() != 1 or live_rows.device.type != device.type:
+        raise EngineStateError(
+            f"paged stash: {layer} gave live_rows as {live_rows.dtype} of shape {list(live_rows.shape)} on {live_rows.device}, expected "
+            f"one int64 on {device.type}; the number stays on the device"
+        )
+    capacities = {tensor.shape[:1] for tensor in tensors}
+    if len(capacities) != 1 or any(tensor.device.type != device.type for tensor in tensors):
+        raise EngineStateError(
+            f"paged stash: {layer} saved tensors {[(list(tensor.shape), str(tensor.device)) for tensor in tensors]}, expected the same "
+            f"number of rows in all, on {device.type}; save what has other rows in a save of its own"
+        )

@@ -1,0 +1,231 @@
+"""Pages of one (dtype, width): their memory, the free lists and the counters, all on the device and at fixed addresses.
+
+    rows         device tier [pages * page_rows, width]         host tier, pinned, the same with its own number of pages
+    free         [pages]: a circle of page numbers              one for each tier
+    counters     head and tail of each circle, which only grow: entry i of a circle is at i modulo its length
+                 head = pages ever taken, tail = pages ever put in, so tail - head are free
+
+A tensor goes to one tier whole, or nowhere. Who does the work is either of two modules of the same functions, `kernels` (Triton) and
+`reference` (torch), see `PageOps`. What they decide about a tensor they write into its record:
+
+    header       [4]: tier, live rows, pages, unused            read by the copies, so that all programs act alike
+    table        [most pages a tensor of this capacity needs]: its pages, in order
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_mfsdp.engine import EngineStateError
+
+__all__ = [
+    "HEADER",
+    "Counter",
+    "Header",
+    "PageKind",
+    "PageOps",
+    "PagePool",
+    "PoolSize",
+    "Tier",
+    "host_memory",
+    "ops_for",
+    "pages_in",
+]
+
+HEADER = 4
+
+
+class Tier(IntEnum):
+    """Where a tensor's rows are."""
+
+    DEVICE = 0
+    HOST = 1
+    NOWHERE = 2
+    RETURNED = 3
+
+
+class Header(IntEnum):
+    """Places in a record's header."""
+
+    TIER = 0
+    ROWS = 1
+    PAGES = 2
+
+
+class Counter(IntEnum):
+    """Places in a pool's counters. The first five are its state, the others are statistics of a step."""
+
+    HEAD = 0
+    TAIL = 1
+    HOST_HEAD = 2
+    HOST_TAIL = 3
+    WANTED = 4
+    MOST_WANTED = 5
+    MOST_USED = 6
+    MOST_HOST_USED = 7
+    SAVES = 8
+    LIVE_ROWS = 9
+    STORED_ROWS = 10
+    SPILLED = 11
+    OVERFLOWED = 12
+    OVER_CAPACITY = 13
+    CAPACITY_ROWS = 14
+
+
+STATE = 5
+COUNTERS = len(Counter)
+# Copies move integers of an element's size, so every bit pattern survives.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class PageKind:
+    """What fits into the same pages. `dtype` is an integer one: pages hold bits."""
+
+    dtype: torch.dtype
+    width: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> PageKind:
+        """The kind of a [rows, ...] tensor.
+
+        Raises:
+            EngineStateError: It has no rows, is not contiguous, or has elements of an unusual size.
+        """
+        if tensor.ndim == 0 or not tensor.is_contiguous() or tensor.element_size() not in _INTEGERS:
+            raise EngineStateError(
+                f"paged stash: expected contiguous tensors of shape [capacity, ...] with elements of 1, 2, 4 or 8 bytes, got "
+                f"{list(tensor.shape)}, strides {list(tensor.stride())}, {tensor.dtype}; call contiguous() before save"
+            )
+        return cls(_INTEGERS[tensor.element_size()], math.prod(tensor.shape[1:]))
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of a row."""
+        return self.width * self.dtype.itemsize
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """A tensor of this kind as [rows, width] integers, in the same memory."""
+        return tensor.view(self.dtype).view(tensor.shape[0], self.width)
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """Number of pages on each tier."""
+
+    pages: int = 0
+    host_pages: int = 0
+
+
+class PagePool:
+    """The pages of one kind. See the module's text for what its tensors hold."""
+
+    def __init__(self, kind: PageKind, page_rows: int, device: torch.device, size: PoolSize) -> None:
+        self.kind = kind
+        self.page_rows = page_rows
+        self.size = size
+        self.rows = torch.empty(size.pages * page_rows, kind.width, dtype=kind.dtype, device=device)
+        self.host_rows = host_memory(kind, size.host_pages * page_rows, device)
+        self._numbers = torch.arange(size.pages, device=device)
+        self._host_numbers = torch.arange(size.host_pages, device=device)
+        self.free = self._numbers.clone()
+        self.host_free = self._host_numbers.clone()
+        self.counters = torch.zeros(COUNTERS, dtype=torch.int64, device=device)
+        self._full = torch.tensor([0, size.pages, 0, size.host_pages, 0], device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """All pages are free again; statistics stay. Copies of constants, so that a CUDA graph can hold it."""
+        self.free.copy_(self._numbers)
+        self.host_free.copy_(self._host_numbers)
+        self.counters[:STATE].copy_(self._full)
+
+    def clear_statistics(self) -> None:
+        """A new step begins."""
+        self.counters[STATE:].zero_()
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the device tier."""
+        return self.size.pages * self.page_rows * self.kind.row_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of the host tier."""
+        return self.size.host_pages * self.page_rows * self.kind.row_bytes
+
+
+class PageOps(Protocol):
+    """What is done with pages. Nothing here waits for the device; one pool's calls are on one stream."""
+
+    def place(self, pool: PagePool, header: Tensor, table: Tensor, live_rows: Tensor, capacity: int) -> None:
+        """Find pages for a tensor and write its record.
+
+        Args:
+            pool: Whose pages.
+            header: int64 [HEADER], written.
+            table: int64 [at least as many as `capacity` rows need], written as far as pages were found.
+            live_rows: int64, one element. Below 0 or above `capacity` it counts as that, and is counted as such.
+            capacity: Rows of the tensor.
+        """
+        ...
+
+    def copy_in(self, pool: PagePool, header: Tensor, table: Tensor, rows: Tensor) -> None:
+        """Copy live rows of `rows` [capacity, width] into the pages of a record, if it has any."""
+        ...
+
+    def copy_out(self, pool: PagePool, header: Tensor, table: Tensor, rows: Tensor) -> None:
+        """Fill `rows` [capacity, width]: live rows from the pages of a record, zeros after them (everywhere if it has no pages)."""
+        ...
+
+    def give_back(self, pool: PagePool, header: Tensor, table: Tensor) -> None:
+        """Put the pages of a record back; doing it again changes nothing."""
+        ...
+
+
+def ops_for(device: torch.device) -> PageOps:
+    """Triton's kernels on CUDA, torch's reference on CPU.
+
+    Raises:
+        EngineStateError: Triton is needed and not installed, or the device is of another type.
+    """
+    if device.type == "cpu":
+        from lightning_mfsdp.moe.stash import reference
+
+        return reference
+    if device.type != "cuda":
+        raise EngineStateError(f"paged stash: works on cpu and cuda, got {device.type}; train without it there")
+    try:
+        from lightning_mfsdp.moe.stash import kernels
+    except ImportError as error:
+        raise EngineStateError(
+            f"paged stash: its kernels on CUDA are written in Triton, which cannot be imported ({error}); install triton"
+        ) from error
+    return kernels
+
+
+def pages_in(rows: int, page_rows: int) -> int:
+    """Pages that so many rows need."""
+    return -(-rows // page_rows)
+
+
+def host_memory(kind: PageKind, rows: int, device: torch.device) -> Tensor:
+    """Rows on the host that kernels of `device` reach.
+
+    Raises:
+        EngineStateError: The system refuses to pin them.
+    """
+    is_pinned = device.type == "cuda" and rows > 0
+    try:
+        return torch.empty(rows, kind.width, dtype=kind.dtype, pin_memory=is_pinned)
+    except RuntimeError as error:
+        raise EngineStateError(
+            f"paged stash: kernels reach host pages only in pinned memory, and {rows * kind.row_bytes} bytes could not be pinned "
+            f"({error}); lower host_factor, set it to 0, or raise the limit of locked memory (ulimit -l)"
+        ) from error

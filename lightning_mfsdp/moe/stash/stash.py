@@ -1,0 +1,382 @@
+"""RowStash: when rows go into pages, when they come back, and what happens when there are too few pages.
+
+    save     on a stream beside, rows are copied into pages as soon as they exist. The originals live until the next layer or two
+             have saved; then the caller's stream waits for the copy, which is long done, and lets go of them
+    load     rows that were brought back in advance are there; those of the save before are fetched while this layer's backward runs
+
+A layer whose originals are still there (the last ones of a forward) loads those. The save before is the right one to fetch next for
+any number of microbatches in the orders forward-backward and forward-forward-backward-backward; for others it costs time, never
+correctness. Pages come back in any order.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mfsdp.engine import EngineStateError, compat
+from lightning_mfsdp.moe.stash.config import StashConfig
+from lightning_mfsdp.moe.stash.flag import OverflowFlag, most_overflowed
+from lightning_mfsdp.moe.stash.held import Held, StashedRows, check_save
+from lightning_mfsdp.moe.stash.pages import HEADER, PageKind, PagePool, PoolSize, ops_for
+from lightning_mfsdp.moe.stash.sizing import Demand, everyones, grown, sized
+from lightning_mfsdp.moe.stash.statistics import Occupancy, Snapshot, StashStatistics, Trace
+from lightning_mfsdp.moe.stash.stream import SideStream, is_capturing
+
+__all__ = ["LayerSaver", "RowStash"]
+
+# Saves whose originals may be alive. "keep" lets the host see where rows went before it lets go of them; with two layers queued
+# behind, the device does not run dry meanwhile.
+_LOOKAHEAD = {"keep": 2, "skip": 1, "rerun": 1}
+
+
+class LayerSaver:
+    """The stash, as one layer sees it."""
+
+    def __init__(self, stash: RowStash, layer: str) -> None:
+        self._stash = stash
+        self._layer = layer
+
+    def save(self, ctx: Any, tensors: Sequence[Tensor], live_rows: Tensor) -> Sequence[Tensor]:
+        """See `ActivationSaver.save`. Autograd keeps nothing, unless this is an ordinary save."""
+        ctx.stashed_rows = self._stash.save(self._layer, tensors, live_rows)
+        return tensors if ctx.stashed_rows is None else ()
+
+    def load(self, ctx: Any, kept: Sequence[Tensor]) -> Sequence[Tensor]:
+        """See `ActivationSaver.load`."""
+        return kept if ctx.stashed_rows is None else ctx.stashed_rows.load()
+
+
+class RowStash:
+    """Keeps live rows in pages from forward to backward.
+
+    Give each layer a `saver` of its own name. Between backward and `optimizer.step()` ask `overflowed()`, unless `overflow` is "keep";
+    call `end_step()` after each optimizer step, on all ranks, and `abort()` after an exception in a step.
+
+    Args:
+        config: Sizes, and what happens on overflow.
+        device: Where tensors are: cpu or cuda.
+
+    Attributes:
+        is_recording: Whether pages are still to be allocated, after `config.recorded_steps`; until then saves are ordinary ones.
+        is_paused: Whether saves are ordinary at the moment.
+        growths: How often pages were enlarged.
+    """
+
+    def __init__(self, config: StashConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.is_recording = True
+        self.is_paused = False
+        self.growths = 0
+        self._ops = ops_for(device)
+        self._side = SideStream(device)
+        self._flag = OverflowFlag()
+        self._pools: dict[PageKind, PagePool] = {}
+        self._recorded: list[dict[PageKind, Demand]] = []
+        self._outstanding: dict[int, Held] = {}
+        self._pending: deque[Held] = deque()
+        self._last: weakref.ref[Held] | None = None
+        self._must_grow = self._has_warned = False
+        self._run = self._usual_run = 0
+        self._bytes = self._most_bytes = self._ordinary_bytes = 0
+        self._snapshot: Snapshot | None = None
+        self._trace: Trace | None = None
+
+    def saver(self, layer: str) -> LayerSaver:
+        """What a layer saves through: `layer.saver = stash.saver(name)`.
+
+        Args:
+            layer: Its name, for messages.
+        """
+        return LayerSaver(self, layer)
+
+    # -- in a step -----------------------------------------------------------------------------------------------------
+
+    def save(self, layer: str, tensors: Sequence[Tensor], live_rows: Tensor) -> StashedRows | None:
+        """Take the tensors of one call of a layer.
+
+        Args:
+            layer: Its name, for messages.
+            tensors: `[rows, ...]` each, with the same number of rows, contiguous. Nobody writes to them afterwards.
+            live_rows: int64, one element, on the device: how many first rows mean something. Nobody writes to it afterwards.
+
+        Returns:
+            What they are loaded from; `None` where autograd is to keep them, because the stash is paused or a checkpoint recomputes.
+
+        Raises:
+            EngineStateError: Tensors or `live_rows` are not as the protocol says, a checkpoint recomputes a layer whose rows are in
+                the stash, or a CUDA graph is being recorded with `overflow="keep"`.
+        """
+        check_save(layer, tensors, live_rows, self.device)
+        if self.is_paused:
+            return None
+        if compat.backward_task() != -1:  # a checkpoint computes again, and will load at once
+            self._refuse_recomputed(layer)
+            return None
+        captured = is_capturing(self.device)
+        if captured:
+            self._begin_capture(layer)
+        else:
+            self._drop_captured()
+        pools = [self._pool(PageKind.of(tensor)) for tensor in tensors]
+        held = Held(layer, tensors, live_rows, pools, captured=captured)
+        rows = StashedRows(self, held)
+        held.previous, self._last = self._last, weakref.ref(held)
+        keeps = self.config.overflow == "keep"
+        held.store(self._ops, self._side, copies=not self.is_recording, verdict=keeps and not self.is_recording)
+        self._note(layer, "save", pools)
+        self._outstanding[id(held)] = held
+        self._bytes += held.nbytes
+        self._most_bytes = max(self._most_bytes, self._bytes)
+        if not self.is_recording:
+            self._pending.append(held)
+            self._retire(_LOOKAHEAD[self.config.overflow])
+        self._run += 1
+        if captured and self._run == self._usual_run:  # the forward may be a graph by itself
+            held.joined(self._side)
+        return rows
+
+    def load(self, held: Held) -> list[Tensor]:
+        """The tensors of a save, and the beginning of the way back for those of the save before."""
+        held.check()
+        del self._outstanding[id(held)]
+        if held in self._pending:
+            self._pending.remove(held)
+        self._bytes -= held.nbytes
+        self._usual_run, self._run = self._run or self._usual_run, 0
+        pools = held.pools
+        tensors = held.take(self._ops, self._side)
+        self._note(held.layer, "load", pools)
+        before = held.previous() if held.previous is not None else None
+        if before is not None and before.needs_fetch and not before.is_abandoned:
+            before.fetch(self._ops, self._side)
+            self._note(before.layer, "fetch", before.pools)
+        if not self._outstanding:
+            self._side.join(self._side.record())
+        return tensors
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Saves inside are ordinary; what is in pages stays there."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def submit_overflow(self) -> None:
+        """Begin to ask all ranks whether a tensor found no place. Collective; nobody waits. Best before backward: saves come before."""
+        self._flag.submit(list(self._pools.values()), self._side, self.device)
+
+    def overflowed(self) -> bool:
+        """Whether gradients of this step are wrong on some rank, the same answer on all. Collective unless it was submitted before.
+
+        Then leave the optimizer step out or do the step again under `paused()`. The host waits until the answer has arrived.
+        """
+        if not self._flag.is_submitted:
+            self.submit_overflow()
+        found = self._flag.wait() and not self.is_recording and self.config.overflow != "keep"
+        self._must_grow |= found
+        return found
+
+    def overflow_on_device(self) -> Tensor:
+        """The same answer as float32 0 or 1 on the device, for optimizer steps inside a CUDA graph. Collective; nobody waits.
+
+        `optimizer.found_inf = stash.overflow_on_device()` after backward has torch's fused optimizers pass over a step that overflowed.
+        """
+        self._side.join(self._side.record())
+        counts_here = self.config.overflow != "keep" and not self.is_recording
+        return most_overflowed(list(self._pools.values()), self.device).clamp(max=int(counts_here)).float()
+
+    def abort(self) -> None:
+        """Give a step up: all pages are free, and what was saved cannot be loaded any more."""
+        self._side.join(self._side.record())
+        for held in self._outstanding.values():
+            held.forget("belong to a step that was given up; compute the forward again")
+        self._outstanding.clear()
+        self._pending.clear()
+        self._bytes = self._run = 0
+        self._flag.clear()
+        with self._side.fork():
+            for pool in self._pools.values():
+                pool.reset()
+                pool.clear_statistics()
+        self._side.join(self._side.record())
+
+    # -- between steps -------------------------------------------------------------------------------------------------
+
+    def end_step(self) -> bool:
+        """After the optimizer step, on all ranks: pages of abandoned saves come back, and where pages were too few there are more.
+
+        Returns:
+            Whether pages moved, so that CUDA graphs that use them must be recorded again.
+
+        Raises:
+            EngineStateError: Nobody asked `overflowed()`, so gradients may have been wrong.
+        """
+        if self.config.overflow != "keep" and not self.is_recording and self._pools and not self._flag.was_read:
+            raise EngineStateError(
+                f"paged stash: overflow={self.config.overflow!r} and nobody asked overflowed() before the optimizer step, which may have "
+                "used wrong gradients; ask it after backward, and leave the step out where it says so"
+            )
+        self._drop_captured()
+        self._retire(0)
+        self._reclaim()
+        self._run = 0
+        if self._most_bytes:  # else the step was a replay
+            self._ordinary_bytes, self._most_bytes = self._most_bytes, self._bytes
+        self._flag.clear()
+        moved = self._settle_pages()
+        self._side.join(self._side.record())  # the next step may be a replay, which waits for the caller's stream alone
+        return moved
+
+    def statistics(self, *, wait: bool = False) -> StashStatistics | None:
+        """Of the last step; `None` if there was none, or its numbers have not arrived and nobody is to wait."""
+        if self._snapshot is None or not (wait or self._snapshot.is_ready):
+            return None
+        return self._snapshot.statistics()
+
+    @property
+    def page_bytes(self) -> int:
+        """Memory of the pages on the device."""
+        return sum(pool.size_bytes for pool in self._pools.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of the pages on the host."""
+        return sum(pool.host_bytes for pool in self._pools.values())
+
+    def start_trace(self) -> None:
+        """Note the pages in use after every save and load from now on."""
+        self._trace = Trace()
+
+    def stop_trace(self) -> list[Occupancy]:
+        """What was noted since. Waits for the device."""
+        trace, self._trace = self._trace, None
+        return trace.read() if trace is not None else []
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _pool(self, kind: PageKind) -> PagePool:
+        if kind not in self._pools:
+            self._pools[kind] = PagePool(kind, self.config.page_rows, self.device, PoolSize())
+        return self._pools[kind]
+
+    def _begin_capture(self, layer: str) -> None:
+        if self.config.overflow == "keep":
+            raise EngineStateError(
+                f'paged stash: {layer} is recorded in a CUDA graph, but overflow="keep" decides on the host, which a replay never asks; '
+                'use overflow="skip"'
+            )
+        if not self._outstanding:  # a replay begins with all pages, also after one that was not finished
+            with self._side.fork():
+                for pool in self._pools.values():
+                    pool.reset()
+
+    def _drop_captured(self) -> None:
+        """What was recorded and not loaded belongs to a recording that failed: it never ran, and has no pages."""
+        for key, held in list(self._outstanding.items()):
+            if held.captured:
+                del self._outstanding[key]
+                self._bytes -= held.nbytes
+                held.forget("belong to a CUDA graph that could not be recorded")
+        self._pending = deque(held for held in self._pending if not held.gone)
+
+    def _refuse_recomputed(self, layer: str) -> None:
+        if any(held.layer == layer for held in self._outstanding.values()):
+            raise EngineStateError(
+                f"paged stash: {layer} is computed again in backward by an activation checkpoint while its rows are in the stash, so they "
+                "cost both. Checkpoint only what is around the experts, leave this layer out of the stash, or pass use_reentrant=True"
+            )
+
+    def _retire(self, remaining: int) -> None:
+        """Let go of the originals of all but the last saves."""
+        while len(self._pending) > remaining:
+            held = self._pending.popleft()
+            if self.config.overflow == "keep" and held.found_no_place():
+                self._must_grow = True
+                self._warn_of_kept(held)
+            else:
+                held.let_go(self._side)
+
+    def _warn_of_kept(self, held: Held) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"paged stash: rows of {held.layer} found no pages and stay where they are, so nothing is lost but memory; there will be "
+                "more pages from the next step on. Larger device_factor or host_factor avoid it. This is said once",
+                stacklevel=2,
+            )
+
+    def _reclaim(self) -> None:
+        for key, held in list(self._outstanding.items()):
+            if held.is_abandoned:
+                del self._outstanding[key]
+                self._bytes -= held.nbytes
+                held.joined(self._side)
+                if held.fetched is None:
+                    held.give_back(self._ops, self._side)
+                held.forget("were given up")
+        self._side.join(self._side.record())
+
+    def _settle_pages(self) -> bool:
+        """Count anew; allocate pages if that is due. Returns whether it was."""
+        if self._pools:
+            self._snapshot = Snapshot(self._pools, self._side, self._ordinary_bytes)
+            with self._side.fork():
+                for pool in self._pools.values():
+                    pool.clear_statistics()
+        if self.is_recording:
+            return self._finish_recording(self._snapshot.demand() if self._snapshot is not None else {})
+        if self._must_grow:
+            assert self._snapshot is not None, "something found no place"
+            self._grow(self._snapshot.demand())
+            return True
+        return False
+
+    def _finish_recording(self, demand: dict[PageKind, Demand]) -> bool:
+        self._recorded.append(demand)
+        if len(self._recorded) < self.config.recorded_steps:
+            return False
+        self._allocate(sized(self.config, [step for rank in everyones(self._recorded) for step in rank]))
+        self.is_recording = False
+        return True
+
+    def _grow(self, demand: dict[PageKind, Demand]) -> None:
+        # Unless "keep", all ranks know of it, and stay alike.
+        demands = [demand] if self.config.overflow == "keep" else everyones(demand)
+        self._allocate(grown(self.config, {kind: pool.size for kind, pool in self._pools.items()}, demands))
+        self._must_grow = False
+        self.growths += 1
+
+    def _allocate(self, sizes: dict[PageKind, PoolSize]) -> None:
+        """Other pools. Saves that are still to be loaded keep their own."""
+        self._side.join(self._side.record())
+        self._pools.clear()  # before new memory is asked for
+        for kind, size in sizes.items():
+            self._pools[kind] = PagePool(kind, self.config.page_rows, self.device, size)
+            with self._side.fork():
+                self._warm_up(self._pools[kind])
+
+    def _warm_up(self, pool: PagePool) -> None:
+        """Have kernels compiled before a CUDA graph wants them."""
+        rows = torch.zeros(1, pool.kind.width, dtype=pool.kind.dtype, device=self.device)
+        header, table = torch.zeros(2, HEADER, dtype=torch.int64, device=self.device)
+        self._ops.place(pool, header, table, torch.ones((), dtype=torch.int64, device=self.device), 1)
+        self._ops.copy_in(pool, header, table, rows)
+        self._ops.copy_out(pool, header, table, rows)
+        self._ops.give_back(pool, header, table)
+        pool.reset()
+        pool.clear_statistics()
+
+    def _note(self, layer: str, event: str, pools: Sequence[PagePool]) -> None:
+        if self._trace is not None and not is_capturing(self.device):
+            self._trace.note(layer, event, pools, self._side)

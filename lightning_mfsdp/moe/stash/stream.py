@@ -1,0 +1,51 @@
+"""A stream beside the caller's, made when it is first used. On CPU everything is done at once and there is nothing to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["Event", "SideStream", "is_capturing"]
+
+Event = Any  # torch.cuda.Event, or None on CPU
+
+
+class SideStream:
+    """Work that begins after what the caller has issued so far, and that the caller joins where it needs it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = None
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        """Issue work on the side, after everything on the current stream."""
+        if self._device.type == "cpu":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def record(self) -> Event:
+        """An event after the work issued on the side so far."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def join(self, event: Event) -> None:
+        """Let later work on the current stream begin after `event`."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded on the current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
