@@ -221,8 +221,8 @@ def _by_spec(
             compute = main = parameter.dtype
         elif id(parameter) in keep_fp32:
             compute = torch.float32
-        if not parameter.requires_grad:
-            main = parameter.dtype
+        if not parameter.requires_grad and codec is None:
+            main = parameter.dtype  # a codec's dtype says nothing of the value before
         spec = GroupSpec(
             compute_dtype=compute,
             main_dtype=main,

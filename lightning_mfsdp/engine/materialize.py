@@ -124,7 +124,8 @@ def _settled(module: nn.Module, key: str, real: nn.Parameter) -> nn.Parameter:
         real.data = made.data
         module._parameters[key] = real
         return real
-    return made.requires_grad_(real.requires_grad)  # of another kind, such as quantized ones
+    made.requires_grad_(real.requires_grad)  # of another kind, such as quantized ones
+    return made
 
 
 def _unset_like(tensor: Tensor, device: torch.device) -> Tensor:

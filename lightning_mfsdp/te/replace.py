@@ -57,7 +57,7 @@ def replace(
     for name, layer in layers.items():
         _check_hooks(name, layer)
         if isinstance(layer, nn.Linear):
-            _check_sizes(name, layer, recipe_of(name))
+            _check_sizes(name, layer, recipe_of(name), quantized=quantized)
     shared = shared_weights(root) if quantized else set()
     new = {}
     for name, layer in layers.items():
@@ -151,11 +151,11 @@ def _check_hooks(name: str, layer: nn.Module) -> None:
         )
 
 
-def _check_sizes(name: str, layer: nn.Linear, recipe: Any) -> None:
-    multiple = alignment(recipe)
+def _check_sizes(name: str, layer: nn.Linear, recipe: Any, *, quantized: bool) -> None:
+    multiple = alignment(recipe, quantized=quantized)
     rows, columns = layer.weight.shape
     if rows % multiple or columns % multiple:
         raise ValueError(
             f"replace_layers: {name} maps {columns} to {rows} features, and {type(recipe).__name__} multiplies matrices whose sizes are "
-            f"multiples of {multiple}. Pad them, or leave it out: keep_high_precision=[{name!r}]"
+            f"multiples of {multiple}{' (of FP8 weights)' if quantized else ''}. Pad them, or leave it out: keep_high_precision=[{name!r}]"
         )

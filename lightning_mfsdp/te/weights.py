@@ -1,8 +1,8 @@
 """FP8 weights in modules of Transformer Engine: who gets them, and what an ordinary weight becomes one from.
 
-Modules that are built inside `quantized_init` have them from the start. A layer in place of one of `torch.nn` begins with the very weight of
-that one, which is quantized once it has its value: when its unit is sharded (`quantize_late`). Until then it may be on meta, on the
-host, or in an optimizer.
+Modules that are built inside `quantized_init` have them from the start. A layer in place of one of `torch.nn` begins with the very
+weight of that one, which is quantized once it has its value: when its unit is sharded (`quantize_late`). Until then it may be on meta,
+on the host, or in an optimizer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.te import library
 
-__all__ = ["is_quantized", "quantize_late", "quantized_init", "quantized_modules", "shared_weights"]
+__all__ = [
+    "has_quantized_weights",
+    "is_quantized",
+    "quantize_again",
+    "quantize_late",
+    "quantized_init",
+    "quantized_modules",
+    "shared_weights",
+]
 
 _NOMINAL = torch.bfloat16  # what quantized weights pass for: the dtype of their products
 
@@ -35,8 +43,8 @@ def is_quantized(parameter: Tensor | None) -> bool:
 
 
 def quantized_modules(root: nn.Module) -> dict[str, nn.Module]:
-    """Modules with quantized weights, also where these are on meta or not quantized yet, by name."""
-    return {name: module for name, module in root.named_modules() if _wants_quantized(module)}
+    """Modules inside that were built for quantized weights, by name."""
+    return {name: module for name, module in root.named_modules() if has_quantized_weights(module)}
 
 
 def shared_weights(root: nn.Module) -> set[int]:
@@ -49,11 +57,27 @@ def quantize_late(root: nn.Module, device: torch.device) -> None:
     """Quantize weights of replaced layers that are still ordinary ones. Those of units that are sharded are not."""
     for module in root.modules():
         weight = module._parameters.get("weight")
-        if _wants_quantized(module) and type(weight) is nn.Parameter:
+        if has_quantized_weights(module) and type(weight) is nn.Parameter:
             _quantize(module, weight, device)
 
 
-def _wants_quantized(module: nn.Module) -> bool:
+def quantize_again(module: Any) -> bool:
+    """Have a module of the library quantize its 16-bit weights a second time in backward, and keep no 8-bit copy from forward to backward.
+
+    The library does so under torch's `fully_shard`, where a weight that is gathered again makes the copy pointless; so does ours. It
+    remembers in `_is_fsdp2` whether it is. Source: `TransformerEngineBaseModule.is_fsdp2` and `module/linear.py`, version 2.20.
+
+    Returns:
+        Whether it does, or has nothing to keep. `False`: this version of the library has no such way.
+    """
+    if not library.is_a(module, "TransformerEngineBaseModule") or has_quantized_weights(module):
+        return True
+    module._is_fsdp2 = True
+    return bool(getattr(module, "is_fsdp2", False))
+
+
+def has_quantized_weights(module: nn.Module) -> bool:
+    """Whether a module was built for quantized weights; they may be on meta, or not quantized yet."""
     return library.is_engine_module(module) and bool(getattr(module, "primary_weights_in_fp8", False))
 
 
