@@ -5,7 +5,7 @@ It knows dtypes. It does not know units, meshes or checkpoints, nor who calls.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeVar, cast, get_args
 
@@ -15,8 +15,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy
 from lightning_mfsdp.lightning_api import (
@@ -30,16 +28,10 @@ from lightning_mfsdp.lightning_api import (
     MixedPrecision,
     Precision,
 )
+from lightning_mfsdp.loss_scaling import agreeing_scaler, unscales_by_itself
 from lightning_mfsdp.te import Fp8Compute, Fp8Options, enter_around
 
-__all__ = [
-    "DistributedGradScaler",
-    "PrecisionName",
-    "ShardedPrecision",
-    "default_policy",
-    "translate",
-    "unscales_by_itself",
-]
+__all__ = ["PrecisionName", "ShardedPrecision", "default_policy", "translate"]
 
 PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true", "transformer-engine"]
 
@@ -90,36 +82,6 @@ def default_policy(precision: PrecisionName) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy()
 
 
-class DistributedGradScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` whose decision to skip a step is the same on all ranks.
-
-    Each rank sees only its own rows of a gradient, so an overflow may show on one rank alone. The flag is reduced over the whole
-    world; ranks that own no element of an optimizer's parameters take part as well. Overrides `GradScaler._unscale_grads_`, whose
-    signature is the same in torch 2.11 to 2.13.
-    """
-
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for grad in _local_gradients(optimizer):
-            by_dtype.setdefault(grad.dtype, []).append(grad)
-        with torch.no_grad():
-            for grads in by_dtype.values():
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-            if dist.is_initialized():
-                dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
-        return {found_inf.device: found_inf}
-
-
-def _local_gradients(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            grad = parameter.grad
-            if grad is not None and grad.numel():
-                yield grad.to_local() if isinstance(grad, DTensor) else grad
-
-
 class ShardedPrecision(FabricPrecision):
     """Precision of a run whose model is sharded.
 
@@ -129,7 +91,8 @@ class ShardedPrecision(FabricPrecision):
         policy: Replaces the dtypes the string stands for; autocast, the model's own dtype and the inputs' still follow the string.
         scaler: Loss scaler for float16 compute. `None` makes a `DistributedGradScaler` where one is needed. A plain
             `torch.amp.GradScaler` is taken as settings for one; any other class must itself agree over all ranks on skipping a step.
-        recipe, replace_layers, keep_high_precision, overrides: For "transformer-engine", as `Fp8Options` explains them.
+        recipe, replace_layers, keep_high_precision, overrides, fp8_weights, keep_transpose_cache, fuse_weight_gradients, keep_quantized:
+            For "transformer-engine", as `Fp8Options` explains them.
 
     Raises:
         ValueError: An unknown precision, a scaler where nothing computes in float16, or options of FP8 where nothing computes in it.
@@ -145,6 +108,10 @@ class ShardedPrecision(FabricPrecision):
         replace_layers: bool | Literal["auto"] = False,
         keep_high_precision: Sequence[str] = (),
         overrides: Mapping[str, Any] | None = None,
+        fp8_weights: bool = False,
+        keep_transpose_cache: bool = False,
+        fuse_weight_gradients: bool = False,
+        keep_quantized: bool = False,
     ) -> None:
         if precision not in get_args(PrecisionName):
             raise ValueError(
@@ -155,18 +122,21 @@ class ShardedPrecision(FabricPrecision):
         self.policy = policy or default_policy(precision)
         self.scaler = scaler
         self.fp8: Fp8Compute | None = None
+        fp8: dict[str, Any] = {
+            "replace_layers": replace_layers,
+            "keep_high_precision": keep_high_precision,
+            "overrides": overrides or {},
+            "fp8_weights": fp8_weights,
+            "keep_transpose_cache": keep_transpose_cache,
+            "fuse_weight_gradients": fuse_weight_gradients,
+            "keep_quantized": keep_quantized,
+        }
         if precision == "transformer-engine":
-            self.fp8 = Fp8Compute(
-                Fp8Options(
-                    recipe="current" if recipe is None else recipe,
-                    replace_layers=replace_layers,
-                    keep_high_precision=keep_high_precision,
-                    overrides=overrides or {},
-                )
-            )
-        elif recipe is not None or replace_layers or keep_high_precision or overrides:
+            self.fp8 = Fp8Compute(Fp8Options(recipe="current" if recipe is None else recipe, **fp8))
+            self.policy = self.known_as(self.policy)
+        elif recipe is not None or any(fp8.values()):
             raise ValueError(
-                f"{type(self).__name__}({precision!r}): recipe, replace_layers, keep_high_precision and overrides are about FP8, which "
+                f"{type(self).__name__}({precision!r}): recipe, {', '.join(fp8)} are about FP8, which "
                 'this precision does not use. Leave them out, or use "transformer-engine"'
             )
         self._device_type = "cpu"
@@ -175,6 +145,10 @@ class ShardedPrecision(FabricPrecision):
                 f"{type(self).__name__}({precision!r}, scaler={type(scaler).__name__}): nothing computes in float16, so the scaler would "
                 'do nothing. Leave it out, or use precision="16-mixed" or a policy with compute_dtype=torch.float16'
             )
+
+    def known_as(self, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+        """What a policy given to this precision becomes: for FP8 it knows quantized weights."""
+        return policy if self.fp8 is None else self.fp8.policy(policy)
 
     @property
     def needs_scaler(self) -> bool:
@@ -219,11 +193,12 @@ class ShardedPrecision(FabricPrecision):
 
     @contextmanager
     def tensor_init_context(self) -> Generator[None, None, None]:
-        """New tensors have the dtype of a "*-true" precision."""
+        """New tensors have the dtype of a "*-true" precision, and new modules FP8 weights if those were asked for."""
         previous = torch.get_default_dtype()
         torch.set_default_dtype(_TRUE_DTYPES.get(self.precision, previous))
         try:
-            yield
+            with self.fp8.building() if self.fp8 is not None else nullcontext():
+                yield
         finally:
             torch.set_default_dtype(previous)
 
@@ -247,8 +222,14 @@ class ShardedPrecision(FabricPrecision):
         """Around a backward: what is computed again there needs FP8 as in its first forward."""
         return self.fp8.backward() if self.fp8 is not None else nullcontext()
 
-    def autocast_calls(self, module: nn.Module) -> None:
-        """Calls of `module` outside of steps, from a hook or after training, run under autocast as well: weights have the compute dtype."""
+    def take_sharded_module(self, module: nn.Module) -> None:
+        """Once, when a module has been sharded.
+
+        Its calls outside of steps, from a hook or after training, run under autocast as well, because weights have the compute dtype.
+        """
+        done = self.fp8.sharded(module) if self.fp8 is not None else ""
+        if done:
+            rank_zero_info(done)
         if self.precision not in _AUTOCAST_DTYPES:
             return
 
@@ -262,7 +243,7 @@ class ShardedPrecision(FabricPrecision):
         """Set where autocast and loss scaling happen: "cpu" or "cuda"."""
         self._device_type = device_type
         if self.needs_scaler:
-            self.scaler = _agreeing_scaler(self.scaler, device_type)
+            self.scaler = agreeing_scaler(self.scaler, device_type)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -324,7 +305,7 @@ def translate(plugin: FabricPrecision, policy: MixedPrecisionPolicy | None, into
         ValueError: Two different policies.
     """
     if isinstance(plugin, ShardedPrecision):
-        if policy is not None and plugin.policy_is_explicit and plugin.policy != policy:
+        if policy is not None and plugin.policy_is_explicit and plugin.policy != plugin.known_as(policy):
             raise ValueError(
                 f"two policies: the strategy was given policy={policy}, {type(plugin).__name__} policy={plugin.policy}. Give one of them"
             )
@@ -362,22 +343,3 @@ def _fp8_options(plugin: FabricTransformerEnginePrecision) -> dict[str, Any]:
             'plugins=[MFSDPPrecision("transformer-engine", recipe="delayed", replace_layers="auto")]'
         )
     return {"recipe": recipe, "replace_layers": "auto" if plugin.replace_layers is None else plugin.replace_layers}
-
-
-def unscales_by_itself(optimizer: Any) -> bool:
-    """Fused optimizers take the scale and the overflow flag as attributes (contract of torch.amp)."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def _agreeing_scaler(scaler: torch.amp.GradScaler | None, device_type: str) -> torch.amp.GradScaler:
-    if scaler is None:
-        return DistributedGradScaler(device_type)
-    if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):
-        return scaler
-    return DistributedGradScaler(
-        device_type,
-        init_scale=scaler.get_scale(),
-        growth_factor=scaler.get_growth_factor(),
-        backoff_factor=scaler.get_backoff_factor(),
-        growth_interval=scaler.get_growth_interval(),
-    )

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mfsdp.dtypes import (
-    DistributedGradScaler,
     ShardedPrecision,
     translate,
-    unscales_by_itself,
 )
 from lightning_mfsdp.engine import MixedPrecisionPolicy, clip_grad_value_, grad_norm
 from lightning_mfsdp.engine.gradients import scale_gradients_
@@ -24,6 +22,7 @@ from lightning_mfsdp.lightning_api import (
     MisconfigurationException,
     Precision,
 )
+from lightning_mfsdp.loss_scaling import DistributedGradScaler, unscales_by_itself
 
 __all__ = ["DistributedGradScaler", "MFSDPPrecision", "translate_precision"]
 
@@ -37,7 +36,8 @@ class MFSDPPrecision(ShardedPrecision, Precision):
         policy: Replaces the dtypes the string stands for; autocast, the model's own dtype and the inputs' still follow the string.
         scaler: Loss scaler for float16 compute. `None` makes a `DistributedGradScaler` where one is needed. A plain
             `torch.amp.GradScaler` is taken as settings for one; any other class must itself agree over all ranks on skipping a step.
-        recipe, replace_layers, keep_high_precision, overrides: For "transformer-engine", as `Fp8Options` explains them.
+        recipe, replace_layers, keep_high_precision, overrides, fp8_weights, keep_transpose_cache, fuse_weight_gradients, keep_quantized:
+            For "transformer-engine", as `Fp8Options` explains them.
 
     Raises:
         ValueError: An unknown precision, a scaler where nothing computes in float16, or options of FP8 where nothing computes in it.

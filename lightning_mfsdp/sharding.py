@@ -134,7 +134,7 @@ class ShardingOptions:
             symmetric_memory=self.symmetric_memory,
             offload=self.offload,
         )
-        precision.autocast_calls(module)
+        precision.take_sharded_module(module)
         options = compile_options(self.compile)
         if options is not None:
             compile_units(module, options)

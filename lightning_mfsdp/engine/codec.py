@@ -46,7 +46,7 @@ class Fragment:
 
 @runtime_checkable
 class WeightCodec(Protocol):
-    """How parameters of one kind are stored. Stateless towards the engine, and compared by identity: parameters of one group have one.
+    """How parameters of one kind are stored. Stateless towards the engine: parameters whose codecs are equal share a group.
 
     Every method is called on all ranks alike.
     """
@@ -58,6 +58,13 @@ class WeightCodec(Protocol):
     @property
     def planes(self) -> int:
         """1, or 2: the first is read by forward, the second by backward. Each has as many elements as the parameter."""
+
+    def encode(self, module: nn.Module, device: torch.device) -> None:
+        """Parameters inside `module` that are to be of this kind become so: new objects, in the same places.
+
+        Called when a unit's parameters have their values, wherever these are, and before any of them is sharded. Parameters of units
+        inside are sharded already and stay as they are.
+        """
 
     def matches(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is of this kind."""

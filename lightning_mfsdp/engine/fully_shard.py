@@ -24,7 +24,7 @@ from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.group_spec import GroupSpec
 from lightning_mfsdp.engine.layout import padding_advice
 from lightning_mfsdp.engine.materialize import materialize
-from lightning_mfsdp.engine.parameter import owner_of
+from lightning_mfsdp.engine.parameter import mark_owner, owner_of, place_of
 from lightning_mfsdp.engine.placement import resolve_placement
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.sharded_parameter import ShardedParameter
@@ -109,6 +109,7 @@ def fully_shard(
         check_symmetric_memory(device, resolved.shard, storage)
     ignored = {id(parameter) for parameter in ignored_parameters or ()}
     materialize(whole, device, ignored)
+    encoded = _encode(whole, policy, device)
     named, borrowed = _parameters_of(whole, ignored)
     refuse_unfit(whole, named, policy)
     refuse_parts(whole, named, resolved)
@@ -128,6 +129,9 @@ def fully_shard(
         )
         for index, (spec, alike) in enumerate(_by_spec(named, policy, keep_fp32))
     ]
+    for old, new in encoded:
+        if (place := place_of(new)) is not None:
+            mark_owner(old, *place)  # an optimizer that was built before holds it
     _advise_on_padding(groups)
     if not inputs_are_cast:
         policy = replace(policy, cast_forward_inputs=False)
@@ -220,8 +224,8 @@ def _by_spec(
             compute = main = parameter.dtype
         elif id(parameter) in keep_fp32:
             compute = torch.float32
-        if not parameter.requires_grad:
-            main = parameter.dtype
+        if not parameter.requires_grad and codec is None:
+            main = parameter.dtype  # a codec's dtype says nothing of the value before
         spec = GroupSpec(
             compute_dtype=compute,
             main_dtype=main,
@@ -231,6 +235,22 @@ def _by_spec(
         )
         found.setdefault(spec, []).append(item)
     return list(found.items())
+
+
+def _encode(
+    module: nn.Module, policy: MixedPrecisionPolicy, device: torch.device
+) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Let codecs make quantized parameters of ordinary ones; returns those that went, each with its successor."""
+    sites = [
+        (child._parameters, key, parameter)
+        for child in (module.modules() if policy.weight_codecs else ())
+        for key, parameter in child._parameters.items()
+        if parameter is not None
+    ]
+    for codec in policy.weight_codecs:
+        codec.encode(module, device)
+    now = ((parameter, table[key]) for table, key, parameter in sites)
+    return [(old, new) for old, new in now if new is not None and new is not old]
 
 
 # -- around them ------------------------------------------------------------------------------------------------------

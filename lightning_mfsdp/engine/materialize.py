@@ -95,7 +95,7 @@ def materialize_module(
     owner = getattr(reset, "__self__", None)
     _initialise(owner if isinstance(owner, nn.Module) else module, reset, model)
     for key, parameter in meta.items():
-        _put_back(module, key, replaced[id(parameter)][1])
+        replaced[id(parameter)] = (parameter, _settled(module, key, replaced[id(parameter)][1]))
     owned = {**module._parameters, **module._buffers}
     # What has a way of its own may mean to leave values out; what a model does for it may not know this module.
     left = [key for key in (*fresh, *buffers) if not callable(reset) and (model is None or _is_unset(owned[key]))]
@@ -115,12 +115,17 @@ def _initialise(module: nn.Module, reset: Any, model: nn.Module | None) -> None:
         model._init_weights(module)  # type: ignore[operator]
 
 
-def _put_back(module: nn.Module, key: str, real: nn.Parameter) -> None:
-    """Some libraries make new objects of parameters while they reset them: trained ones, tied to none."""
+def _settled(module: nn.Module, key: str, real: nn.Parameter) -> nn.Parameter:
+    """What stays in place of `real`. Some libraries make new objects of parameters while they reset them: trained ones, tied to none."""
     made = module._parameters[key]
-    if type(made) is nn.Parameter and made is not real:
+    if made is None or made is real:
+        return real
+    if type(made) is nn.Parameter:
         real.data = made.data
         module._parameters[key] = real
+        return real
+    made.requires_grad_(real.requires_grad)  # of another kind, such as quantized ones
+    return made
 
 
 def _unset_like(tensor: Tensor, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ Others (LARS, LAMB: norms of the whole tensor) keep DTensors; those that need wh
 are refused, by name or by the operation.
 
 Source of the list: the update rules in `torch.optim`; a class is taken only if it is exactly one of these, since a
-subclass may do anything.
+subclass may do anything. Transformer Engine's FusedAdam is known by its name (fused_adam.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.context import Context
 from lightning_mfsdp.engine.errors import ShardingError
+from lightning_mfsdp.engine.fused_adam import is_fused_adam, refuse_unfit_options
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.offload import StreamedStep
@@ -81,7 +82,8 @@ def fully_shard_optimizer(
             f"fully_shard_optimizer: {name} needs whole vectors or matrices, or sparse gradients, and cannot run on shards; "
             f"use {instead}"
         )
-    works_locally = type(optimizer) in ELEMENTWISE_OPTIMIZERS or isinstance(optimizer, LocalRowsOptimizer)
+    is_known = type(optimizer) in ELEMENTWISE_OPTIMIZERS or is_fused_adam(optimizer)
+    works_locally = is_known or isinstance(optimizer, LocalRowsOptimizer)
     local = works_locally if elementwise is None else elementwise
     contexts: list[weakref.ref[Context]] = []
     held: list[Tensor] = []
@@ -156,6 +158,8 @@ def _adopt_parameters(optimizer: Optimizer, local: bool, grad_scaler: object | N
                     "such as torch.optim.AdamW, or pass elementwise=True if it does"
                 )
             face = entry.local if local else entry.sharded
+            if is_fused_adam(optimizer):
+                refuse_unfit_options(optimizer, offloads=owner.offloads)
             group["params"][index] = face
             if parameter in optimizer.state and parameter is not face:
                 optimizer.state[face] = _shard_state(optimizer.state.pop(parameter), owner, entry, local=local)

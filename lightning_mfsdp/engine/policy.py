@@ -72,6 +72,7 @@ class MixedPrecisionPolicy:
             if not (value in _FLOATS or (optional and value is None)):
                 names = ", ".join(str(dtype) for dtype in _FLOATS) + (" or None" if optional else "")
                 raise ShardingError(f"MixedPrecisionPolicy.{field}: expected one of {names}, got {value!r}")
+        self._check_float16()
         if not isinstance(self.fp32_modules, tuple):
             raise ShardingError(
                 "MixedPrecisionPolicy.fp32_modules: expected a tuple of module classes or name patterns, got "
@@ -103,6 +104,15 @@ class MixedPrecisionPolicy:
                 f"torch.bfloat16 or torch.float16, got {self.comm_dtype}; set grad_comm_dtype or leave "
                 "high_precision_reduce off"
             )
+
+    def _check_float16(self) -> None:
+        """Its range is that of scaled losses; a module may have been built in it, if `compute_dtype` does not say."""
+        for field in ("main_grads_dtype", "grad_comm_dtype"):
+            if getattr(self, field) is torch.float16 and self.compute_dtype not in (None, torch.float16):
+                raise ShardingError(
+                    f"MixedPrecisionPolicy.{field}: torch.float16 with compute_dtype={self.compute_dtype}: there is no loss scaling, so "
+                    "small gradients become zero and large ones infinite; expected torch.bfloat16, which has float32's range"
+                )
 
     @property
     def comm_dtype(self) -> torch.dtype:

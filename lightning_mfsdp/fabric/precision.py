@@ -21,7 +21,8 @@ class MFSDPFabricPrecision(ShardedPrecision):
     returns has PyTorch's default dtype, as everywhere in Fabric.
 
     Args:
-        precision, policy, scaler, recipe, replace_layers, keep_high_precision, overrides: As in `MFSDPPrecision`.
+        precision, policy, scaler, recipe, replace_layers, keep_high_precision, overrides, fp8_weights, keep_transpose_cache,
+            fuse_weight_gradients, keep_quantized: As in `MFSDPPrecision`.
 
     Raises:
         ValueError: As in `MFSDPPrecision`.

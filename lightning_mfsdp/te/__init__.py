@@ -1,7 +1,8 @@
 """FP8 by Transformer Engine: the only room that knows the library, and it loads it when a run asks for it."""
 
 from lightning_mfsdp.te.codec import weight_codecs
-from lightning_mfsdp.te.compute import Fp8Compute, Fp8Options
+from lightning_mfsdp.te.compute import Fp8Compute
+from lightning_mfsdp.te.options import Fp8Options
 from lightning_mfsdp.te.overrides import enter_around
 from lightning_mfsdp.te.weight_gradients import fuse_weight_gradients
 

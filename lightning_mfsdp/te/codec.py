@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mfsdp.engine.codec import Fragment, WeightCodec
-from lightning_mfsdp.te.library import load
+from lightning_mfsdp.te.library import is_a, load
+from lightning_mfsdp.te.weights import quantize_late
 
 __all__ = ["weight_codecs"]
 
@@ -47,8 +48,17 @@ class _Codec(ABC):
     def __init__(self, keep: bool) -> None:
         self._keep = keep
 
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._keep))
+
+    def encode(self, module: nn.Module, device: torch.device) -> None:
+        quantize_late(module, device)
+
     def matches(self, parameter: nn.Parameter) -> bool:
-        return _is_a(parameter, self.kind)
+        return is_a(parameter, self.kind)
 
     def why_not(self, parameter: nn.Parameter) -> str:
         if _initial_value(parameter) is None:
@@ -117,7 +127,7 @@ class _PerTensor(_Codec):
     def initial_value(self, parameter: nn.Parameter) -> Tensor:
         value = super().initial_value(parameter)
         quantizer = parameter._quantizer  # type: ignore[attr-defined]
-        if _is_a(quantizer, "Float8Quantizer"):
+        if is_a(quantizer, "Float8Quantizer"):
             quantizer.amax.zero_()  # delayed scaling: it is this rank's own value's, and rank 0's counts
         return value
 
@@ -200,13 +210,6 @@ class _Unknown(_Microscaled):
             f"there is no way to gather {type(parameter).__name__}; build this module outside quantized_model_init, so that its weight "
             "is quantized when it is used"
         )
-
-
-def _is_a(value: object, name: str) -> bool:
-    """Whether a value is of a class of the library, which need not be loaded to know."""
-    return any(
-        base.__name__ == name and base.__module__.split(".")[0] == "transformer_engine" for base in type(value).__mro__
-    )
 
 
 def _initial_value(parameter: nn.Parameter) -> Tensor | None:

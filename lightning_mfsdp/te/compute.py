@@ -8,59 +8,27 @@ backward    around a backward: activations that are computed again there see wha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace as replace_field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_mfsdp.engine import is_sharded
-from lightning_mfsdp.te import extra_state, library
+from lightning_mfsdp.engine import MixedPrecisionPolicy, is_sharded
+from lightning_mfsdp.te import checks, extra_state, library
+from lightning_mfsdp.te.codec import weight_codecs
+from lightning_mfsdp.te.options import Fp8Options
 from lightning_mfsdp.te.overrides import Overrides, enter_around, outermost
-from lightning_mfsdp.te.recipes import check_recipe, make_recipe
+from lightning_mfsdp.te.recipes import make_recipe
 from lightning_mfsdp.te.replace import replace, replaceable
+from lightning_mfsdp.te.weight_gradients import fuse_weight_gradients
+from lightning_mfsdp.te.weights import quantize_again, quantized_init, quantized_modules
 
-__all__ = ["Fp8Compute", "Fp8Options"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fp8Options:
-    """What a user may say about FP8.
-
-    Attributes:
-        recipe: "current", "delayed", "block", "mxfp8", "nvfp4", or a recipe of `transformer_engine.common.recipe`.
-        replace_layers: Put the library's layers in the place of `nn.Linear`, `nn.LayerNorm` and `nn.RMSNorm`. "auto": only in a model
-            that has none of the library's.
-        keep_high_precision: Which layers compute in bfloat16: `fnmatch` patterns of module names, or "first" and "last" for the blocks at
-            the ends of the largest `ModuleList` or `Sequential`. A module's pattern covers all inside it.
-        overrides: Other recipes for some layers, by pattern.
-
-    Raises:
-        ValueError, TypeError: An argument out of its range, or of the wrong kind.
-    """
-
-    recipe: Any = "current"
-    replace_layers: bool | Literal["auto"] = False
-    keep_high_precision: Sequence[str] = ()
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_recipe("recipe", self.recipe)
-        for pattern, recipe in self.overrides.items():
-            check_recipe(f"overrides[{pattern!r}]", recipe)
-        if self.replace_layers not in (True, False, "auto"):
-            raise ValueError(f'replace_layers={self.replace_layers!r}: expected True, False or "auto"')
-        if isinstance(self.keep_high_precision, str) or not all(
-            isinstance(name, str) for name in self.keep_high_precision
-        ):
-            raise TypeError(
-                f"keep_high_precision={self.keep_high_precision!r}: expected a list of names and patterns of modules, such as "
-                '["first", "last", "*.head"]'
-            )
+__all__ = ["Fp8Compute"]
 
 
 class Fp8Compute:
@@ -123,6 +91,29 @@ class Fp8Compute:
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
+    def policy(self, given: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+        """A policy that knows the library's quantized weights, unless it knows some kind already.
+
+        Raises:
+            ValueError: It knows them in another way than the options say.
+        """
+        keep = self.options.keep_transpose_cache
+        ours = weight_codecs(keep_transpose_cache=keep)
+        if keep and given.weight_codecs not in ((), ours):
+            raise ValueError(
+                "keep_transpose_cache=True, and a policy with weight_codecs of its own, which decide that: give one of them"
+            )
+        return given if given.weight_codecs else replace_field(given, weight_codecs=ours)
+
+    def building(self) -> AbstractContextManager[Any]:
+        """Around code that builds modules."""
+        return quantized_init(self.recipe) if self.options.fp8_weights else nullcontext()
+
+    def sharded(self, root: nn.Module) -> str:
+        """What is left to do once a model is sharded, the first time. Returns it in words."""
+        fused = fuse_weight_gradients(root)
+        return f"{len(fused)} modules write gradients of their weights by themselves" if fused else ""
+
     def prepare(self, root: nn.Module, group: dist.ProcessGroup | None) -> str:
         """Make a model ready; one that is stays as it is.
 
@@ -146,7 +137,14 @@ class Fp8Compute:
         overrides.check_all_match([*layers, *outermost(root)])
         kept = [name for name in layers if overrides.find(name, self.recipe) is None]
         chosen = {name: layer for name, layer in layers.items() if name not in kept}
-        new = replace(root, chosen, lambda name: overrides.find(name, self.recipe))
+        options = self.options
+        new = replace(
+            root,
+            chosen,
+            lambda name: overrides.find(name, self.recipe),
+            quantized=options.fp8_weights,
+            fused=options.fuse_weight_gradients,
+        )
         inside = outermost(root)
         if not inside:
             raise ValueError(
@@ -162,11 +160,32 @@ class Fp8Compute:
                 kept.append(name)
             if recipe is not self.recipe:
                 enter_around(module, lambda recipe=recipe: self._autocast(recipe))  # type: ignore[misc]
+                if module not in new:
+                    checks.check_other_recipe(name, module)
+        quantized = quantized_modules(root)
+        checks.check_options_have_use(root, options, quantized)
+        checks.check_devices(quantized)
+        copies = self._drop_copies(inside, overrides)
         extra_state.keep_apart(root, new)
-        return (
+        done = (
             f"FP8 by Transformer Engine, {type(self.recipe).__name__}: {len(inside)} modules of the library, {len(new)} of them replaced "
             f"layers of torch.nn; in high precision {', '.join(kept[:6]) or 'none'}{', ...' if len(kept) > 6 else ''}"
         )
+        return f"{done}; FP8 weights in {len(quantized)}{copies}"
+
+    def _drop_copies(self, inside: Mapping[str, nn.Module], overrides: Overrides) -> str:
+        """Have modules quantize 16-bit weights again in backward instead of keeping the copy; says where that cannot be."""
+        if self.options.keep_quantized:
+            return ""
+        stay = 0
+        for name, outer in inside.items():
+            recipe = overrides.find(name, self.recipe)
+            if recipe is not None and recipe.delayed():
+                continue  # the next step's scale would be there
+            stay += sum(not quantize_again(module) for module in outer.modules())
+        if not stay:
+            return ""
+        return f"; {stay} keep 8-bit copies of weights for the backward: this version of the library cannot drop them"
 
     def _replaces(self, root: nn.Module) -> bool:
         wanted = not outermost(root) if self.options.replace_layers == "auto" else self.options.replace_layers

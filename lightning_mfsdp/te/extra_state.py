@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.te import library
+from lightning_mfsdp.te.weights import has_quantized_weights
 
 __all__ = ["check_savable", "forget_present_amax", "is_kept_apart", "keep_apart", "load_scaling", "scaling"]
 
@@ -98,14 +99,20 @@ def forget_present_amax(root: nn.Module) -> None:
     again in a backward has written to it.
     """
     rows = [
-        state.amax_history[0]
+        part
         for _, module in _quantized(root)
         for key, state in _states(module)
         if key == "scaling_fwd"
+        for part in _written_by_forward(module, state.amax_history[0])
     ]
     with torch.inference_mode():  # where also what an evaluation has made may be written
         if rows:
             torch._foreach_zero_(rows)
+
+
+def _written_by_forward(module: Any, row: Tensor) -> list[Tensor]:
+    """Parts of a row. Each matrix product has three: input, weight, output; those of FP8 weights are written when weights change."""
+    return [row[0::3], row[2::3]] if has_quantized_weights(module) else [row]
 
 
 def _copy_rows(saved: Tensor, history: Tensor) -> None:

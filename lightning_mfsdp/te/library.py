@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["is_engine_module", "load"]
+__all__ = ["is_a", "is_engine_module", "load"]
 
 _PACKAGE = "transformer_engine"
 _INSTALL = 'pip install --no-build-isolation "lightning-mfsdp[te]"'
@@ -48,3 +48,8 @@ def _broken(error: Exception) -> RuntimeError:
 def is_engine_module(module: nn.Module) -> bool:
     """Whether a module is, or derives from, one of the library's. Does not load it."""
     return any(base.__module__.split(".")[0] == _PACKAGE for base in type(module).__mro__)
+
+
+def is_a(value: object, name: str) -> bool:
+    """Whether a value is of a class of the library's with this name. Does not load it."""
+    return any(base.__name__ == name and base.__module__.split(".")[0] == _PACKAGE for base in type(value).__mro__)

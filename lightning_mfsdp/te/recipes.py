@@ -63,8 +63,13 @@ def make_recipe(recipe: Any) -> Any:
     return made
 
 
-def alignment(recipe: Any) -> int:
-    """What both sizes of a weight must be a multiple of: rows of its 8-bit copy and of its transpose begin at multiples of 16 bytes."""
+def alignment(recipe: Any, *, quantized: bool = False) -> int:
+    """What both sizes of a weight must be a multiple of: rows of its 8-bit copy and of its transpose begin at multiples of 16 bytes.
+
+    Of a `quantized` weight, one kept in 8 bits, blocks are whole.
+    """
+    if quantized and recipe.float8_block_scaling():
+        return 128
     return 32 if recipe.mxfp8() or recipe.nvfp4() else 16
 
 

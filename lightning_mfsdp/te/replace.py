@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_mfsdp.te import library
 from lightning_mfsdp.te.recipes import alignment
+from lightning_mfsdp.te.weights import quantized_init, shared_weights
 
 __all__ = ["replace", "replaceable"]
 
@@ -29,7 +31,14 @@ def replaceable(root: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def replace(root: nn.Module, layers: Mapping[str, nn.Module], recipe_of: Callable[[str], Any]) -> list[nn.Module]:
+def replace(
+    root: nn.Module,
+    layers: Mapping[str, nn.Module],
+    recipe_of: Callable[[str], Any],
+    *,
+    quantized: bool = False,
+    fused: bool = False,
+) -> list[nn.Module]:
     """Put a layer of the library in the place of each, wherever it is registered; returns the new ones.
 
     A new layer holds the very `Parameter` objects, so tied weights, optimizers and `requires_grad` need nothing. On the meta device it is
@@ -39,6 +48,8 @@ def replace(root: nn.Module, layers: Mapping[str, nn.Module], recipe_of: Callabl
         root: Not sharded yet.
         layers: From `replaceable`.
         recipe_of: The recipe a layer of that name will compute with.
+        quantized: Weights of linear layers become FP8 ones when they are sharded, unless several modules hold them.
+        fused: Linear layers add the gradient of their weight to the engine's memory themselves.
 
     Raises:
         ValueError: A layer with hooks or with sizes that its recipe cannot multiply; nothing was changed.
@@ -46,8 +57,13 @@ def replace(root: nn.Module, layers: Mapping[str, nn.Module], recipe_of: Callabl
     for name, layer in layers.items():
         _check_hooks(name, layer)
         if isinstance(layer, nn.Linear):
-            _check_sizes(name, layer, recipe_of(name))
-    new = {id(layer): _made(name, layer) for name, layer in layers.items()}
+            _check_sizes(name, layer, recipe_of(name), quantized=quantized)
+    shared = shared_weights(root) if quantized else set()
+    new = {}
+    for name, layer in layers.items():
+        to_fp8 = quantized and isinstance(layer, nn.Linear) and id(layer.weight) not in shared
+        with quantized_init(recipe_of(name)) if to_fp8 else nullcontext():
+            new[id(layer)] = _made(name, layer, fused=fused)
     for parent in list(root.modules()):
         for key, child in parent._modules.items():
             if id(child) in new:
@@ -55,7 +71,7 @@ def replace(root: nn.Module, layers: Mapping[str, nn.Module], recipe_of: Callabl
     return list(new.values())
 
 
-def _maker(layer: nn.Module) -> Callable[[str, Any], nn.Module] | None:
+def _maker(layer: nn.Module) -> Callable[[str, Any, bool], nn.Module] | None:
     """What builds the library's counterpart, on meta; `None` if there is none."""
     for kind, maker in _MAKERS.items():
         if isinstance(layer, kind) and type(layer).forward is kind.forward and "forward" not in vars(layer):
@@ -63,7 +79,7 @@ def _maker(layer: nn.Module) -> Callable[[str, Any], nn.Module] | None:
     return None
 
 
-def _linear(name: str, layer: nn.Linear) -> nn.Module:
+def _linear(name: str, layer: nn.Linear, fused: bool) -> nn.Module:
     linear: nn.Module = library.load("pytorch").Linear(
         layer.in_features,
         layer.out_features,
@@ -71,25 +87,31 @@ def _linear(name: str, layer: nn.Linear) -> nn.Module:
         params_dtype=layer.weight.dtype,
         device="meta",
         name=name,
+        fuse_wgrad_accumulation=fused,
+        init_method=_as_it_is,
     )
     return linear
 
 
-def _layer_norm(_: str, layer: nn.LayerNorm) -> nn.Module:
+def _as_it_is(weight: Tensor) -> None:
+    """The layer before drew the weight."""
+
+
+def _layer_norm(_: str, layer: nn.LayerNorm, __: bool) -> nn.Module:
     norm: nn.Module = library.load("pytorch").LayerNorm(
         layer.normalized_shape, eps=layer.eps, dtype=layer.weight.dtype, device="meta"
     )
     return norm
 
 
-def _rms_norm(_: str, layer: nn.RMSNorm) -> nn.Module:
+def _rms_norm(_: str, layer: nn.RMSNorm, __: bool) -> nn.Module:
     norm: nn.Module = library.load("pytorch").RMSNorm(
         layer.normalized_shape, eps=layer.eps, dtype=layer.weight.dtype, device="meta"
     )
     return norm
 
 
-_MAKERS: dict[type[nn.Module], Callable[[str, Any], nn.Module]] = {
+_MAKERS: dict[type[nn.Module], Callable[[str, Any, bool], nn.Module]] = {
     nn.Linear: _linear,
     nn.LayerNorm: _layer_norm,
     nn.RMSNorm: _rms_norm,
@@ -101,10 +123,10 @@ def _is_full_norm(layer: nn.Module) -> bool:
     return isinstance(layer.eps, float) and all(layer._parameters.get(name) is not None for name in names)
 
 
-def _made(name: str, layer: nn.Module) -> nn.Module:
+def _made(name: str, layer: nn.Module, *, fused: bool) -> nn.Module:
     maker = _maker(layer)
     assert maker is not None, "replaceable() found it"
-    made = maker(name, layer)
+    made = maker(name, layer, fused)
     # One dictionary for both: whoever puts other parameters into the new layer puts them into the old one, which knows how to reset them.
     made._parameters = layer._parameters
     made.reset_parameters = layer.reset_parameters
@@ -129,11 +151,11 @@ def _check_hooks(name: str, layer: nn.Module) -> None:
         )
 
 
-def _check_sizes(name: str, layer: nn.Linear, recipe: Any) -> None:
-    multiple = alignment(recipe)
+def _check_sizes(name: str, layer: nn.Linear, recipe: Any, *, quantized: bool) -> None:
+    multiple = alignment(recipe, quantized=quantized)
     rows, columns = layer.weight.shape
     if rows % multiple or columns % multiple:
         raise ValueError(
             f"replace_layers: {name} maps {columns} to {rows} features, and {type(recipe).__name__} multiplies matrices whose sizes are "
-            f"multiples of {multiple}. Pad them, or leave it out: keep_high_precision=[{name!r}]"
+            f"multiples of {multiple}{' (of FP8 weights)' if quantized else ''}. Pad them, or leave it out: keep_high_precision=[{name!r}]"
         )

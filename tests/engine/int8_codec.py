@@ -92,6 +92,22 @@ class Int8Linear(nn.Module):
         return _Product.apply(x, self.weight)
 
 
+class LateInt8Linear(Int8Linear):
+    """Its weight is an ordinary one until it is sharded; or until it is reset, if `by_itself`. It may be on meta."""
+
+    def __init__(self, inner: int, outer: int, *, by_itself: bool = False) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.empty(outer, inner))
+        self.by_itself = by_itself
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        if self.by_itself:
+            self.weight = parameter_of(self.weight.detach())
+
+
 class Int8Codec:
     """Stores `Int8Tensor`s.
 
@@ -104,6 +120,12 @@ class Int8Codec:
 
     def __init__(self, planes: int = 1, *, keep: bool = False) -> None:
         self.planes, self.keep = planes, keep
+
+    def encode(self, module: nn.Module, device: torch.device) -> None:
+        for part in module.modules():
+            if isinstance(part, LateInt8Linear) and type(part.weight) is nn.Parameter:
+                made = parameter_of(part.weight.detach().to(device), self.planes)
+                part.weight = made.requires_grad_(part.weight.requires_grad)
 
     def matches(self, parameter: nn.Parameter) -> bool:
         return isinstance(parameter, Int8Tensor)

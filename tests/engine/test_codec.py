@@ -26,12 +26,22 @@ from lightning_mfsdp.engine import (
     compat,
     fully_shard,
     fully_shard_optimizer,
+    fully_shard_units,
     no_sync,
     sharded_parameters,
     unshard,
 )
 from lightning_mfsdp.engine.inspect import context_of, units
-from tests.engine.int8_codec import MASK, Int8Codec, Int8Linear, Int8Tensor, parameter_of, raw_of, scale_of
+from tests.engine.int8_codec import (
+    MASK,
+    Int8Codec,
+    Int8Linear,
+    Int8Tensor,
+    LateInt8Linear,
+    parameter_of,
+    raw_of,
+    scale_of,
+)
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES
 
@@ -361,6 +371,42 @@ def evaluation_and_surgery_see_the_main_weights(rank, world):
             assert torch.equal(model(batch(9)), plain(batch(9)))
 
 
+def ordinary_weights_become_quantized_when_they_are_sharded(rank, world):
+    expected, losses = reference(2, world)
+    model = build()
+    for block in model.blocks:
+        for name, layer in (("up", block.up), ("down", block.down)):
+            late = LateInt8Linear(*layer.weight.shape[::-1])
+            late.weight.data = layer.weight._initial
+            setattr(block, name, late)
+    optimizer = adamw(model.parameters())  # its parameters are not those that the model will have
+    shard(model, Int8Codec())
+    found = train(model, fully_shard_optimizer(optimizer), range(2), rank, world)
+    same(main_weights(model), expected, "quantized late")
+    assert [loss.item() for loss in losses[rank::world]] == list(map(float, found))
+
+
+def weights_on_meta_become_quantized_and_stay_tied(rank, world):
+    for by_itself in (False, True):
+        found = []
+        for device in ("cpu", "meta"):
+            torch.manual_seed(0)
+            with torch.device(device):
+                layers = [LateInt8Linear(DIM, DIM, by_itself=by_itself) for _ in range(3)]
+            layers[1].weight.requires_grad_(False)
+            if by_itself:
+                layers[2].weight = layers[0].weight
+            model = nn.Sequential(*layers)
+            torch.manual_seed(0)
+            policy = MixedPrecisionPolicy(weight_codecs=(Int8Codec(),))
+            fully_shard_units(model, layers, policy=policy)
+            assert (layers[2].weight is layers[0].weight) is by_itself
+            assert not layers[1].weight.requires_grad
+            assert all(group.spec.codec is not None for unit in context_of(model).units for group in unit.groups)
+            found.append(main_weights(model))
+        same(found[1], found[0], f"from meta, {by_itself}")
+
+
 def misfits_are_refused(rank, world):
     model = build()
     model.blocks[0].up.weight = parameter_of(torch.ones(4, 4), keeps_initial=False)
@@ -400,6 +446,8 @@ WORLDS = {
         memory_is_that_of_the_raw_data,
         resumes_bit_equal,
         evaluation_and_surgery_see_the_main_weights,
+        ordinary_weights_become_quantized_when_they_are_sharded,
+        weights_on_meta_become_quantized_and_stay_tied,
         a_codec_without_its_kind_changes_nothing,
     ],
     3: [near_on_three_ranks],

@@ -67,6 +67,17 @@ def test_a_policy_field_that_cannot_be_honoured_is_named(field, value, expected)
         MixedPrecisionPolicy(**{field: value})
 
 
+@pytest.mark.parametrize("field", ["main_grads_dtype", "grad_comm_dtype"])
+def test_float16_gradients_need_what_scales_the_loss(field):
+    for compute in (torch.bfloat16, torch.float32):
+        with says(
+            ShardingError, f"MixedPrecisionPolicy.{field}: torch.float16 with compute_dtype={compute}", "bfloat16"
+        ):
+            MixedPrecisionPolicy(**{field: torch.float16, "compute_dtype": compute})
+    for compute in (None, torch.float16):
+        assert getattr(MixedPrecisionPolicy(**{field: torch.float16, "compute_dtype": compute}), field) is torch.float16
+
+
 def bad_names(rank: int, world: int) -> None:
     with says(ShardingError, "sharding: expected one of no_shard, optim", "0 to 3", "got 'zero3'"):
         fully_shard(model(), sharding="zero3")

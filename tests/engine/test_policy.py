@@ -120,6 +120,31 @@ DTYPES: dict[
         MixedPrecisionPolicy(main_grads_dtype=BF16, grad_comm_dtype=F32),
         (F32, F32, F32, F32),
     ),
+    "bf16 gradients, summed over ranks in fp32": (
+        F32,
+        MixedPrecisionPolicy(compute_dtype=BF16, grad_comm_dtype=BF16, high_precision_reduce=True),
+        (BF16, F32, BF16, BF16),
+    ),
+    "bf16 gradients everywhere, summed over ranks in fp32": (
+        F32,
+        MixedPrecisionPolicy(compute_dtype=BF16, main_grads_dtype=BF16, high_precision_reduce=True),
+        (BF16, F32, BF16, BF16),
+    ),
+    "bf16 main weights, bf16 wire, fp32 kept": (
+        BF16,
+        MixedPrecisionPolicy(main_params_dtype=None, grad_comm_dtype=BF16),
+        (BF16, BF16, BF16, BF16),
+    ),
+    "bf16 main weights, bf16 wire, sums and gradients in fp32": (
+        BF16,
+        MixedPrecisionPolicy(main_params_dtype=BF16, grad_comm_dtype=BF16, high_precision_reduce=True),
+        (BF16, BF16, BF16, BF16),
+    ),
+    "all bf16, summed over ranks in fp32": (
+        BF16,
+        MixedPrecisionPolicy(main_params_dtype=BF16, main_grads_dtype=BF16, high_precision_reduce=True),
+        (BF16, BF16, BF16, BF16),
+    ),
     "double": (F64, MixedPrecisionPolicy(main_params_dtype=F64, main_grads_dtype=F64), (F64, F64, F64, F64)),
     "float main weights of a bf16 compute": (
         BF16,
@@ -164,6 +189,8 @@ def dtypes(name: str, strategy: str, rank: int, world: int) -> None:
     gathers = {dtype for kind, dtype in wires if kind == "gather"}
     problems.expect(reductions == {grad_wire}, f"gradients on the wire: {reductions}")
     expected = set() if strategy == "no_shard" else {weight_wire}
+    if policy.high_precision_reduce:
+        expected |= {grad_wire} if strategy in ("no_shard", "optim") else set()  # what each rank has summed goes to all
     problems.expect(gathers == expected, f"weights on the wire: {gathers}")
     problems.finish()
 
@@ -202,6 +229,58 @@ def compute_shard(strategy: str, rank: int, world: int) -> None:
     problems.expect((without == 0) == (strategy == "optim_grads_params"), f"{without} bytes held where nothing is kept")
     problems.expect(beside > 0, f"{beside} bytes held where the shard is kept")
     problems.expect(all(torch.equal(*pair) for pair in zip(cast, kept, strict=True)), "main weights differ")
+    problems.finish()
+
+
+def table_in_the_docs() -> list[list[str]]:
+    text = (Path(__file__).parents[2] / "docs/precision.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    first = next(index for index, row in enumerate(rows) if row[0] == "`main_params_dtype`" and len(row) > 4)
+    return [row for row in rows[first + 2 :] if len(row) == len(rows[first])]
+
+
+def bytes_of_the_docs(rank: int, world: int) -> None:
+    """Each row of the table: what a step holds and moves for one parameter, and that it learns as one process does."""
+    problems, table = Problems(), table_in_the_docs()
+    problems.expect(len(table) == 11, f"{len(table)} rows in the docs")
+    for main, grads, comm, precise, *expected in table:
+        policy = MixedPrecisionPolicy(
+            compute_dtype=BF16,
+            main_params_dtype=getattr(torch, main),
+            main_grads_dtype=getattr(torch, grads),
+            grad_comm_dtype=None if comm == "None" else getattr(torch, comm),
+            high_precision_reduce=precise == "True",
+        )
+        torch.manual_seed(0)
+        model, reference = nn.Linear(24, 24 * world, bias=False), nn.Linear(24, 24 * world, bias=False)
+        reference.load_state_dict(model.state_dict())
+        count = model.weight.numel()
+        fully_shard(model, policy=policy)
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+        losses: list[tuple[float, float]] = []
+        for step in range(4):
+            x = torch.randn(4 * world, 24, generator=torch.Generator().manual_seed(step))
+            with WireTap() as tap:
+                loss = model(x.chunk(world)[rank]).float().square().mean()
+                loss.backward()
+            found = units(model)[0].gradient_bytes
+            dist.all_reduce(loss := loss.detach() / world)
+            whole = reference(x).square().mean()
+            whole.backward()
+            losses.append((loss.item(), whole.item()))
+            for each in (optimizer, theirs):
+                each.step()
+                each.zero_grad()
+        view = sharded_parameters(model)[0]
+        state = optimizer.state[view.local]
+        moments = sum(state[key].nbytes for key in ("exp_avg", "exp_avg_sq"))
+        wires = {kind == "gather": dtype.itemsize for kind, dtype in tap.seen}
+        measured = [*(size * world / count for size in (view.main.nbytes, moments, found)), wires[True], wires[False]]
+        problems.expect(measured == [float(value) for value in expected], f"{policy}: measured {measured}")
+        far = max(abs(ours - others) / others for ours, others in losses)
+        problems.expect(far < 0.02, f"{policy}: losses {losses}")
+        problems.expect(losses[-1][0] < losses[0][0], f"{policy}: losses {losses}")
     problems.finish()
 
 
@@ -364,6 +443,7 @@ CASES = {
     **crossed("dtypes", dtypes, tuple(DTYPES), STRATEGIES),
     **crossed("a bucket around the reduction only", buckets, STRATEGIES),
     **crossed("the compute shard is cast or kept", compute_shard, STRATEGIES),
+    "bytes of the table in the docs": bytes_of_the_docs,
     "small updates survive in fp32 main weights": small_updates_survive,
     **crossed("fp32 modules", fp32_modules, (nn.LayerNorm, "norm", "n*m"), (F32,), (BF16,)),
     **crossed("fp32 modules", fp32_modules, (nn.LayerNorm,), (BF16,), (None, BF16)),

@@ -8,6 +8,7 @@ on GPUs compares names and signatures. `calls` and `updates` tell what happened.
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_mfsdp.te import codec as te_codec
 from lightning_mfsdp.te import library
+from tests.te.fake_weights import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor, tensor_utils
 
 LARGEST = {"scaling_fwd": 448.0, "scaling_bwd": 57344.0}
 ROUNDED = {"scaling_fwd": torch.float8_e4m3fn, "scaling_bwd": torch.float8_e5m2}
@@ -99,11 +102,16 @@ class _Global:
     group: Any = None
     is_first: bool = False
     depth: int = 0
+    quantizes: bool = False
+    quantizing_recipe: Any = None
+    keeps_initial: bool = False
 
 
 state = _Global()
 calls: list[Call] = []
 updates: list[str] = []  # "scaling_fwd" or "scaling_bwd"
+copies: list[bool] = []  # whether a product saved a rounded copy of its weight
+writes: list[bool] = []  # gradients that layers wrote by themselves: whether they overwrote what was there
 _delayed: dict[str, list[tuple[DelayedState, Any, Any]]] = {"scaling_fwd": [], "scaling_bwd": []}
 answers = dict.fromkeys(("fp8", "fp8_block_scaling"), (True, ""))
 answers |= dict.fromkeys(("mxfp8", "nvfp4"), (False, "Device compute capability 10.0 or higher required."))
@@ -133,6 +141,18 @@ class autocast:  # noqa: N801 - the library's name
         state.depth -= 1
         if self._options[0] and state.depth == 0 and torch.is_grad_enabled():
             _update("scaling_fwd")
+
+
+@contextmanager
+def quantized_model_init(
+    enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
+) -> Iterator[None]:
+    before = state.quantizes, state.quantizing_recipe, state.keeps_initial
+    state.quantizes, state.quantizing_recipe, state.keeps_initial = enabled, recipe, preserve_high_precision_init_val
+    try:
+        yield
+    finally:
+        state.quantizes, state.quantizing_recipe, state.keeps_initial = before
 
 
 def _update(key: str) -> None:
@@ -169,12 +189,37 @@ class TransformerEngineBaseModule(nn.Module):
         super().__init__()
         self.fp8_meta: dict[str, Any] = {}
         self.fp8_meta_tensors_initialized = False
+        self.primary_weights_in_fp8, self._keeps_initial = state.quantizes, state.keeps_initial
+        self.init_methods: dict[str, Any] = {}
+        if self.primary_weights_in_fp8:
+            self.fp8_meta.update(num_gemms=1, recipe=state.quantizing_recipe)
+            self.init_fp8_meta_tensors(state.quantizing_recipe)
+
+    @property
+    def is_fsdp2(self) -> bool:
+        if not hasattr(self, "_is_fsdp2"):
+            self._is_fsdp2 = False
+        return self._is_fsdp2
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         if not defer_init:
             for name, parameter in list(self.named_parameters(recurse=False)):
-                nn.init.normal_(parameter, std=0.023)
-                self._parameters[name] = nn.Parameter(parameter)
+                with torch.no_grad():
+                    self.init_methods.get(name, lambda value: nn.init.normal_(value, std=0.023))(parameter)
+                made: Any = nn.Parameter(parameter)
+                if self.primary_weights_in_fp8 and parameter.dim() == 2:
+                    made = self._quantized(parameter)
+                self._parameters[name] = made
+
+    def _quantized(self, parameter: nn.Parameter) -> Any:
+        recipe = self.fp8_meta["recipe"]
+        kind = Float8Quantizer if recipe.delayed() else Float8CurrentScalingQuantizer
+        made = kind(self.fp8_meta["scaling_fwd"], 1)(parameter)
+        if self._keeps_initial:
+            kept = [parameter.detach().cpu()]
+            made.get_high_precision_init_val = lambda: kept[0] if kept else None
+            made.clear_high_precision_init_val = kept.clear
+        return made
 
     def init_fp8_meta_tensors(self, recipe: Any) -> None:
         for key, count in (("scaling_fwd", 3), ("scaling_bwd", 2)):
@@ -219,8 +264,13 @@ class Linear(TransformerEngineBaseModule):
         params_dtype: torch.dtype | None = None,
         device: Any = "cuda",
         name: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        init_method: Any = None,
     ) -> None:
         super().__init__()
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        if init_method is not None:
+            self.init_methods["weight"] = init_method
         self.in_features, self.out_features, self.name = in_features, out_features, name
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
         if bias:
@@ -233,12 +283,12 @@ class Linear(TransformerEngineBaseModule):
     def forward(self, inp: Tensor) -> Tensor:
         recipe = self.prepare_forward(inp)
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else inp.dtype
-        x, weight = inp.to(dtype), self.weight.to(dtype)
+        x = inp.to(dtype)
         bias = self.bias.to(dtype) if self.use_bias else None
         with torch.autocast("cpu", enabled=False):
             if recipe is None:
-                return F.linear(x, weight, bias)
-            for tensor in (x, weight):
+                return F.linear(x, _values(self.weight).to(dtype), bias)
+            for tensor in (x, self.weight):
                 if tensor.shape[:-1].numel() % 8 or tensor.shape[-1] % 16:
                     raise ValueError(
                         "FP8 execution requires the product of all dimensions except the last to be divisible by 8"
@@ -246,25 +296,53 @@ class Linear(TransformerEngineBaseModule):
             is_first = state.is_first and torch.is_grad_enabled()
             if is_first:
                 state.is_first = False
-            product = _Product.apply(x, weight, self.fp8_meta, recipe, is_first)
+            product = _Product.apply(x, self.weight, self, recipe, is_first)
             return product if bias is None else product + bias
 
 
+def _values(weight: Any) -> Tensor:
+    return weight.dequantize() if isinstance(weight, Float8Tensor) else weight
+
+
 class _Product(torch.autograd.Function):
+    """Saves the rounded weight, unless it is the parameter itself or the layer rounds again in backward."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, meta: dict[str, Any], recipe: Any, is_first: bool) -> Tensor:
-        ctx.meta, ctx.recipe, ctx.is_first = meta, recipe, is_first
-        rounded = [_rounded(tensor, "scaling_fwd", index, meta, recipe) for index, tensor in enumerate((x, weight))]
-        ctx.save_for_backward(*rounded)
-        return F.linear(*rounded)
+    def forward(ctx: Any, x: Tensor, weight: Any, layer: Linear, recipe: Any, is_first: bool) -> Tensor:
+        ctx.layer, ctx.recipe, ctx.is_first = layer, recipe, is_first
+        x = _rounded(x, "scaling_fwd", 0, layer.fp8_meta, recipe)
+        rounded = _Product.rounded_weight(ctx, weight, x.dtype)
+        ctx.keeps = not (isinstance(weight, Float8Tensor) or layer.is_fsdp2)
+        ctx.save_for_backward(x, rounded if ctx.keeps else weight)
+        copies.append(ctx.keeps)
+        ctx.fused = layer.fuse_wgrad_accumulation and weight.requires_grad
+        if ctx.fused:
+            assert hasattr(weight, "__fsdp_param__")
+            ctx.origin = weakref.ref(weight)
+            ctx.overwrites, ctx.memory = weight.overwrite_main_grad, weight.get_main_grad
+        return F.linear(x, rounded)
+
+    @staticmethod
+    def rounded_weight(ctx: Any, weight: Any, dtype: torch.dtype) -> Tensor:
+        if isinstance(weight, Float8Tensor):
+            return weight.dequantize().to(dtype)
+        return _rounded(weight.detach().to(dtype), "scaling_fwd", 1, ctx.layer.fp8_meta, ctx.recipe)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        grad = _rounded(grad, "scaling_bwd", 0, ctx.meta, ctx.recipe)
+        if not ctx.keeps:
+            weight = _Product.rounded_weight(ctx, weight, x.dtype)
+        grad = _rounded(grad, "scaling_bwd", 0, ctx.layer.fp8_meta, ctx.recipe)
         to_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
         if ctx.is_first:
             _update("scaling_bwd")
+        if ctx.fused:
+            assert not hasattr(ctx.origin(), "grad_added_to_main_grad")
+            memory = ctx.memory()
+            memory.copy_(to_weight) if ctx.overwrites else memory.add_(to_weight)
+            to_weight = None
+            writes.append(ctx.overwrites)
         return grad @ weight, to_weight, None, None, None
 
 
@@ -276,7 +354,7 @@ def _rounded(tensor: Tensor, key: str, index: int, meta: dict[str, Any], recipe:
         history[0, index] = torch.maximum(history[0, index], amax)
         scale = meta[key].scale[index].clone()
     scaled = (tensor.float() * scale).clamp(-LARGEST[key], LARGEST[key])
-    return (scaled.to(ROUNDED[key]).float() / scale).to(tensor.dtype)
+    return (scaled.to(ROUNDED[key]).float() * (1 / scale)).to(tensor.dtype)
 
 
 @_in_library
@@ -343,6 +421,7 @@ def _question(name: str) -> Any:
 
 pytorch = SimpleNamespace(
     autocast=autocast,
+    quantized_model_init=quantized_model_init,
     Linear=Linear,
     LayerNorm=LayerNorm,
     RMSNorm=RMSNorm,
@@ -362,17 +441,18 @@ recipes = SimpleNamespace(
 def installed() -> Iterator[None]:
     """Inside, this is the library, with nothing left of an earlier use."""
     real = library.load
-    library.load = {"pytorch": pytorch, "common.recipe": recipes}.__getitem__  # type: ignore[assignment]
+    found = {"pytorch": pytorch, "common.recipe": recipes, "pytorch.tensor.utils": tensor_utils}
+    library.load = te_codec.load = found.__getitem__  # type: ignore[assignment]
     forget()
     try:
         yield
     finally:
-        library.load = real
+        library.load = te_codec.load = real
         forget()
 
 
 def forget() -> None:
     """As in a new process."""
     vars(state).update(vars(_Global()))
-    for part in (calls, updates, *_delayed.values()):
+    for part in (calls, updates, copies, writes, *_delayed.values()):
         part.clear()

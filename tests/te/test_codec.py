@@ -12,6 +12,7 @@ from torch import nn
 from lightning_mfsdp.engine import MixedPrecisionPolicy
 from lightning_mfsdp.engine.codec import Fragment, WeightCodec
 from lightning_mfsdp.te import codec as te_codec
+from lightning_mfsdp.te import library as library_door
 from lightning_mfsdp.te import weight_codecs
 
 SHAPE = (4, 6)
@@ -186,4 +187,11 @@ def test_transposes_go_with_the_bytes_unless_they_are_kept(library: Library, kee
 
 
 def test_kinds_of_weights_can_be_told_apart_without_the_library() -> None:
-    assert not te_codec._is_a(SimpleNamespace(), "Float8Tensor")
+    assert not library_door.is_a(SimpleNamespace(), "Float8Tensor")
+
+
+def test_codecs_with_the_same_options_are_equal_so_that_policies_of_two_runs_are() -> None:
+    assert weight_codecs() == weight_codecs()
+    assert hash(weight_codecs()) == hash(weight_codecs())
+    assert weight_codecs() != weight_codecs(keep_transpose_cache=True)
+    assert len(set(weight_codecs())) == 4

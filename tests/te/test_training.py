@@ -217,7 +217,9 @@ class Seen(Callback):
         self.scales.append(scales(module))
 
 
-def resumed(rank: int, world: int, name: str, build: Any, recipe: Any, folder: str, **options: Any) -> dict[str, Any]:
+def resumed(
+    rank: int, world: int, name: str, build: Any, recipe: Any, folder: str, precision: Any = None, **options: Any
+) -> dict[str, Any]:
     """Two epochs with a validation and a checkpoint after each; the second again, from the first checkpoint, with nothing else known."""
     train, held_out = data(rank, world, 2), data(rank, world, 1, factor=9.0)
     options = {"max_steps": -1, "max_epochs": 2, **options}
@@ -225,7 +227,7 @@ def resumed(rank: int, world: int, name: str, build: Any, recipe: Any, folder: s
 
     def trainer(**more: Any) -> Any:
         fake_engine.forget()
-        return trainer_for(world, fp8(recipe, replace_layers="auto"), **options, **more)
+        return trainer_for(world, fp8(recipe, **{"replace_layers": "auto", **(precision or {})}), **options, **more)
 
     seen, straight = Seen(), seeded(build)
     saving = ModelCheckpoint(path, filename="{epoch}", save_top_k=-1)

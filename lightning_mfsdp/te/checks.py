@@ -1,0 +1,52 @@
+"""What is checked of a model for FP8 once it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from lightning_mfsdp.te.options import Fp8Options
+from lightning_mfsdp.te.weights import is_quantized, quantized_modules
+
+__all__ = ["check_devices", "check_options_have_use", "check_other_recipe"]
+
+
+def check_options_have_use(root: nn.Module, options: Fp8Options, quantized: Mapping[str, nn.Module]) -> None:
+    """Raise a ValueError for options that nothing in a model follows; `quantized` are its modules with FP8 weights."""
+    if (options.fp8_weights or options.keep_transpose_cache) and not quantized:
+        raise ValueError(
+            f"fp8_weights={options.fp8_weights}, keep_transpose_cache={options.keep_transpose_cache}: {type(root).__name__} has no "
+            "module with FP8 weights. Build modules of transformer_engine.pytorch in configure_model or under init_module, or let "
+            "plain layers be replaced: replace_layers=True"
+        )
+    fused = any(getattr(module, "fuse_wgrad_accumulation", False) for module in root.modules())
+    if options.fuse_weight_gradients and not fused:
+        raise ValueError(
+            f"fuse_weight_gradients=True: {type(root).__name__} has no layer that was replaced or built with "
+            "fuse_wgrad_accumulation=True. Build them so, or let plain layers be replaced: replace_layers=True"
+        )
+
+
+def check_other_recipe(name: str, module: nn.Module) -> None:
+    """Raise a ValueError for FP8 weights that were built for the run's recipe, inside what computes with another one."""
+    if quantized_modules(module):
+        raise ValueError(
+            f"{name} is to compute with another recipe or in high precision (overrides, keep_high_precision), and has FP8 weights that "
+            "were built for the run's recipe. Build it under transformer_engine.pytorch.quantized_model_init(enabled=False)"
+        )
+
+
+def check_devices(quantized: Mapping[str, nn.Module]) -> None:
+    """Raise a ValueError for FP8 weights on another GPU than this rank's: their scales would stay there."""
+    if not torch.cuda.is_available():
+        return
+    here = torch.device("cuda", torch.cuda.current_device())
+    for name, module in quantized.items():
+        for parameter in filter(is_quantized, module.parameters(recurse=False)):
+            if parameter.device not in (here, torch.device("meta")):
+                raise ValueError(
+                    f"{name} has FP8 weights on {parameter.device}, and this rank computes on {here}: it was built before ranks had "
+                    "their devices. Build it in configure_model, or call torch.cuda.set_device first"
+                )

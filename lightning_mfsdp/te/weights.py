@@ -1,0 +1,99 @@
+"""FP8 weights in modules of Transformer Engine: who gets them, and what an ordinary weight becomes one from.
+
+Modules that are built inside `quantized_init` have them from the start. A layer in place of one of `torch.nn` begins with the very
+weight of that one, which is quantized once it has its value: when its unit is sharded (`quantize_late`). Until then it may be on meta,
+on the host, or in an optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mfsdp.te import library
+
+__all__ = [
+    "has_quantized_weights",
+    "is_quantized",
+    "quantize_again",
+    "quantize_late",
+    "quantized_init",
+    "quantized_modules",
+    "shared_weights",
+]
+
+_NOMINAL = torch.bfloat16  # what quantized weights pass for: the dtype of their products
+
+
+def quantized_init(recipe: Any) -> AbstractContextManager[Any]:
+    """Modules of the library that are built inside have quantized weights, and keep the values from before for the main weights."""
+    context: AbstractContextManager[Any] = library.load("pytorch").quantized_model_init(
+        enabled=True, recipe=recipe, preserve_high_precision_init_val=True
+    )
+    return context
+
+
+def is_quantized(parameter: Tensor | None) -> bool:
+    """Whether a parameter is one of the library's, which need not be loaded to know."""
+    return library.is_a(parameter, "QuantizedTensor")
+
+
+def quantized_modules(root: nn.Module) -> dict[str, nn.Module]:
+    """Modules inside that were built for quantized weights, by name."""
+    return {name: module for name, module in root.named_modules() if has_quantized_weights(module)}
+
+
+def shared_weights(root: nn.Module) -> set[int]:
+    """Ids of parameters that several modules hold."""
+    held = Counter(id(parameter) for module in root.modules() for parameter in module._parameters.values())
+    return {key for key, count in held.items() if count > 1}
+
+
+def quantize_late(root: nn.Module, device: torch.device) -> None:
+    """Quantize weights of replaced layers that are still ordinary ones. Those of units that are sharded are not."""
+    for module in root.modules():
+        weight = module._parameters.get("weight")
+        if has_quantized_weights(module) and type(weight) is nn.Parameter:
+            _quantize(module, weight, device)
+
+
+def quantize_again(module: Any) -> bool:
+    """Have a module of the library quantize its 16-bit weights a second time in backward, and keep no 8-bit copy from forward to backward.
+
+    The library does so under torch's `fully_shard`, where a weight that is gathered again makes the copy pointless; so does ours. It
+    remembers in `_is_fsdp2` whether it is. Source: `TransformerEngineBaseModule.is_fsdp2` and `module/linear.py`, version 2.20.
+
+    Returns:
+        Whether it does, or has nothing to keep. `False`: this version of the library has no such way.
+    """
+    if not library.is_a(module, "TransformerEngineBaseModule") or has_quantized_weights(module):
+        return True
+    module._is_fsdp2 = True
+    return bool(getattr(module, "is_fsdp2", False))
+
+
+def has_quantized_weights(module: nn.Module) -> bool:
+    """Whether a module was built for quantized weights; they may be on meta, or not quantized yet."""
+    return library.is_engine_module(module) and bool(getattr(module, "primary_weights_in_fp8", False))
+
+
+def _quantize(layer: Any, weight: nn.Parameter, device: torch.device) -> None:
+    """Through the library's own reset, whose `init_method` leaves values as they are (replace.py)."""
+    parameters = layer._parameters
+    others = {name: parameters.pop(name) for name in list(parameters) if name != "weight"}
+    with torch.inference_mode(False), torch.enable_grad():
+        parameters["weight"] = nn.Parameter(weight.detach().to(device, _NOMINAL))
+        type(layer).reset_parameters(layer)
+    parameters.update(others)
+    made = parameters["weight"]
+    for name, value in vars(weight).items():
+        setattr(made, name, value)  # what users mark parameters with, for their optimizer's groups
+    # The library would have kept the rounded one.
+    kept = [weight.detach()]
+    made.get_high_precision_init_val = lambda: kept[0] if kept else None
+    made.clear_high_precision_init_val = kept.clear
+    made.requires_grad_(weight.requires_grad)
