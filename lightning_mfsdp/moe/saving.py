@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["ActivationSaver", "OrdinarySaver"]
+__all__ = ["ActivationSaver", "OrdinarySaver", "SavesActivations"]
 
 
 class ActivationSaver(Protocol):
@@ -35,6 +35,16 @@ class ActivationSaver(Protocol):
             ctx: The same as in `save`.
             kept: What `save` returned.
         """
+
+
+@runtime_checkable
+class SavesActivations(Protocol):
+    """A module of experts that asks a saver, and may be given another one. `GroupedExperts` is one.
+
+    Its forward calls `self.saver.save` in an autograd function where a backward will follow, and its backward `self.saver.load`.
+    """
+
+    saver: ActivationSaver
 
 
 class OrdinarySaver:
