@@ -269,6 +269,25 @@ def keep_is_refused_in_a_graph(rank: int, world: int) -> None:
     assert_all_free(stash)
 
 
+def a_recording_that_failed_leaves_no_trace(rank: int, world: int) -> None:
+    """What it saved never ran, so there is nothing to give back."""
+    model, plain = models()
+    stash = recorded(model)
+    given = tokens(1)
+    with (
+        torch.cuda.stream(torch.cuda.current_stream()),  # a broken recording leaves its own stream behind
+        pytest.raises(RuntimeError, match="captur"),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+    ):
+        model.loss(given).item()
+    assert not stash.overflowed()
+    assert not stash.end_step()
+    for one in (model, plain):
+        one.loss(given).backward()
+    assert_equal(model.gradients(), plain.gradients())
+    assert_all_free(stash)
+
+
 def a_captured_step_passes_over_an_overflow(rank: int, world: int) -> None:
     """The optimizer is in the graph too. Step 8 finds too few pages; without a stash it is left out by hand."""
     outcomes = []
@@ -385,6 +404,7 @@ CASES = {
         memory_follows_live_rows,
         replays_with_changing_counts,
         keep_is_refused_in_a_graph,
+        a_recording_that_failed_leaves_no_trace,
         a_captured_step_passes_over_an_overflow,
         a_trainer_replays_skips_and_records_again,
     )

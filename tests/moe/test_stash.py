@@ -38,6 +38,7 @@ def recorded(model, **options):
     assert stash.is_recording
     assert stash.end_step()
     assert not stash.is_recording
+    assert stash.statistics(wait=True).overflowed == 0, "there were no pages to find"
     return stash
 
 

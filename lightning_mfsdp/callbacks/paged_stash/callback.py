@@ -32,7 +32,7 @@ __all__ = ["PagedStash"]
 class PagedStash(Callback):
     """Keeps the live rows of expert layers in pages from forward to backward, instead of whole buffers.
 
-    Layers are those with a `saver` (`lightning_mfsdp.moe.saving.ActivationSaver`), such as `GroupedExperts`. What is counted
+    Layers are those with a `saver` (`lightning_mfsdp.moe.saving.SavesActivations`), such as `GroupedExperts`. What is counted
     goes to the loggers under "paged_stash/", see `StashStatistics`.
 
     Args:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_mfsdp.moe.saving import SavesActivations
 from lightning_mfsdp.moe.stash import RowStash, StashStatistics
 from lightning_mfsdp.tables import aligned, readable_bytes
 
@@ -42,8 +43,9 @@ def find_layers(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
 
 def _has_saver(module: nn.Module) -> bool:
     """Whether it has what `lightning_mfsdp.moe.saving` asks for."""
-    saver = getattr(module, "saver", None)
-    return all(callable(getattr(saver, method, None)) for method in ("save", "load"))
+    return isinstance(module, SavesActivations) and all(
+        callable(getattr(module.saver, method, None)) for method in ("save", "load")
+    )
 
 
 def _nothing_found(pattern: str, fitting: Mapping[str, nn.Module]) -> str:

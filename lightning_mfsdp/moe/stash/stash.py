@@ -330,7 +330,7 @@ class RowStash:
     def _settle_pages(self) -> bool:
         """Count anew; allocate pages if that is due. Returns whether it was."""
         if self._pools:
-            self._snapshot = Snapshot(self._pools, self._side, self._ordinary_bytes)
+            self._snapshot = Snapshot(self._pools, self._side, self._ordinary_bytes, recorded=self.is_recording)
             with self._side.fork():
                 for pool in self._pools.values():
                     pool.clear_statistics()

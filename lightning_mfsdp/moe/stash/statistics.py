@@ -26,7 +26,7 @@ class StashStatistics:
         fill: The largest part of the device pages that was in use at once, of the kind of pages where it was largest; 0 without pages.
         host_fill: The same in host memory.
         spilled: Tensors that went to host memory.
-        overflowed: Tensors that found no place.
+        overflowed: Tensors that found no place; 0 in recorded steps, which have none.
         over_capacity: Tensors whose number of live rows was negative or above their capacity.
         ordinary_bytes: Most memory that ordinary saves would have held at once.
         page_bytes: Memory of the pages on the device.
@@ -56,9 +56,12 @@ class StashStatistics:
 class Snapshot:
     """A step's counters on their way to the host."""
 
-    def __init__(self, pools: Mapping[PageKind, PagePool], side: SideStream, ordinary_bytes: int) -> None:
+    def __init__(
+        self, pools: Mapping[PageKind, PagePool], side: SideStream, ordinary_bytes: int, *, recorded: bool
+    ) -> None:
         self._pools = [(kind, pool.size, pool.size_bytes, pool.host_bytes) for kind, pool in pools.items()]
         self._ordinary_bytes = ordinary_bytes
+        self._recorded = recorded
         with side.fork():
             counters = torch.stack([pool.counters for pool in pools.values()])
             self._host = torch.empty(counters.shape, dtype=torch.int64, pin_memory=counters.is_cuda)
@@ -92,7 +95,7 @@ class Snapshot:
             fill=max(fill for fill, _ in fills),
             host_fill=max(fill for _, fill in fills),
             spilled=total[Counter.SPILLED],
-            overflowed=total[Counter.OVERFLOWED],
+            overflowed=0 if self._recorded else total[Counter.OVERFLOWED],
             over_capacity=total[Counter.OVER_CAPACITY],
             ordinary_bytes=self._ordinary_bytes,
             page_bytes=sum(size_bytes for _, _, size_bytes, _ in self._pools),
