@@ -90,9 +90,11 @@ def unshard(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
                     with torch.no_grad():
                         group.write(index, own_part(parameter.detach(), group.mesh))
                 entry.resting = entry.sharded
-                entry.install(entry.sharded)
+                entry.install(
+                    entry.full if group.installed else entry.sharded
+                )  # a forward inside may wait for its backward
         if writeback:
-            context_of(module).weights_changed()
+            refresh_weights(module)
 
 
 def _show_full(group: ParameterGroup) -> list[nn.Parameter]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_mfsdp.engine import no_sync, sharded_parameters
+from lightning_mfsdp.engine import gather_root, no_sync, sharded_parameters, unshard
 from lightning_mfsdp.engine.unit import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import (
@@ -280,6 +280,36 @@ def restore(model: Chain, values: dict[str, Tensor]) -> None:
     model.load_state_dict(model.state_dict())
 
 
+def a_look_at_whole_weights_disturbs_no_forward(rank, world):
+    """A forward inside `unshard`, with and without a backward after it; and `unshard` while a unit shows its full parameters."""
+    for sharding in STRATEGIES:
+        model, other = sharded_chain(sharding=sharding), sharded_chain(sharding=sharding)
+        optimizer = adamw(model)
+        train(model, optimizer, range(2), rank)
+        train(other, adamw(other), range(2), rank)
+        with unshard(model):
+            loss_of(model, inputs(2, rank))
+            loss = loss_of(model, inputs(3, rank))
+        assert all(type(one) is not nn.Parameter for layer in model.layers[:-1] for one in layer.parameters())
+        loss.backward()
+        loss_of(other, inputs(3, rank)).backward()
+        expected = {view.name: view.dtensor.grad.full_tensor() for view in sharded_parameters(other)}
+        assert_gradients(model, expected, f"{sharding} inside unshard")
+        model.zero_grad()
+        train(model, optimizer, [4], rank)
+        full = model.out.weight
+        with torch.no_grad(), gather_root(model):
+            shown = model.out.weight
+            with unshard(model, writeback=True):
+                assert model.out.weight is not shown
+                model.out.weight.fill_(2.0)
+            assert model.out.weight is shown
+            assert torch.equal(shown, torch.full_like(shown, 2.0))
+        model.zero_grad()
+        assert model.out.weight is full
+        train(model, optimizer, [5], rank)
+
+
 def part_of_the_ranks_may_skip_units(rank, world):
     """Units without a gradient on some ranks count as zero there; a step broken off before does not disturb that."""
     model, plain = sharded_chain(sharding="optim_grads"), plain_chain()
@@ -309,6 +339,7 @@ CASES = (
     passes_without_gradients_change_nothing,
     evaluation_sees_the_weights_of_the_last_step,
     any_number_of_forwards_and_backwards,
+    a_look_at_whole_weights_disturbs_no_forward,
     part_of_the_ranks_may_skip_units,
 )
 WORLDS = {1: CASES[:-1], 2: CASES}
