@@ -13,11 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.decoder import DecoderConfig
 from examples.lightning_decoder import LightningDecoder, TextDataModule, generate
 from lightning_mfsdp.engine.materialize import materialize
+from lightning_mfsdp.engine.parameter import owner_of
 from lightning_mfsdp.te import Fp8Compute, Fp8Options, library
 from tests.engine.cases import run_cases
 from tests.helpers.distributed import run_distributed
@@ -116,7 +118,8 @@ def replaced_layers_compute_alike(rank: int, world: int) -> None:
         return [tensor.float() for tensor in found]  # type: ignore[union-attr]
 
     expected = run()
-    Fp8Compute(Fp8Options(replace_layers=True)).prepare(plain, dist.group.WORLD)
+    # Kept, because dropping is for weights in the dtype of the products, as sharded ones are.
+    Fp8Compute(Fp8Options(replace_layers=True, keep_quantized=True)).prepare(plain, dist.group.WORLD)
     assert not any(type(module).__module__.startswith("torch.nn.modules") for module in plain.children())
     for got, wanted in zip(run(), expected, strict=True):
         assert (got - wanted).norm() < 0.02 * wanted.norm()
@@ -180,13 +183,16 @@ def evaluation_first(rank: int, world: int) -> None:
     assert all(torch.equal(value, before[name]) for name, value in scales(model).items())
 
 
-def resumed_to_the_bit(recipe: Any, rank: int, world: int) -> None:
+def resumed_to_the_bit(
+    recipe: Any, rank: int, world: int, build: type[Net] = TorchAgain, kind: str = "sharded", **precision: Any
+) -> None:
     if recipe == "delayed":
         recipe = library.load("common.recipe").DelayedScaling(amax_history_len=4)
+    options = {"accelerator": "cuda", "strategy_options": {"state_dict_type": kind}, "precision": precision}
     with tempfile.TemporaryDirectory() as folder:
         folders = [folder]
         dist.broadcast_object_list(folders)
-        found = resumed(rank, world, "run", TorchAgain, recipe, folders[0], accelerator="cuda")
+        found = resumed(rank, world, "run", build, recipe, folders[0], **options)
         dist.barrier()
     for name, (state, expected) in found.items():
         assert state.keys() == expected.keys()
@@ -223,6 +229,140 @@ def by_string(rank: int, world: int) -> None:
     assert len(generate(module, prompt, 3, context=32, multiple=16)) == 8
 
 
+# -- FP8 weights -------------------------------------------------------------------------------------------------------
+
+# Blocks of 128 are whole; and layers as they are in practice.
+WEIGHTS = {"replace_layers": True, "fp8_weights": True, "keep_high_precision": ["inputs", "head"]}
+
+
+class WithFusedAdam(TorchAgain):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.fused_adam()
+
+    def fused_adam(self, **options: Any) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = library.load("pytorch.optimizers").FusedAdam(
+            self.parameters(), lr=0.01, weight_decay=0.01, **options
+        )
+        return made
+
+
+class WithLowMoments(WithFusedAdam):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.fused_adam(exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16)
+
+
+class Configured(TorchAgain):
+    """Layers of the library, built in `configure_model`: in float32 and in bfloat16, and on meta."""
+
+    def configure_model(self) -> None:
+        te = library.load("pytorch")
+        kinds = ((torch.float32, "cuda"), (torch.bfloat16, "cuda"), (torch.bfloat16, "meta"))
+        torch.manual_seed(7)
+        for index, (block, (dtype, device)) in enumerate(zip(self.blocks, kinds, strict=True)):
+            if isinstance(block.linear, nn.Linear):
+                options = {"params_dtype": dtype, "device": device, "fuse_wgrad_accumulation": index == 1}
+                block.linear = te.LayerNormLinear(DIM, DIM, normalization="RMSNorm", **options)
+
+
+def full_faces(model: nn.Module, kind: str) -> int:
+    """How many parameters are quantized ones inside of their units."""
+    owned = [owner_of(shown) for shown in model.parameters()]
+    return sum(library.is_a(place[1].full, kind) for place in owned if place is not None)
+
+
+def near(losses: list[Tensor], reference: list[Tensor]) -> None:
+    expected, found = torch.stack(reference).float(), torch.stack(losses).float()
+    assert found[-10:].mean() < 0.7 * found[:10].mean()
+    torch.testing.assert_close(found[:8], expected[:8], rtol=0.1, atol=0.1)
+    torch.testing.assert_close(found[-20:].mean(), expected[-20:].mean(), rtol=0.3, atol=0.0)
+
+
+def weights_near_bfloat16(recipe: str, rank: int, world: int) -> None:
+    """Near bfloat16, and nearer to FP8 products of 16-bit weights, which round the same numbers; fused gradients as well."""
+    steps = 60
+    reference, _ = trained(rank, world, "bf16-mixed", steps=steps)
+    usual, _ = trained(rank, world, fp8(recipe, **{**WEIGHTS, "fp8_weights": False}), steps=steps)
+    for options in ({}, {"keep_transpose_cache": True}, {"fuse_weight_gradients": True}):
+        model, _ = trained(rank, world, fp8(recipe, **WEIGHTS, **options), steps=steps)
+        assert full_faces(model, "QuantizedTensor") == 3
+        near(model.losses, reference.losses)
+        torch.testing.assert_close(
+            torch.stack(model.losses[:6]).float(), torch.stack(usual.losses[:6]).float(), rtol=0.02, atol=0.02
+        )
+
+
+def weights_of_modules_that_users_built(recipe: str, rank: int, world: int) -> None:
+    options = {"replace_layers": False, "fp8_weights": True}
+    usual, _ = trained(rank, world, fp8(recipe, replace_layers=False), Configured, steps=20)
+    model, _ = trained(rank, world, fp8(recipe, **options), Configured, steps=20)
+    assert full_faces(model, "QuantizedTensor") == 3
+    assert full_faces(usual, "QuantizedTensor") == 0
+    torch.testing.assert_close(
+        torch.stack(model.losses[:6]).float(), torch.stack(usual.losses[:6]).float(), rtol=0.05, atol=0.05
+    )
+
+
+def weights_through_checkpoints(recipe: str, rank: int, world: int) -> None:
+    """Resumed to the bit; and what an FP8 run saved is what a bfloat16 run loads, and the other way round."""
+    for kind in ("sharded", "full"):
+        resumed_to_the_bit(recipe, rank, world, kind=kind, **WEIGHTS)
+    for first, second in ((fp8(recipe, **WEIGHTS), "bf16-mixed"), ("bf16-mixed", fp8(recipe, **WEIGHTS))):
+        model, saving = trained(rank, world, first)
+        other = TorchAgain()
+        loading = trainer_for(world, second, accelerator="cuda", max_steps=4)
+        with tempfile.TemporaryDirectory() as folder:
+            folders = [folder]
+            dist.broadcast_object_list(folders)
+            saving.save_checkpoint(f"{folders[0]}/one")
+            loading.fit(other, batches(rank, world, 4), ckpt_path=f"{folders[0]}/one")
+            dist.barrier()
+        expected = full_state(model)
+        for name, value in full_state(other).items():
+            assert torch.equal(value, expected[name]), name
+
+
+def no_copies_of_weights(recipe: str, rank: int, world: int) -> None:
+    """The same numbers to the bit with and without; between forward and backward two bytes a parameter less."""
+    states = []
+    for keep in (False, True):
+        model, _ = trained(rank, world, fp8(recipe, keep_quantized=keep))
+        states.append(full_state(model))
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
+    kept: list[int] = []
+    for keep in (False, True):
+        layers = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4))).to("cuda", torch.bfloat16)
+        compute = Fp8Compute(Fp8Options(recipe=recipe, replace_layers=True, keep_quantized=keep))
+        compute.prepare(layers, dist.group.WORLD)
+        x = torch.randn(ROWS, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(2):  # the first makes work spaces
+            before = torch.cuda.memory_allocated()
+            with compute.forward():
+                y = layers(x)
+            taken = torch.cuda.memory_allocated() - before
+            with compute.backward():
+                y.sum().backward()
+            del y
+        kept.append(taken)
+    assert kept[1] - kept[0] > 1.5 * 4 * 2048 * 2048, kept
+
+
+def fused_adam(rank: int, world: int) -> None:
+    """Near AdamW, on local rows; with low moments it resumes to the bit."""
+    usual, _ = trained(rank, world, fp8("current", **WEIGHTS), steps=20)
+    model, trainer = trained(rank, world, fp8("current", **WEIGHTS), WithFusedAdam, steps=20)
+    torch.testing.assert_close(
+        torch.stack(model.losses[:6]).float(), torch.stack(usual.losses[:6]).float(), rtol=0.02, atol=0.02
+    )
+    (optimizer,) = trainer.optimizers
+    assert not any(isinstance(one, DTensor) for group in optimizer.param_groups for one in group["params"])
+    low, _ = trained(rank, world, fp8("current", **WEIGHTS), WithLowMoments, steps=60)
+    assert torch.stack(low.losses[-10:]).mean() < 0.7 * torch.stack(low.losses[:10]).mean()
+    for build in (WithFusedAdam, WithLowMoments):
+        for kind in ("sharded", "full"):
+            resumed_to_the_bit("current", rank, world, build, kind, **WEIGHTS)
+
+
 ONE = {
     **{f"near bfloat16: {recipe}": partial(near_bfloat16, recipe) for recipe in HOPPER},
     **{f"odd sizes: {recipe}": partial(odd_sizes, recipe) for recipe in HOPPER},
@@ -238,6 +378,11 @@ ONE = {
     **{f"resumed to the bit: {recipe}": partial(resumed_to_the_bit, recipe) for recipe in HOPPER},
     "from meta": from_meta,
     "by string": by_string,
+    **{f"FP8 weights near bfloat16: {recipe}": partial(weights_near_bfloat16, recipe) for recipe in HOPPER},
+    **{f"FP8 weights, built: {recipe}": partial(weights_of_modules_that_users_built, recipe) for recipe in HOPPER},
+    **{f"FP8 weights in checkpoints: {recipe}": partial(weights_through_checkpoints, recipe) for recipe in HOPPER},
+    **{f"no copies: {recipe}": partial(no_copies_of_weights, recipe) for recipe in ("current", "block")},
+    "FusedAdam": fused_adam,
 }
 
 
@@ -283,6 +428,11 @@ def over_ranks(rank: int, world: int) -> dict[str, Any]:
     found = {"scales": scales(model), "state": full_state(model)}
     resumed_to_the_bit("delayed", rank, world)
     resumed_to_the_bit("current", rank, world)
+    for recipe in HOPPER:
+        weights_near_bfloat16(recipe, rank, world)
+        weights_through_checkpoints(recipe, rank, world)
+        weights_of_modules_that_users_built(recipe, rank, world)
+    fused_adam(rank, world)
     return found
 
 
