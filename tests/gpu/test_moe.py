@@ -203,7 +203,7 @@ def train(rank: int, world: int, ep: int, *, captured: bool = False) -> list[tor
     model = build(**WIDE).cuda()
     policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
     model = sharded(model, world, ep, "cuda", policy=policy)
-    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True))
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True))
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss = loss_of(model, ids)
