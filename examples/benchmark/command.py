@@ -72,6 +72,7 @@ def result_of(
         "clip": options.clip,
         "accumulation": plan.accumulation,
         "graph": plan.graph,
+        "recipe": options.recipe,
         "step_ms": round(step_ms, 2),
         "median_ms": round(median(times), 2),
         "host_ms": round(median(host) * 1e3, 2),
@@ -92,6 +93,9 @@ def run(
     parser.add_argument("sizes", help="comma-separated presets")
     parser.add_argument("--compile", action="store_true", help="torch.compile each block")
     parser.add_argument("--reduce", choices=["float32", "bfloat16"], default="float32", help="gradients on the wire")
+    parser.add_argument(
+        "--recipe", choices=["current", "block", "delayed"], default="current", help="of engines that compute in FP8"
+    )
     parser.add_argument("--clip", type=float, default=0.0, help="largest gradient norm; 0: none")
     parser.add_argument("--accumulation", type=int, default=1, help="microbatches a step")
     parser.add_argument(
@@ -106,7 +110,13 @@ def run(
     torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
     for size in plan.sizes.split(","):
-        options = Options(size=size, compiled=plan.compile, reduce_dtype=getattr(torch, plan.reduce), clip=plan.clip)
+        options = Options(
+            size=size,
+            compiled=plan.compile,
+            reduce_dtype=getattr(torch, plan.reduce),
+            clip=plan.clip,
+            recipe=plan.recipe,
+        )
         result = measure(plan.engine, options, plan)
         if dist.get_rank() == 0:
             print("RESULT " + json.dumps(result), flush=True)

@@ -11,13 +11,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from examples.decoder import PRESETS, Decoder
+
+if TYPE_CHECKING:
+    from lightning_mfsdp import MixedPrecisionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,7 @@ class Options:
         reduce_dtype: Gradients on the wire.
         clip: Largest gradient norm, or 0 for no clipping.
         seed: Of the initial weights.
+        recipe: Of FP8, in the engines that compute in it.
     """
 
     size: str
@@ -37,6 +41,7 @@ class Options:
     reduce_dtype: torch.dtype = torch.float32
     clip: float = 0.0
     seed: int = 0
+    recipe: str = "current"
 
 
 def _backward(loss: Tensor) -> None:
@@ -86,6 +91,11 @@ def limit(options: Options, device: torch.device) -> Engine:
     """No communication at all."""
     model = build(options, device, torch.bfloat16)
     compile_blocks(model, options)
+    return limit_of(model, model, device)
+
+
+def limit_of(model: nn.Module, forward: Callable[[Tensor], Tensor], device: torch.device) -> Engine:
+    """The limit for a bf16 model."""
     total = sum(parameter.numel() for parameter in model.parameters()) // dist.get_world_size()
     shard = torch.zeros(total, device=device, requires_grad=True)
     compute = torch.zeros(total, device=device, dtype=torch.bfloat16)
@@ -98,7 +108,7 @@ def limit(options: Options, device: torch.device) -> Engine:
         for parameter in model.parameters():
             parameter.grad = None
 
-    return Engine(forward=model, step=step)
+    return Engine(forward=forward, step=step)
 
 
 def mfsdp(
@@ -124,15 +134,7 @@ def mfsdp(
         direct: Linear layers write weight gradients into the buckets.
         offload: Main weights and optimizer state rest in host memory.
     """
-    from lightning_mfsdp import (
-        MixedPrecisionPolicy,
-        capture_step,
-        clip_grad_norm_,
-        fully_shard,
-        fully_shard_optimizer,
-        no_sync,
-    )
-    from lightning_mfsdp.unit_selection import join_blocks
+    from lightning_mfsdp import MixedPrecisionPolicy
 
     model = build(options, device)
     if options.compiled:
@@ -141,16 +143,28 @@ def mfsdp(
     policy = MixedPrecisionPolicy(
         compute_dtype=torch.bfloat16, grad_comm_dtype=options.reduce_dtype, direct_weight_gradients=direct
     )
+    return sharded_by_mfsdp(
+        model, options, policy, joined=joined, sharding=sharding, symmetric=symmetric, reshard=reshard, offload=offload
+    )
+
+
+def sharded_by_mfsdp(
+    model: Any,
+    options: Options,
+    policy: MixedPrecisionPolicy,
+    *,
+    joined: bool = True,
+    symmetric: bool = False,
+    reshard: bool | Literal["auto"] = True,
+    **more: Any,
+) -> Engine:
+    """A model with an embedding, blocks and a head, sharded by this package; `more` is for `fully_shard`."""
+    from lightning_mfsdp import capture_step, clip_grad_norm_, fully_shard, fully_shard_optimizer, no_sync
+    from lightning_mfsdp.unit_selection import join_blocks
+
     blocks = join_blocks(model, list(model.blocks), "auto" if joined else 1)
     for unit in (model.embedding, *blocks, model.head, model):
-        fully_shard(
-            unit,
-            policy=policy,
-            sharding=sharding,
-            symmetric_memory=symmetric,
-            reshard_after_forward=reshard,
-            offload=offload,
-        )
+        fully_shard(unit, policy=policy, symmetric_memory=symmetric, reshard_after_forward=reshard, **more)
     optimizer = fully_shard_optimizer(adamw(model.parameters()))
 
     def step() -> None:

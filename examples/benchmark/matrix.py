@@ -1,6 +1,7 @@
 """Run a matrix of engines, sizes and options on the GPUs present, then write JSON, a Markdown report and charts.
 
     python examples/benchmark/matrix.py --sizes 300m,1b,8b --out mfsdp-runs/benchmark
+    python examples/benchmark/matrix.py --sizes 1b,8b --te --out mfsdp-runs/fp8
     python examples/benchmark/matrix.py --rows "mfsdp fsdp2" "mfsdp fsdp2-tuned limit --compile --reduce bfloat16"
 
 A row is a list of engines and the options they share; each engine runs in processes of its own, one after the other. Engines
@@ -29,6 +30,10 @@ DEFAULT_ROWS = (
     "limit mfsdp fsdp2-tuned fsdp2-tuned-symm megatron-v2 --compile --reduce bfloat16",
     "mfsdp fsdp2-tuned --compile --reduce bfloat16 --accumulation 4 --clip 1.0",
     "mfsdp mfsdp-offload fsdp2-offload",
+)
+TE_ROWS = (
+    "limit-te limit-te-fp8 mfsdp-te-bf16 mfsdp-te-fp8 mfsdp-te-fp8-weights mfsdp-te-fp8-weights-fused mfsdp-te-fp8-weights-fused-symm "
+    "fsdp2-te-bf16 fsdp2-te-fp8 megatron-te-bf16 megatron-te-fp8 megatron-te-fp8-weights",
 )
 
 
@@ -64,6 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="300m,1b,8b")
     parser.add_argument("--rows", nargs="+", default=list(DEFAULT_ROWS))
+    parser.add_argument("--te", action="store_true", help="rows of Transformer Engine, in place of the usual ones")
     parser.add_argument("--processes", type=int, default=torch.cuda.device_count())
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one engine")
     parser.add_argument("--out", type=Path, default=Path("mfsdp-runs/benchmark"))
@@ -71,7 +77,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, object]] = []
     problems: list[str] = []
-    for row in arguments.rows:
+    for row in TE_ROWS if arguments.te else arguments.rows:
         engines, options = split_row(row)
         for engine in engines:
             found, problem = run_one(engine, arguments.sizes, options, arguments.processes, arguments.timeout)

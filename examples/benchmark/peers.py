@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from examples.benchmark.engines import Engine, Options, adamw, build, compile_blocks
 from examples.decoder import Block
 
-__all__ = ["PEERS"]
+__all__ = ["PEERS", "fsdp2_of", "megatron_v1_of"]
 
 
 def plain(options: Options, device: torch.device) -> Engine:
@@ -61,6 +62,21 @@ def fsdp2(
         blocks_per_unit: So many blocks as one unit.
         offload: Parameters, gradients and state in pinned host memory; the CPU runs the same fused optimizer.
     """
+    model = build(options, device)
+    compile_blocks(model, options)
+    return fsdp2_of(model, options, tuned=tuned, symmetric=symmetric, blocks_per_unit=blocks_per_unit, offload=offload)
+
+
+def fsdp2_of(
+    model: Any,
+    options: Options,
+    *,
+    tuned: bool = False,
+    symmetric: bool = False,
+    blocks_per_unit: int = 1,
+    offload: bool = False,
+) -> Engine:
+    """A model with an embedding, blocks and a head, sharded by torch's `fully_shard`."""
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
         FSDPModule,
@@ -69,8 +85,6 @@ def fsdp2(
         fully_shard,
     )
 
-    model = build(options, device)
-    compile_blocks(model, options)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=options.reduce_dtype)
     where = CPUOffloadPolicy(pin_memory=True) if offload else OffloadPolicy()
     if offload:  # the optimizer runs on the CPU, and torchrun leaves each process one thread
@@ -107,16 +121,20 @@ def fsdp2(
 
 def megatron_v1(options: Options, device: torch.device) -> Engine:
     """megatron-fsdp 0.6, its documented `fully_shard`; compiled blocks are not supported by it."""
+    return megatron_v1_of(build(options, device, torch.bfloat16), options, [Block])
+
+
+def megatron_v1_of(model: nn.Module, options: Options, unit_classes: list[type[nn.Module]]) -> Engine:
+    """A bf16 model, sharded by megatron-fsdp's `fully_shard`."""
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 
-    model = build(options, device, torch.bfloat16)
     policy = MixedPrecisionPolicy(
         main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=options.reduce_dtype
     )
     wrapped, optimizer = fully_shard(
         model,
         adamw(model.parameters()),
-        fsdp_unit_modules=[Block],
+        fsdp_unit_modules=unit_classes,
         zero_dp_strategy=3,
         mixed_precision_policy=policy,
         sync_model_each_microbatch=True,

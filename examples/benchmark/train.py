@@ -20,13 +20,14 @@ from torch import Tensor
 from examples.benchmark.command import MICROBATCH, Plan, result_of, run, stamp
 from examples.benchmark.engines import ENGINES, Options
 from examples.benchmark.peers import PEERS
+from examples.benchmark.te_engines import TE_ENGINES
 from examples.decoder import PRESETS, next_token_loss
 
 
 def prepare(name: str, options: Options, plan: Plan) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """An engine's step, from token ids `[B, S + 1]` to the loss, and four batches of random ids."""
     device = torch.device("cuda", torch.cuda.current_device())
-    engine = {**ENGINES, **PEERS}[name](options, device)
+    engine = {**ENGINES, **PEERS, **TE_ENGINES}[name](options, device)
     config = PRESETS[options.size]
     generator = torch.Generator(device).manual_seed(1234 + dist.get_rank())
     shape = (4, MICROBATCH[options.size], config.seq + 1)
@@ -67,4 +68,4 @@ def measure(name: str, options: Options, plan: Plan) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    run([*ENGINES, *PEERS], measure, __doc__)
+    run([*ENGINES, *PEERS, *TE_ENGINES], measure, __doc__)

@@ -12,10 +12,16 @@ import pytest
 import torch
 
 from examples.benchmark import logprobs
+from examples.benchmark.engines import ENGINES, Options, build
 from examples.benchmark.host_time import BASE, BLOCKS, SUBJECTS, table
-from examples.benchmark.matrix import DEFAULT_ROWS, split_row
+from examples.benchmark.matrix import DEFAULT_ROWS, TE_ROWS, split_row
 from examples.benchmark.overlap import overlap
+from examples.benchmark.peers import PEERS
 from examples.benchmark.report import ratio_to, write_report
+from examples.benchmark.te_engines import TE_ENGINES, decoder
+from examples.decoder import next_token_loss
+from tests.helpers.distributed import run_distributed
+from tests.te import fake_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -137,3 +143,47 @@ def test_implementations_of_experts_are_compared_with_the_same_weights() -> None
         one["implementation"] for one in found
     }
     assert all(one["tokens_per_s"] > 0 and one["saved_gib"] > 0 for one in found)
+
+
+def te_losses(rank: int, world: int) -> dict[str, list[float]]:
+    """Two steps of the tiny decoder in modules of a small engine that stands in for Transformer Engine."""
+    with fake_engine.installed():
+        found = {}
+        for name, engine in TE_ENGINES.items():
+            if not name.startswith("mfsdp-te") or name.endswith("-symm"):
+                continue
+            fake_engine.forget()
+            made = engine(Options(size="tiny"), torch.device("cpu"), te=fake_engine.pytorch)  # type: ignore[call-arg]
+            generator = torch.Generator().manual_seed(rank)
+            found[name] = []
+            for _ in range(2):
+                ids = torch.randint(0, 1024, (1, 33), generator=generator)
+                loss = next_token_loss(made.forward(ids[:, :-1]), ids[:, 1:])
+                made.backward(loss)
+                made.step()
+                found[name].append(loss.item())
+    return found
+
+
+def test_engines_on_modules_of_transformer_engine_train_alike() -> None:
+    for found in run_distributed(te_losses, 2):
+        bf16, fp8 = found["mfsdp-te-bf16"], found["mfsdp-te-fp8"]
+        assert bf16 != fp8
+        assert bf16 == pytest.approx(fp8, rel=0.02)
+        assert {name: losses for name, losses in found.items() if "fp8" in name and losses != fp8} == {}
+        assert len(found) == 7
+
+
+def test_the_decoder_of_transformer_engine_has_the_sizes_of_the_plain_one() -> None:
+    with fake_engine.installed():
+        made = decoder(fake_engine.pytorch, Options(size="tiny"), torch.device("cpu"))
+    plain = build(Options(size="tiny"), torch.device("cpu"))
+    assert sum(part.numel() for part in made.parameters()) == sum(part.numel() for part in plain.parameters())
+    with pytest.raises(SystemExit, match="without --compile"):
+        decoder(fake_engine.pytorch, Options(size="tiny", compiled=True), torch.device("cpu"))
+
+
+def test_rows_of_the_matrix_name_engines() -> None:
+    known = {*ENGINES, *PEERS, *TE_ENGINES}
+    for row in (*DEFAULT_ROWS, *TE_ROWS):
+        assert {name for name in split_row(row)[0] if not name.startswith("trainer:")} <= known

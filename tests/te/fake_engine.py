@@ -300,6 +300,24 @@ class Linear(TransformerEngineBaseModule):
             return product if bias is None else product + bias
 
 
+@_in_library
+class LayerNormLinear(Linear):
+    def __init__(
+        self, in_features: int, out_features: int, eps: float = 1e-5, normalization: str = "LayerNorm", **options: Any
+    ) -> None:
+        assert normalization == "RMSNorm"
+        super().__init__(in_features, out_features, **options)
+        self.eps = eps
+        self.init_methods["layer_norm_weight"] = nn.init.ones_
+        self.layer_norm_weight = nn.Parameter(
+            torch.ones(in_features, dtype=self.weight.dtype, device=self.weight.device)
+        )
+
+    def forward(self, inp: Tensor) -> Tensor:
+        weight = self.layer_norm_weight
+        return super().forward(F.rms_norm(inp.float(), weight.shape, weight.float(), self.eps).to(inp.dtype))
+
+
 def _values(weight: Any) -> Tensor:
     return weight.dequantize() if isinstance(weight, Float8Tensor) else weight
 
@@ -386,7 +404,7 @@ class _Norm(BasicOperation):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(tuple(normalized_shape), device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.ones(normalized_shape, device=device, dtype=dtype))
 
     def _dtype(self) -> torch.dtype:
         return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else self.weight.dtype
@@ -423,6 +441,7 @@ pytorch = SimpleNamespace(
     autocast=autocast,
     quantized_model_init=quantized_model_init,
     Linear=Linear,
+    LayerNormLinear=LayerNormLinear,
     LayerNorm=LayerNorm,
     RMSNorm=RMSNorm,
     **{f"is_{name}_available": _question(name) for name in answers},
