@@ -44,7 +44,11 @@ def is_quantized(parameter: Tensor | None) -> bool:
 
 def quantized_modules(root: nn.Module) -> dict[str, nn.Module]:
     """Modules inside that were built for quantized weights, by name."""
-    return {name: module for name, module in root.named_modules() if has_quantized_weights(module)}
+    return {
+        name: module
+        for name, module in root.named_modules()
+        if has_quantized_weights(module) and any(own.dim() == 2 for own in module.parameters(recurse=False))
+    }
 
 
 def shared_weights(root: nn.Module) -> set[int]:
