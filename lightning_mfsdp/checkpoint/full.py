@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint.location import Location
+from lightning_mfsdp.checkpoint.progress import CountingReads
 from lightning_mfsdp.checkpoint.sharded import (
     ParameterIndex,
     check_names,
@@ -24,8 +25,10 @@ from lightning_mfsdp.engine import ParameterView
 __all__ = ["check_optimizers", "load_model", "load_optimizers"]
 
 
-def load_model(path: Location, saved: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
-    """Copy whole tensors by name into the rows this rank owns.
+def load_model(
+    path: Location, saved: Mapping[str, Any], module: nn.Module, *, strict: bool, reads: CountingReads | None = None
+) -> None:
+    """Copy whole tensors by name into the rows this rank owns, and tell `reads` of each.
 
     Raises:
         RuntimeError: Names or shapes differ; all of them are listed.
@@ -47,12 +50,18 @@ def load_model(path: Location, saved: Mapping[str, Any], module: nn.Module, *, s
                 view.main.copy_(_rows(value, view))
             elif name in present:
                 rest[names[name]] = value
+            if reads is not None:
+                reads.took(value)
     module.load_state_dict(rest, strict=False)
     refresh(module)
 
 
 def load_optimizers(
-    saved: Sequence[Mapping[str, Any]], module: nn.Module, optimizers: Sequence[Optimizer]
+    saved: Sequence[Mapping[str, Any]],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    reads: CountingReads | None = None,
 ) -> list[bool]:
     """Restore optimizers from states numbered by parameter, as an unsharded `Optimizer.state_dict()` has them; `check_optimizers` first.
 
@@ -71,6 +80,8 @@ def load_optimizers(
                 view = index.views.get(name)
                 if key in state["state"] and (view is None or view.local.numel() or everywhere):
                     by_name[name] = {part: _state_rows(value, view) for part, value in state["state"][key].items()}
+                if reads is not None:
+                    reads.took(state["state"].get(key))
         options = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
         restore_optimizer(optimizer, by_name, options, names_by_group)
     return [True] * len(optimizers)

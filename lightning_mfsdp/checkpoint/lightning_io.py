@@ -19,7 +19,7 @@ from lightning_mfsdp.checkpoint import full, sharded
 from lightning_mfsdp.checkpoint.location import META_FILE, TIED_WEIGHTS, Location, check_files
 from lightning_mfsdp.checkpoint.opening import Plan, no_checkpoint_error, read, read_rows, recover
 from lightning_mfsdp.checkpoint.parameter_state import PARAMETER_STATES, ParameterState, plan_rows, rows_of_whole
-from lightning_mfsdp.checkpoint.progress import CountingFile, Progress, SavePlanner
+from lightning_mfsdp.checkpoint.progress import CountingFile, CountingReads, Progress, SavePlanner
 from lightning_mfsdp.checkpoint.ranks import Ranks, on_all_ranks
 from lightning_mfsdp.checkpoint.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
 from lightning_mfsdp.checkpoint.staging import Staging
@@ -153,7 +153,7 @@ def load(
         optimizers: Empty unless training resumes.
         strict: Names must match exactly.
         weights_only: As for `torch.load`.
-        progress: Hears of every tensor of a directory that was read.
+        progress: Hears of every tensor that was read.
         parameter_states: Who else keeps something for parameters, by key.
         prepare: Called with what is returned, before optimizers are compared with the checkpoint.
 
@@ -200,8 +200,11 @@ def load(
             prepare(rest)
         optimizer_states = rest.pop("optimizer_states", [])
         full.check_optimizers(location, optimizer_states, module, optimizers)
-        full.load_model(location, rest.pop("state_dict"), module, strict=strict)
-        restored = full.load_optimizers(optimizer_states, module, optimizers)
+        weights = rest.pop("state_dict")
+        states_to_read = [state["state"] for state in optimizer_states] if optimizers else []
+        reads = CountingReads(progress, [weights, states_to_read])
+        full.load_model(location, weights, module, strict=strict, reads=reads)
+        restored = full.load_optimizers(optimizer_states, module, optimizers, reads=reads)
         for key, state in states.items():
             state.load_rows(rows[key])
     else:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from typing_extensions import override
 
-__all__ = ["CountingFile", "LoadPlanner", "Progress", "SavePlanner", "bytes_to_write"]
+__all__ = ["CountingFile", "CountingReads", "LoadPlanner", "Progress", "SavePlanner", "bytes_to_write"]
 
 Progress = Callable[[int, int], None]
 """Called with the bytes this rank has written or read, and with all it will."""
@@ -94,6 +94,20 @@ class CountingFile:
     def flush(self) -> None:
         """As of a file."""
         self._file.flush()
+
+
+class CountingReads:
+    """Tells `progress`, if there is one, how much of `content` was taken over: the bytes of tensors of which this rank has its rows."""
+
+    def __init__(self, progress: Progress | None, content: Any) -> None:
+        self._progress = progress
+        self._done, self._total = 0, _tensor_bytes(content)
+
+    def took(self, part: Any) -> None:
+        """A part of the content was read."""
+        self._done += _tensor_bytes(part)
+        if self._progress is not None and self._total:
+            self._progress(self._done, self._total)
 
 
 def _tensor_bytes(content: Any) -> int:

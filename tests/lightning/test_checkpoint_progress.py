@@ -1,0 +1,115 @@
+"""Bars while checkpoints are saved and loaded; and the ways of Lightning's to read a checkpoint that take no strategy or no pickles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ProgressBar
+
+from lightning_mfsdp import MFSDPStrategy, checkpointing
+from tests.helpers.distributed import run_distributed
+from tests.lightning.models import (
+    FOREIGN_WARNINGS,
+    Classifier,
+    full_state,
+    loader,
+    make_trainer,
+    seeded,
+    strict_warnings,
+)
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in FOREIGN_WARNINGS]
+
+
+class Bar:
+    """Takes tqdm's place and notes what would be shown."""
+
+    made: ClassVar[list[Bar]] = []
+
+    def __init__(self, *, desc: str, total: int, **_: Any) -> None:
+        self.desc, self.total, self.n, self.closed = desc, total, 0, False
+        self.made.append(self)
+
+    def update(self, more: int) -> None:
+        assert more >= 0
+        self.n += more
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Silent(ProgressBar):
+    """The Trainer's bar, of which nothing is seen."""
+
+    def disable(self) -> None:
+        """Lightning turns it off where the rank is not 0."""
+
+    def enable(self) -> None:
+        """And on again."""
+
+
+def fit(world: int, folder: str, kind: Any, callbacks: list[Any], path: str | None = None) -> tuple[Any, Any]:
+    trainer = make_trainer(
+        folder,
+        world,
+        strategy=MFSDPStrategy(units=["Block"], state_dict_type=kind),
+        callbacks=callbacks,
+        max_epochs=1 if path is None else 2,
+        enable_progress_bar=bool(callbacks),
+    )
+    model = seeded()
+    trainer.fit(model, loader(8), ckpt_path=path, weights_only=None if path is None else True)
+    return trainer, model
+
+
+def everything(rank: int, world: int, folder: str) -> dict[str, Any]:
+    strict_warnings()
+    found: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpointing, "tqdm", Bar)
+        patch.setattr(checkpointing, "_BYTES_WORTH_A_BAR", 1)
+        for kind in ("sharded", "full"):
+            path = f"{folder}/{kind}.ckpt"
+            trainer, model = fit(world, folder, kind, [Silent()])
+            trainer.save_checkpoint(path)
+            found[kind] = full_state(model)
+            fit(world, folder, kind, [Silent()], path)
+            found[f"{kind} bars"] = [(bar.desc, bar.n, bar.total, bar.closed) for bar in Bar.made]
+            Bar.made.clear()
+            fit(world, folder, kind, [], path)
+            found[f"{kind} quiet"] = len(Bar.made)
+        patch.setattr(checkpointing, "_BYTES_WORTH_A_BAR", 2**20)
+        fit(world, folder, "sharded", [Silent()], f"{folder}/sharded.ckpt")
+        found["small"] = len(Bar.made)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("progress")
+    return folder, run_distributed(everything, 2, str(folder))
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_rank_zero_shows_all_bytes_of_saves_and_loads_where_there_are_bars(runs: Any, kind: str) -> None:
+    folder, (first, second) = runs
+    path = folder / f"{kind}.ckpt"
+    bars = first[f"{kind} bars"]
+    assert [desc for desc, *_ in bars] == [f"Saving {path}", f"Loading {path}"]
+    assert all(0 < done == total and closed for _, done, total, closed in bars)
+    assert second[f"{kind} bars"] == []
+    assert first[f"{kind} quiet"] == second[f"{kind} quiet"] == 0
+
+
+def test_small_checkpoints_show_no_bar(runs: Any) -> None:
+    assert [found["small"] for found in runs[1]] == [0, 0]
+
+
+def test_a_full_file_loads_without_a_trainer(runs: Any) -> None:
+    folder, (first, _) = runs
+    model = Classifier.load_from_checkpoint(folder / "full.ckpt", weights_only=True)
+    for name, value in first["full"].items():
+        assert torch.equal(model.get_parameter(name), value), name
