@@ -158,9 +158,7 @@ class Context:
         apart: bool = False,
         for_backward: bool = False,
     ) -> None:
-        """Start a group's gather unless it is there; see `ParameterGroup.start_gather`."""
-        if group.is_there(for_backward=for_backward):
-            return
+        """Start a group's gather; see `ParameterGroup.start_gather`."""
         with self.ranges.around("gather", group.name):
             if group.start_gather(self.weights_ready, needed, apart=apart, for_backward=for_backward):
                 self.gathers_started += 1

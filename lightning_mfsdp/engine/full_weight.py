@@ -81,11 +81,12 @@ class FullWeight:
         if self._bound is planes:
             return
         self._bound = planes
-        with torch.inference_mode(False), torch.no_grad():
-            if self._codec is None:
+        if self._codec is None:
+            with torch.inference_mode(False):
                 for entry, view in zip(self._entries, planes[0].views(), strict=True):
                     entry.full.data = view
-                return
+            return
+        with torch.inference_mode(False), torch.no_grad():
             for entry, *views in zip(self._entries, *(plane.views() for plane in planes), strict=True):
                 # `data`: a version counter of its own, so that a gather does not disturb tensors saved for backward.
                 self._codec.bind(entry.full, [view.data for view in views])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -29,12 +30,12 @@ class GroupSpec:
     whole: bool
     codec: WeightCodec | None = None
 
-    @property
+    @cached_property
     def storage_dtype(self) -> torch.dtype:
         """Of the memory that full and held weights lie in."""
         return self.compute_dtype if self.codec is None else self.codec.storage_dtype
 
-    @property
+    @cached_property
     def planes(self) -> range:
         """Numbers of the planes that the full weight consists of."""
         return range(1 if self.codec is None else self.codec.planes)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT_S = 100
+TIMEOUT_S = {"gloo": 100, "nccl": 300}  # many cases share one start of processes on GPUs
 PRELOADED = ["torch.distributed.checkpoint", "torch.distributed.tensor", "lightning.pytorch", "lightning_mfsdp.fabric"]
 
 
@@ -61,7 +61,7 @@ def run_distributed(
         for process in processes:
             process.start()
         for process in processes:
-            process.join(TIMEOUT_S)
+            process.join(TIMEOUT_S[backend])
         alive = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:
             process.kill()
@@ -96,7 +96,7 @@ def _main(
             init_method=f"file://{folder}/meet",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=TIMEOUT_S - 10),
+            timeout=timedelta(seconds=TIMEOUT_S[backend] - 10),
             device_id=torch.device("cuda", rank) if backend == "nccl" else None,
         )
         result = function(rank, world_size, *args)
