@@ -1,4 +1,4 @@
-"""Loss curves of several precisions on the same real text, from the same start:
+"""Loss curves of several precisions on the same real text, from the same start.
 
     torchrun --standalone --nproc_per_node=2 examples/benchmark/precision_curves.py --size 300m --steps 500 --out curves
 

@@ -96,6 +96,11 @@ class CapturedStep(Recording):
         self._context.weights_changed()
         return map_tensors(torch.clone, self._outputs)
 
+    def close(self) -> None:
+        """Let go of the graph. Calls run as they are from now on."""
+        self.failure = "closed"
+        self._replayable, self._outputs, self._inputs = None, None, None
+
     def _run(self, inputs: Any) -> Any:
         """The step as it is, on the stream of the recording: autograd must have seen it."""
         current = torch.cuda.current_stream(self.device)

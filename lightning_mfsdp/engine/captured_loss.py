@@ -77,7 +77,7 @@ class CapturedLoss(Recording):
         self._step = step
         self._module = module
         self._forward: torch.cuda.CUDAGraph | None = None
-        self._backward = torch.cuda.CUDAGraph()
+        self._backward: torch.cuda.CUDAGraph | None = None
         self._outputs: Any = None
         self._loss = self._gradient = torch.empty(0)
         self._anchor = torch.zeros((), device=self._context.device, requires_grad=True)
@@ -121,16 +121,20 @@ class CapturedLoss(Recording):
     def close(self) -> None:
         """Forget the graphs and let main gradients give their memory back between steps. Calls run as they are from now on."""
         self.failure = "closed"
-        self._forward, self._outputs, self._shown, self._shown_whole = None, None, [], []
+        self._forget()
         for reducer in self._context.reductions.reducers:
             reducer.pin_main(False)
 
     def record_again(self) -> None:
         """Forget the graphs and record anew in the next call: memory that they use, and that is not the engine's, has moved."""
         if self._forward is not None:
-            self._forward, self._backward = None, torch.cuda.CUDAGraph()
-            self._outputs, self._inputs, self._awaited = None, None, None
-            self._loss = self._gradient = torch.empty(0)
+            self._forget()
+
+    def _forget(self) -> None:
+        """Let go of both graphs and what they wrote. NCCL waits in the end of a process group for every graph that uses it."""
+        self._forward, self._backward, self._outputs, self._inputs, self._awaited = None, None, None, None, None
+        self._shown, self._shown_whole, self._empty = [], [], []
+        self._loss = self._gradient = torch.empty(0)
 
     def refuse(self, reason: str) -> None:
         """Do not record, with a warning that says why."""
@@ -246,6 +250,7 @@ class CapturedLoss(Recording):
                 "computed"
             )
         self._refuse_held_back()
+        assert self._backward is not None, "recorded together with the forward that was replayed"
         self._awaited = None
         self._gradient.copy_(gradient)
         with torch.no_grad():

@@ -72,10 +72,13 @@ def quantize_again(module: Any) -> bool:
     remembers in `_is_fsdp2` whether it is. Source: `TransformerEngineBaseModule.is_fsdp2` and `module/linear.py`, version 2.20.
 
     Returns:
-        Whether it does, or has nothing to keep. `False`: this version of the library has no such way.
+        Whether it does, or has nothing to keep. `False`: this version of the library has no such way. Its `LayerNormLinear` does not ask
+        for the gradient's memory then (`module/layernorm_linear.py`, `main_grad_func`), so it keeps the copy where it is to write there.
     """
     if not library.is_a(module, "TransformerEngineBaseModule") or has_quantized_weights(module):
         return True
+    if library.is_a(module, "LayerNormLinear") and module.fuse_wgrad_accumulation:
+        return False
     module._is_fsdp2 = True
     return bool(getattr(module, "is_fsdp2", False))
 

@@ -5,10 +5,12 @@ Graphs and their numbers: tests/gpu/test_capture.py and tests/lightning/test_cud
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -24,14 +26,22 @@ from tests.helpers.chain import inputs, loss_of, sharded_chain
 class Graph:
     """Remembers replays instead of doing them."""
 
+    alive: ClassVar[weakref.WeakSet[Graph]] = weakref.WeakSet()
+
     def __init__(self) -> None:
         self.replays = 0
+        self.alive.add(self)
 
     def pool(self) -> None:
         return None
 
     def replay(self) -> None:
         self.replays += 1
+
+
+def nowhere(*_: Any) -> AbstractContextManager[None]:
+    """Takes the graph that would be recorded, and does not keep it as a mock would."""
+    return nullcontext()
 
 
 @contextmanager
@@ -43,7 +53,7 @@ def dummies() -> Iterator[None]:
     }
     others = (
         mock.patch.object(torch.cuda, "CUDAGraph", Graph),
-        mock.patch.object(recording.Recording, "_graph", return_value=nullcontext()),
+        mock.patch.object(recording.Recording, "_graph", nowhere),
         mock.patch.object(recording, "_capturable_context", lambda _, module: context_of(module)),
     )
     with ExitStack() as stack:
@@ -175,6 +185,28 @@ def closing_lets_gradients_go(rank: int, world: int) -> None:
     assert not any(reducer.is_open for reducer in reducers)
 
 
+def graphs_go_at_once_when_they_are_given_up(rank: int, world: int) -> None:
+    """NCCL waits for those that use it when a process group is destroyed, and nothing collects garbage there."""
+    model = sharded_chain()
+    step = captured(lambda x: loss_of(model, x), model)
+    gc.collect()
+    gc.disable()
+    before = len(Graph.alive)
+
+    def record() -> None:
+        while not step.is_captured:
+            call(step, model, inputs(0, rank))
+        assert len(Graph.alive) == before + 2
+
+    record()
+    step.record_again()
+    assert len(Graph.alive) == before
+    record()
+    step.close()
+    assert len(Graph.alive) == before
+    gc.enable()
+
+
 def gradients_that_were_there_are_back_after_a_recording(rank: int, world: int) -> None:
     """Lightning clears gradients after training_step, and not for every microbatch."""
     model = sharded_chain()
@@ -196,6 +228,7 @@ CASES = [
     state_that_a_replay_would_not_change_is_refused,
     a_step_that_fails_while_it_is_recorded_leaves_nothing_behind,
     closing_lets_gradients_go,
+    graphs_go_at_once_when_they_are_given_up,
     gradients_that_were_there_are_back_after_a_recording,
 ]
 

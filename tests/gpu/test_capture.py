@@ -122,7 +122,31 @@ def other_shapes_run_uncaptured(rank, world):
     assert torch.isfinite(run(ids, targets))
 
 
+KEPT = []
+
+
+def a_closed_step_does_not_hold_the_process_group(rank, world):
+    """It outlives the function; were its graph still there, the end of the group would wait for ever."""
+    model, optimizer, _ = made()
+
+    def step(ids, targets):
+        loss = loss_of(model, ids, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    KEPT.append(capture_step(step, model, optimizer))
+    for index in range(6):
+        KEPT[0](*inputs(index, rank, world))
+    assert KEPT[0].is_captured
+    KEPT[0].close()
+    assert not KEPT[0].is_captured
+    assert torch.isfinite(KEPT[0](*inputs(7, rank, world))).all()
+
+
 def everything(rank, world):
+    a_closed_step_does_not_hold_the_process_group(rank, world)
     a_captured_step_trains_like_an_ordinary_one(rank, world)
     other_shapes_run_uncaptured(rank, world)
     what_cannot_be_recorded_is_named_and_runs_uncaptured(rank, world)

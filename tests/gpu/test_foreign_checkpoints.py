@@ -85,7 +85,8 @@ def by_us(rank: int, world: int, folder: str) -> dict[str, Any]:
     """Through `ckpt_path`, without a step."""
     warnings.simplefilter("ignore")
     if HAS_MEGATRON and rank == 0:
-        convert_checkpoint(Path(folder, "megatron-dcp"), Path(folder, "megatron"))
+        names = [name for name, _ in Classifier().named_parameters()]  # by number; weights and averages share shapes
+        convert_checkpoint(Path(folder, "megatron-dcp"), Path(folder, "megatron"), parameters=names)
     dist.barrier()
     found = {}
     for name in ("fsdp1", "fsdp2", *(["megatron"] if HAS_MEGATRON else [])):

@@ -173,7 +173,6 @@ def test_two_gpus_train_like_one_process():
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(300)  # slow hosts took 113 s
 @pytest.mark.gpus4
 @_needs(4)
 def test_four_gpus_train_like_one_process():

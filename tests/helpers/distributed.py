@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT_S = {"gloo": 100, "nccl": 300}  # many cases share one start of processes on GPUs
+GRACE_S = 10  # for ranks to fail as well, once one has
 PRELOADED = ["torch.distributed.checkpoint", "torch.distributed.tensor", "lightning.pytorch", "lightning_mfsdp.fabric"]
 
 
@@ -60,8 +63,7 @@ def run_distributed(
         ]
         for process in processes:
             process.start()
-        for process in processes:
-            process.join(TIMEOUT_S[backend])
+        _join(processes, TIMEOUT_S[backend])
         alive = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:
             process.kill()
@@ -74,6 +76,17 @@ def run_distributed(
             codes = [process.exitcode for process in processes]
             raise RankError(f"ranks still running: {alive}; exit codes: {codes}\n" + "\n".join(failures))
         return [torch.load(Path(folder, f"result-{rank}"), weights_only=False) for rank in range(world_size)]
+
+
+def _join(processes: list[Any], timeout_s: float) -> None:
+    """Wait for all, or for a moment once one has failed: the others may wait for it in a collective."""
+    deadline, failed = time.monotonic() + timeout_s, False
+    running = list(processes)
+    while running and (left := deadline - time.monotonic()) > 0:
+        wait([process.sentinel for process in running], left)
+        running = [process for process in running if process.is_alive()]
+        if not failed and any(process.exitcode for process in processes):
+            deadline, failed = min(deadline, time.monotonic() + GRACE_S), True
 
 
 def _main(

@@ -331,6 +331,7 @@ class _Product(torch.autograd.Function):
         x = _rounded(x, "scaling_fwd", 0, layer.fp8_meta, recipe)
         rounded = _Product.rounded_weight(ctx, weight, x.dtype)
         ctx.keeps = not (isinstance(weight, Float8Tensor) or layer.is_fsdp2)
+        ctx.forgets_memory = isinstance(layer, LayerNormLinear) and layer.is_fsdp2  # as version 2.20 does
         ctx.save_for_backward(x, rounded if ctx.keeps else weight)
         copies.append(ctx.keeps)
         ctx.fused = layer.fuse_wgrad_accumulation and weight.requires_grad
@@ -357,7 +358,7 @@ class _Product(torch.autograd.Function):
             _update("scaling_bwd")
         if ctx.fused:
             assert not hasattr(ctx.origin(), "grad_added_to_main_grad")
-            memory = ctx.memory()
+            memory = None if ctx.forgets_memory else ctx.memory()
             memory.copy_(to_weight) if ctx.overwrites else memory.add_(to_weight)
             to_weight = None
             writes.append(ctx.overwrites)

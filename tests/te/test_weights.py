@@ -54,6 +54,8 @@ class Built(OnMeta):
             for block, device in zip(self.blocks, ("cpu", "meta", "cpu"), strict=True):
                 options: Any = {"params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": device == "cpu"}
                 block.linear = fake_engine.Linear(DIM, DIM, device=device, **options)
+            options = {"params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": True, "normalization": "RMSNorm"}
+            self.blocks[0].linear = fake_engine.LayerNormLinear(DIM, DIM, device="cpu", **options)
             with fake_engine.quantized_model_init(enabled=False):
                 self.blocks[2].linear = fake_engine.Linear(DIM, DIM, device="cpu")
 
@@ -318,6 +320,14 @@ class TestRefusals:
         model = nn.Sequential(nn.Linear(16, 16))
         compute = Fp8Compute(Fp8Options(replace_layers=True))
         assert "1 keep 8-bit copies of weights for the backward: this version" in compute.prepare(model, None)
+
+    def test_a_norm_fused_with_a_layer_keeps_its_copy_where_it_writes_gradients(self) -> None:
+        for fused in (False, True):
+            options: Any = {"normalization": "RMSNorm", "fuse_wgrad_accumulation": fused, "device": "cpu"}
+            layer = fake_engine.LayerNormLinear(16, 16, **options)
+            done = Fp8Compute(Fp8Options()).prepare(nn.Sequential(layer), None)
+            assert layer.is_fsdp2 is not fused
+            assert ("1 keep 8-bit copies" in done) is fused
 
     def test_weights_that_were_built_on_another_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with fake_engine.quantized_model_init(recipe=fake_engine.Float8CurrentScaling()):
