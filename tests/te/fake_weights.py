@@ -60,6 +60,9 @@ class Float8CurrentScalingQuantizer:
     def scale_for(self, amax: Tensor) -> Tensor:
         return LARGEST / amax.clamp(min=1e-12)
 
+    def create_tensor_from_data(self, data: Tensor, dtype: torch.dtype) -> Any:
+        return Float8Tensor(data, torch.empty(1), self, dtype)
+
     def __call__(self, value: Tensor) -> Any:
         scale = self.scale_for(self.note(value.detach()))
         made: Any = nn.Parameter(Float8Tensor(_raw(value.detach(), scale), (1 / scale).reshape(1), self, value.dtype))
@@ -117,7 +120,9 @@ def quantize_master_weights(
         scale = quantizer.scale_for(amax)
         weight._scale_inv.copy_(1 / scale)
         if main is not None and shard is not None:
-            shard.copy_(_raw(main, scale))
+            is_current = not isinstance(quantizer, Float8Quantizer)
+            assert main.dim() == (2 if is_current else 1), "what the library would transpose slowly"
+            (shard._data if is_current else shard).copy_(_raw(main, scale))  # type: ignore[attr-defined]
 
 
 def post_all_gather_processing(weights: Sequence[Any]) -> None:
