@@ -21,7 +21,7 @@ class CausalLayer(nn.Module):
 
     def __init__(self, dim: int = DIM, dropout: float = 0.0) -> None:
         super().__init__()
-        self.inputs = nn.Linear(dim, 3 * dim)
+        self.inputs = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim)
         self.dropout = dropout
 
