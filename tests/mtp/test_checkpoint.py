@@ -41,7 +41,7 @@ class Net(LightningModule):
 
 
 def data(rank: int, steps: int) -> DataLoader[Any]:
-    ids = torch.randint(VOCAB, (2 * steps, 8), generator=torch.Generator().manual_seed(rank))
+    ids = torch.randint(VOCAB, (2 * steps, 9), generator=torch.Generator().manual_seed(rank))
     return DataLoader(TensorDataset(ids), batch_size=2)
 
 
