@@ -28,7 +28,7 @@ class WideNet(Net):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.model = Model(dim=DIM, dropout=0.2, **options)
+        self.model = Model(**{"dim": DIM, "dropout": 0.2, **options})
 
 
 def trained(

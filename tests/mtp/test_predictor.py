@@ -216,6 +216,14 @@ def test_a_recomputed_layer_keeps_its_inputs_only() -> None:
     assert kept[1] <= hidden.numel() + embeddings.numel() < kept[0] / 3
 
 
+def test_a_layer_is_computed_again_to_its_end_so_that_ranks_meet_in_its_collectives() -> None:
+    ends = []
+    model = build(recompute=True)
+    model.predictor.layers[0].norm.register_forward_hook(lambda *_: ends.append(1))
+    model.loss(*batch(0)).backward()
+    assert len(ends) == 2
+
+
 def test_a_layer_that_is_computed_again_compiles_without_a_graph_break() -> None:
     found = []
     for compiled in (False, True):

@@ -149,11 +149,17 @@ def a_layer_is_gathered_once_in_forward_and_once_in_backward(rank, world):
         model = build(tied=tied, recompute=recompute)
         fully_shard_units(model, choose(model))
         counts[recompute, choose.__name__, tied] = gathers(model, rank)
+    for recompute in (False, True):
+        model = build(recompute=recompute, depth=2)
+        fully_shard_units(model, one_by_one(model))
+        counts[recompute, "one_by_one", 2] = gathers(model, rank)
     # Forward: the root's norm, embedding, two blocks, the predictor's layer, and the head once for both losses. Backward: the head, which
     # gave its weight back after the first of its two, and all but the embedding. Without a unit of its own the head is the root's.
     for recompute in (False, True):
         assert counts[recompute, "one_by_one", False] == [(6, 4)] * 2, counts
         assert counts[recompute, "one_by_one", True] == [(6, 4)] * 2, counts
+        # Two depths: a layer more, and three losses, for all of which the head is gathered once in forward.
+        assert counts[recompute, "one_by_one", 2] == [(7, 6)] * 2, counts
         # The predictor's layer is the last unit of the forward, and stays for the backward.
         assert counts[recompute, "automatic", True] == [(4, 2)] * 2, counts
 
