@@ -70,6 +70,11 @@ class PredictorLayer(nn.Module):
         self.norm = norm(width)
         self.recompute = recompute
 
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Whether it is computed again already, under the name by which models of Hugging Face tell others."""
+        return self.recompute is not None
+
     def forward(self, hidden: Tensor, embedding: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The next states `[B, S, H]`.
 

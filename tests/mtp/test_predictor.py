@@ -216,9 +216,13 @@ def test_a_recomputed_layer_keeps_its_inputs_only() -> None:
     assert kept[1] <= hidden.numel() + embeddings.numel() < kept[0] / 3
 
 
-def test_a_layer_is_computed_again_to_its_end_so_that_ranks_meet_in_its_collectives() -> None:
+def test_a_layer_says_that_it_is_computed_again_and_is_to_its_end_so_that_ranks_meet_in_its_collectives() -> None:
     ends = []
     model = build(recompute=True)
+    assert [build(recompute=again).predictor.layers[0].gradient_checkpointing for again in (False, True)] == [
+        False,
+        True,
+    ]
     model.predictor.layers[0].norm.register_forward_hook(lambda *_: ends.append(1))
     model.loss(*batch(0)).backward()
     assert len(ends) == 2
