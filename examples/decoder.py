@@ -199,11 +199,18 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of shape [B, S, V] for `tokens`, int64 of shape [B, S]; position s sees tokens 0 to s."""
         x = self.embedding(tokens)
-        cos, sin = rotary_tables(tokens.shape[1], self.config.head_dim, self.config.rope_base, tokens.device)
-        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        return self.head(self.states(x, *self.rotary(x)))
+
+    def rotary(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for `x`, of shape [B, S, D], in its dtype."""
+        cos, sin = rotary_tables(x.shape[1], self.config.head_dim, self.config.rope_base, x.device)
+        return cos.to(x.dtype), sin.to(x.dtype)
+
+    def states(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """What the head sees, [B, S, D], of embedded tokens of that shape."""
         for block in self.blocks:
             x = block(x, cos, sin)
-        return self.head(self.norm(x))
+        return self.norm(x)
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:

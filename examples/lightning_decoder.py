@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from examples.decoder import PRESETS, Decoder, DecoderConfig, next_token_loss
+from examples.multi_token import MultiTokenDecoder, MultiTokenOptions
 from examples.text import BYTES, ByteText
 
 
@@ -30,6 +31,7 @@ class LightningDecoder(LightningModule):
         total_steps: Optimizer steps over which the schedule runs; None takes them from the Trainer. Give it when a run
             is meant to be stopped and continued.
         meta: Build on the meta device, without memory; the strategy then fills in the weights as it shards them.
+        multi_token: How tokens after the next one are predicted too; None: they are not.
 
     Raises:
         ValueError: There is no preset of that name.
@@ -43,6 +45,7 @@ class LightningDecoder(LightningModule):
         warmup_steps: int = 20,
         total_steps: int | None = None,
         meta: bool = False,
+        multi_token: MultiTokenOptions | None = None,
     ) -> None:
         super().__init__()
         if isinstance(config, str) and config not in PRESETS:
@@ -53,28 +56,50 @@ class LightningDecoder(LightningModule):
         self.warmup_steps = warmup_steps
         self.total_steps = total_steps
         self.meta = meta
+        self.multi_token = multi_token
         self.decoder: nn.Module | None = None
 
     def configure_model(self) -> None:
         """Build the decoder. Lightning calls this once per fit, validate, test and predict."""
         if self.decoder is None:
             with torch.device("meta") if self.meta else contextlib.nullcontext():
-                self.decoder = Decoder(self.config)
+                ahead = self.multi_token
+                self.decoder = Decoder(self.config) if ahead is None else MultiTokenDecoder(self.config, ahead)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of shape [B, S, V] for `tokens` of shape [B, S]."""
         return self.decoder(tokens)
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """Mean loss of the microbatch, in nats."""
-        loss = next_token_loss(self.decoder(batch[:, :-1]), batch[:, 1:])
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor | dict[str, Tensor]:
+        """Mean loss of the microbatch, in nats; with tokens after the next one also "next_token_loss", the part without them."""
+        tokens, targets = batch[:, :-1], batch[:, 1:]
+        if not isinstance(self.decoder, MultiTokenDecoder):
+            loss = next_token_loss(self.decoder(tokens), targets)
+            self.log("bits_per_byte", loss.detach() / math.log(2), prog_bar=True)
+            return loss
+        loss, ahead = self.decoder.losses(tokens, targets)
         self.log("bits_per_byte", loss.detach() / math.log(2), prog_bar=True)
-        return loss
+        for number, one in enumerate(ahead.detach(), start=1):
+            self.log(f"bits_per_byte_ahead_{number}", one / math.log(2))
+        return {"loss": loss + self.decoder.predictor.weighted(ahead), "next_token_loss": loss.detach()}
 
     def validation_step(self, batch: Tensor, batch_index: int) -> None:
-        """Log the held-out loss, in bits per byte, averaged over all batches and ranks."""
-        loss = next_token_loss(self.decoder(batch[:, :-1]), batch[:, 1:])
-        self.log("val_bits_per_byte", loss / math.log(2), prog_bar=True, sync_dist=True, batch_size=len(batch))
+        """Log the held-out loss, in bits per byte, averaged over all batches and ranks.
+
+        With tokens after the next one, log for each also the rates of `DraftCounts`: how many drafts are the decoder's own choice
+        ("val_draft_acceptance_1") and how many are the text's byte ("val_draft_accuracy_1").
+        """
+        tokens, targets = batch[:, :-1], batch[:, 1:]
+        options = {"sync_dist": True, "batch_size": len(batch)}
+        if isinstance(self.decoder, MultiTokenDecoder):
+            loss, found = self.decoder.drafts(tokens, targets)
+            # Every window has as many drafts, so the mean over windows is that over drafts.
+            for number, rates in enumerate(zip(found.acceptance, found.accuracy, strict=True), start=1):
+                self.log(f"val_draft_acceptance_{number}", rates[0], prog_bar=number == 1, **options)
+                self.log(f"val_draft_accuracy_{number}", rates[1], **options)
+        else:
+            loss = next_token_loss(self.decoder(tokens), targets)
+        self.log("val_bits_per_byte", loss / math.log(2), prog_bar=True, **options)
 
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW with weight decay on matrices, and the learning rate as a function of the optimizer step."""

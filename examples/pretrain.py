@@ -8,6 +8,9 @@ the larger presets on GPUs:
     python examples/pretrain.py
     python examples/pretrain.py --config 1b --accelerator gpu --devices 4 --no-resume-demo
     python examples/pretrain.py --config 1b --accelerator gpu --devices 4 --precision transformer-engine
+
+With `--multi-token 1` it also learns to predict the byte after the next one, and says how many of these drafts its own next
+prediction would accept.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from lightning.pytorch.utilities import rank_zero_only
 import lightning_mfsdp  # noqa: F401 - registers the strategy "mfsdp"
 from examples.decoder import PRESETS
 from examples.lightning_decoder import LightningDecoder, TextDataModule, generate
+from examples.multi_token import MultiTokenOptions
 from examples.reporting import Curve, Speed, hide_spurious_warnings, plot, save
 from examples.text import decode, encode, unigram_bits_per_byte
 
@@ -89,6 +93,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, help="windows per microbatch and process")
     parser.add_argument("--accumulate", type=int, default=1, help="microbatches per optimizer step (default: 1)")
     parser.add_argument("--learning-rate", type=float, help="peak learning rate")
+    parser.add_argument(
+        "--multi-token", type=int, default=0, metavar="DEPTH", help="bytes after the next one that are predicted too"
+    )
+    parser.add_argument("--recompute-multi-token", action="store_true", help="compute their blocks again in backward")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prompt", default="def read_lines(path):\n", help="text that the sample continues")
     parser.add_argument("--sample-bytes", type=int, default=160, help="length of the sample; 0 makes none")
@@ -99,6 +107,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--no-checkpoint", action="store_true", help="save nothing; implies --no-resume-demo")
     args = parser.parse_args()
     recipe = RECIPES[args.config]
+    if args.recompute_multi_token and not args.multi_token:
+        parser.error("--recompute-multi-token has nothing to compute again without --multi-token")
     args.steps = args.steps or recipe.steps
     args.interval = args.interval or max(1, args.steps // 6)
     args.epochs = 2 * -(-args.steps // (2 * args.interval))
@@ -111,12 +121,14 @@ def parse_args() -> argparse.Namespace:
 
 def build_module(args: argparse.Namespace) -> LightningDecoder:
     """A fresh module; the schedule spans all phases, so that a resumed one continues it."""
+    multi_token = MultiTokenOptions(depth=args.multi_token, recompute=args.recompute_multi_token)
     return LightningDecoder(
         args.config,
         learning_rate=args.learning_rate,
         total_steps=args.steps,
         # A preset that fills a GPU must never exist in full on one device.
         meta=args.config != "tiny" and args.strategy.startswith("mfsdp"),
+        multi_token=multi_token if args.multi_token else None,
     )
 
 
@@ -154,8 +166,10 @@ def build_trainer(args: argparse.Namespace, epochs: int, callbacks: list[Callbac
 
 
 @rank_zero_only
-def report(args: argparse.Namespace, curve: Curve, speed: Speed, sample: Sample, baseline: float) -> None:
-    """Save the curve and say how the run went."""
+def report(
+    args: argparse.Namespace, curve: Curve, speed: Speed, sample: Sample, baseline: float, accepted: list[float]
+) -> None:
+    """Save the curve and say how the run went; `accepted` are the shares of drafts, by how far ahead they were."""
     save(curve, args.output / "curve.csv")
     picture = plot(curve, baseline, args.output / "loss.png")
     final = curve.validation[-1][1]
@@ -166,6 +180,8 @@ def report(args: argparse.Namespace, curve: Curve, speed: Speed, sample: Sample,
     print(f"loss curve          {picture}")
     print(f"unigram baseline    {baseline:.3f} bits per byte")
     print(f"held-out text       {final:.3f} bits per byte")
+    for number, rate in enumerate(accepted, start=1):
+        print(f"drafts accepted     {rate:.1%} of those for byte {number} after the next one")
     if below > 0.1:
         print(f"verdict: the model LEARNED, it is {below:.0%} below the unigram baseline")
     else:
@@ -196,7 +212,9 @@ def main() -> None:
 
     trainer = build_trainer(args, args.epochs, [curve, speed, *([sample] if args.sample_bytes else [])])
     trainer.fit(build_module(args), data, ckpt_path=checkpoint)
-    report(args, curve, speed, sample, unigram_bits_per_byte(data.held_out()))
+    metrics = trainer.callback_metrics
+    accepted = [metrics[f"val_draft_acceptance_{number + 1}"].item() for number in range(args.multi_token)]
+    report(args, curve, speed, sample, unigram_bits_per_byte(data.held_out()), accepted)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ class Curve(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the loss on its device: reading it here would make every step wait."""
-        self._losses.append(outputs["loss"].detach())
+        whole = outputs["loss"].detach() * trainer.accumulate_grad_batches  # Lightning has divided it
+        self._losses.append(outputs.get("next_token_loss", whole))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the held-out loss."""
@@ -61,7 +62,7 @@ class Curve(Callback):
         losses = trainer.strategy.reduce(torch.stack(self._losses), reduce_op="mean").tolist()
         per_step: dict[int, list[float]] = {}
         for step, loss in zip(self._steps, losses, strict=True):
-            per_step.setdefault(step, []).append(loss * trainer.accumulate_grad_batches / math.log(2))
+            per_step.setdefault(step, []).append(loss / math.log(2))
         self.training += [(step, sum(values) / len(values)) for step, values in per_step.items()]
         self._steps.clear()
         self._losses.clear()

@@ -24,6 +24,7 @@ ALLOWED = {
     # It finds the library by name, in one file (tests/te/test_library.py).
     "te": {"torch", "lightning_mfsdp.te", "lightning_mfsdp.engine"},
     "moe": {"torch", "triton", "lightning_mfsdp.moe", "lightning_mfsdp.engine", "lightning_mfsdp.ops"},
+    "mtp": {"torch", "lightning_mfsdp.mtp"},
     "checkpoint": {
         "torch",
         "fsspec",
