@@ -118,8 +118,8 @@ def test_a_full_save_takes_what_is_written_on_rank_0_and_a_few_tensors_elsewhere
 def test_a_load_takes_the_optimizers_state_of_this_rank_and_a_few_tensors(
     grown: list[dict[str, int]], kind: str
 ) -> None:
-    """Weights are read into their place; four threads read a piece each."""
-    state = 2 * MODEL_BYTES // WORLD
+    """Weights are read into their place; four threads have a piece each, as it lies in the file and unpacked."""
+    state, pieces = 2 * MODEL_BYTES // WORLD, 4 * 2 * LAYER_BYTES // WORLD
     most = [found[f"{kind} load"] for found in grown]
     assert 0.9 * state < min(most)
-    assert max(most) < state + 4 * LAYER_BYTES // WORLD + MARGIN_BYTES < 2 * MODEL_BYTES, most
+    assert max(most) < state + pieces + MARGIN_BYTES < 1.5 * MODEL_BYTES, most
