@@ -191,7 +191,7 @@ def refused_batch_sizes(side: Side) -> list[str]:
 
 
 class Overriding(Classifier):
-    """Leaves out the optimizer's step after every second batch, clips and schedules by itself, and plans by the steps that the Trainer expects."""
+    """Leaves out every second step, clips and schedules by itself, and plans by the number of steps that the Trainer expects."""
 
     def __init__(self) -> None:
         super().__init__()
