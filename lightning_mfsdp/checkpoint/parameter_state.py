@@ -69,6 +69,7 @@ def whole_rows(module: nn.Module, rows: Mapping[str, Tensor], *, keep: bool) -> 
             value = Rows.over(value.to(view.main.device), view.dtensor).full_tensor()
         if keep:
             found[plain_name(name)] = value.cpu()
+        del value  # its memory is free before the next one is gathered
     return found
 
 

@@ -1,6 +1,6 @@
 """Whole states of a sharded model, for checkpoints that plain PyTorch reads: gathered tensor by tensor, kept on one rank in host memory.
 
-The device holds one whole tensor at a time, the rank that keeps them the model and its optimizer state in main memory, the others nothing.
+The device holds one tensor at a time, in pieces and whole; the rank that keeps them the model and its optimizer state in main memory.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def whole_model_state(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]
         tensor = value.full_tensor() if isinstance(value, DTensor) else value
         if keep:
             whole[name] = _once(tensor.detach().cpu(), value, known) if isinstance(tensor, Tensor) else tensor
+        del tensor  # its memory is free before the next one is gathered
     return whole
 
 
@@ -79,6 +80,7 @@ def whole_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]
             value = _gathered(own.get(key), part.dtype, parameter) if isinstance(part, _RowsOf) else part
             if keep:
                 state.setdefault(number, {})[key] = value.cpu() if isinstance(value, Tensor) else value
+            del value  # as above
     if not keep:
         return {}
     groups, first = [], 0

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mfsdp.engine.codec import WeightCodec
 from lightning_mfsdp.engine.collectives import Mesh
@@ -27,11 +29,17 @@ Named = tuple[str, nn.Parameter, list[tuple[dict[str, Any], str]]]
 
 
 def refuse_unfit(module: nn.Module, named: Sequence[Named], policy: MixedPrecisionPolicy) -> None:
-    """Refuse parameters that cannot be sharded under a policy.
+    """Refuse parameters that cannot be sharded under a policy, and modules that reduce gradients by themselves.
 
     Raises:
         ShardingError: With the name of the first one.
     """
+    for path, child in module.named_modules():
+        if isinstance(child, (FullyShardedDataParallel, DistributedDataParallel)):
+            raise ShardingError(
+                f"fully_shard: {path or 'the module'} of {type(module).__name__} is wrapped in {type(child).__name__}, which gathers or "
+                "reduces by itself; expected plain modules. Leave the wrapper out"
+            )
     for name, parameter, _ in named:
         where = f"fully_shard: parameter {name} of {type(module).__name__}"
         if isinstance(parameter, DTensor):

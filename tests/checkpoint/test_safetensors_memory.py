@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,48 +18,13 @@ from lightning_mfsdp.checkpoint.opening import locate
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.engine import fully_shard, fully_shard_optimizer
 from tests.helpers.distributed import run_distributed
+from tests.helpers.host_memory import FREED_AT_ONCE, Meter
 
 WORLD = 4
 LAYERS, DIM = 64, 512
 LAYER_BYTES = DIM * DIM * 4
 MODEL_BYTES = LAYERS * LAYER_BYTES  # 64 MiB
 MARGIN_BYTES = 4 * 2**20  # what Python, allocators and threads may add
-
-
-def anonymous_bytes() -> int:
-    """Memory of this process that is no mapped file: `RssAnon`."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no RssAnon in /proc/self/status")
-
-
-class Meter:
-    """The most anonymous memory that a process had meanwhile, beyond what it had before."""
-
-    def __enter__(self) -> Meter:
-        self._stopped = threading.Event()
-        self._before = self._most = anonymous_bytes()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def look(self, *_: int) -> None:
-        """Also as `progress`, where the most is to be expected."""
-        self._most = max(self._most, anonymous_bytes())
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(0.002):
-            self.look()
-
-    def __exit__(self, *_: object) -> None:
-        self.look()
-        self._stopped.set()
-        self._thread.join()
-
-    @property
-    def grown(self) -> int:
-        return self._most - self._before
 
 
 def model() -> nn.Module:
@@ -125,8 +89,7 @@ def measured(rank: int, world: int, folder: str) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def grown() -> Iterator[list[dict[str, int]]]:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        # What is freed leaves the process at once, so that it cannot be mistaken for memory that was there before.
-        patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+        patch.setenv(*FREED_AT_ONCE)
         yield run_distributed(measured, WORLD, folder, fresh=True)
 
 

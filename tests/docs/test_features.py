@@ -1,31 +1,70 @@
-"""docs/features.md names a test for every feature, and the tests exist."""
+"""docs/features.md and docs/design/lightning_tests.md name tests for every row, and the tests exist."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/features.md"
+import pytest
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 NAMED_TEST = re.compile(r"\[`(test_\w+)`\]\(([^)]+)\)")
 
 
-def rows() -> list[str]:
-    """Of all tables, without their heads."""
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
-    return [line for line in lines if not line.startswith(("| |", "|---"))]
+@dataclass(frozen=True)
+class Page:
+    """Attributes:
+    path: In docs.
+    column: Where the tests stand, from 1.
+    columns: Of each table.
+    """
+
+    path: str
+    column: int
+    columns: int
+
+    @property
+    def file(self) -> Path:
+        return DOCS / self.path
+
+    def rows(self) -> list[list[str]]:
+        """Cells of all tables whose heads have that many, without the heads."""
+        lines = self.file.read_text().splitlines()
+        heads = {number - 1 for number, line in enumerate(lines) if line.startswith("|---")}
+        found, wide = [], False
+        for number, line in enumerate(lines):
+            if number in heads:
+                wide = line.count("|") == self.columns + 1
+            elif wide and line.startswith("|") and not line.startswith("|---"):
+                found.append(line.split("|")[1:-1])
+        return found
 
 
-def test_every_feature_names_the_test_that_shows_it() -> None:
-    assert len(rows()) > 20
-    assert [row for row in rows() if not NAMED_TEST.search(row.split("|")[2])] == []
+FEATURES = Page("features.md", 2, 6)
+LIGHTNINGS = Page("design/lightning_tests.md", 3, 3)
+PAGES = pytest.mark.parametrize("page", [FEATURES, LIGHTNINGS], ids=lambda page: page.path)
 
 
-def test_every_named_test_exists() -> None:
-    named = NAMED_TEST.findall(PAGE.read_text())
-    missing = [name for name, path in named if f"def {name}(" not in (PAGE.parent / path).read_text()]
+@PAGES
+def test_every_row_names_a_test_that_shows_it(page: Page) -> None:
+    assert len(page.rows()) > 50
+    assert [row for row in page.rows() if not NAMED_TEST.search(row[page.column - 1])] == []
+
+
+@PAGES
+def test_every_named_test_exists(page: Page) -> None:
+    named = NAMED_TEST.findall(page.file.read_text())
+    missing = [name for name, path in named if f"def {name}(" not in (page.file.parent / path).read_text()]
     assert missing == []
 
 
-def test_every_row_has_a_cell_for_each_column() -> None:
-    assert {row.count("|") for row in rows()} == {7}
+@PAGES
+def test_every_row_has_a_cell_for_each_column(page: Page) -> None:
+    assert {len(row) for row in page.rows()} == {page.columns}
+
+
+def test_no_behaviour_stands_in_the_list_twice() -> None:
+    behaviours = [row[1] for row in LIGHTNINGS.rows()]
+    assert len(set(behaviours)) == len(behaviours)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mfsdp.engine import (
     EngineStateError,
@@ -146,6 +149,18 @@ def a_forgotten_optimizer_is_slower_and_not_wrong(rank: int, world: int) -> None
                 optimizer.step()
                 optimizer.zero_grad()
             torch.testing.assert_close(model(inputs(3)), reference(inputs(3)), rtol=1e-5, atol=1e-6)
+
+
+def wrappers_that_reduce_by_themselves_are_refused(rank: int, world: int) -> None:
+    """What a model may bring along from FSDPStrategy or DDP."""
+    for wrap in (DistributedDataParallel, partial(FullyShardedDataParallel, device_id=torch.device("cpu"))):
+        name = getattr(wrap, "func", wrap).__name__
+        model = plain_chain()
+        model.layers[1] = wrap(model.layers[1])
+        with pytest.raises(ShardingError, match=rf"layers\.1 of Chain is wrapped in {name}.*Leave the wrapper out"):
+            fully_shard(model)
+        with pytest.raises(ShardingError, match=f"the module of {name} is wrapped"):
+            fully_shard(model.layers[1])
 
 
 def ignored_parameters_may_be_a_generator(rank: int, world: int) -> None:

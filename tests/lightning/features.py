@@ -23,6 +23,8 @@ OTHER_WARNINGS = (
     "torch.distributed.nn.functional.all_gather is deprecated.*",
     "(?s).*JSONARGPARSE_DEPRECATION_WARNINGS.*",
     "(?s).*in v5.0.0.*",
+    "Checkpoint directory .* exists and is not empty.",
+    "You're resuming from a checkpoint that ended before the epoch ended .*",
 )
 
 

@@ -1,7 +1,8 @@
 """Kills trainings at random moments: `python killed_training.py FOLDER KILLS SEED sync|async`.
 
 Forks two ranks that save numbered states over and over, kills both some time after their first save, and lets two others load what is
-left. Prints one line of JSON for each: the last number whose save had returned, the files, and the numbers that were loaded.
+left: the checkpoint, and what was written beside it, if it was killed in the middle. Prints one line of JSON for each: the last number
+whose save had returned, the files, the numbers that were loaded, and what was said of what lay beside.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_mfsdp.checkpoint import lightning_io
+from lightning_mfsdp.checkpoint import lightning_io, local
 from lightning_mfsdp.checkpoint.background import BackgroundSaver
 from lightning_mfsdp.checkpoint.opening import locate
 from lightning_mfsdp.checkpoint.ranks import Ranks
@@ -53,14 +55,14 @@ class Children:
         """Statuses, and that nothing is left of them."""
         return [os.waitpid(process, 0)[1] for process in self.processes]
 
-    def numbers(self) -> list[float]:
+    def said(self) -> list[Any]:
         """All that is in the pipe, once everybody who writes to it is gone."""
         with os.fdopen(self.pipe) as lines:
-            return [float(line) for line in lines]
+            return [json.loads(line) for line in lines]
 
 
-def say(pipe: int, number: float) -> None:
-    os.write(pipe, f"{number}\n".encode())
+def say(pipe: int, what: Any) -> None:
+    os.write(pipe, f"{json.dumps(what)}\n".encode())
 
 
 def train(pipe: int, path: Path, number: int, *, is_async: bool) -> None:
@@ -84,14 +86,28 @@ def train(pipe: int, path: Path, number: int, *, is_async: bool) -> None:
         number += 1
 
 
-def load(pipe: int, path: Path) -> None:
+def load(path: Path) -> list[Any]:
+    """All numbers that were loaded, which should be one; or why nothing was."""
     model, optimizer = made(-1)
-    rest = lightning_io.load(locate(path), model, [optimizer], strict=True, weights_only=True)
-    tensors = [*optimizer.param_groups[0]["params"]] + [state["momentum_buffer"] for state in optimizer.state.values()]
-    for number in {float(rest["global_step"])} | {
-        float(value) for part in tensors for value in part.detach().flatten()
-    }:
-        say(pipe, number)
+    try:
+        rest = lightning_io.load(locate(path), model, [optimizer], strict=True, weights_only=True)
+    except (RuntimeError, ValueError) as error:
+        assert numbers_in(optimizer) == {-1.0}, "partly loaded"
+        return [str(error)]
+    return sorted(numbers_in(optimizer) | {float(rest["global_step"])})
+
+
+def numbers_in(optimizer: torch.optim.Optimizer) -> set[float]:
+    weights = optimizer.param_groups[0]["params"]
+    moments = [state["momentum_buffer"] for state in optimizer.state.values()]
+    return {float(value) for part in (*weights, *moments) for value in part.detach().flatten()}
+
+
+def load_what_is_left(pipe: int, path: Path) -> None:
+    part = local.part_of(path)
+    if part.exists():
+        say(pipe, {"beside": load(part)})
+    say(pipe, {"loaded": load(path)})
 
 
 def main(folder: Path, kills: int, seed: int, *, is_async: bool) -> None:
@@ -107,11 +123,14 @@ def main(folder: Path, kills: int, seed: int, *, is_async: bool) -> None:
         select.select([], [], [], chance.uniform(0.0, 0.15))
         training.kill()
         assert training.wait() == [signal.SIGKILL] * WORLD
-        finished = max(training.numbers())
+        finished = max(training.said())
         names = sorted(name for name in os.listdir(folder) if "ckpt" in name)
-        loading = Children(folder / f"load-{attempt}", lambda pipe: load(pipe, path))
+        loading = Children(folder / f"load-{attempt}", lambda pipe: load_what_is_left(pipe, path))
         assert loading.wait() == [0] * WORLD, "loading failed"
-        found = {"first": first, "finished": finished, "names": names, "loaded": sorted(set(loading.numbers()))}
+        found: dict[str, Any] = {"first": first, "finished": finished, "names": names, "beside": [], "loaded": []}
+        for said in loading.said():
+            for key, values in said.items():
+                found[key] += [value for value in values if value not in found[key]]
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()
         first = int(finished) + 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_mfsdp import MFSDPStrategy, sharded_parameters
+from lightning_mfsdp.checkpoint.sharded import plain_name
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import (
     FOREIGN_WARNINGS,
@@ -260,6 +262,16 @@ class OtherGroups(Scheduled):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
+class Stranger(Scheduled):
+    """Its optimizer also trains a parameter that nobody else knows."""
+
+    def configure_optimizers(self) -> Any:
+        configured = super().configure_optimizers()
+        configured["optimizer"].add_param_group({"params": [nn.Parameter(torch.zeros(4, 3))], "weight_decay": 0.0})
+        configured["lr_scheduler"] = torch.optim.lr_scheduler.StepLR(configured["optimizer"], 2)
+        return configured
+
+
 class Loose(Scheduled):
     def __init__(self) -> None:
         super().__init__()
@@ -287,6 +299,11 @@ def problems(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found["missing"] = message(seeded(Scheduled), f"{folder}/nothing.ckpt")
     Path(folder, "empty").mkdir()
     found["empty"] = message(seeded(Scheduled), f"{folder}/empty")
+    strange = trainer_for(folder, world_size, max_steps=2)
+    strange.fit(seeded(Stranger), data)
+    with pytest.raises(ValueError, match="that is not in the module") as unknown:
+        strange.save_checkpoint(f"{folder}/strange.ckpt")
+    found["strange"] = str(unknown.value), Path(folder, "strange.ckpt").exists()
     loose = seeded(Loose)
     with pytest.warns(UserWarning, match="these keep their present values: extra.weight, extra.bias"):
         trainer_for(folder, world_size).validate(loose, data, ckpt_path=f"{folder}/good.ckpt", verbose=False)
@@ -323,6 +340,14 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(messages
 def test_other_parameter_groups_are_refused_by_name(messages: dict[str, Any]) -> None:
     assert "parameter group 0 differs" in messages["groups"]
     assert "head.bias" in messages["groups"]
+
+
+def test_an_optimizer_may_train_what_is_not_in_the_module_but_its_state_is_not_lost_silently(
+    messages: dict[str, Any],
+) -> None:
+    said, written = messages["strange"]
+    assert "an optimizer holds a parameter of shape (4, 3)" in said
+    assert not written
 
 
 def test_a_path_without_a_checkpoint_says_what_is_expected_there(messages: dict[str, Any]) -> None:
@@ -385,6 +410,14 @@ class Checkpointed(Classifier):
         self.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in self.blocks)
 
 
+class Compiled(Classifier):
+    """Blocks inside torch.compile's wrapper, which changes names too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in self.blocks)
+
+
 def losses_avoided(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     strict_warnings()
     data = loader(8 // world_size, 8, rank, world_size)
@@ -407,12 +440,18 @@ def losses_avoided(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     trainer = fitted(wrapped)
     trainer.save_checkpoint(f"{folder}/wrapped.ckpt")
     found["wrapped"] = full_state(wrapped)
-    for name, kind in (("again", Checkpointed), ("bare", Classifier)):
-        model = seeded(kind)
-        make_trainer(
-            folder, world_size, max_epochs=2, strategy=MFSDPStrategy(units=["Block"]), limit_train_batches=0
-        ).fit(model, data, ckpt_path=f"{folder}/wrapped.ckpt")
-        found[name] = full_state(model)
+    # The compiler looks at inputs of a graph, which have no gradient of their own.
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+    compiled = fitted(seeded(Compiled))
+    compiled.save_checkpoint(f"{folder}/compiled.ckpt")
+    found["trained compiled"] = full_state(compiled.lightning_module)
+    for path in ("wrapped", "compiled"):
+        for kind in (Checkpointed, Classifier, Compiled):
+            model = seeded(kind)
+            make_trainer(
+                folder, world_size, max_epochs=2, strategy=MFSDPStrategy(units=["Block"]), limit_train_batches=0
+            ).fit(model, data, ckpt_path=f"{folder}/{path}.ckpt")
+            found[f"{path} into {kind.__name__}"] = full_state(model)
 
     with torch.no_grad():
         for parameter in wrapped.parameters():
@@ -462,11 +501,14 @@ def test_the_cure_of_that_message_works(kept: Any) -> None:
         assert torch.equal(saved_model[f"ema.{name}"], tensor.double()), name
 
 
-@pytest.mark.parametrize("model", ["again", "bare"])
-def test_weights_under_a_wrapper_are_restored_with_and_without_it(kept: Any, model: str) -> None:
-    for name, tensor in kept[1]["wrapped"].items():
-        other = name if model == "again" else name.replace("_checkpoint_wrapped_module.", "")
-        assert torch.equal(kept[1][model][other], tensor), name
+@pytest.mark.parametrize("model", ["Checkpointed", "Classifier", "Compiled"])
+@pytest.mark.parametrize("path", ["wrapped", "compiled"])
+def test_weights_under_a_wrapper_are_restored_with_and_without_it(kept: Any, path: str, model: str) -> None:
+    found = kept[1]
+    expected = found["wrapped" if path == "wrapped" else "trained compiled"]
+    loaded = {plain_name(name): tensor for name, tensor in found[f"{path} into {model}"].items()}
+    assert any(name != plain_name(name) for name in expected)
+    assert_same(loaded, {plain_name(name): tensor for name, tensor in expected.items()})
 
 
 def test_a_save_that_fails_half_way_leaves_the_old_checkpoint(kept: Any) -> None:

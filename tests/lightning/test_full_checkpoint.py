@@ -157,6 +157,82 @@ def test_a_single_device_continues_from_it_and_it_from_a_single_device(saved: An
     assert_same(ours["state_dict"], theirs["state_dict"])
 
 
+# -- DDP ---------------------------------------------------------------------------------------------------------------
+
+
+def replicated_state(trainer: Any, model: Any) -> dict[str, Any]:
+    """What this rank trains with under DDP, in the form of a file."""
+    return {"state_dict": model.state_dict(), "optimizer_states": [trainer.optimizers[0].state_dict()]}
+
+
+def through_ddp(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """DDP trains and saves; each sharding reads that, and saves it again; the last trains on; DDP reads what it saved and trains on."""
+    strict_warnings()
+    data = loader(8 // world, EPOCH, rank, world)
+
+    def fitted(strategy: Any, epochs: int, *, come_from: str | None = None, save_as: str | None = None) -> Any:
+        model = seeded(Scheduled)
+        trainer = trainer_of(folder, world, strategy, max_steps=epochs * STEPS // 2)
+        trainer.fit(model, data, ckpt_path=come_from and f"{folder}/{come_from}.ckpt")
+        if save_as is not None:
+            trainer.save_checkpoint(f"{folder}/{save_as}.ckpt")
+        return trainer, model
+
+    def sharded(name: str) -> MFSDPStrategy:
+        return MFSDPStrategy(units=["Block"], state_dict_type="full", sharding=name)
+
+    trainer, model = fitted("ddp", 1, save_as="ddp")
+    found = {"saved": replicated_state(trainer, model)}
+    for name in ("no_shard", "optim", "optim_grads_params"):
+        fitted(sharded(name), 1, come_from="ddp", save_as=f"ddp in {name}")
+    fitted(sharded("optim_grads_params"), 2, come_from="ddp", save_as="mfsdp")
+    found["back"] = replicated_state(*fitted("ddp", 2, come_from="mfsdp", save_as="mfsdp in ddp"))
+    found["on"] = replicated_state(*fitted("ddp", 3, come_from="mfsdp"))
+    fitted("ddp", 2, come_from="ddp", save_as="ddp again")
+    found["ddp alone"] = replicated_state(*fitted("ddp", 3, come_from="ddp again"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def with_ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("ddp")
+    return folder, run_distributed(through_ddp, 2, str(folder))
+
+
+# All that both strategies know of a training.
+COMMON = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", "loops")
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (name, f"{name} in {other}")
+        for name, other in (("ddp", "no_shard"), ("ddp", "optim"), ("ddp", "optim_grads_params"), ("mfsdp", "ddp"))
+    ],
+)
+def test_a_file_goes_through_the_other_strategy_to_the_bit(with_ddp: Any, written: str, read: str) -> None:
+    before, after = (torch.load(with_ddp[0] / f"{name}.ckpt", weights_only=True) for name in (written, read))
+    for key in COMMON:
+        assert_same(after[key], before[key], key)
+
+
+def test_every_rank_of_ddp_holds_what_the_file_holds(with_ddp: Any) -> None:
+    folder, ranks = with_ddp
+    for name, when in (("ddp", "saved"), ("mfsdp", "back")):
+        file = torch.load(folder / f"{name}.ckpt", weights_only=True)
+        moments = [state["exp_avg"] for state in file["optimizer_states"][0]["state"].values()]
+        assert len(moments) > 10
+        assert all(moment.any() for moment in moments), "training was not idle"
+        for found in ranks:
+            assert_same(found[when], {key: file[key] for key in found[when]}, name)
+
+
+def test_training_handed_from_ddp_to_us_and_back_is_that_of_ddp(with_ddp: Any) -> None:
+    for found in with_ddp[1]:
+        for name, value in found["ddp alone"]["state_dict"].items():
+            torch.testing.assert_close(found["on"]["state_dict"][name], value, rtol=1e-5, atol=1e-6)
+
+
 # -- without a Trainer -------------------------------------------------------------------------------------------------
 
 

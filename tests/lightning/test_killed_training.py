@@ -34,4 +34,10 @@ def test_a_killed_training_leaves_the_last_checkpoint_it_finished_or_the_one_aft
         assert len(one["loaded"]) == 1, f"a mixture of checkpoints: {one}"
         # The save after the last one that returned may have got through, or even have returned unheard.
         assert one["finished"] <= one["loaded"][0] <= one["finished"] + 2, one
-    assert any("last.ckpt.part" in one["names"] for one in seen), "some were killed in the middle of a save"
+    beside = [one["beside"] for one in seen if "last.ckpt.part" in one["names"]]
+    whole = [found for found in beside if isinstance(found[0], float)]
+    assert all(len(found) == 1 for found in whole), "killed before or after it took its place, and whole"
+    broken = [found for found in beside if found not in whole]
+    assert broken, "some were killed in the middle of a save"
+    for found in broken:  # both ranks say the same, or each what it has seen
+        assert all("the directory has no such file" in said or "so nothing was read" in said for said in found), found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -86,9 +87,20 @@ def runs(rank: int, world: int, folder: str) -> dict[str, Any]:
         fit(other, 2, ckpt_path=f"{folder}/one.ckpt")
     found["untouched"] = all(bool(view.main.eq(3.0).all()) for view in sharded_parameters(other))
 
-    fit(seeded(TwoOptimizers, count=2), 2).save_checkpoint(f"{folder}/two.ckpt")
-    with pytest.raises(RuntimeError, match="holds 2 states of optimizers, but only 1 optimizers are there"):
-        fit(seeded(TwoOptimizers, count=1), 4, ckpt_path=f"{folder}/two.ckpt")
+    for kind in ("sharded", "full"):
+        for count in (1, 2):
+            fit(seeded(TwoOptimizers, count=count), 2, kind).save_checkpoint(f"{folder}/{count}-{kind}.ckpt")
+    said = found["numbers"] = []
+    for saved, present in (("2-sharded", 1), ("2-full", 1), ("1-full", 2)):
+        with pytest.raises(RuntimeError) as info:
+            fit(seeded(TwoOptimizers, count=present), 4, ckpt_path=f"{folder}/{saved}.ckpt")
+        said.append(str(info.value))
+    missing = "holds no state for 1 of 2 optimizers, which start afresh"
+    with pytest.warns(UserWarning, match=missing) if rank == 0 else nullcontext():
+        trainer = fit(seeded(TwoOptimizers, count=2), 6, ckpt_path=f"{folder}/1-sharded.ckpt")
+    found["afresh"] = [
+        {float(state["step"]) for state in optimizer.state.values() if state} for optimizer in trainer.optimizers
+    ]
     return found
 
 
@@ -108,3 +120,12 @@ def test_an_optimizer_that_holds_dtensors_goes_on_to_the_bit(ran: Any, kind: str
 
 def test_a_full_checkpoint_that_does_not_fit_the_optimizer_leaves_the_model_alone(ran: Any) -> None:
     assert [found["untouched"] for found in ran] == [True, True]
+
+
+def test_another_number_of_optimizers_is_refused_or_told(ran: Any) -> None:
+    for found in ran:
+        fewer, fewer_in_full, more_in_full = found["numbers"]
+        assert "holds 2 states of optimizers, but only 1 optimizers are there" in fewer
+        assert "holds 2 optimizer states but 1 optimizers are configured" in fewer_in_full
+        assert "holds 1 optimizer states but 2 optimizers are configured" in more_in_full
+        assert found["afresh"] == [{4.0}, {2.0}]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
@@ -277,6 +278,27 @@ def entry_points(side: Side) -> dict[str, Any]:
     return found
 
 
+class FromSeveral(ManyLoaders):
+    """Trains on batches of two loaders at once."""
+
+    def training_step(self, batch: dict[str, list[Tensor]], batch_idx: int) -> Tensor:
+        return super().training_step(batch["short"], batch_idx) + 2 * self.loss(batch["long"])
+
+
+def several_loaders(side: Side) -> dict[str, Any]:
+    """The shorter one begins anew, or ends the epoch; in evaluation one comes after the other."""
+    found: dict[str, Any] = {}
+    for mode in ("max_size_cycle", "min_size"):
+        model = seeded(FromSeveral)
+        loaders = {"short": loader(4, 16, side.rank, 2), "long": loader(4, 40, side.rank, 2)}
+        trainer = side.trainer(max_epochs=2)
+        evaluated = [loader(4, 16, side.rank, 2), loader(4, 24, side.rank, 2)]
+        trainer.fit(model, CombinedLoader(loaders, mode), evaluated)
+        metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        found[mode] = trainer.global_step, metrics, side.weights(model)
+    return found
+
+
 class NoBuffers(ManyLoaders):
     """DDP sends buffers around in every forward inside a fit, so only without any may ranks have unlike numbers of batches there."""
 
@@ -300,6 +322,7 @@ SCENARIOS = (
     hooks,
     data_module,
     entry_points,
+    several_loaders,
     predictions,
     uneven,
     uneven_inside_fit,
@@ -349,6 +372,13 @@ def test_evaluation_before_between_and_after_fits_that_go_on(two_ranks: Any) -> 
     assert_ranks_alike(two_ranks, entry_points)
     found = two_ranks[0]["entry_points"]["mfsdp"]
     assert [found[name][0] for name in ("first", "second", "third")] == [3, 9, 12]
+
+
+def test_batches_of_several_loaders_are_combined_as_under_ddp(two_ranks: Any) -> None:
+    assert_ranks_alike(two_ranks, several_loaders)
+    found = two_ranks[0]["several_loaders"]["mfsdp"]
+    assert (found["max_size_cycle"][0], found["min_size"][0]) == (10, 4)
+    assert sorted(found["min_size"][1]) == ["val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"]
 
 
 def test_prediction_writers_get_every_sample_once(two_ranks: Any) -> None:

@@ -190,7 +190,104 @@ def refused_batch_sizes(side: Side) -> list[str]:
     return [str(as_tuner.value), str(as_callback.value)]
 
 
-SCENARIOS = (several_optimizers, clipping, accumulation_schedule, plateau, learning_rate_finder, refused_batch_sizes)
+class Overriding(Classifier):
+    """Leaves out every second step, clips and schedules by itself, and plans by the number of steps that the Trainer expects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expected_steps = 0.0
+        self.group_in_setup = False
+
+    def setup(self, stage: str) -> None:
+        self.group_in_setup = torch.distributed.get_world_size() == self.trainer.world_size
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.02 * (1 + self.current_epoch))
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+        scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        self.expected_steps = self.trainer.estimated_stepping_batches
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2 * int(self.expected_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Closures(Classifier):
+    """Manual optimization in which the optimizer runs the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+def overridden(side: Side) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for accumulate in (1, 3):
+        model = seeded(Overriding)
+        trainer = side.trainer(max_epochs=2, accumulate_grad_batches=accumulate)
+        trainer.fit(model, data(side))
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        found[f"{accumulate}"] = model.expected_steps, model.group_in_setup, rate, side.weights(model)
+    by_closure = seeded(Closures)
+    trainer = side.trainer()
+    trainer.fit(by_closure, data(side))
+    found["closures"] = trainer.global_step, side.weights(by_closure)
+    plain = seeded()
+    bare = side.trainer(
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")),
+        num_sanity_val_steps=None,
+        barebones=True,
+        max_epochs=1,
+    )
+    bare.fit(plain, data(side))
+    found["barebones"] = side.weights(plain)
+    return found
+
+
+class Root(Classifier):
+    """The gradient of a square root at zero is infinite, and twice in a difference no number."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        loss = super().loss(batch)
+        return loss + (loss - loss).sqrt() if self.trainer.global_step == 1 else loss
+
+
+def anomalies(side: Side) -> str:
+    with pytest.raises(RuntimeError) as info, pytest.warns(UserWarning, match="Error detected in NllLossBackward0"):
+        side.trainer(detect_anomaly=True).fit(seeded(Root), data(side))
+    return str(info.value)
+
+
+SCENARIOS = (
+    several_optimizers,
+    clipping,
+    accumulation_schedule,
+    plateau,
+    learning_rate_finder,
+    refused_batch_sizes,
+    overridden,
+    anomalies,
+)
 
 
 @pytest.fixture(scope="module")
@@ -238,3 +335,17 @@ def test_lightning_refuses_to_tune_batch_sizes_under_distributed_strategies(two_
     assert all(
         "not supported with distributed strategies" in said for said in two_ranks[0]["refused_batch_sizes"]["mfsdp"]
     )
+
+
+def test_overridden_steps_clipping_and_schedules_closures_and_a_bare_trainer(two_ranks: Any) -> None:
+    assert_ranks_alike(two_ranks, overridden)
+    found = two_ranks[0]["overridden"]["mfsdp"]
+    assert (found["1"][0], found["3"][0]) == (2 * BATCHES, 4)
+    assert found["1"][1], "the process group is there in setup"
+    assert found["closures"][0] == BATCHES
+    assert_alike(found["closures"][1], found["barebones"], "closures against the Trainer's own")
+
+
+def test_detect_anomaly_names_the_operation_whose_gradient_is_no_number(two_ranks: Any) -> None:
+    assert_ranks_alike(two_ranks, anomalies)
+    assert "'NllLossBackward0' returned nan values" in two_ranks[0]["anomalies"]["mfsdp"]

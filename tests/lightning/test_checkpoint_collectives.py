@@ -1,0 +1,179 @@
+"""Sharded checkpoints describe rows where they lie: how often ranks send each other pickled objects does not depend on the model's size."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from lightning_mfsdp import MFSDPStrategy, sharded_parameters
+from lightning_mfsdp.callbacks import ShardedEMA
+from tests.engine.test_collective_counts import Dispatched
+from tests.helpers.distributed import run_distributed
+from tests.lightning.models import FOREIGN_WARNINGS, Block, Classifier, loader, make_trainer, seeded, strict_warnings
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in FOREIGN_WARNINGS]
+
+WORLD = 3
+STEPS = 2
+DEPTHS = (2, 14)
+
+
+def code_of(function: Any) -> CodeType:
+    found: CodeType = inspect.unwrap(function).__code__
+    return found
+
+
+# Everything of torch.distributed that pickles, sends and unpickles.
+OBJECT_COLLECTIVES = {
+    code_of(function): function.__name__
+    for function in (
+        dist.all_gather_object,
+        dist.broadcast_object_list,
+        dist.gather_object,
+        dist.recv_object_list,
+        dist.scatter_object_list,
+        dist.send_object_list,
+    )
+}
+# Through these two goes each object they send or receive.
+PICKLING = {code_of(getattr(dist.distributed_c10d, name)) for name in ("_object_to_tensor", "_tensor_to_object")}
+
+# Who sends objects, and what for. PyTorch's plans name all tensors, in one object for each rank.
+PURPOSES = {
+    "saving": {
+        "communication.broadcast": "rank 0's path",
+        "checkpointing._with_continuation": "every rank's random and loader states",
+        "sharded.rows_by_name": "names of values whose rows nobody knows, which all ranks refuse together",
+        "lightning_io.packed": "whether rank 0 could pickle what goes into meta.pt",
+        "location.saving": "whether rank 0 could make room, and put the new checkpoint in place",
+        "lightning_io.write": "PyTorch's plans and results of writing; whether meta.pt was written",
+    },
+    "loading": {
+        "communication.broadcast": "rank 0's path",
+        "opening.recover": "whether rank 0 had to finish an exchange that was interrupted",
+        "location.check_files": "what is wrong with the files, as every rank sees them",
+        "lightning_io.load": "whether any rank could not read meta.pt",
+        "sharded.rows_by_name": "as above, of the model that is loaded into",
+        "sharded_optimizer.plan_optimizer": "PyTorch's plan for the groups of an optimizer",
+        "opening.read_rows": "PyTorch's plan for all rows, and whether all were read",
+    },
+}
+
+
+class Watched:
+    """What was called meanwhile: object collectives by name, by who asked for them; and all collectives in number."""
+
+    def __init__(self) -> None:
+        self.objects: Counter[tuple[str, str]] = Counter()
+        self.all = 0
+
+    def look(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call":
+            return
+        if frame.f_code in OBJECT_COLLECTIVES:
+            self.objects[asker(frame), OBJECT_COLLECTIVES[frame.f_code]] += 1
+        elif frame.f_code in PICKLING:
+            assert any(above.f_code in OBJECT_COLLECTIVES for above in frames_from(frame)), "pickled in another way"
+
+
+def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def asker(frame: FrameType) -> str:
+    """The function of this package that wanted it, seen through the helpers that all use."""
+    for above in frames_from(frame):
+        file = above.f_code.co_filename
+        if "/lightning_mfsdp/" in file and not file.endswith(("/ranks.py", "contextlib.py")):
+            return f"{Path(file).stem}.{above.f_code.co_name}"
+    return "somebody else"
+
+
+@contextmanager
+def watching() -> Iterator[Watched]:
+    watched = Watched()
+    sys.setprofile(watched.look)
+    try:
+        with Dispatched() as dispatched:
+            yield watched
+    finally:
+        sys.setprofile(None)
+    watched.all = dispatched.calls
+
+
+class Deep(Classifier):
+    """As many blocks as wanted; their 12 rows and the head's 5 do not divide evenly among ranks."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+
+
+class Loading(MFSDPStrategy):
+    """Watches its own `load_checkpoint`."""
+
+    watched: Watched
+
+    def load_checkpoint(self, *args: Any, **options: Any) -> Any:
+        with watching() as self.watched:
+            return super().load_checkpoint(*args, **options)
+
+
+def save_and_load(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
+    """For each depth: what a save and a load in the Trainer called. The second save is watched: the first makes a process group."""
+    strict_warnings()
+    found = []
+    for depth in DEPTHS:
+        path = f"{folder}/{depth}.ckpt"
+        model, data = seeded(Deep, depth=depth), loader(2, 4 * world, rank, world)
+        trainer = make_trainer(
+            folder, world, max_steps=STEPS, strategy=MFSDPStrategy(units=["Block"]), callbacks=[ShardedEMA()]
+        )
+        trainer.fit(model, data)
+        trainer.save_checkpoint(f"{folder}/first.ckpt")
+        with watching() as saving:
+            trainer.save_checkpoint(path)
+        strategy = Loading(units=["Block"])
+        resumed = make_trainer(folder, world, max_steps=STEPS + 1, strategy=strategy, callbacks=[ShardedEMA()])
+        resumed.fit(seeded(Deep, depth=depth), data, ckpt_path=path)
+        shares = {view.name: len(view.rows) for view in sharded_parameters(model)}
+        found.append({"saving": saving, "loading": strategy.watched, "shares": shares})
+    return found
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    return run_distributed(save_and_load, WORLD, str(tmp_path_factory.mktemp("counts")))
+
+
+def test_rows_lie_unevenly_and_some_ranks_have_none(ran: list[list[dict[str, Any]]]) -> None:
+    """Else nothing would need to be described."""
+    for small, large in ran:
+        assert len(large["shares"]) > 4 * len(small["shares"])
+    assert len({found[0]["shares"]["blocks.0.linear.weight"] for found in ran}) == WORLD
+    assert any(0 in found[0]["shares"].values() for found in ran)
+
+
+@pytest.mark.parametrize("doing", PURPOSES)
+def test_no_object_is_sent_for_a_tensor(ran: list[list[dict[str, Any]]], doing: str) -> None:
+    for small, large in ran:
+        assert small[doing].objects == large[doing].objects
+        assert small[doing].all == large[doing].all, "nor are tensors sent"
+        assert small[doing].objects == ran[0][0][doing].objects, "the same on all ranks"
+
+
+@pytest.mark.parametrize("doing", PURPOSES)
+def test_every_object_that_is_sent_has_a_purpose(ran: list[list[dict[str, Any]]], doing: str) -> None:
+    assert {who for who, _ in ran[0][0][doing].objects} == set(PURPOSES[doing])
