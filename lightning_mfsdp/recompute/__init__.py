@@ -2,5 +2,20 @@
 
 from lightning_mfsdp.recompute.apply import apply_recompute, recomputed, remove_recompute
 from lightning_mfsdp.recompute.config import Recompute, as_recompute
+from lightning_mfsdp.recompute.planner import LayerRecord, Plan, PlanRow, StepRecord, plan_recompute
+from lightning_mfsdp.recompute.recorder import StepRecorder, record_step
 
-__all__ = ["Recompute", "apply_recompute", "as_recompute", "recomputed", "remove_recompute"]
+__all__ = [
+    "LayerRecord",
+    "Plan",
+    "PlanRow",
+    "Recompute",
+    "StepRecord",
+    "StepRecorder",
+    "apply_recompute",
+    "as_recompute",
+    "plan_recompute",
+    "recomputed",
+    "record_step",
+    "remove_recompute",
+]

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_mfsdp import te
 from lightning_mfsdp.recompute.choice import Layer, chunks_of, find_stacks
-from lightning_mfsdp.recompute.chunk import Chunk
+from lightning_mfsdp.recompute.chunk import Chunk, Order
 from lightning_mfsdp.recompute.config import Recompute
 from lightning_mfsdp.recompute.offload import HostCopies
 from lightning_mfsdp.recompute.region import Region, region_of
@@ -41,13 +41,14 @@ def apply_recompute(root: nn.Module, config: Recompute) -> list[str]:
         _check(name, module, config)
     remove_recompute(root)
     copies = HostCopies() if config.offload else None
+    order = Order()
     for chunk in chunks:
-        _apply_to(chunk, config.save_ops, copies)
+        _apply_to(chunk, config.save_ops, copies, order)
     return [name for chunk in chunks for name, _ in chunk]
 
 
-def _apply_to(layers: Sequence[Layer], save_ops: Sequence[str], copies: HostCopies | None) -> None:
-    chunk = Chunk([name for name, _ in layers]) if len(layers) > 1 else None
+def _apply_to(layers: Sequence[Layer], save_ops: Sequence[str], copies: HostCopies | None, order: Order) -> None:
+    chunk = Chunk([name for name, _ in layers], order) if len(layers) > 1 else None
     for index, (name, module) in enumerate(layers):
         Region(name, module, save_ops=save_ops, copies=copies, chunk=chunk, index=index)
 

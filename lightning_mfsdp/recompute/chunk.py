@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Chunk", "Link", "Linked", "Results", "handle"]
+__all__ = ["Chunk", "Link", "Linked", "Order", "Results", "handle"]
 
 
 class Results:
@@ -92,16 +92,28 @@ class Linked:
         return self._link.tensors()[self._index].detach().requires_grad_(self._needs_grad)
 
 
+class Order:
+    """Which layer of the chunks of a model ran last.
+
+    Attributes:
+        last: Its name.
+    """
+
+    def __init__(self) -> None:
+        self.last = ""
+
+
 class Chunk:
     """Where the layers of one chunk stand in a forward.
 
     Args:
         names: Of the layers, in order.
+        order: Of the model.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], order: Order) -> None:
         self.names = tuple(names)
-        self._next = 0
+        self._order = order
         self._link: Link | None = None
         self._outputs: list[tuple[weakref.ref[Tensor], int]] = []
         self._has_warned = False
@@ -109,15 +121,18 @@ class Chunk:
     def inputs(self, index: int, tensors: Sequence[Tensor | None]) -> tuple[Link | None, dict[int, Linked]]:
         """Which inputs of layer `index` are results of the layer before it, by position, and the link they share."""
         link, outputs = self._link, self._outputs
-        follows = 0 < index == self._next and link is not None
-        self.stop()
-        if not follows or link is None:
+        follows = index > 0 and self._order.last == self.names[index - 1]
+        self._order.last = self.names[index]
+        self._stop()
+        if not follows:
             return None, {}
         found: dict[int, Linked] = {}
         for position, tensor in enumerate(tensors):
             for number, (reference, version) in enumerate(outputs):
                 output = reference()
-                if tensor is not None and output is not None and _is_same(tensor, output, version):
+                if tensor is None or output is None or link is None:
+                    continue
+                if _is_same(tensor, output, version):
                     found[position] = Linked(tensor, link, number)
         if not found and not self._has_warned:
             self._has_warned = True
@@ -136,14 +151,14 @@ class Chunk:
             def gone(_: Any) -> None:
                 chunk = this()
                 if chunk is not None and chunk._link is link:
-                    chunk.stop()
+                    chunk._stop()
 
-            self._next, self._link = index + 1, link
+            self._link = link
             self._outputs = [(weakref.ref(tensor, gone), tensor._version) for tensor in outputs]
 
-    def stop(self) -> None:
-        """What comes next begins anew."""
-        self._next, self._link, self._outputs = 0, None, []
+    def _stop(self) -> None:
+        """Nothing to link to."""
+        self._link, self._outputs = None, []
 
 
 def handle() -> Tensor:

@@ -49,7 +49,8 @@ def keeping(names: Iterable[str]) -> Callable[..., CheckpointPolicy]:
     kept = frozenset(full for name in names for full in _KINDS.get(name, (name,)))
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_kept = str(getattr(operator, "overloadpacket", operator)) in kept
+        # What writes into memory that it is given has no result of its own to keep.
+        is_kept = str(operator.overloadpacket) in kept and not operator._schema.is_mutable
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy

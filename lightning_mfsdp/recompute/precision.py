@@ -13,7 +13,18 @@ import torch
 
 from lightning_mfsdp import te
 
-__all__ = ["PrecisionSnapshot"]
+__all__ = ["PrecisionSnapshot", "uncached_casts"]
+
+
+@contextmanager
+def uncached_casts() -> Iterator[None]:
+    """Inside, autocast casts a weight whenever it is used: the same operators run every time."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 class PrecisionSnapshot:

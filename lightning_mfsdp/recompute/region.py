@@ -13,7 +13,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from lightning_mfsdp.engine.tree import tensors_in
 from lightning_mfsdp.recompute.chunk import Chunk, Link, Linked, Results, handle
 from lightning_mfsdp.recompute.offload import HostCopies, HostCopy
 from lightning_mfsdp.recompute.operators import CHOICES, keeping
-from lightning_mfsdp.recompute.precision import PrecisionSnapshot
+from lightning_mfsdp.recompute.precision import PrecisionSnapshot, uncached_casts
 from lightning_mfsdp.recompute.routing import KeptChoices, routers_in
 
 __all__ = ["Region", "region_of"]
@@ -76,6 +76,7 @@ class Region:
         self._copies, self._chunk, self._index = copies, chunk, index
         self._module = weakref.ref(module)
         self._routers: list[weakref.ref[Any]] | None = None
+        self._traced_ops = (*self.save_ops, *(CHOICES if routers_in(module) else ()))
         self._has_engine_modules = te.has_engine_modules(module)
         self._stops_early: bool | None = None
         self._draws = False
@@ -126,10 +127,9 @@ class Region:
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Inside a compiler, which sees to what is computed again and to random numbers. Routes are kept as operators."""
-        names = (*self.save_ops, *(CHOICES if self.routers else ()))
-        if not names:
+        if not self._traced_ops:
             return checkpoint(self.body, *args, use_reentrant=False, **kwargs)
-        contexts = partial(create_selective_checkpoint_contexts, keeping(names))
+        contexts = partial(create_selective_checkpoint_contexts, keeping(self._traced_ops))
         return checkpoint(self.body, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -246,7 +246,7 @@ class Run:
         self._precision = region.snapshot()
         self._routers = region.routers
         self._choices = KeptChoices(len(self._routers))
-        self._modes = _modes(region.save_ops)
+        self._modes = create_selective_checkpoint_contexts(keeping(region.save_ops)) if region.save_ops else None  # type: ignore[no-untyped-call]
         given = [*args, *kwargs.values()]
         self._link, places = region.placed([one if isinstance(one, Tensor) else None for one in given])
         self._places = tuple(places.values())
@@ -266,7 +266,9 @@ class Run:
             if again:
                 self._settle()
                 stack.enter_context(self._precision.entered())
-            stack.enter_context(self._modes[again])
+            if self._modes is not None:
+                stack.enter_context(uncached_casts())
+                stack.enter_context(self._modes[again])
             if self._routers:
                 stack.enter_context(self._choices.around(self._routers, again=again))
             made = handle() if self._region.is_chunked else None
@@ -299,12 +301,6 @@ def _resolved(value: Any, *, again: bool) -> Any:
     if not isinstance(value, (Linked, HostCopy)):
         return value
     return value.take() if again else value.give()
-
-
-def _modes(save_ops: Sequence[str]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    if not save_ops:
-        return nullcontext(), nullcontext()
-    return create_selective_checkpoint_contexts(keeping(save_ops))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _communicates(module: nn.Module) -> bool:
