@@ -37,8 +37,8 @@ def compile_units(root: nn.Module, options: Mapping[str, Any]) -> list[str]:
     for name, module in root.named_modules():
         if module is not root and is_sharded(module) and any(True for _ in module.children()):
             region = region_of(module)
-            if region is not None and not region.save_ops:  # what is computed again is a compiled function
-                region.function = torch.compile(region.body, **options)
+            if region is not None and not region.config.save_ops:
+                region.compile(**options)
             else:
                 module.forward = torch.compile(module.forward, **options)
             compiled.append(name)

@@ -150,8 +150,9 @@ class ShardingOptions:
         """Have activations computed again, if that was asked for; a model keeps what it has otherwise."""
         if isinstance(self.recompute, Recompute):
             names = apply_recompute(module, self.recompute)
+            few = f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
             rank_zero_info(
-                f"mfsdp: {self.recompute}: {len(names)} modules are computed again in backward, {', '.join(names[:6])}"
+                f"mfsdp: activations of {len(names)} modules are computed again in backward: {few or 'none'}"
             )
 
 

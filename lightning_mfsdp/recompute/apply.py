@@ -39,18 +39,19 @@ def apply_recompute(root: nn.Module, config: Recompute) -> list[str]:
     chunks = chunks_of(config, find_stacks(root, config.modules))
     for name, module in (layer for chunk in chunks for layer in chunk):
         _check(name, module, config)
-    remove_recompute(root)
-    copies = HostCopies() if config.offload else None
-    order = Order()
-    for chunk in chunks:
-        _apply_to(chunk, config.save_ops, copies, order)
-    return [name for chunk in chunks for name, _ in chunk]
+    names = [name for chunk in chunks for name, _ in chunk]
+    if _present(root) != dict.fromkeys(names, config):
+        remove_recompute(root)
+        copies, order = HostCopies() if config.offload else None, Order()
+        for chunk in chunks:
+            _apply_to(chunk, config, copies, order)
+    return names
 
 
-def _apply_to(layers: Sequence[Layer], save_ops: Sequence[str], copies: HostCopies | None, order: Order) -> None:
+def _apply_to(layers: Sequence[Layer], config: Recompute, copies: HostCopies | None, order: Order) -> None:
     chunk = Chunk([name for name, _ in layers], order) if len(layers) > 1 else None
     for index, (name, module) in enumerate(layers):
-        Region(name, module, save_ops=save_ops, copies=copies, chunk=chunk, index=index)
+        Region(name, module, config, copies=copies, chunk=chunk, index=index)
 
 
 def remove_recompute(root: nn.Module) -> None:
@@ -63,8 +64,12 @@ def remove_recompute(root: nn.Module) -> None:
 
 def recomputed(root: nn.Module) -> list[str]:
     """Names of modules in `root` whose activations are computed again."""
+    return list(_present(root))
+
+
+def _present(root: nn.Module) -> dict[str, Recompute]:
     found = ((name, region_of(module)) for name, module in root.named_modules())
-    return [name for name, region in found if region is not None and region.enabled]
+    return {name: region.config for name, region in found if region is not None and region.enabled}
 
 
 def _check(name: str, module: nn.Module, config: Recompute) -> None:

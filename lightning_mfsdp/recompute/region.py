@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lightning_mfsdp import te
 from lightning_mfsdp.engine import EngineStateError, gather_again, is_sharded
 from lightning_mfsdp.engine.tree import tensors_in
 from lightning_mfsdp.recompute.chunk import Chunk, Link, Linked, Results, handle
+from lightning_mfsdp.recompute.config import Recompute
 from lightning_mfsdp.recompute.offload import HostCopies, HostCopy
 from lightning_mfsdp.recompute.operators import CHOICES, keeping
 from lightning_mfsdp.recompute.precision import PrecisionSnapshot, uncached_casts
@@ -46,7 +48,7 @@ class Region:
     Args:
         name: Of the module, for messages.
         module: Gets the region in the place of its forward.
-        save_ops: As in `Recompute`.
+        config: What made it one.
         copies: Where inputs go, if they go to host memory.
         chunk: Of which it is one layer.
         index: Which one.
@@ -55,28 +57,28 @@ class Region:
         name: As given.
         enabled: Whether activations are computed again, or kept as ever.
         function: What is computed, if it is not what the module's class says.
-        save_ops: As given.
+        config: As given.
     """
 
     def __init__(
         self,
         name: str,
         module: nn.Module,
+        config: Recompute,
         *,
-        save_ops: Sequence[str] = (),
         copies: HostCopies | None = None,
         chunk: Chunk | None = None,
         index: int = 0,
     ) -> None:
         self.name = name
         self.enabled = True
-        self.save_ops = tuple(save_ops)
+        self.config = config
         self.function: Callable[..., Any] | None = vars(module).get("forward")
         self.__signature__ = inspect.signature(module.forward)
         self._copies, self._chunk, self._index = copies, chunk, index
         self._module = weakref.ref(module)
         self._routers: list[weakref.ref[Any]] | None = None
-        self._traced_ops = (*self.save_ops, *(CHOICES if routers_in(module) else ()))
+        self._traced_ops = (*config.save_ops, *(CHOICES if routers_in(module) else ()))
         self._has_engine_modules = te.has_engine_modules(module)
         self._stops_early: bool | None = None
         self._draws = False
@@ -95,6 +97,12 @@ class Region:
             del module.__dict__["forward"]
         else:
             module.__dict__["forward"] = self.function
+
+    def compile(self, **options: Any) -> None:
+        """Have compiled code computed, and computed again. The compiler does not see this, so it can not keep operators."""
+        module = self._module()
+        function = self.function or MethodType(type(module).forward, module)  # type: ignore[union-attr]
+        self.function = torch.compile(function, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         """Of a copy of the module, which is being made."""
@@ -246,7 +254,8 @@ class Run:
         self._precision = region.snapshot()
         self._routers = region.routers
         self._choices = KeptChoices(len(self._routers))
-        self._modes = create_selective_checkpoint_contexts(keeping(region.save_ops)) if region.save_ops else None  # type: ignore[no-untyped-call]
+        save_ops = region.config.save_ops
+        self._modes = create_selective_checkpoint_contexts(keeping(save_ops)) if save_ops else None  # type: ignore[no-untyped-call]
         given = [*args, *kwargs.values()]
         self._link, places = region.placed([one if isinstance(one, Tensor) else None for one in given])
         self._places = tuple(places.values())
