@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lightning_mfsdp import te
+import lightning_mfsdp.te as te
 from lightning_mfsdp.recompute.choice import Layer, chunks_of, find_stacks
 from lightning_mfsdp.recompute.chunk import Chunk, Order
 from lightning_mfsdp.recompute.config import Recompute

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from lightning_mfsdp import te
+import lightning_mfsdp.te as te
 
 __all__ = ["PrecisionSnapshot", "uncached_casts"]
 

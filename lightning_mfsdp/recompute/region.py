@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lightning_mfsdp import te
+import lightning_mfsdp.te as te
 from lightning_mfsdp.engine import EngineStateError, gather_again, is_sharded
 from lightning_mfsdp.engine.tree import tensors_in
 from lightning_mfsdp.recompute.chunk import Chunk, Link, Linked, Results, handle
