@@ -13,8 +13,10 @@ from torch import nn
 from lightning_mfsdp import Recompute, apply_recompute, fully_shard, no_sync
 from lightning_mfsdp.engine import MixedPrecisionPolicy, sharded_parameters
 from lightning_mfsdp.engine.unit import unit_of
+from lightning_mfsdp.recompute.region import region_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, assert_same_weights, context
+from tests.moe import models as mixtures
 from tests.recompute.models import Stack, batch, build, loss_of
 
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
@@ -141,6 +143,7 @@ def a_region_with_units_inside(rank, world):
             fully_shard(layer)
         fully_shard(model)
         losses = train(model, rank)
+        assert config is None or not any(region_of(layer).stops_early for layer in model.layers)
         before = context(model).gathers_started
         loss_of(model, batch(7, rank)).backward()
         gathers = context(model).gathers_started - before
@@ -148,6 +151,32 @@ def a_region_with_units_inside(rank, world):
             expected, expected_gathers = losses, gathers
         assert torch.equal(losses, expected)
         assert gathers == expected_gathers, f"{config}: {gathers}, {expected_gathers} without"
+
+
+def experts_on_other_ranks(rank, world):
+    """Routes are skewed, and another way on each rank. Ranks talk to each other inside of what is computed again, so all of it is."""
+    for dispatcher in ("all_gather", "all_to_all"):
+        found = []
+        for config in (None, Recompute(), Recompute(num_layers=2)):
+            model = mixtures.build()
+            if config is not None:
+                apply_recompute(model, config)
+            mixtures.sharded(model, world, world, dispatcher=dispatcher)
+            optimizer, losses = adamw(model), []
+            for step in range(2):
+                ids = torch.full((4, 6), (step + rank) % mixtures.VOCAB)
+                ids[0] = torch.arange(6) + rank
+                loss = mixtures.loss_of(model, ids)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+            found.append((torch.stack(losses), model, [block.router.load.clone() for block in model.blocks]))
+            assert config is None or not any(region_of(block).stops_early for block in model.blocks)
+        for losses, model, loads in found[1:]:
+            assert torch.equal(losses, found[0][0]), dispatcher
+            assert_same_weights(model, found[0][1], dispatcher)
+            assert all(torch.equal(*pair) for pair in zip(loads, found[0][2], strict=True))
 
 
 def a_tied_weight_and_a_frozen_layer(rank, world):
@@ -206,6 +235,7 @@ TWO = (
     weights_are_there_from_forward_on_where_they_stay,
     two_forwards_before_a_backward_and_lost_forwards,
     a_region_with_units_inside,
+    experts_on_other_ranks,
     a_tied_weight_and_a_frozen_layer,
     names_in_checkpoints_are_those_of_the_plain_model,
 )
