@@ -14,6 +14,8 @@ from lightning_mfsdp import Recompute, apply_recompute, fully_shard, no_sync
 from lightning_mfsdp.engine import MixedPrecisionPolicy, sharded_parameters
 from lightning_mfsdp.engine.unit import unit_of
 from lightning_mfsdp.recompute.region import region_of
+from tests.engine import test_codec as quantized
+from tests.engine.int8_codec import Int8Codec
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, assert_same_weights, context
 from tests.moe import models as mixtures
@@ -179,6 +181,22 @@ def experts_on_other_ranks(rank, world):
             assert all(torch.equal(*pair) for pair in zip(loads, found[0][2], strict=True))
 
 
+def weights_whose_backward_reads_other_bytes(rank, world):
+    """A codec of two planes: what is computed again reads those of the forward, which the gather for the backward left out."""
+    for planes in (1, 2):
+        found = []
+        for config in (None, Recompute(), Recompute(num_layers=3), Recompute(method="selective", modules=["*.up"])):
+            model = quantized.build(planes=planes)
+            if config is not None:
+                apply_recompute(model, config)
+            quantized.shard(model, Int8Codec(planes))
+            optimizer = adamw(model)
+            found.append((torch.stack(quantized.train(model, optimizer, range(3), rank, world)), model))
+        for losses, model in found[1:]:
+            assert torch.equal(losses, found[0][0]), planes
+            assert_same_weights(model, found[0][1], planes)
+
+
 def a_tied_weight_and_a_frozen_layer(rank, world):
     found = []
     for config in (None, Recompute(), Recompute(num_layers=3)):
@@ -236,6 +254,7 @@ TWO = (
     two_forwards_before_a_backward_and_lost_forwards,
     a_region_with_units_inside,
     experts_on_other_ranks,
+    weights_whose_backward_reads_other_bytes,
     a_tied_weight_and_a_frozen_layer,
     names_in_checkpoints_are_those_of_the_plain_model,
 )
