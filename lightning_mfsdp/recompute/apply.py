@@ -75,8 +75,8 @@ def _present(root: nn.Module) -> dict[str, Recompute]:
 def _check(name: str, module: nn.Module, config: Recompute) -> None:
     if any(getattr(part, "gradient_checkpointing", False) is True for part in module.modules()):
         raise ValueError(
-            f"Recompute: {name} checkpoints itself already, so it would be computed three times; call "
-            "model.gradient_checkpointing_disable(), or leave recompute out"
+            f"Recompute: {name} checkpoints itself already, so it would be computed three times; turn the "
+            "model's own checkpointing off, or leave recompute out"
         )
     if config.save_ops and te.has_engine_modules(module):
         raise ValueError(

@@ -35,6 +35,8 @@ from lightning_mfsdp.recompute.routing import KeptChoices, routers_in
 __all__ = ["Region", "region_of"]
 
 _REGION = "_mfsdp_recompute"
+# What decoders of Hugging Face call their cache of keys and values. It is there in training, too, unless somebody says otherwise.
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def region_of(module: nn.Module) -> Region | None:
@@ -142,6 +144,12 @@ class Region:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for name in _CACHES:
+            if kwargs.get(name) is not None:
+                raise EngineStateError(
+                    f"{self.name} was given {name}, a cache that its forward writes to, and would write to again in backward; call the "
+                    "model with use_cache=False, or set model.config.use_cache = False"
+                )
         run = Run(self, args, kwargs)
         if self._has_engine_modules and te.quantizes_now():
             self._check_scales()

@@ -394,6 +394,40 @@ def test_the_default_dtype_is_that_of_the_forward() -> None:
     assert all(equal(one, found[0]) for one in found)
 
 
+def test_a_decoder_of_hugging_face() -> None:
+    """Its layers take tensors in tuples by name, and say themselves that they are layers."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, attention_dropout=0.1)
+    ids = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(1))
+    found = []
+    for chosen in (
+        Recompute(method="none"),
+        Recompute(num_layers=3),
+        Recompute(method="selective", save_ops=["attention"]),
+    ):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config).train()
+        assert apply_recompute(model, chosen) == [
+            f"model.layers.{number}" for number in range(3) if chosen.method != "none"
+        ]
+        model.config.use_cache = False
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert all(equal(one, found[0]) for one in found)
+    model.config.use_cache = True
+    with pytest.raises(
+        RuntimeError, match=r"model\.layers\.0 was given past_key_values, a cache that its forward writes to"
+    ):
+        model(input_ids=ids, labels=ids)
+    with torch.no_grad():
+        assert model(input_ids=ids).past_key_values is not None
+    model.model.layers[0].gradient_checkpointing = True  # as the model's own switch does it
+    with pytest.raises(ValueError, match=r"model\.layers\.0 checkpoints itself already"):
+        apply_recompute(model, Recompute())
+
+
 # -- routers -----------------------------------------------------------------------------------------------------------
 
 
