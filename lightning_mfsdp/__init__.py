@@ -27,6 +27,7 @@ from lightning_mfsdp.engine import (
     unshard,
 )
 from lightning_mfsdp.precision import MFSDPPrecision
+from lightning_mfsdp.recompute import Recompute, apply_recompute
 from lightning_mfsdp.strategy import MFSDPStrategy, register_strategies
 
 __version__ = "0.1.0"
@@ -39,7 +40,9 @@ __all__ = [
     "MFSDPPrecision",
     "MFSDPStrategy",
     "MixedPrecisionPolicy",
+    "Recompute",
     "ShardingError",
+    "apply_recompute",
     "capture_loss",
     "capture_step",
     "clip_grad_norm_",

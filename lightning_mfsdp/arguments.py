@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_mfsdp.callback_hooks import HasParameterState, PreparesOptimizers
+from lightning_mfsdp.callback_hooks import ChoosesRecompute, HasParameterState, PreparesOptimizers
 from lightning_mfsdp.continuation import GRADIENTS
 from lightning_mfsdp.engine import MixedPrecisionPolicy
 from lightning_mfsdp.engine.collectives import PARTS
@@ -25,6 +26,7 @@ from lightning_mfsdp.lightning_api import (
     ThroughputMonitor,
     WeightAveraging,
 )
+from lightning_mfsdp.recompute import Recompute, as_recompute
 
 __all__ = [
     "build_mesh",
@@ -38,9 +40,11 @@ __all__ = [
     "check_device",
     "check_ignored",
     "check_policy",
+    "check_recompute_graph",
     "check_sizes",
     "check_world",
     "ignored_parameters",
+    "recompute_option",
     "warn_of_other_options",
     "warn_of_other_policies",
 ]
@@ -71,6 +75,27 @@ def check_cuda_graph(cuda_graph: object, storage: str, offload: str | None) -> N
         raise ValueError(
             f"cuda_graph=True with offload={offload!r}: a replay would read main weights from host memory in every step; leave one out"
         )
+
+
+def check_recompute_graph(cuda_graph: bool, recompute: object) -> None:
+    """Raise a ValueError where inputs would go to host memory inside a graph, which cannot reserve any."""
+    if cuda_graph and isinstance(recompute, Recompute) and recompute.offload:
+        raise ValueError(
+            "cuda_graph=True with Recompute(offload=True): no graph can hold its copies to and from host memory; leave one out"
+        )
+
+
+def recompute_option(given: Recompute | Mapping[str, Any] | None, callbacks: Sequence[Callback]) -> Recompute | None:
+    """What a strategy or one callback says about activations.
+
+    Raises:
+        ValueError: Several of them say something.
+    """
+    asking = [callback for callback in callbacks if isinstance(callback, ChoosesRecompute)]
+    names = [*(["MFSDPStrategy(recompute=...)"] if given is not None else []), *(type(one).__name__ for one in asking)]
+    if len(names) > 1:
+        raise ValueError(f"{' and '.join(names)} both say what is computed again in backward; leave all but one out")
+    return asking[0].recompute if asking else as_recompute(given)
 
 
 def check_blocks_per_unit(blocks_per_unit: object) -> None:

@@ -11,7 +11,18 @@ from lightning_mfsdp.checkpoint.parameter_state import ParameterState
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["HasParameterState", "PreparesOptimizers"]
+    from lightning_mfsdp.recompute import Recompute
+
+__all__ = ["ChoosesRecompute", "HasParameterState", "PreparesOptimizers"]
+
+
+class ChoosesRecompute(ABC):
+    """A callback that says which activations are computed again; the strategy sees to it before it shards the model."""
+
+    @property
+    @abstractmethod
+    def recompute(self) -> Recompute:
+        """What it says."""
 
 
 class HasParameterState(ABC):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_mfsdp.engine import is_sharded
+from lightning_mfsdp.recompute.region import region_of
 
 __all__ = ["compile_options", "compile_units"]
 
@@ -30,11 +31,15 @@ def compile_units(root: nn.Module, options: Mapping[str, Any]) -> list[str]:
     """`torch.compile` the forward of every unit below `root` that has modules inside; returns their names.
 
     Only the forward: gathers and reductions run around it, in hooks that a compiled graph would break at. Embeddings, heads and
-    other single layers gain nothing.
+    other single layers gain nothing. Where activations are computed again, compiled code is; operators to keep are seen by the compiler.
     """
     compiled = []
     for name, module in root.named_modules():
         if module is not root and is_sharded(module) and any(True for _ in module.children()):
-            module.forward = torch.compile(module.forward, **options)
+            region = region_of(module)
+            if region is not None and not region.config.save_ops:
+                region.compile(**options)
+            else:
+                module.forward = torch.compile(module.forward, **options)
             compiled.append(name)
     return compiled

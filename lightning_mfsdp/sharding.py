@@ -30,6 +30,7 @@ from lightning_mfsdp.dtypes import ShardedPrecision
 from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard_units, sharded_parameters, units
 from lightning_mfsdp.engine.placement import resolve_placement
 from lightning_mfsdp.engine.unit import unit_of
+from lightning_mfsdp.recompute import Recompute, apply_recompute, as_recompute
 from lightning_mfsdp.unit_selection import UnitsArgument, describe_units, join_blocks, select_units, validate_units
 
 __all__ = ["REGISTERED", "ShardingOptions", "move_rest_to_device"]
@@ -65,6 +66,7 @@ class ShardingOptions:
     symmetric_memory: bool
     offload: Literal["optimizer"] | None
     compile: bool | Mapping[str, Any]
+    recompute: Recompute | Mapping[str, Any] | None
 
     def __post_init__(self) -> None:
         resolve_placement(self.sharding, self.outer_sharding, 1, 1)
@@ -77,6 +79,7 @@ class ShardingOptions:
         check_sizes(self.data_parallel_size, self.outer_size, self.mesh)
         check_ignored(self.ignored_parameters)
         compile_options(self.compile)
+        object.__setattr__(self, "recompute", as_recompute(self.recompute))
 
     def mesh_of(self, device_type: str, world_size: int) -> DeviceMesh:
         """The mesh that was given, or one over all connected ranks.
@@ -105,6 +108,7 @@ class ShardingOptions:
         precision.prepare_module(module, mesh)
         root = unit_of(module)
         if root is not None:
+            self._recompute_in(module)
             warn_of_other_options(module, root, precision.policy, self.sharding, self.outer_sharding, self.offload)
             return
         chosen: list[nn.Module | list[nn.Module]] = []
@@ -121,6 +125,7 @@ class ShardingOptions:
             check_adapters(module)
             together = 1 if self.blocks_per_unit == "auto" and self.units != "auto" else self.blocks_per_unit
             chosen = join_blocks(module, select_units(module, self.units), together)
+        self._recompute_in(module)
         fully_shard_units(
             module,
             chosen,
@@ -140,6 +145,15 @@ class ShardingOptions:
             compile_units(module, options)
         warn_of_other_policies(module, precision.policy)
         rank_zero_info(describe_units(units(module), sum(view.main.numel() for view in sharded_parameters(module))))
+
+    def _recompute_in(self, module: nn.Module) -> None:
+        """Have activations computed again, if that was asked for; a model keeps what it has otherwise."""
+        if isinstance(self.recompute, Recompute):
+            names = apply_recompute(module, self.recompute)
+            few = f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+            rank_zero_info(
+                f"mfsdp: activations of {len(names)} modules are computed again in backward: {few or 'none'}"
+            )
 
 
 def move_rest_to_device(root: nn.Module, device: torch.device) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +30,8 @@ from lightning_mfsdp.arguments import (
     check_choice,
     check_cuda_graph,
     check_device,
+    check_recompute_graph,
+    recompute_option,
 )
 from lightning_mfsdp.checkpointing import CheckpointingStrategy
 from lightning_mfsdp.cuda_graph import GraphedTrainingStep, graphed_training_step
@@ -36,6 +39,7 @@ from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard_optimizer, 
 from lightning_mfsdp.evaluation import step_with_all_ranks
 from lightning_mfsdp.lightning_api import MockOptimizer, StrategyRegistry, TrainerFn
 from lightning_mfsdp.precision import MFSDPPrecision, translate_precision
+from lightning_mfsdp.recompute import Recompute
 from lightning_mfsdp.sharding import REGISTERED, ShardingOptions, move_rest_to_device
 from lightning_mfsdp.unit_selection import UnitsArgument
 
@@ -69,6 +73,7 @@ class MFSDPStrategy(CheckpointingStrategy):
             step. Takes elementwise optimizers, and no `cuda_graph`.
         compile: `torch.compile` the forward of every unit that has modules inside; a mapping holds options for it, such as
             {"mode": "max-autotune-no-cudagraphs"}.
+        recompute: Which activations are computed again in backward instead of being kept: a `Recompute`, or a mapping of its options.
         cuda_graph: Record training_step and its backward as CUDA graphs after a few steps and replay them: hardly any host time. For
             fixed shapes. Every backward is reduced, also with `accumulate_grad_batches`. What cannot be recorded is named and runs as ever.
         free_gradients: Clear gradients right after the optimizer's step. Lightning clears them after the next training_step, so they take
@@ -107,6 +112,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         symmetric_memory: bool = False,
         offload: Literal["optimizer"] | None = None,
         compile: bool | Mapping[str, Any] = False,
+        recompute: Recompute | Mapping[str, Any] | None = None,
         cuda_graph: bool = False,
         free_gradients: bool = False,
         accumulation: Literal["local", "sharded"] = "local",
@@ -135,9 +141,11 @@ class MFSDPStrategy(CheckpointingStrategy):
             symmetric_memory=symmetric_memory,
             offload=offload,
             compile=compile,
+            recompute=recompute,
         )
         check_choice("accumulation", accumulation, ("local", "sharded"))
         check_cuda_graph(cuda_graph, storage, offload)
+        check_recompute_graph(cuda_graph, self._options.recompute)
         check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
         check_choice("async_save", async_save, (True, False))
         super().__init__(
@@ -226,9 +234,11 @@ class MFSDPStrategy(CheckpointingStrategy):
         if fitting and self._saves_in_background:
             check_background_saves(trainer.callbacks)  # type: ignore[attr-defined]
         self.model = self._module
+        options = replace(self._options, recompute=recompute_option(self._options.recompute, trainer.callbacks))  # type: ignore[attr-defined]
+        check_recompute_graph(self._cuda_graph, options.recompute)
         if self._layer_sync is not None:
             check_batch_norms(self._module)
-        self._options.shard(
+        options.shard(
             self._module,
             self.device_mesh,
             self.precision_plugin,

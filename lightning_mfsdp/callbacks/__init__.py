@@ -5,9 +5,11 @@ from lightning_mfsdp.callbacks.finetuning import ShardedBackboneFinetuning, Shar
 from lightning_mfsdp.callbacks.model_summary import ShardedModelSummary
 from lightning_mfsdp.callbacks.nan_gradients import NaNGradientReporter, NonFiniteGradientError
 from lightning_mfsdp.callbacks.paged_stash import PagedStash
+from lightning_mfsdp.callbacks.recompute import ActivationRecompute
 from lightning_mfsdp.callbacks.throughput import ShardedThroughputMonitor
 
 __all__ = [
+    "ActivationRecompute",
     "NaNGradientReporter",
     "NonFiniteGradientError",
     "PagedStash",

@@ -2,6 +2,7 @@
 
 from lightning_mfsdp.engine.api import (
     fully_shard_units,
+    gather_again,
     gather_root,
     no_sync,
     record_ranges,
@@ -51,6 +52,7 @@ __all__ = [
     "fully_shard",
     "fully_shard_optimizer",
     "fully_shard_units",
+    "gather_again",
     "gather_root",
     "grad_norm",
     "has_gradient",

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.buffer import FlatBuffer
 from lightning_mfsdp.engine.collectives import resolve_mesh
 from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.fully_shard import fully_shard, mesh_device
 from lightning_mfsdp.engine.group import ParameterGroup
-from lightning_mfsdp.engine.inspect import context_of
+from lightning_mfsdp.engine.inspect import context_of, units_of_own
 from lightning_mfsdp.engine.materialize import Replaced, children_first, materialize_module
 from lightning_mfsdp.engine.reduction_schedule import Sync
 from lightning_mfsdp.engine.rows import join_parts, own_part
@@ -23,6 +24,7 @@ from lightning_mfsdp.engine.unit import Unit, unit_of
 
 __all__ = [
     "fully_shard_units",
+    "gather_again",
     "gather_root",
     "no_sync",
     "record_ranges",
@@ -138,6 +140,18 @@ def gather_root(module: nn.Module) -> Iterator[None]:
         unit.release()
     else:
         unit.leave(reshard=True)
+
+
+def gather_again(module: nn.Module) -> None:
+    """Inside a backward, have the weights of `module` there for a forward of it whose hooks do not run: its activations are computed again.
+
+    They go when the backward of their unit has come through. Outside of a backward, and where nothing is sharded, nothing happens. Units
+    inside `module` do as ever.
+    """
+    if compat.backward_task() == -1:
+        return
+    for unit in units_of_own(module):
+        unit.enter_again()
 
 
 def watch_backward(module: nn.Module, loss: Tensor) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "is_sharded",
     "sharded_parameters",
     "units",
+    "units_of_own",
 ]
 
 
@@ -177,6 +178,23 @@ def _units_in(module: nn.Module) -> list[Unit]:
             owner = group.unit()
             if owner is not None:
                 found.setdefault(id(owner), owner)
+    return list(found.values())
+
+
+def units_of_own(module: nn.Module) -> list[Unit]:
+    """The units whose weights the forward of `module` reads: its own, or those around it. Units inside it are entered by their hooks."""
+    own = unit_of(module)
+    if own is not None:
+        return [own]
+    found: dict[int, Unit] = {}
+    for parameter in module._parameters.values():
+        place = place_of(parameter) if parameter is not None else None
+        owner = place[0].unit() if place is not None else None
+        if owner is not None:
+            found[id(owner)] = owner
+    for child in module.children():
+        if unit_of(child) is None:
+            found.update((id(unit), unit) for unit in units_of_own(child))
     return list(found.values())
 
 

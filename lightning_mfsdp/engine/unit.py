@@ -209,6 +209,15 @@ class Unit:
         if following is not None and compat.backward_task() == -1:
             following.start_gather()
 
+    def enter_again(self) -> None:
+        """Have there what a forward reads: a part of it is computed again inside a backward, and no hook of it runs."""
+        if not self.live:
+            self.enter()
+            return
+        for group in self.all_groups:
+            self.context.gather(group)  # a codec may keep other bytes for forward than for backward
+            group.install()
+
     def _check_owners(self) -> None:
         for group in self.borrowed:
             if group.context is not self.context:

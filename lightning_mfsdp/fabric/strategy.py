@@ -43,6 +43,7 @@ from lightning_mfsdp.lightning_api import (
     FabricPrecision,
     sync_if_available,
 )
+from lightning_mfsdp.recompute import Recompute
 from lightning_mfsdp.sharding import REGISTERED, ShardingOptions, move_rest_to_device
 from lightning_mfsdp.unit_selection import UnitsArgument
 
@@ -60,7 +61,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
 
     Args:
         sharding, outer_sharding, policy, units, blocks_per_unit, data_parallel_size, outer_size, mesh, reshard_after_forward,
-            ignored_parameters, storage, symmetric_memory, offload, compile: As in `MFSDPStrategy`.
+            ignored_parameters, storage, symmetric_memory, offload, compile, recompute: As in `MFSDPStrategy`.
         accumulation: Inside `fabric.no_backward_sync`, "local": no communication, for a full-size gradient in memory. "sharded":
             strategies with sharded gradients reduce each microbatch over the shard axis; the outer axis waits.
         state_dict_type: Of saved checkpoints. "sharded": a directory, every rank writes its rows; "full": one file with whole tensors.
@@ -91,6 +92,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         symmetric_memory: bool = False,
         offload: Literal["optimizer"] | None = None,
         compile: bool | Mapping[str, Any] = False,
+        recompute: Recompute | Mapping[str, Any] | None = None,
         accumulation: Literal["local", "sharded"] = "local",
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
@@ -115,6 +117,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
             symmetric_memory=symmetric_memory,
             offload=offload,
             compile=compile,
+            recompute=recompute,
         )
         check_choice("accumulation", accumulation, ("local", "sharded"))
         check_choice("state_dict_type", state_dict_type, ("sharded", "full"))

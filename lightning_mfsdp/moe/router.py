@@ -5,15 +5,16 @@ Scores are float32 whatever the model computes in. Nothing here waits for the de
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["LoadStatistics", "Routes", "TopKRouter"]
+__all__ = ["ChoiceKeeper", "LoadStatistics", "Routes", "TopKRouter"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,6 +49,13 @@ class LoadStatistics:
     unused: Tensor
 
 
+class ChoiceKeeper(Protocol):
+    """Remembers choices, so that a forward that is computed again in backward goes the same ways."""
+
+    def keep(self, choose: Callable[[], Tensor]) -> tuple[Tensor, bool]:
+        """The next choice, `choose()` the first time and the same tensor again, and whether it was made already."""
+
+
 class TopKRouter(nn.Module):
     """Chooses the K best of E experts for each token. Of equal scores the expert with the lower number wins, on every device.
 
@@ -68,6 +76,7 @@ class TopKRouter(nn.Module):
         weight: `[E, H]`.
         bias: float32 `[E]`, a buffer; zero without bias-based balancing.
         load: Choices of each expert in training since `balance()`, float32 `[E]`, a buffer.
+        choice_keeper: Asked for each choice; `None` where nothing is computed again.
 
     Raises:
         ValueError: A size or option out of range.
@@ -107,6 +116,7 @@ class TopKRouter(nn.Module):
         self.normalize, self.scale, self.balancing = normalize, scale, balancing
         self.auxiliary_weight, self.bias_step, self.z_loss_weight = auxiliary_weight, bias_step, z_loss_weight
         self.init_std = init_std
+        self.choice_keeper: ChoiceKeeper | None = None
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
         self.register_buffer("bias", torch.zeros(num_experts, device=device))
         self.register_buffer("load", torch.zeros(num_experts, device=device), persistent=False)
@@ -123,19 +133,27 @@ class TopKRouter(nn.Module):
         with torch.autocast(hidden.device.type, enabled=False):
             logits = F.linear(hidden.float(), self.weight.float())
         scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
-        ranked = scores.detach() + self.bias if self.balancing == "bias" else scores.detach()
-        index = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : self.top_k]
+        index, is_again = self._choose(scores.detach())
         chosen = scores.gather(-1, index)
         if self.normalize:
             chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=torch.finfo(chosen.dtype).tiny)
-        counts = self._count(index)
+        counts = self._count(index, note=self.training and not is_again)
         return Routes(expert_index=index, probabilities=chosen * self.scale, loss=self._loss(logits, scores, counts))
 
-    def _count(self, index: Tensor) -> Tensor:
-        """Choices of each expert, float32 `[E]`; noted in training. Sums of ones: the same in any order."""
+    def _choose(self, scores: Tensor) -> tuple[Tensor, bool]:
+        """Experts of each token, and whether they were chosen already."""
+
+        def choose() -> Tensor:
+            ranked = scores + self.bias if self.balancing == "bias" else scores
+            return ranked.sort(dim=-1, descending=True, stable=True).indices[:, : self.top_k]
+
+        return (choose(), False) if self.choice_keeper is None else self.choice_keeper.keep(choose)
+
+    def _count(self, index: Tensor, *, note: bool) -> Tensor:
+        """Choices of each expert, float32 `[E]`; noted in `load` if so asked. Sums of ones: the same in any order."""
         ones = torch.ones(index.numel(), device=index.device)
         counts = torch.zeros_like(self.load).scatter_add_(0, index.reshape(-1), ones)
-        if self.training:
+        if note:
             self.load.add_(counts)
         return counts
 

@@ -4,6 +4,24 @@ from lightning_mfsdp.te.codec import weight_codecs
 from lightning_mfsdp.te.compute import Fp8Compute
 from lightning_mfsdp.te.options import Fp8Options
 from lightning_mfsdp.te.overrides import enter_around
+from lightning_mfsdp.te.recompute import (
+    autocast_snapshot,
+    checkpoint,
+    has_engine_modules,
+    quantizes_now,
+    scales_are_delayed,
+)
 from lightning_mfsdp.te.weight_gradients import fuse_weight_gradients
 
-__all__ = ["Fp8Compute", "Fp8Options", "enter_around", "fuse_weight_gradients", "weight_codecs"]
+__all__ = [
+    "Fp8Compute",
+    "Fp8Options",
+    "autocast_snapshot",
+    "checkpoint",
+    "enter_around",
+    "fuse_weight_gradients",
+    "has_engine_modules",
+    "quantizes_now",
+    "scales_are_delayed",
+    "weight_codecs",
+]

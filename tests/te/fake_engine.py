@@ -105,11 +105,14 @@ class _Global:
     quantizes: bool = False
     quantizing_recipe: Any = None
     keeps_initial: bool = False
+    kept_scales: list[Tensor] | None = None
+    computes_again: bool = False
 
 
 state = _Global()
 calls: list[Call] = []
 updates: list[str] = []  # "scaling_fwd" or "scaling_bwd"
+checkpoints: list[Any] = []  # recipes of what the library's checkpoint was called for
 copies: list[bool] = []  # whether a product saved a rounded copy of its weight
 writes: list[bool] = []  # gradients that layers wrote by themselves: whether they overwrote what was there
 _delayed: dict[str, list[tuple[DelayedState, Any, Any]]] = {"scaling_fwd": [], "scaling_bwd": []}
@@ -369,11 +372,74 @@ def _rounded(tensor: Tensor, key: str, index: int, meta: dict[str, Any], recipe:
     amax = tensor.detach().abs().amax().float()
     scale = LARGEST[key] / amax.clamp(min=1e-12)
     if recipe.delayed():
-        history = meta[key].amax_history
-        history[0, index] = torch.maximum(history[0, index], amax)
-        scale = meta[key].scale[index].clone()
+        scale = _delayed_scale(amax, key, index, meta[key])
     scaled = (tensor.float() * scale).clamp(-LARGEST[key], LARGEST[key])
     return (scaled.to(ROUNDED[key]).float() * (1 / scale)).to(tensor.dtype)
+
+
+def _delayed_scale(amax: Tensor, key: str, index: int, delayed: DelayedState) -> Tensor:
+    """Inside the library's checkpoint the scale is kept, and used again with nothing noted."""
+    if key == "scaling_fwd" and state.kept_scales is not None and state.computes_again:
+        return state.kept_scales.pop(0)
+    delayed.amax_history[0, index] = torch.maximum(delayed.amax_history[0, index], amax)
+    scale = delayed.scale[index].clone()
+    if key == "scaling_fwd" and state.kept_scales is not None:
+        state.kept_scales.append(scale)
+    return scale
+
+
+def checkpoint(function: Any, *args: Any, use_reentrant: bool = True, **kwargs: Any) -> Any:
+    """Enters the recipe again, and not the group; numbers saved tensors; keeps arguments as they are."""
+    assert not use_reentrant
+    assert state.enabled, "versions up to 2.18 fail otherwise"
+    recipe, scales, random, recomputed = state.recipe, [], torch.get_rng_state(), []
+    cast = {"enabled": torch.is_autocast_enabled("cpu"), "dtype": torch.get_autocast_dtype("cpu")}
+    count = iter(range(10**6))
+    checkpoints.append(recipe)
+
+    @contextmanager
+    def keeping(again: bool) -> Iterator[None]:
+        state.kept_scales, state.computes_again = scales, again
+        try:
+            yield
+        finally:
+            state.kept_scales, state.computes_again = (
+                None,
+                False,
+            )  # also where one ran inside another, as in the library
+
+    def pack(tensor: Tensor) -> Tensor:
+        recomputed.append(tensor.detach())
+        return tensor.detach()
+
+    def unpack(index: int) -> Tensor:
+        if not recomputed:
+            before = torch.get_rng_state()
+            torch.set_rng_state(random)
+            again = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+            inside = autocast(enabled=True, recipe=recipe), torch.autocast("cpu", **cast)
+            with again, keeping(True), torch.enable_grad(), inside[0], inside[1]:
+                function(*args, **kwargs)
+            torch.set_rng_state(before)
+        tensor, recomputed[index] = recomputed[index], None
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: next(count), unpack), keeping(False):
+        return function(*args, **kwargs)
+
+
+class FP8GlobalStateManager:
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        return state.enabled
+
+    @classmethod
+    def get_fp8_recipe(cls) -> Any:
+        return state.recipe
+
+    @classmethod
+    def get_fp8_group(cls) -> Any:
+        return state.group
 
 
 @_in_library
@@ -440,6 +506,7 @@ def _question(name: str) -> Any:
 
 pytorch = SimpleNamespace(
     autocast=autocast,
+    checkpoint=checkpoint,
     quantized_model_init=quantized_model_init,
     Linear=Linear,
     LayerNormLinear=LayerNormLinear,
@@ -447,6 +514,7 @@ pytorch = SimpleNamespace(
     RMSNorm=RMSNorm,
     **{f"is_{name}_available": _question(name) for name in answers},
 )
+quantization = SimpleNamespace(FP8GlobalStateManager=FP8GlobalStateManager)
 recipes = SimpleNamespace(
     Recipe=Recipe,
     DelayedScaling=DelayedScaling,
@@ -461,7 +529,12 @@ recipes = SimpleNamespace(
 def installed() -> Iterator[None]:
     """Inside, this is the library, with nothing left of an earlier use."""
     real = library.load
-    found = {"pytorch": pytorch, "common.recipe": recipes, "pytorch.tensor.utils": tensor_utils}
+    found = {
+        "pytorch": pytorch,
+        "pytorch.quantization": quantization,
+        "common.recipe": recipes,
+        "pytorch.tensor.utils": tensor_utils,
+    }
     library.load = te_codec.load = found.__getitem__  # type: ignore[assignment]
     forget()
     try:
@@ -474,5 +547,5 @@ def installed() -> Iterator[None]:
 def forget() -> None:
     """As in a new process."""
     vars(state).update(vars(_Global()))
-    for part in (calls, updates, copies, writes, *_delayed.values()):
+    for part in (calls, updates, checkpoints, copies, writes, *_delayed.values()):
         part.clear()

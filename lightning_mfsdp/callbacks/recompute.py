@@ -1,0 +1,56 @@
+"""ActivationRecompute: `Recompute` as a callback, for runs whose strategy is chosen by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from lightning_mfsdp.callback_hooks import ChoosesRecompute
+from lightning_mfsdp.lightning_api import Callback, LightningModule, Trainer
+from lightning_mfsdp.recompute import Recompute
+from lightning_mfsdp.strategy import MFSDPStrategy
+
+__all__ = ["ActivationRecompute"]
+
+
+class ActivationRecompute(Callback, ChoosesRecompute):
+    """Activations are computed again in backward, as `MFSDPStrategy(recompute=Recompute(...))` has it; give one of the two.
+
+    Args:
+        method, num_layers, modules, every_nth, save_ops, offload: As in `Recompute`.
+
+    Raises:
+        ValueError, TypeError: As `Recompute` does; `TypeError` too, when the run starts, if the strategy is not `MFSDPStrategy`.
+    """
+
+    def __init__(
+        self,
+        *,
+        method: Literal["none", "uniform", "block", "selective"] = "uniform",
+        num_layers: int | None = None,
+        modules: Sequence[str] = (),
+        every_nth: int = 1,
+        save_ops: Sequence[str] = (),
+        offload: bool = False,
+    ) -> None:
+        self._recompute = Recompute(
+            method=method,
+            num_layers=num_layers,
+            modules=modules,
+            every_nth=every_nth,
+            save_ops=save_ops,
+            offload=offload,
+        )
+
+    @property
+    def recompute(self) -> Recompute:
+        """The options, which the strategy reads before it shards the model."""
+        return self._recompute
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse strategies that would not ask."""
+        if not isinstance(trainer.strategy, MFSDPStrategy):
+            raise TypeError(
+                f"ActivationRecompute: expected MFSDPStrategy, got {type(trainer.strategy).__name__}, which does not ask callbacks what is "
+                "computed again; call apply_recompute(model, Recompute(...)) in configure_model"
+            )

@@ -1,0 +1,21 @@
+"""Activation recompute: which activations are computed again in backward instead of being kept."""
+
+from lightning_mfsdp.recompute.apply import apply_recompute, recomputed, remove_recompute
+from lightning_mfsdp.recompute.config import Recompute, as_recompute
+from lightning_mfsdp.recompute.planner import LayerRecord, Plan, PlanRow, StepRecord, plan_recompute
+from lightning_mfsdp.recompute.recorder import StepRecorder, record_step
+
+__all__ = [
+    "LayerRecord",
+    "Plan",
+    "PlanRow",
+    "Recompute",
+    "StepRecord",
+    "StepRecorder",
+    "apply_recompute",
+    "as_recompute",
+    "plan_recompute",
+    "recomputed",
+    "record_step",
+    "remove_recompute",
+]

@@ -1,0 +1,85 @@
+"""apply_recompute: the layers of a model become regions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+import lightning_mfsdp.te as te
+from lightning_mfsdp.recompute.choice import Layer, chunks_of, find_stacks
+from lightning_mfsdp.recompute.chunk import Chunk, Order
+from lightning_mfsdp.recompute.config import Recompute
+from lightning_mfsdp.recompute.offload import HostCopies
+from lightning_mfsdp.recompute.region import Region, region_of
+
+__all__ = ["apply_recompute", "recomputed", "remove_recompute"]
+
+
+def apply_recompute(root: nn.Module, config: Recompute) -> list[str]:
+    """Have activations of `root` computed again in backward. What was applied before is replaced.
+
+    Parameters, buffers, and names in state dicts stay as they are. Call it before `fully_shard`, so that large layers find their forward
+    as it will be; later calls work too. Forwards without gradients run as ever.
+
+    Args:
+        root: The whole model.
+        config: What is computed again.
+
+    Returns:
+        Names of what is computed again, in registration order.
+
+    Raises:
+        ValueError: No layers, a pattern that matches nothing, layers that checkpoint themselves already, or operators to keep inside
+            modules of Transformer Engine.
+    """
+    if config.method == "none":
+        remove_recompute(root)
+        return []
+    chunks = chunks_of(config, find_stacks(root, config.modules))
+    for name, module in (layer for chunk in chunks for layer in chunk):
+        _check(name, module, config)
+    names = [name for chunk in chunks for name, _ in chunk]
+    if _present(root) != dict.fromkeys(names, config):
+        remove_recompute(root)
+        copies, order = HostCopies() if config.offload else None, Order()
+        for chunk in chunks:
+            _apply_to(chunk, config, copies, order)
+    return names
+
+
+def _apply_to(layers: Sequence[Layer], config: Recompute, copies: HostCopies | None, order: Order) -> None:
+    chunk = Chunk([name for name, _ in layers], order) if len(layers) > 1 else None
+    for index, (name, module) in enumerate(layers):
+        Region(name, module, config, copies=copies, chunk=chunk, index=index)
+
+
+def remove_recompute(root: nn.Module) -> None:
+    """Keep all activations again."""
+    for module in root.modules():
+        region = region_of(module)
+        if region is not None:
+            region.remove()
+
+
+def recomputed(root: nn.Module) -> list[str]:
+    """Names of modules in `root` whose activations are computed again."""
+    return list(_present(root))
+
+
+def _present(root: nn.Module) -> dict[str, Recompute]:
+    found = ((name, region_of(module)) for name, module in root.named_modules())
+    return {name: region.config for name, region in found if region is not None and region.enabled}
+
+
+def _check(name: str, module: nn.Module, config: Recompute) -> None:
+    if any(getattr(part, "gradient_checkpointing", False) is True for part in module.modules()):
+        raise ValueError(
+            f"Recompute: {name} checkpoints itself already, so it would be computed three times; turn the "
+            "model's own checkpointing off, or leave recompute out"
+        )
+    if config.save_ops and te.has_engine_modules(module):
+        raise ValueError(
+            f"Recompute: save_ops: {name} has modules of Transformer Engine, which are one operator each; choose modules to compute again "
+            'instead, as in Recompute(method="selective", modules=["*.mlp"])'
+        )

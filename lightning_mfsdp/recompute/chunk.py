@@ -1,0 +1,191 @@
+"""Chunk: consecutive layers of which only the first one's input is kept.
+
+Each layer is a region by itself, and its saved tensors are its own. But a layer whose input is what the layer before it returned
+keeps a link to that instead of a tensor. In backward the last layer comes first. It asks its link, which computes the layers before it
+again, the first one first, each once: their saved tensors are there when their own backward comes, and their results go along the links.
+
+A region is computed again when one of its saved tensors is asked for, whoever's checkpoint it is. So each link has one of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Chunk", "Link", "Linked", "Order", "Results", "handle"]
+
+
+class Results:
+    """What a region returned, computed again for the region after it.
+
+    Attributes:
+        linked: There is one.
+        tensors: From when the region is computed again until the one after it has been, too.
+    """
+
+    def __init__(self) -> None:
+        self.linked = False
+        self.tensors: list[Tensor] | None = None
+
+    def note(self, outputs: Sequence[Tensor]) -> None:
+        """The region was computed again."""
+        if self.linked:
+            self.tensors = [tensor.detach() for tensor in outputs]
+
+
+class Link:
+    """From a region to the one after it.
+
+    Args:
+        results: Of the region.
+        handle: Computed inside the region, from a tensor it saved.
+        before: The region's own link to the one before it.
+    """
+
+    def __init__(self, results: Results, handle: Tensor, before: Link | None) -> None:
+        self._results, self._handle, self._before = results, handle, before
+
+    def tensors(self) -> list[Tensor]:
+        """What the region returned, computed again unless it was just now."""
+        missing: list[Link] = []
+        link: Link | None = self
+        while link is not None and link._results.tensors is None:
+            missing.append(link)
+            link = link._before
+        for one in reversed(missing):
+            _ = one._handle.grad_fn.saved_tensors  # type: ignore[union-attr]
+        assert self._results.tensors is not None, "the region was computed again"
+        return self._results.tensors
+
+    def used(self) -> None:
+        """A region after it has run."""
+        self._results.linked = True
+
+    def taken(self) -> None:
+        """The region after it has what it needs."""
+        self._results.tensors = None
+
+
+class Linked:
+    """An input that is a result of the region before."""
+
+    def __init__(self, tensor: Tensor, link: Link, index: int) -> None:
+        self._tensor: Tensor | None = tensor
+        self._link, self._index, self._needs_grad = link, index, tensor.requires_grad
+
+    def give(self) -> Tensor:
+        """The input itself, in its own forward."""
+        assert self._tensor is not None, "let_go() comes after the forward"
+        return self._tensor
+
+    def send(self) -> None:
+        """The forward has read it."""
+        self._tensor = None
+
+    def take(self) -> Tensor:
+        """The input for another forward, cut off from what computed it."""
+        return self._link.tensors()[self._index].detach().requires_grad_(self._needs_grad)
+
+
+class Order:
+    """Which layer of the chunks of a model ran last.
+
+    Attributes:
+        last: Its name.
+    """
+
+    def __init__(self) -> None:
+        self.last = ""
+
+
+class Chunk:
+    """Where the layers of one chunk stand in a forward.
+
+    Args:
+        names: Of the layers, in order.
+        order: Of the model.
+    """
+
+    def __init__(self, names: Sequence[str], order: Order) -> None:
+        self.names = tuple(names)
+        self._order = order
+        self._link: Link | None = None
+        self._outputs: list[tuple[weakref.ref[Tensor], int]] = []
+        self._has_warned = False
+
+    def inputs(self, index: int, tensors: Sequence[Tensor | None]) -> tuple[Link | None, dict[int, Linked]]:
+        """Which inputs of layer `index` are results of the layer before it, by position, and the link they share."""
+        link, outputs = self._link, self._outputs
+        follows = index > 0 and self._order.last == self.names[index - 1]
+        self._order.last = self.names[index]
+        self._stop()
+        if not follows:
+            return None, {}
+        found: dict[int, Linked] = {}
+        for position, tensor in enumerate(tensors):
+            for number, (reference, version) in enumerate(outputs):
+                output = reference()
+                if tensor is None or output is None or link is None:
+                    continue
+                if _is_same(tensor, output, version):
+                    found[position] = Linked(tensor, link, number)
+        if not found and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"Recompute: {self.names[index]} is not called with what {self.names[index - 1]} returned, so its own input is kept as "
+                "well, and num_layers saves less than it could. Call layers one right after the other, or give num_layers=1",
+                stacklevel=2,
+            )
+        return (link, found) if found else (None, {})
+
+    def offer(self, index: int, outputs: Sequence[Tensor], link: Link) -> None:
+        """Layer `index` has run; the next may link to it as long as somebody has what it returned."""
+        if index + 1 < len(self.names):
+            this = weakref.ref(self)
+
+            def gone(_: Any) -> None:
+                chunk = this()
+                if chunk is not None and chunk._link is link:
+                    chunk._stop()
+
+            self._link = link
+            self._outputs = [(weakref.ref(tensor, gone), tensor._version) for tensor in outputs]
+
+    def _stop(self) -> None:
+        """Nothing to link to."""
+        self._link, self._outputs = None, []
+
+
+def handle() -> Tensor:
+    """Made inside a region: asking for its saved tensor has the region computed again."""
+    return _Handle.apply(torch.empty(0, requires_grad=True))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _is_same(tensor: Tensor, output: Tensor, version: int) -> bool:
+    """Whether a tensor is another one, or a view of all of it (units pass their inputs on as views), and nobody wrote to it since."""
+    if tensor is output:
+        return output._version == version
+    alike = tensor.shape == output.shape and tensor.stride() == output.stride() and tensor.dtype == output.dtype
+    return (
+        alike
+        and type(tensor) is type(output) is Tensor
+        and tensor.numel() > 0
+        and tensor.data_ptr() == output.data_ptr()
+        and output._version == version
+    )
+
+
+class _Handle(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        ctx.save_for_backward(leaf)
+        return leaf.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad

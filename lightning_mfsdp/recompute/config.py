@@ -1,0 +1,103 @@
+"""Recompute: which activations are computed again in backward, as one frozen value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from lightning_mfsdp.recompute.operators import check_save_ops
+
+__all__ = ["Recompute", "as_recompute"]
+
+_METHODS = ("none", "uniform", "block", "selective")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """Which activations are not kept from forward to backward, but computed again there.
+
+    A layer is an entry of a `ModuleList` or `Sequential` of its likes; a stack is the layers of one such container. Models with
+    several stacks (encoder and decoder, a multi-token-prediction head) have each treated by itself.
+
+    Args:
+        method: "uniform": all layers, `num_layers` consecutive ones together, of which only the first one's input is kept. "block": the
+            first `num_layers` of each stack, each by itself. "selective": chosen modules, or layers in which chosen operators are kept.
+            "none": nothing, as if this was not given.
+        num_layers: For "uniform" and "block". `None`: 1 for "uniform"; "block" needs a number. A shorter stack counts whole.
+        modules: `fnmatch` patterns of names. They say which modules are layers; for "selective", which modules are computed again.
+        every_nth: Of what the method chooses in a stack, only the first and each n-th after it. Not for "block".
+        save_ops: For "selective": operators whose results are kept, all others being computed again: "matmul", "attention", names such as
+            "aten.mm" or "mylib.myop".
+        offload: Keep the inputs of what is computed again in host memory, pinned for CUDA devices.
+
+    Raises:
+        ValueError: An option out of its range, or one that the method has no use for.
+        TypeError: An option of the wrong kind.
+    """
+
+    method: Literal["none", "uniform", "block", "selective"] = "uniform"
+    num_layers: int | None = None
+    modules: Sequence[str] = ()
+    every_nth: int = 1
+    save_ops: Sequence[str] = ()
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("modules", "save_ops"):
+            object.__setattr__(self, name, _strings(name, getattr(self, name)))
+        if self.method not in _METHODS:
+            raise ValueError(f"Recompute: method={self.method!r}: expected one of {', '.join(map(repr, _METHODS))}")
+        for name, number in (("num_layers", self.num_layers), ("every_nth", self.every_nth)):
+            is_number = isinstance(number, int) and not isinstance(number, bool)
+            if not (is_number and number >= 1) and not (name == "num_layers" and number is None):  # type: ignore[operator]
+                raise ValueError(f"Recompute: {name}={number!r}: expected a number of at least 1")
+        if not isinstance(self.offload, bool):
+            raise TypeError(f"Recompute: offload={self.offload!r}: expected True or False")
+        check_save_ops(self.save_ops)
+        self._check_use()
+
+    def _check_use(self) -> None:
+        """Nothing that was given may be without effect."""
+        unused = {
+            "none": ("num_layers", "modules", "every_nth", "save_ops", "offload"),
+            "uniform": ("save_ops",),
+            "block": ("save_ops", "every_nth"),
+            "selective": ("num_layers",),
+        }[self.method]
+        given = [one.name for one in fields(self) if one.name in unused and getattr(self, one.name) != one.default]
+        if given:
+            raise ValueError(
+                f'Recompute(method="{self.method}"): {", ".join(given)} would have no effect; leave it out, or choose another method'
+            )
+        if self.method == "block" and self.num_layers is None:
+            raise ValueError('Recompute(method="block"): expected num_layers, how many first layers are computed again')
+        if self.method == "selective" and not (self.modules or self.save_ops):
+            raise ValueError(
+                'Recompute(method="selective"): expected modules, patterns of names of what is computed again, or save_ops, the operators '
+                'whose results are kept, such as ["matmul"]'
+            )
+
+
+def as_recompute(value: Recompute | Mapping[str, Any] | None) -> Recompute | None:
+    """What a strategy was given: a `Recompute`, its options as a mapping (from a YAML file), or `None`.
+
+    Raises:
+        TypeError: Neither of them.
+        ValueError: An option that there is not, or one out of its range.
+    """
+    if value is None or isinstance(value, Recompute):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(f"recompute={value!r}: expected a Recompute, a mapping of its options, or None")
+    known = [one.name for one in fields(Recompute)]
+    unknown = [name for name in value if name not in known]
+    if unknown:
+        raise ValueError(f"recompute: unknown option {unknown[0]!r}; expected {', '.join(known)}")
+    return Recompute(**value)
+
+
+def _strings(name: str, given: object) -> tuple[str, ...]:
+    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
+        raise TypeError(f"Recompute: {name}={given!r}: expected a list of strings")
+    return tuple(given)

@@ -1,0 +1,144 @@
+"""Inputs of what is computed again, in host memory from forward to backward.
+
+    forward     on a stream beside, an input is copied out once its region has run; it is let go when the next region's is on its way,
+                which waits for the copy, long done
+    backward    an input is copied in while the region after it is computed again
+
+Host memory is pinned, by PyTorch's allocator, which keeps it for the next step. On a CPU there is one memory, and it is a copy there.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from lightning_mfsdp.engine import EngineStateError
+
+__all__ = ["HostCopies", "HostCopy"]
+
+
+class HostCopies:
+    """Copies of one model, in the order in which they went out."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._leaving: HostCopy | None = None
+        self._last: weakref.ref[HostCopy] | None = None
+        self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Beside the computation."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._stream
+
+    def went(self, copy: HostCopy) -> weakref.ref[HostCopy] | None:
+        """A copy is on its way out: the one before can be let go. Returns that one."""
+        if self._leaving is not None:
+            self._leaving.let_go()
+        before, self._leaving, self._last = self._last, copy, weakref.ref(copy)
+        return before
+
+    def stays(self, copy: HostCopy) -> None:
+        """Backward came before the original was let go."""
+        if self._leaving is copy:
+            self._leaving = None
+
+    def comes(self, tensor: Tensor, event: torch.cuda.Event) -> None:
+        """Memory that is written beside the computation is not given back before it was."""
+        if self._arriving is not None:
+            self._arriving[1].wait()
+        self._arriving = (tensor, event)
+
+    def arrived(self) -> None:
+        """The computation waits for what came last."""
+        self._arriving = None
+
+
+class HostCopy:
+    """One input.
+
+    Args:
+        tensor: Computed by the model; nobody writes to it before backward.
+        name: Of the region, for messages.
+        copies: Of the model.
+    """
+
+    def __init__(self, tensor: Tensor, name: str, copies: HostCopies) -> None:
+        self._tensor: Tensor | None = tensor
+        self._version = tensor._version
+        self._name, self._copies = name, copies
+        self._device, self._needs_grad = tensor.device, tensor.requires_grad
+        self._host: Tensor | None = None
+        self._left: torch.cuda.Event | None = None
+        self._ahead: tuple[Tensor, torch.cuda.Event] | None = None
+        self._before: weakref.ref[HostCopy] | None = None
+
+    def give(self) -> Tensor:
+        """The input itself, in its own forward."""
+        assert self._tensor is not None, "send() comes after the forward"
+        return self._tensor
+
+    def send(self) -> None:
+        """The forward has read it."""
+        tensor = self.give().detach()
+        if self._device.type != "cuda":
+            self._host = tensor.clone()
+            self.let_go()
+            return
+        side, current = self._copies.stream(self._device), torch.cuda.current_stream(self._device)
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            self._host.copy_(tensor, non_blocking=True)
+            self._left = side.record_event()
+        self._before = self._copies.went(self)
+
+    def let_go(self) -> None:
+        """The copy is there, or the present stream waits until it is."""
+        tensor = self.give()
+        if tensor._version != self._version:
+            raise EngineStateError(
+                f"{self._name}: its input was written in place after its forward, which has to read it again in backward; write into a "
+                "copy (x = x + y, not x += y), or leave it out of what is computed again"
+            )
+        if self._left is not None:
+            self._left.wait()
+        self._tensor = None
+
+    def take(self) -> Tensor:
+        """The input for another forward, cut off from what computed it."""
+        if self._tensor is not None:
+            self._copies.stays(self)
+            return self._tensor.detach().requires_grad_(self._needs_grad)
+        assert self._host is not None, "send() made it"
+        if self._device.type != "cuda":
+            return self._host.clone().requires_grad_(self._needs_grad)
+        tensor = self._fetched()
+        before = self._before() if self._before is not None else None
+        if before is not None:
+            before.fetch()
+        return tensor.requires_grad_(self._needs_grad)
+
+    def fetch(self) -> None:
+        """Begin the way back, if it was let go."""
+        if self._tensor is not None or self._ahead is not None or self._host is None:
+            return
+        side = self._copies.stream(self._device)
+        tensor = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))  # who had that memory before
+        with torch.cuda.stream(side), torch.no_grad():
+            tensor.copy_(self._host, non_blocking=True)
+            event = side.record_event()
+        self._ahead = (tensor, event)
+        self._copies.comes(tensor, event)
+
+    def _fetched(self) -> Tensor:
+        self.fetch()
+        assert self._ahead is not None, "fetch() began it"
+        (tensor, event), self._ahead = self._ahead, None
+        event.wait()
+        self._copies.arrived()
+        return tensor.detach()

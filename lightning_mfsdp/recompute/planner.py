@@ -1,0 +1,195 @@
+"""How many layers to compute again for a budget of memory: arithmetic on one recorded step, nothing else.
+
+Tensors that autograd keeps share memory (a layer's result is the next one's input), so memory is a set of pieces, and what a choice keeps
+is a union: of what is kept outside of layers, of the inputs of those computed again, and of all that the others save. The peak is at the
+end of the forward, or in backward while a layer is computed again. What else lies in memory (weights, gradients, work spaces) is taken
+to be the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from lightning_mfsdp.recompute.config import Recompute
+from lightning_mfsdp.tables import aligned, readable_bytes
+
+__all__ = ["LayerRecord", "Plan", "PlanRow", "StepRecord", "plan_recompute"]
+
+Pieces = Mapping[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRecord:
+    """One layer in a step.
+
+    Attributes:
+        name: Of the module.
+        stack: Name of the module around it; layers of a stack are counted together.
+        saved: Memory that autograd kept for it until backward: bytes by the identity of the piece. Weights are not counted.
+        inputs: Memory of its inputs, which is what remains if it is computed again.
+        seconds: Of its forward.
+    """
+
+    name: str
+    stack: str
+    saved: Pieces
+    inputs: Pieces
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """A forward and its backward.
+
+    Attributes:
+        layers: In registration order.
+        others: Memory that autograd kept outside of layers.
+        seconds: Of the step.
+        peak_bytes: The most that was allocated on the device in it; 0 on the CPU, where nobody counts.
+        recomputed: Layers, or parts of them, that were computed again in it.
+    """
+
+    layers: tuple[LayerRecord, ...]
+    others: Pieces
+    seconds: float
+    peak_bytes: int = 0
+    recomputed: tuple[str, ...] = ()
+
+    @property
+    def saved_bytes(self) -> int:
+        """All that autograd kept from forward to backward."""
+        return _bytes([self.others, *(layer.saved for layer in self.layers)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """What one choice costs.
+
+    Attributes:
+        num_layers: First layers of each stack that are computed again.
+        saved_bytes: Kept by autograd at the end of the forward.
+        peak_bytes: The most memory in a step; of activations alone, where the record has no device.
+        extra_seconds: Of computing again.
+        step_seconds: With them.
+    """
+
+    num_layers: int
+    saved_bytes: int
+    peak_bytes: int
+    extra_seconds: float
+    step_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All choices, and the one that was made. `str(plan)` is a table.
+
+    Attributes:
+        rows: From no layer to all.
+        chosen: The first that fits.
+        budget_bytes: As given.
+    """
+
+    rows: tuple[PlanRow, ...]
+    chosen: PlanRow
+    budget_bytes: int
+
+    @property
+    def recompute(self) -> Recompute:
+        """What to give to the strategy, or to `apply_recompute`."""
+        count = self.chosen.num_layers
+        return Recompute(method="block", num_layers=count) if count else Recompute(method="none")
+
+    def __str__(self) -> str:
+        head = ("layers", "saved", "peak", "extra time", "step", "")
+        cells = [
+            (
+                str(row.num_layers),
+                readable_bytes(row.saved_bytes),
+                readable_bytes(row.peak_bytes),
+                f"{1e3 * row.extra_seconds:.1f} ms",
+                f"{1e3 * row.step_seconds:.1f} ms",
+                f"the first within {readable_bytes(self.budget_bytes)}" if row is self.chosen else "",
+            )
+            for row in self.rows
+        ]
+        return "\n".join(aligned([head, *cells]))
+
+
+def plan_recompute(record: StepRecord, budget_bytes: int) -> Plan:
+    """The fewest layers to compute again so that a step fits.
+
+    Args:
+        record: Of a step in which nothing was computed again.
+        budget_bytes: For all that lies on the device; for activations alone, where the record has none.
+
+    Raises:
+        ValueError: A budget that is no positive number, a record of a step that computed something again, or no choice that fits.
+    """
+    if budget_bytes < 1:
+        raise ValueError(f"plan_recompute: budget_bytes: expected a positive number, got {budget_bytes}")
+    if record.recomputed:
+        raise ValueError(
+            f"plan_recompute: in the recorded step {record.recomputed[0]} was computed again already, so nobody knows what it would keep; "
+            "record a step without recompute, of a smaller batch if it does not fit"
+        )
+    longest = max(_by_stack(record).values(), key=len, default=[])
+    rest = max(0, record.peak_bytes - _activations(record, 0))
+    rows = tuple(_row(record, count, rest) for count in range(len(longest) + 1))
+    fitting = [row for row in rows if row.peak_bytes <= budget_bytes]
+    if not fitting:
+        least = min(rows, key=lambda row: row.peak_bytes)
+        raise ValueError(
+            f"plan_recompute: a step takes {readable_bytes(least.peak_bytes)} with {least.num_layers} layers computed again, which is the "
+            f"least, and the budget is {readable_bytes(budget_bytes)}; take a smaller batch, or Recompute(num_layers=..., offload=True)"
+        )
+    return Plan(rows=rows, chosen=fitting[0], budget_bytes=budget_bytes)
+
+
+def _row(record: StepRecord, count: int, rest: int) -> PlanRow:
+    again = _again(record, count)
+    extra = sum(layer.seconds for layer in again)
+    return PlanRow(
+        num_layers=count,
+        saved_bytes=_bytes(_kept(record, again)),
+        peak_bytes=rest + _activations(record, count),
+        extra_seconds=extra,
+        step_seconds=record.seconds + extra,
+    )
+
+
+def _activations(record: StepRecord, count: int) -> int:
+    """The most memory of activations at once."""
+    again = _again(record, count)
+    most = _bytes(_kept(record, again))
+    earlier: list[Pieces] = [record.others]
+    for layer in again:  # in its backward, later layers are done and earlier ones have their inputs
+        earlier.append(layer.inputs)
+        most = max(most, _bytes([*earlier, layer.saved]))
+    return most
+
+
+def _kept(record: StepRecord, again: list[LayerRecord]) -> list[Pieces]:
+    chosen = {layer.name for layer in again}
+    return [record.others, *(layer.inputs if layer.name in chosen else layer.saved for layer in record.layers)]
+
+
+def _again(record: StepRecord, count: int) -> list[LayerRecord]:
+    """The first `count` layers of each stack."""
+    return [layer for stack in _by_stack(record).values() for layer in stack[:count]]
+
+
+def _by_stack(record: StepRecord) -> dict[str, list[LayerRecord]]:
+    stacks: dict[str, list[LayerRecord]] = {}
+    for layer in record.layers:
+        stacks.setdefault(layer.stack, []).append(layer)
+    return stacks
+
+
+def _bytes(pieces: Iterable[Pieces]) -> int:
+    """Of a union."""
+    union: dict[int, int] = {}
+    for one in pieces:
+        union.update(one)
+    return sum(union.values())

@@ -1,0 +1,330 @@
+"""Region: a module whose forward keeps its inputs alone, and runs again in backward.
+
+A region takes the place of the module's `forward`, so hooks stay outside and run once: those of a sharded module have gathered its
+weights for the backward when its activations are computed again. Names of parameters and modules do not change.
+
+Computing again is PyTorch's non-reentrant checkpoint, or Transformer Engine's where its modules quantize. What neither knows comes
+from a `Run`: precision, routes, kept operators, inputs that lie elsewhere, weights of units around.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import lightning_mfsdp.te as te
+from lightning_mfsdp.engine import EngineStateError, gather_again, is_sharded
+from lightning_mfsdp.engine.tree import tensors_in
+from lightning_mfsdp.recompute.chunk import Chunk, Link, Linked, Results, handle
+from lightning_mfsdp.recompute.config import Recompute
+from lightning_mfsdp.recompute.offload import HostCopies, HostCopy
+from lightning_mfsdp.recompute.operators import CHOICES, keeping
+from lightning_mfsdp.recompute.precision import PrecisionSnapshot, uncached_casts
+from lightning_mfsdp.recompute.routing import KeptChoices, routers_in
+
+__all__ = ["Region", "region_of"]
+
+_REGION = "_mfsdp_recompute"
+# What decoders of Hugging Face call their cache of keys and values. It is there in training, too, unless somebody says otherwise.
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+def region_of(module: nn.Module) -> Region | None:
+    """The region that a module is, or `None`."""
+    return module.__dict__.get(_REGION)
+
+
+class Region:
+    """The forward of one module.
+
+    Args:
+        name: Of the module, for messages.
+        module: Gets the region in the place of its forward.
+        config: What made it one.
+        copies: Where inputs go, if they go to host memory.
+        chunk: Of which it is one layer.
+        index: Which one.
+
+    Attributes:
+        name: As given.
+        enabled: Whether activations are computed again, or kept as ever.
+        function: What is computed, if it is not what the module's class says.
+        config: As given.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        config: Recompute,
+        *,
+        copies: HostCopies | None = None,
+        chunk: Chunk | None = None,
+        index: int = 0,
+    ) -> None:
+        self.name = name
+        self.enabled = True
+        self.config = config
+        self.function: Callable[..., Any] | None = vars(module).get("forward")
+        self.__signature__ = inspect.signature(module.forward)
+        self._copies, self._chunk, self._index = copies, chunk, index
+        self._module = weakref.ref(module)
+        self._routers: list[weakref.ref[Any]] | None = None
+        self._traced_ops = (*config.save_ops, *(CHOICES if routers_in(module) else ()))
+        self._has_engine_modules = te.has_engine_modules(module)
+        self._stops_early: bool | None = None
+        self._draws = False
+        module.__dict__[_REGION] = self
+        module.__dict__["forward"] = self
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        module = self._module()
+        if module is None:
+            return
+        del module.__dict__[_REGION]
+        if module.__dict__.get("forward") is not self:  # somebody compiled it
+            self.enabled = False
+        elif self.function is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = self.function
+
+    def compile(self, **options: Any) -> None:
+        """Have compiled code computed, and computed again. The compiler does not see this, so it can not keep operators."""
+        module = self._module()
+        function = self.function or MethodType(type(module).forward, module)  # type: ignore[union-attr]
+        self.function = torch.compile(function, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
+        """Of a copy of the module, which is being made."""
+        module = self._module()
+        twin = memo.get(id(module))
+        if not isinstance(twin, nn.Module):
+            raise EngineStateError(
+                f"{self.name}: its forward was copied without its module; copy the module (copy.deepcopy(module))"
+            )
+        made = Region.__new__(Region)
+        made.__dict__.update(self.__dict__)
+        made.function = copy.deepcopy(self.function, memo)
+        made._module, made._routers, made._chunk = weakref.ref(twin), None, None
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        if not (self.enabled and torch.is_grad_enabled()):
+            return self.body(*args, **kwargs)
+        if torch.compiler.is_compiling() and self._chunk is None and self._copies is None:
+            return self._traced(args, kwargs)
+        return self._kept(args, kwargs)
+
+    def body(self, *args: Any, **kwargs: Any) -> Any:
+        """What is computed."""
+        if self.function is not None:
+            return self.function(*args, **kwargs)
+        module = self._module()
+        return type(module).forward(module, *args, **kwargs)  # type: ignore[union-attr]
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Inside a compiler, which sees to what is computed again and to random numbers. Routes are kept as operators."""
+        if not self._traced_ops:
+            return checkpoint(self.body, *args, use_reentrant=False, **kwargs)
+        contexts = partial(create_selective_checkpoint_contexts, keeping(self._traced_ops))
+        return checkpoint(self.body, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for name in _CACHES:
+            if kwargs.get(name) is not None:
+                raise EngineStateError(
+                    f"{self.name} was given {name}, a cache that its forward writes to, and would write to again in backward; call the "
+                    "model with use_cache=False, or set model.config.use_cache = False"
+                )
+        run = Run(self, args, kwargs)
+        if self._has_engine_modules and te.quantizes_now():
+            self._check_scales()
+            output = te.checkpoint(run, *run.values)
+        else:
+            output = checkpoint(
+                run,
+                *run.values,
+                use_reentrant=False,
+                preserve_rng_state=self._keeps_random_state(run.device),
+                early_stop=self.stops_early,
+            )
+        run.end(output)
+        return output
+
+    # -- how it is computed again --------------------------------------------------------------------------------------
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether computing again ends with the last tensor that backward needs. Not where ranks talk to each other inside."""
+        if self._stops_early is None:
+            module = self._module()
+            parts = [] if module is None else list(module.modules())[1:]
+            self._stops_early = self._chunk is None and not any(map(_communicates, parts))
+        return self._stops_early
+
+    def _check_scales(self) -> None:
+        if self._chunk is not None and te.scales_are_delayed():
+            raise EngineStateError(
+                f"{self.name}: with delayed scaling Transformer Engine keeps the scales of one region at a time, and layers of a chunk are "
+                'computed again together; give num_layers=1, or recipe="current"'
+            )
+
+    def _keeps_random_state(self, device: torch.device | None) -> bool:
+        """A graph that is being recorded has no state to keep: numbers differ in each replay."""
+        if device is None or device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            return True
+        if self._draws:
+            raise EngineStateError(
+                f"{self.name} draws random numbers (dropout), which a CUDA graph cannot draw a second time in its backward; leave these "
+                "modules out of what is computed again, or dropout, or CUDA graphs"
+            )
+        return False
+
+    def draw(self, device: torch.device | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Compute, and learn whether that draws random numbers on the device."""
+        if device is None or device.type != "cuda" or self._draws or torch.cuda.is_current_stream_capturing():
+            return self.body(*args, **kwargs)
+        before = _position(device)
+        output = self.body(*args, **kwargs)
+        self._draws = before != _position(device)
+        return output
+
+    # -- what a run asks -----------------------------------------------------------------------------------------------
+
+    def placed(self, tensors: list[Tensor | None]) -> tuple[Link | None, dict[int, Linked | HostCopy]]:
+        """Inputs that are not simply kept, by position."""
+        link, found = (None, {}) if self._chunk is None else self._chunk.inputs(self._index, tensors)
+        places: dict[int, Linked | HostCopy] = dict(found)
+        for position, tensor in enumerate(tensors if self._copies is not None else ()):
+            if tensor is not None and position not in places and tensor.requires_grad and not tensor.is_leaf:
+                places[position] = HostCopy(tensor, self.name, self._copies)  # type: ignore[arg-type]
+        return link, places
+
+    def offer(self, output: Any, results: Results, made: Tensor | None, link: Link | None) -> None:
+        """Let the next layer of the chunk link to what this one returned."""
+        if self._chunk is not None and made is not None:
+            self._chunk.offer(self._index, tensors_in(output), Link(results, made, link))
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether a layer after it may link to it."""
+        return self._chunk is not None
+
+    @property
+    def routers(self) -> list[Any]:
+        """Modules inside whose choices are kept."""
+        if self._routers is None:
+            module = self._module()
+            self._routers = [] if module is None else [weakref.ref(router) for router in routers_in(module)]
+        return [router for reference in self._routers if (router := reference()) is not None]
+
+    def gather_again(self) -> None:
+        """Inside a backward, have the weights there."""
+        module = self._module()
+        if module is not None:
+            gather_again(module)
+
+    def snapshot(self) -> PrecisionSnapshot:
+        """Of the precision at the moment."""
+        return PrecisionSnapshot(with_engine=self._has_engine_modules)
+
+
+class Run:
+    """One call of a region: first in forward, then in each backward that needs it.
+
+    Whoever computes again keeps it, so it keeps no tensor itself.
+
+    Attributes:
+        values: What it is to be called with: arguments, and what stands for arguments that are not simply kept.
+        device: Of the first tensor among the arguments.
+    """
+
+    def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._region = region
+        self._names = tuple(kwargs)
+        self._is_again = False
+        self._results = Results()
+        self._made: Tensor | None = None
+        self._precision = region.snapshot()
+        self._routers = region.routers
+        self._choices = KeptChoices(len(self._routers))
+        save_ops = region.config.save_ops
+        self._modes = create_selective_checkpoint_contexts(keeping(save_ops)) if save_ops else None  # type: ignore[no-untyped-call]
+        given = [*args, *kwargs.values()]
+        self._link, places = region.placed([one if isinstance(one, Tensor) else None for one in given])
+        self._places = tuple(places.values())
+        tensors = tensors_in(given)
+        self.device = tensors[0].device if tensors else None
+        # PyTorch asks the tensors among its arguments where random numbers are drawn.
+        self._marks = [tensors[0].detach().new_empty(0)] if tensors else []
+        self.values = [*self._marks, *(places.get(position, one) for position, one in enumerate(given))]
+
+    def __call__(self, *values: Any) -> Any:
+        """The forward, or the forward again."""
+        again, self._is_again = self._is_again, True
+        given = [_resolved(one, again=again) for one in values[len(self._marks) :]]
+        positional = len(given) - len(self._names)
+        args, kwargs = given[:positional], dict(zip(self._names, given[positional:], strict=True))
+        with ExitStack() as stack:
+            if again:
+                self._settle()
+                stack.enter_context(self._precision.entered())
+            if self._modes is not None:
+                stack.enter_context(uncached_casts())
+                stack.enter_context(self._modes[again])
+            if self._routers:
+                stack.enter_context(self._choices.around(self._routers, again=again))
+            made = handle() if self._region.is_chunked else None
+            if again:
+                output = self._region.body(*args, **kwargs)
+                self._results.note(tensors_in(output))
+            else:
+                self._made = made
+                output = self._region.draw(self.device, args, kwargs)
+        return output
+
+    def _settle(self) -> None:
+        """Inputs are there; weights, too."""
+        if self._link is not None:
+            self._link.taken()
+        self._region.gather_again()
+
+    def end(self, output: Any) -> None:
+        """The forward has run."""
+        made, self._made = self._made, None
+        places, self._places, self.values = self._places, (), []
+        for place in places:
+            place.send()
+        if self._link is not None:
+            self._link.used()
+        self._region.offer(output, self._results, made, self._link)
+
+
+def _resolved(value: Any, *, again: bool) -> Any:
+    if not isinstance(value, (Linked, HostCopy)):
+        return value
+    return value.take() if again else value.give()
+
+
+def _communicates(module: nn.Module) -> bool:
+    """Whether ranks wait for each other in its forward."""
+    return is_sharded(module) or isinstance(module, nn.SyncBatchNorm) or getattr(module, "dispatcher", None) is not None
+
+
+def _position(device: torch.device) -> int:
+    """How many random numbers were drawn on a CUDA device."""
+    return torch.cuda.default_generators[device.index or 0].get_offset()

@@ -1,0 +1,131 @@
+"""The planner: arithmetic on made-up records, and predictions against what a step with recompute keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_mfsdp import fully_shard
+from lightning_mfsdp.recompute import (
+    LayerRecord,
+    Recompute,
+    StepRecord,
+    apply_recompute,
+    plan_recompute,
+    record_step,
+    remove_recompute,
+)
+from tests.helpers.distributed import run_distributed
+from tests.recompute.models import Stack, batch, build, loss_of
+
+
+def layer(number: int, stack: str = "layers", saved: int = 100, seconds: float = 1.0) -> LayerRecord:
+    """Its input, of 10 bytes, is the result of the one before; its result is the next one's."""
+    offset = 0 if stack == "layers" else 1000
+    inputs = {offset + number: 10}
+    own = {offset + 100 * (number + 1): saved - 10}
+    return LayerRecord(name=f"{stack}.{number}", stack=stack, saved=inputs | own, inputs=inputs, seconds=seconds)
+
+
+def record(layers: int = 4, **options) -> StepRecord:
+    return StepRecord(layers=tuple(map(layer, range(layers))), others={10_000: 7}, seconds=12.0, **options)
+
+
+def test_rows_count_shared_memory_once_and_the_layer_that_is_computed_again() -> None:
+    plan = plan_recompute(record(), 10_000)
+    assert [row.num_layers for row in plan.rows] == [0, 1, 2, 3, 4]
+    assert [row.saved_bytes for row in plan.rows] == [407, 317, 227, 137, 47]
+    # All four: three inputs, and everything of the last.
+    assert [row.peak_bytes for row in plan.rows] == [407, 317, 227, 137, 7 + 30 + 100]
+    assert [row.step_seconds for row in plan.rows] == [12.0, 13.0, 14.0, 15.0, 16.0]
+    assert [row.extra_seconds for row in plan.rows] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize(("budget", "count"), [(407, 0), (406, 1), (227, 2), (136 + 1, 3)])
+def test_the_fewest_layers_that_fit_are_chosen(budget, count) -> None:
+    plan = plan_recompute(record(), budget)
+    assert plan.chosen.num_layers == count
+    expected = Recompute(method="block", num_layers=count) if count else Recompute(method="none")
+    assert plan.recompute == expected
+    lines = str(plan).splitlines()
+    assert len(lines) == 6
+    assert [line.split()[0] for line in lines if "the first within" in line] == [str(count)]
+
+
+def test_what_else_lies_on_the_device_is_added() -> None:
+    plan = plan_recompute(record(peak_bytes=2407), 2300)
+    assert [row.peak_bytes for row in plan.rows] == [2407, 2317, 2227, 2137, 2137]
+    assert plan.chosen.num_layers == 2
+
+
+def test_stacks_are_counted_side_by_side() -> None:
+    layers = (*map(layer, range(3)), layer(0, "head"))
+    rows = plan_recompute(StepRecord(layers=layers, others={}, seconds=1.0), 1000).rows
+    assert [row.saved_bytes for row in rows] == [400, 220, 130, 40]
+    assert [row.extra_seconds for row in rows] == [0.0, 2.0, 3.0, 4.0]
+
+
+def test_no_plan_without_a_budget_a_fitting_choice_or_a_whole_record() -> None:
+    with pytest.raises(ValueError, match="expected a positive number, got 0"):
+        plan_recompute(record(), 0)
+    with pytest.raises(ValueError, match="a step takes 137 B with 3 layers computed again, which is the least"):
+        plan_recompute(record(), 100)
+    with pytest.raises(ValueError, match=r"in the recorded step layers\.0 was computed again already"):
+        plan_recompute(record(recomputed=("layers.0",)), 1000)
+
+
+def recorded(model: Stack, rank: int = 0) -> StepRecord:
+    torch.manual_seed(4)
+    with record_step(model) as recorder:
+        loss_of(model, batch(0, rank, rows=64)).backward()
+    return recorder.record
+
+
+def check_predictions(model: Stack, rank: int = 0) -> None:
+    """Within 5 % of what autograd keeps, for each number of layers."""
+    plan = plan_recompute(recorded(model, rank), 2**30)
+    assert plan.rows[-1].saved_bytes < 0.2 * plan.rows[0].saved_bytes
+    for row in plan.rows:
+        if row.num_layers:
+            apply_recompute(model, Recompute(method="block", num_layers=row.num_layers))
+        found = recorded(model, rank)
+        assert len(found.recomputed) == row.num_layers
+        assert abs(found.saved_bytes - row.saved_bytes) <= 0.05 * row.saved_bytes, (row, found.saved_bytes)
+    remove_recompute(model)
+
+
+def test_predicted_bytes_are_those_that_autograd_keeps() -> None:
+    model = build(layers=5)
+    check_predictions(model)
+    found = recorded(model)
+    # By hand: norm (x, mean, rstd), up (normed), tanh, dropout (mask), down (its input), times factor, times mask.
+    rows, dim, width = 64, 8, 32
+    assert {one.name for one in found.layers} == {f"layers.{number}" for number in range(5)}
+    for one in found.layers:
+        assert sum(one.inputs.values()) == 4 * (rows * dim + dim)
+        assert sum(one.saved.values()) >= 4 * rows * (2 * dim + 2 * width)
+        assert one.seconds > 0
+    assert found.seconds > sum(one.seconds for one in found.layers)
+
+
+def sharded(rank: int, world: int) -> None:
+    """Gathered weights are no activations."""
+    for reshard in (True, False):
+        model = build(layers=3)
+        for one in model.layers:
+            fully_shard(one, reshard_after_forward=reshard)
+        fully_shard(model)
+        plain = recorded(build(layers=3), rank)
+        assert recorded(model, rank).saved_bytes == plain.saved_bytes
+        check_predictions(model, rank)
+
+
+def test_predictions_hold_for_sharded_models() -> None:
+    run_distributed(sharded, 2)
+
+
+def test_a_failing_step_leaves_no_hooks() -> None:
+    model = build()
+    with pytest.raises(RuntimeError, match="the step failed"), record_step(model):
+        raise RuntimeError("the step failed")
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())

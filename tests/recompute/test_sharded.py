@@ -1,0 +1,266 @@
+"""Recompute inside sharded units: the same numbers to the bit, one gather in forward and one in backward, weights given back after it."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import nullcontext
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_mfsdp import Recompute, apply_recompute, fully_shard, no_sync
+from lightning_mfsdp.engine import MixedPrecisionPolicy, sharded_parameters
+from lightning_mfsdp.engine.unit import unit_of
+from lightning_mfsdp.recompute.region import region_of
+from tests.engine import test_codec as quantized
+from tests.engine.int8_codec import Int8Codec
+from tests.engine.worlds import by_world, check
+from tests.helpers.chain import STRATEGIES, adamw, assert_same_weights, context
+from tests.moe import models as mixtures
+from tests.recompute.models import Stack, batch, build, loss_of
+
+BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+CONFIGS = {
+    "each layer": Recompute(),
+    "pairs of layers": Recompute(num_layers=2),
+    "three together and one": Recompute(num_layers=3),
+    "all together": Recompute(num_layers=4),
+    "every second": Recompute(every_nth=2),
+    "the first two": Recompute(method="block", num_layers=2),
+    "parts of layers": Recompute(method="selective", modules=["layers.*.up", "layers.*.norm"]),
+    "all but products": Recompute(method="selective", save_ops=["matmul"]),
+    "in host memory": Recompute(offload=True),
+    "pairs in host memory": Recompute(num_layers=2, offload=True),
+}
+
+FEW = ("each layer", "three together and one")
+
+
+def sharded(config: Recompute | None, together: int = 1, **options) -> Stack:
+    model = build()
+    if config is not None:
+        apply_recompute(model, config)
+    for first in range(0, len(model.layers), together):
+        members = list(model.layers[first : first + together])
+        fully_shard(members if together > 1 else members[0], **options)
+    return fully_shard(model, **options)
+
+
+def train(model: Stack, rank: int, steps: int = 2, microbatches: int = 1) -> torch.Tensor:
+    optimizer, losses = adamw(model), []
+    torch.manual_seed(5 + rank)
+    for step in range(steps):
+        for micro in range(microbatches):
+            with no_sync(model) if micro < microbatches - 1 else nullcontext():
+                loss = loss_of(model, batch(10 * step + micro, rank))
+                loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not any(unit_of(layer).live for layer in model.layers), "given back after backward"
+    return torch.stack(losses)
+
+
+def every_method_is_bit_equal(rank, world):
+    for sharding, policy in product(STRATEGIES, (None, BF16)):
+        options = {"sharding": sharding, "policy": policy}
+        plain = sharded(None, **options)
+        losses = train(plain, rank, microbatches=2)
+        chosen = CONFIGS if sharding == STRATEGIES[-1] else {name: CONFIGS[name] for name in FEW}
+        for name, config in chosen.items():
+            model = sharded(config, **options)
+            assert torch.equal(train(model, rank, microbatches=2), losses), f"{name} {options}"
+            assert_same_weights(model, plain, f"{name} {options}")
+
+
+def a_unit_is_gathered_once_in_forward_and_once_in_backward(rank, world):
+    """What backward needs first never left. Regions inside of a unit and regions of several units alike."""
+    for name, config in {"none": Recompute(method="none"), **CONFIGS}.items():
+        model = sharded(config)
+        train(model, rank, steps=2)
+        shared = context(model)
+        before = shared.gathers_started
+        loss = loss_of(model, batch(7, rank))
+        in_forward = shared.gathers_started - before
+        assert in_forward == 5, f"{name}: {in_forward} gathers in forward"
+        reduced = shared.reductions.started
+        loss.backward()
+        in_backward = shared.gathers_started - before - in_forward
+        assert in_backward == 3, f"{name}: {in_backward} gathers in backward"
+        assert shared.reductions.started - reduced == 5, name
+        assert not any(group.gathered for unit in shared.units for group in unit.groups), f"{name}: given back"
+
+
+def units_of_several_layers(rank, world):
+    """Series: regions inside make no other gathers than none, in numbers and to the bit."""
+    plain = sharded(None, together=2)
+    losses = train(plain, rank)
+    for name, config in CONFIGS.items():
+        model = sharded(config, together=2)
+        assert torch.equal(train(model, rank), losses), name
+        assert_same_weights(model, plain, name)
+        before = context(model).gathers_started
+        loss_of(model, batch(7, rank)).backward()
+        assert context(model).gathers_started - before == 3 + 1, f"{name}: {context(model).gathers_started - before}"
+
+
+def weights_are_there_from_forward_on_where_they_stay(rank, world):
+    plain = sharded(None, reshard_after_forward=False)
+    losses = train(plain, rank)
+    model = sharded(Recompute(num_layers=2), reshard_after_forward=False)
+    assert torch.equal(train(model, rank), losses)
+    before = context(model).gathers_started
+    loss_of(model, batch(7, rank)).backward()
+    assert context(model).gathers_started - before == 5
+
+
+def two_forwards_before_a_backward_and_lost_forwards(rank, world):
+    found = []
+    for config in (None, Recompute(), Recompute(num_layers=2), Recompute(num_layers=2, offload=True)):
+        model = sharded(config, storage="pooled")
+        train(model, rank, steps=2)
+        torch.manual_seed(3)
+        first, lost, second = (loss_of(model, batch(number, rank)) for number in (20, 21, 22))
+        del lost
+        with torch.no_grad():
+            loss_of(model, batch(23, rank))
+        second.backward()
+        loss_of(model, batch(24, rank)).backward()
+        found.append([view.grad.clone() for view in sharded_parameters(model) if view.grad is not None])
+        del first
+    for number, grads in enumerate(found):
+        assert all(torch.equal(*pair) for pair in zip(grads, found[0], strict=True)), number
+
+
+def a_region_with_units_inside(rank, world):
+    """The inner unit is entered by its own hooks, once in forward and once in backward; the whole region runs again."""
+    for config in (None, Recompute(), Recompute(num_layers=2)):
+        model = build()
+        if config is not None:
+            apply_recompute(model, config)
+        for layer in model.layers:
+            fully_shard(layer.down)
+            fully_shard(layer)
+        fully_shard(model)
+        losses = train(model, rank)
+        assert config is None or not any(region_of(layer).stops_early for layer in model.layers)
+        before = context(model).gathers_started
+        loss_of(model, batch(7, rank)).backward()
+        gathers = context(model).gathers_started - before
+        if config is None:
+            expected, expected_gathers = losses, gathers
+        assert torch.equal(losses, expected)
+        assert gathers == expected_gathers, f"{config}: {gathers}, {expected_gathers} without"
+
+
+def experts_on_other_ranks(rank, world):
+    """Routes are skewed, and another way on each rank. Ranks talk to each other inside of what is computed again, so all of it is."""
+    for dispatcher in ("all_gather", "all_to_all"):
+        found = []
+        for config in (None, Recompute(), Recompute(num_layers=2)):
+            model = mixtures.build()
+            if config is not None:
+                apply_recompute(model, config)
+            mixtures.sharded(model, world, world, dispatcher=dispatcher)
+            optimizer, losses = adamw(model), []
+            for step in range(2):
+                ids = torch.full((4, 6), (step + rank) % mixtures.VOCAB)
+                ids[0] = torch.arange(6) + rank
+                loss = mixtures.loss_of(model, ids)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+            found.append((torch.stack(losses), model, [block.router.load.clone() for block in model.blocks]))
+            assert config is None or not any(region_of(block).stops_early for block in model.blocks)
+        for losses, model, loads in found[1:]:
+            assert torch.equal(losses, found[0][0]), dispatcher
+            assert_same_weights(model, found[0][1], dispatcher)
+            assert all(torch.equal(*pair) for pair in zip(loads, found[0][2], strict=True))
+
+
+def weights_whose_backward_reads_other_bytes(rank, world):
+    """A codec of two planes: what is computed again reads those of the forward, which the gather for the backward left out."""
+    for planes in (1, 2):
+        found = []
+        for config in (None, Recompute(), Recompute(num_layers=3), Recompute(method="selective", modules=["*.up"])):
+            model = quantized.build(planes=planes)
+            if config is not None:
+                apply_recompute(model, config)
+            quantized.shard(model, Int8Codec(planes))
+            optimizer = adamw(model)
+            found.append((torch.stack(quantized.train(model, optimizer, range(3), rank, world)), model))
+        for losses, model in found[1:]:
+            assert torch.equal(losses, found[0][0]), planes
+            assert_same_weights(model, found[0][1], planes)
+
+
+def a_tied_weight_and_a_frozen_layer(rank, world):
+    found = []
+    for config in (None, Recompute(), Recompute(num_layers=3)):
+        model = build()
+        model.layers[3].up.weight = model.layers[0].up.weight
+        model.layers[1].requires_grad_(False)
+        model.inputs.requires_grad_(False)
+        if config is not None:
+            apply_recompute(model, config)
+        for layer in model.layers[1:3]:
+            fully_shard(layer)
+        fully_shard(model)
+        found.append((train_frozen(model, rank), model))
+    for losses, model in found[1:]:
+        assert torch.equal(losses, found[0][0])
+        assert_same_weights(model, found[0][1])
+
+
+def train_frozen(model: nn.Module, rank: int) -> torch.Tensor:
+    optimizer = adamw(model)
+    torch.manual_seed(2)
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, batch(step, rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def names_in_checkpoints_are_those_of_the_plain_model(rank, world):
+    import torch.distributed.checkpoint as dcp
+
+    plain, model = sharded(None), sharded(Recompute(num_layers=2))
+    train(plain, rank, steps=1)
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        state = {"model": plain.state_dict()}
+        assert list(model.state_dict()) == list(plain.state_dict()) == list(build().state_dict())
+        dcp.save(state, checkpoint_id=folders[0])
+        own = {"model": model.state_dict()}
+        dcp.load(own, checkpoint_id=folders[0])
+        model.load_state_dict(own["model"])
+        dist.barrier()
+    assert_same_weights(model, plain)
+
+
+TWO = (
+    every_method_is_bit_equal,
+    a_unit_is_gathered_once_in_forward_and_once_in_backward,
+    units_of_several_layers,
+    weights_are_there_from_forward_on_where_they_stay,
+    two_forwards_before_a_backward_and_lost_forwards,
+    a_region_with_units_inside,
+    experts_on_other_ranks,
+    weights_whose_backward_reads_other_bytes,
+    a_tied_weight_and_a_frozen_layer,
+    names_in_checkpoints_are_those_of_the_plain_model,
+)
+WORLDS = {2: TWO}
+
+
+@by_world(WORLDS)
+def test_sharded_recompute(world, case):
+    check(WORLDS, world, case)
