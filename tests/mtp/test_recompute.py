@@ -1,0 +1,49 @@
+"""A predictor's layers under Recompute: a stack of their own, of which any number of layers from 1 on covers a single one."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_mfsdp import fully_shard_optimizer, fully_shard_units
+from lightning_mfsdp.recompute import Recompute, apply_recompute
+from tests.engine.worlds import by_world, check
+from tests.mtp.models import build
+from tests.mtp.test_predictor import counted_calls
+from tests.mtp.test_sharded import STEPS, automatic, steps
+
+
+def any_number_of_layers_covers_a_predictor_by_both_methods_and_changes_no_bit(rank, world):
+    for depth, shared in ((1, False), (2, False), (2, True)):
+        expected = None
+        for method, number in (("none", None), *product(("uniform", "block"), (1, 2, 7))):
+            model = build(depth=depth, shared=shared, dropout=0.2)
+            names = apply_recompute(model, Recompute(method=method, num_layers=number))
+            calls = counted_calls(model)
+            fully_shard_units(model, automatic(model))
+            losses = steps(model, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.02)), rank, world)
+            case = f"{depth=} {shared=} {method} {number}"
+            expected = losses if expected is None else expected
+            assert torch.equal(losses, expected), case
+            again = [method != "none" and (method == "uniform" or index < number) for index in range(len(calls))]
+            each = STEPS * depth // len(calls)
+            assert calls == [each * (1 + one) for one in again], case
+            assert [name for name in names if name.startswith("predictor")] == [
+                f"predictor.layers.{index}" for index, one in enumerate(again) if one
+            ]
+
+
+WORLDS = {2: (any_number_of_layers_covers_a_predictor_by_both_methods_and_changes_no_bit,)}
+
+
+@by_world(WORLDS)
+def test_a_predictor_under_recompute(world: int, case: Any) -> None:
+    check(WORLDS, world, case)
+
+
+def test_a_layer_that_is_computed_again_already_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"predictor.layers.0 checkpoints itself already"):
+        apply_recompute(build(recompute=True), Recompute())
