@@ -82,7 +82,7 @@ class RowStash:
         self.is_paused = False
         self.growths = 0
         self._ops = ops_for(device)
-        self._side = SideStream(device)
+        self._side = SideStream(device, is_own=config.own_stream)
         self._flag = OverflowFlag()
         self._pools: dict[PageKind, PagePool] = {}
         self._recorded: list[dict[PageKind, Demand]] = []
