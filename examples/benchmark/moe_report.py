@@ -227,6 +227,8 @@ def write_report(results: Sequence[Result], problems: Sequence[str], setting: st
         *("# Mixtures of experts", "", setting, "", "## Floors", "", *floor_table(results)),
         *("## Experts divided among all ranks", "", *_experts_table(results)),
         "Held: allocated when a forward has ended and its backward has not begun, without pages. Pages: on the device + on the host.",
+        "What waits for the device is what torch's sync debug mode finds. Waiting for an event, as stashes do for the answer of all ranks,",
+        "is not among it.",
         *("", "## Everything sharded", "", *_sharded_table(results)),
         *("## One layer", "", *_layer_table(results)),
     ]

@@ -308,9 +308,8 @@ class Training:
         if dist.get_rank() == 0:
             path.write_text(json.dumps(rows))
 
-    def recorded(self, data: list[Tensor], capture: Callable[..., Any]) -> dict[str, Any]:
-        """Steps as one CUDA graph each."""
-        run = None
+    def captured(self, data: list[Tensor], capture: Callable[..., Any]) -> Any:
+        """The step in a graph that uses the pages as they are now."""
         for _ in range(3):
             moved = False
             run = capture(self.recordable, self.model, self.optimizer, warmup=3)
@@ -319,10 +318,15 @@ class Training:
                     forget(self.device)  # this call records
                 run(data[number])
                 moved = self.end()
-            if not moved:
-                break
-        if run is None or not run.is_captured:
-            raise RuntimeError(f"the step was not recorded: {run.failure if run is not None else ''}")
+            if run.failure:
+                raise RuntimeError(f"the step was not recorded: {run.failure}")
+            if run.is_captured and not moved:
+                return run
+        raise RuntimeError("pages were enlarged whenever the step had been recorded; raise --device-factor")
+
+    def recorded(self, data: list[Tensor], capture: Callable[..., Any]) -> dict[str, Any]:
+        """Steps as one CUDA graph each."""
+        run = self.captured(data, capture)
 
         def replay(ids: Tensor) -> Tensor:
             loss = run(ids)
