@@ -1,179 +1,217 @@
-"""Tokens per second of grouped experts and of Hugging Face's own implementations, forward and backward of one layer, on one device.
+"""Measure mixtures of experts: one layer, training with experts divided among ranks, and training with everything sharded.
 
-    python examples/benchmark/moe.py
-    python examples/benchmark/moe.py --experts 8 --top-k 2 --hidden 4096 --width 14336 --tokens 4096
-    python examples/benchmark/moe.py --capacity 4
+    python examples/benchmark/moe.py --size 8b                                 # on all GPUs present; about 8 minutes on 2
+    python examples/benchmark/moe.py --size 2b --processes 1                   # on one
+    python examples/benchmark/moe.py --rows experts --capacity 2 --ways ordinary stash
+    python examples/benchmark/moe.py --device cpu --size tiny --processes 2    # no figures, but every line runs
 
-The layer is Qwen3-MoE's, with the same weights for all. Rounds alternate between the implementations. `--capacity` adds grouped experts
-in a buffer that is so many times longer than what is live, as under expert parallelism: their cost should follow what is live.
-Prints one JSON line for each, starting with RESULT, and a table.
+    layer     GroupedExperts beside Hugging Face's eager, batched and grouped implementations, forward and backward, on one device
+    experts   a decoder whose experts are divided among all ranks, with static buffers: activations saved as usual, in the paged stash (all
+              on the device, or most of them on the host), or computed again; the step as it is, and as one CUDA graph
+    sharded   the same decoder with everything sharded over all ranks, by this package and by FSDP2
+
+Every row runs in processes of its own, with a time limit. Prints a line for each result, then which floors were reached; writes
+results.json, report.md and, where matplotlib is installed, a picture of the pages in use over a step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from transformers import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from lightning_mfsdp.moe import GroupedExperts
+from examples.benchmark.moe_layer import IMPLEMENTATIONS
+from examples.benchmark.moe_report import PAGES, floor_table, short, write_report
+from examples.benchmark.moe_rows import MEETING, SIZES, Row
+from examples.benchmark.moe_step import ENGINES, WAYS
 
-THEIRS = ("eager", "batched_mm", "grouped_mm")
-
-
-class Theirs(nn.Module):
-    """Hugging Face's experts under one of its implementations."""
-
-    def __init__(self, config: Qwen3MoeConfig, implementation: str, like: GroupedExperts) -> None:
-        super().__init__()
-        config._experts_implementation = implementation
-        self.experts = Qwen3MoeExperts(config)
-        self.experts.gate_up_proj, self.experts.down_proj = like.weight_in, like.weight_out
-
-    def forward(self, hidden: Tensor, index: Tensor, probabilities: Tensor) -> Tensor:
-        """As `GroupedExperts.forward`."""
-        return self.experts(hidden, index, probabilities.to(hidden.dtype))
+WORKER = Path(__file__).with_name("moe_rows.py")
+PAUSE_S = 0.1
+# What the others have to end by themselves when one rank has failed.
+GRACE_S = 5.0
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Speed of one layer of experts.")
-    parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--width", type=int, default=768, help="inner width of an expert")
-    parser.add_argument("--tokens", type=int, default=16384)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--capacity", type=float, nargs="*", default=[4.0], help="lengths of buffers, relative to what is live"
+        "--rows", nargs="+", choices=["experts", "sharded", "layer"], default=["experts", "sharded", "layer"]
     )
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--device", default="cuda")
-    return parser.parse_args()
+    parser.add_argument("--size", choices=[name for name in SIZES if name != "layer"], default="8b")
+    parser.add_argument(
+        "--capacity", type=float, nargs="+", default=[2.0, 4.0, 1.5], help="lengths of buffers, over what lives in them"
+    )
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="of keeping activations")
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
+    parser.add_argument("--no-graph", action="store_true", help="do not record steps")
+    parser.add_argument("--processes", type=int, default=max(1, torch.cuda.device_count()))
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--steps", type=int, default=10, help="timed ones")
+    parser.add_argument(
+        "--device-factor", type=float, default=1.05, help="pages, relative to what four recorded steps needed"
+    )
+    parser.add_argument("--timeout", type=float, default=100.0, help="seconds for a row")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no row is started")
+    parser.add_argument("--out", type=Path, default=Path("mfsdp-runs/moe"))
+    return parser.parse_args(arguments)
 
 
-def subjects(args: argparse.Namespace) -> dict[str, Any]:
-    """What is measured, by name; all share their weights."""
-    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-    sizes = {"num_experts": args.experts, "hidden_size": args.hidden, "intermediate_size": args.width}
-    ours = GroupedExperts(**sizes, device=args.device, dtype=dtype)
-    found: dict[str, Any] = {"GroupedExperts": ours}
-    for capacity in args.capacity:
-        found[f"GroupedExperts, buffer x {capacity:g}"] = in_longer_buffer(ours, capacity)
-    for implementation in THEIRS:
-        config = Qwen3MoeConfig(
-            num_experts=args.experts,
-            num_experts_per_tok=args.top_k,
-            hidden_size=args.hidden,
-            moe_intermediate_size=args.width,
-        )
-        with torch.device("meta"):
-            found[f"transformers {implementation}"] = Theirs(config, implementation, ours)
-    return found
+def rows_of(args: argparse.Namespace) -> list[Row]:
+    """All that are asked for. Those that matter most come first, buffers of other lengths last."""
+    on_gpu = args.device == "cuda"
+    common: dict[str, Any] = {"device": args.device, "steps": args.steps, "device_factor": args.device_factor}
 
+    def experts(capacity: float, *, is_traced: bool) -> list[Row]:
+        pages = str(args.out.resolve() / PAGES)
+        return [
+            Row(
+                kind="experts",
+                name=name,
+                size=args.size,
+                capacity=capacity,
+                graph=on_gpu and not args.no_graph and name != "stash keep",  # it decides on the host
+                trace=pages if is_traced and name == "stash" else "",
+                **common,
+            )
+            for name in args.ways
+        ]
 
-def in_longer_buffer(experts: GroupedExperts, capacity: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The same rows, and choices of experts elsewhere behind them."""
-
-    def run(hidden: Tensor, index: Tensor, probabilities: Tensor) -> Tensor:
-        more = int(index.shape[1] * (capacity - 1))
-        index = torch.cat((index, index.new_full((len(index), more), -1)), dim=1)
-        probabilities = torch.cat((probabilities, probabilities.new_zeros(len(index), more)), dim=1)
-        return experts.compute(hidden, index, probabilities)
-
-    return run
-
-
-def measure(
-    run: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Tensor], weights: list[Tensor]
-) -> dict[str, float]:
-    """Seconds of one forward and backward, GiB saved for backward, and the peak of what was allocated beyond inputs and weights."""
-    on_gpu = inputs[0].is_cuda
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*inputs, *weights)}
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    start = time.perf_counter()
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = run(*inputs)
-    output.backward(torch.ones_like(output))
-    if on_gpu:
-        torch.cuda.synchronize()
-    took = time.perf_counter() - start
-    for tensor in (*inputs, *weights):
-        tensor.grad = None
-    return {
-        "seconds": took,
-        "saved_gib": sum(size for pointer, size in saved.items() if pointer not in known) / 2**30,
-        "peak_gib": (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else 0.0,
+    # Symmetric memory exists on GPUs only.
+    engines = [name for name in args.engines if on_gpu or not name.endswith("-symm")]
+    rows = {
+        "experts": experts(args.capacity[0], is_traced=True),
+        "sharded": [Row(kind="sharded", name=name, size=args.size, **common) for name in engines],
+        "layer": [
+            Row(kind="layer", name=name, size="layer" if on_gpu else "tiny", **common) for name in IMPLEMENTATIONS
+        ],
+        "more": [row for capacity in args.capacity[1:] for row in experts(capacity, is_traced=False)],
     }
+    wanted = [*args.rows, *(["more"] if "experts" in args.rows else [])]
+    return [row for kind in wanted for row in rows[kind]]
 
 
-def inputs_of(args: argparse.Namespace) -> list[Tensor]:
-    """Tokens, routes to experts of uneven popularity, and their weights."""
-    generator = torch.Generator().manual_seed(0)
-    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-    hidden = torch.randn(args.tokens, args.hidden, generator=generator).to(args.device, dtype)
-    scores = torch.randn(args.tokens, args.experts, generator=generator) + torch.linspace(0, 1, args.experts)
-    best, index = scores.topk(args.top_k)
-    return [hidden.requires_grad_(), index.to(args.device), best.softmax(-1).to(args.device).requires_grad_()]
+def launch(row: Row, processes: int, timeout_s: float, device: int | None = None) -> tuple[list[dict[str, Any]], str]:
+    """Measure a row in processes of its own.
+
+    Args:
+        row: What.
+        processes: One for each rank.
+        timeout_s: After which all are ended.
+        device: The only GPU they see. `None`: all.
+
+    Returns:
+        The results of rank 0, and what went wrong, if something did.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, MEETING: f"{folder}/meet", "WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
+        if device is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = str(device)
+        logs = [Path(folder, f"{rank}.{kind}") for rank in range(processes) for kind in ("out", "err")]
+        started = []
+        for rank in range(processes):
+            with open(logs[2 * rank], "w") as out, open(logs[2 * rank + 1], "w") as err:
+                command = [sys.executable, str(WORKER), json.dumps(asdict(row))]
+                started.append(
+                    subprocess.Popen(command, stdout=out, stderr=err, env={**environment, "RANK": str(rank)})
+                )
+        late = wait(started, timeout_s)
+        output = logs[0].read_text()
+        results = [json.loads(line[len("RESULT ") :]) for line in output.splitlines() if line.startswith("RESULT ")]
+        return results, f"took more than {timeout_s:.0f} s" if late else problem_in(started, logs[1::2])
+
+
+def wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> bool:
+    """Until all have ended, or shortly after one has failed, or the time is over; then none is left. Returns whether the time was over."""
+    limit, has_failed = time.monotonic() + timeout_s, False
+    while any(process.poll() is None for process in processes) and time.monotonic() < limit:
+        if not has_failed and any(process.poll() for process in processes):
+            has_failed, limit = True, min(limit, time.monotonic() + GRACE_S)
+        time.sleep(PAUSE_S)
+    alive = [process for process in processes if process.poll() is None]
+    for process in alive:
+        process.kill()
+        process.wait()
+    return bool(alive) and not has_failed
+
+
+def problem_in(processes: Sequence[subprocess.Popen[bytes]], errors: Sequence[Path]) -> str:
+    """What the first rank that failed said last; empty if none did. Killed ones did not fail by themselves."""
+    failed = [rank for rank, process in enumerate(processes) if process.returncode]
+    failed.sort(key=lambda rank: processes[rank].returncode < 0)
+    if not failed:
+        return ""
+    lines = [line for line in errors[failed[0]].read_text().splitlines() if line.strip()]
+    said = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "nothing")
+    return f"rank {failed[0]} ended with {processes[failed[0]].returncode}: {said[:300]}"
+
+
+def setting_of(args: argparse.Namespace) -> str:
+    """A line on machine, versions and work."""
+    sizes = SIZES[args.size]
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    model = f"{sizes.parameters / 1e9:.1f} billion parameters, {sizes.active / 1e9:.1f} active, top-{sizes.top_k} of {sizes.experts}"
+    work = "bf16 compute, float32 reduction, fused AdamW" if args.device == "cuda" else "float32, fused AdamW"
+    return (
+        f"{args.processes} x {device}, torch {torch.__version__}. {args.size}: {model}, {sizes.tokens:,} tokens a rank, {work}; medians of "
+        f"{args.steps} steps; pages for {args.device_factor:g} of what was needed."
+    )
+
+
+def measured(rows: Sequence[Row], args: argparse.Namespace) -> Iterator[tuple[Row, list[dict[str, Any]], str]]:
+    """Rows with results and problems, as they come. Rows of one device run side by side, one on each."""
+    end = time.monotonic() + args.budget
+    devices = list(range(args.processes)) if args.device == "cuda" else [None]
+
+    def one(row: Row, processes: int, device: int | None) -> tuple[Row, list[dict[str, Any]], str]:
+        if time.monotonic() > end:
+            return row, [], f"not started, the budget of {args.budget:.0f} s was used up"
+        return row, *launch(row, processes, args.timeout, device)
+
+    with ThreadPoolExecutor(len(devices)) as pool:
+        for kind, group in groupby(rows, key=lambda row: row.kind):
+            alike = list(group)
+            if kind != "layer":
+                yield from (one(row, args.processes, None) for row in alike)
+                continue
+            for start in range(0, len(alike), len(devices)):
+                together = zip(alike[start:], devices, strict=False)
+                running = [pool.submit(one, row, 1, device) for row, device in together]
+                yield from (future.result() for future in running)
 
 
 def main() -> None:
-    """Measure in alternating rounds and print."""
+    """Run all rows, and write what is known after each."""
     args = parse_args()
-    found, inputs = subjects(args), inputs_of(args)
-    weights = list(found["GroupedExperts"].parameters())
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in found}
-    failed: dict[str, str] = {}
-    for attempt in range(args.rounds + 2):  # the first two compile and warm up
-        for name, run in found.items():
-            if name in failed:
-                continue
-            try:
-                measured = measure(run, inputs, weights)
-            except torch.OutOfMemoryError:
-                failed[name] = "out of memory"
-                continue
-            if attempt >= 2:
-                results[name].append(measured)
-    base = results["GroupedExperts"]
-    ours = median(one["seconds"] for one in base)
-    print(
-        "| implementation | ms | tokens/s | time relative to GroupedExperts | saved GiB | peak GiB |\n|---|--:|--:|--:|--:|--:|"
-    )
-    for name, measured in results.items():
-        line: dict[str, Any] = {"implementation": name, **vars(args)}
-        if name in failed:
-            print("RESULT " + json.dumps({**line, "failed": failed[name]}))
-            print(f"| {name} | {failed[name]} | | | | |")
-            continue
-        took = median(one["seconds"] for one in measured)
-        figures = {"ms": took * 1e3, "tokens_per_s": args.tokens / took, "ratio": took / ours}
-        print("RESULT " + json.dumps({**line, **figures, **measured[-1]}))
-        print(
-            f"| {name} | {figures['ms']:.2f} | {figures['tokens_per_s']:,.0f} | {figures['ratio']:.2f} | "
-            f"{measured[-1]['saved_gib']:.2f} | {measured[-1]['peak_gib']:.2f} |"
-        )
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / PAGES).unlink(missing_ok=True)
+    setting = setting_of(args)
+    print(setting, flush=True)
+    results: list[dict[str, Any]] = []
+    problems: list[str] = []
+    start = time.monotonic()
+    for row, found, problem in measured(rows_of(args), args):
+        results += found
+        for one in found:
+            print(f"{time.monotonic() - start:4.0f} s  {short(one)}", flush=True)
+        if problem:
+            problems.append(f"{row}: {problem}")
+            print(f"{time.monotonic() - start:4.0f} s  FAILED {problems[-1]}", flush=True)
+        write_report(results, problems, setting, args.out)
+    print("\n".join(["", *floor_table(results)]) + f"report in {args.out / 'report.md'}")
 
 
 if __name__ == "__main__":

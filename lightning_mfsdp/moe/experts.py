@@ -165,8 +165,10 @@ class GroupedExperts(nn.Module):
         weight_in, weight_out = self.stacked_weights()
         dtype = self.compute_dtype(hidden)
         if not expert_index.numel():
+            self.capacity = 0
+            self.live_rows.zero_()
             # Everything takes part all the same, so that gradients are zero and not missing.
-            return hidden.to(dtype) + 0 * (weight_in.sum() + weight_out.sum() + probabilities.sum()).to(dtype)
+            return 0 * (hidden + weight_in.sum() + weight_out.sum() + probabilities.sum()).to(dtype)
         budget = self._budget(expert_index.numel(), average_rows)
         plan = plan_rows(expert_index, len(weight_in), budget)
         self.capacity = plan.rows
@@ -242,7 +244,7 @@ _uncompiled: Callable[..., Tensor] = torch.compiler.disable(_call)  # type: igno
 
 def check_capacity_factor(capacity_factor: float | None) -> None:
     """Raise a ValueError for a buffer that could not even hold the average."""
-    if capacity_factor is not None and not capacity_factor >= 1:
+    if capacity_factor is not None and not 1 <= capacity_factor < math.inf:
         raise ValueError(
-            f"GroupedExperts: capacity_factor: expected at least 1, or None for as many rows as there can be, got {capacity_factor}"
+            f"GroupedExperts: capacity_factor: expected a number of at least 1, or None for all rows there can be, got {capacity_factor}"
         )

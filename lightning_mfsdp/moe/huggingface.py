@@ -6,18 +6,20 @@ Their weights, names and checkpoints stay as they are; what changes is how they 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from lightning_mfsdp.moe.activations import ACTIVATIONS
 from lightning_mfsdp.moe.function import experts_mlp
 from lightning_mfsdp.moe.rows import plan_rows
-from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver, SavesActivations
+from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver, has_saver
 
-__all__ = ["ExpertLayer", "ExpertsReport", "enable_grouped_experts"]
+__all__ = ["ExpertLayer", "ExpertsReport", "ModelWithExperts", "enable_grouped_experts", "models_with_experts"]
+
+# The name under which transformers knows the implementation.
+IMPLEMENTATION = "mfsdp_grouped"
 
 # What transformers' decorator of experts sets on every instance.
 _DESCRIPTION = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -67,8 +69,9 @@ class ExpertsReport:
 def enable_grouped_experts(module: nn.Module, saver: ActivationSaver | None = None) -> ExpertsReport:
     """Compute the experts of Hugging Face's models inside `module` by grouped products, and save their activations by `saver`.
 
-    Modules of one's own that have an attribute `saver` (`SavesActivations`; `GroupedExperts` is one) get the saver too. A model is
-    switched as a whole: if one of its layers cannot be, all of them stay as they are. Before or after `fully_shard`.
+    Their layers have an attribute `saver` from then on. Modules of one's own that have one (`SavesActivations`; `GroupedExperts` does)
+    get the saver too. A model is switched as a whole: if one of its layers cannot be, all of them stay as they are. Before or after
+    `fully_shard`.
 
     Args:
         module: Any, with such models inside.
@@ -77,33 +80,75 @@ def enable_grouped_experts(module: nn.Module, saver: ActivationSaver | None = No
     Returns:
         What was done, layer by layer. Nothing is refused without a reason in it.
     """
-    implementation = _Implementation(saver or OrdinarySaver())
+    saver = saver or OrdinarySaver()
     layers: list[ExpertLayer] = []
+    models = models_with_experts(module)
+    theirs = {id(layer) for model in models for layer in model.layers.values()}
     for name, part in module.named_modules():
-        if isinstance(part, SavesActivations):
-            part.saver = implementation.saver
+        if id(part) not in theirs and has_saver(part):
+            cast(Any, part).saver = saver
             layers.append(ExpertLayer(name=name, kind=type(part).__name__))
-    for prefix, model in _models(module):
-        found = {
-            f"{prefix}.{name}" if prefix else name: part for name, part in model.named_modules() if _is_layer(part)
-        }
-        reasons = {name: _refused_because(part) for name, part in found.items()}
-        first = next((name for name, reason in reasons.items() if reason), None)
-        if found and first is None:
-            model.set_experts_implementation(_registered(implementation))
-        for name, part in found.items():
-            own = reasons[name] or (f"because the model has {first}, which cannot be grouped" if first else "")
-            layers.append(ExpertLayer(name=name, kind=type(part).__name__, refused_because=own))
+    for model in models:
+        if not model.refused:
+            model.switch(saver)
+        for name, part in model.layers.items():
+            layers.append(ExpertLayer(name=name, kind=type(part).__name__, refused_because=model.refused.get(name, "")))
     return ExpertsReport(layers=tuple(layers))
 
 
-def _models(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The outermost models that let experts implementations be chosen, with their names."""
+class ModelWithExperts:
+    """A Hugging Face model, whose experts are computed by this package between `switch` and `restore`.
+
+    Attributes:
+        layers: Of experts, by name.
+        refused: Why they cannot be computed here, by name; empty if they can.
+    """
+
+    def __init__(self, prefix: str, model: Any) -> None:
+        self._model = model
+        self._before: str | None = None
+        names = {name: f"{prefix}.{name}" if prefix else name for name, _ in model.named_modules()}
+        self.layers: dict[str, nn.Module] = {
+            names[name]: part for name, part in model.named_modules() if _is_layer(part)
+        }
+        reasons = {name: _refused_because(part) for name, part in self.layers.items()}
+        first = next((name for name, reason in reasons.items() if reason), None)
+        others = f"because the model has {first}, which cannot be grouped"
+        self.refused = {name: reason or others for name, reason in reasons.items()} if first else {}
+
+    @property
+    def is_switched(self) -> bool:
+        """Whether its experts are computed by this package."""
+        return bool(self._model.config._experts_implementation == IMPLEMENTATION)
+
+    def switch(self, saver: ActivationSaver) -> None:
+        """Compute them here; each layer gets an attribute `saver`."""
+        if not self.is_switched:
+            self._before = self._model.config._experts_implementation
+            experts_of_transformers = importlib.import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
+            experts_of_transformers.register(IMPLEMENTATION, _grouped)
+            self._model.set_experts_implementation(IMPLEMENTATION)
+        for layer in self.layers.values():
+            cast(Any, layer).saver = saver
+
+    def restore(self) -> None:
+        """As it was before `switch`."""
+        if self._before is not None:
+            self._model.set_experts_implementation(self._before)
+            self._before = None
+            for layer in self.layers.values():
+                del layer.saver
+
+
+def models_with_experts(module: nn.Module) -> list[ModelWithExperts]:
+    """The outermost models inside that let transformers choose how experts are computed, and have some."""
     inside: set[int] = set()
+    found = []
     for name, part in module.named_modules():
         if id(part) not in inside and callable(getattr(part, "set_experts_implementation", None)):
             inside.update(id(child) for child in part.modules())
-            yield name, part
+            found.append(ModelWithExperts(name, part))
+    return [model for model in found if model.layers]
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -132,32 +177,23 @@ def _refused_because(layer: Any) -> str:
     return ""
 
 
-def _registered(implementation: _Implementation) -> str:
-    """A name under which transformers knows the implementation; each has its own, because each has its own saver."""
-    name = f"mfsdp_{id(implementation):x}"
-    importlib.import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS.register(name, implementation)
-    return name
-
-
-class _Implementation:
+def _grouped(layer: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What transformers calls in place of a layer's own forward."""
-
-    def __init__(self, saver: ActivationSaver) -> None:
-        self.saver = saver
-
-    def __call__(self, layer: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        weight_in, weight_out = layer.gate_up_proj, layer.down_proj
-        if layer.is_transposed:
-            weight_in, weight_out = weight_in.transpose(1, 2), weight_out.transpose(1, 2)
-        if not top_k_index.numel():
-            return hidden_states
-        output: Tensor = experts_mlp(
-            hidden_states.to(weight_in.dtype),
-            top_k_weights,
-            weight_in,
-            weight_out,
-            plan=plan_rows(top_k_index, layer.num_experts, top_k_index.numel()),
-            activation=ACTIVATIONS["swiglu"],
-            saver=self.saver,
-        )
-        return output.to(hidden_states.dtype)
+    weight_in, weight_out = layer.gate_up_proj, layer.down_proj
+    if layer.is_transposed:
+        weight_in, weight_out = weight_in.transpose(1, 2), weight_out.transpose(1, 2)
+    if not top_k_index.numel():
+        # Everything takes part all the same, so that gradients are zero and not missing.
+        nothing: Tensor = 0 * (weight_in.sum() + weight_out.sum() + top_k_weights.sum())
+        return hidden_states + nothing.to(hidden_states.dtype)
+    output = experts_mlp(
+        hidden_states.to(weight_in.dtype),
+        top_k_weights,
+        weight_in,
+        weight_out,
+        plan=plan_rows(top_k_index, layer.num_experts, top_k_index.numel()),
+        activation=ACTIVATIONS["swiglu"],
+        # Another model may share the configuration, and so the implementation, without having been switched.
+        saver=layer.saver if has_saver(layer) else OrdinarySaver(),
+    )
+    return output.to(hidden_states.dtype)

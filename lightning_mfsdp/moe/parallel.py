@@ -8,7 +8,9 @@ waits for their number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -76,6 +78,7 @@ def _expert_axis(mesh: DeviceMesh) -> Axis:
     return axis_of(mesh, names.index(PARTS) if PARTS in names else 0, PARTS)
 
 
+@dataclass(frozen=True, eq=False)
 class AllGatherDispatcher:
     """All tokens to all ranks, without waiting for the host.
 
@@ -83,19 +86,53 @@ class AllGatherDispatcher:
         axis: Ranks with different experts.
     """
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    axis: Axis
 
     def __call__(self, experts: GroupedExperts, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
         """As `GroupedExperts.forward`. Results are summed over ranks in the compute dtype."""
-        everyones = _Gather.apply(hidden.to(experts.compute_dtype(hidden)), self.axis)  # type: ignore[no-untyped-call]
-        weights = _Gather.apply(probabilities, self.axis)  # type: ignore[no-untyped-call]
-        choices = _gathered(expert_index, self.axis)
+        gather, scatter = partial(_gathered, axis=self.axis), partial(_summed, axis=self.axis)
         computed = experts.compute(
-            everyones, choices - experts.first_expert, weights, average_rows=expert_index.numel()
+            _moved(hidden.to(experts.compute_dtype(hidden)), gather, scatter),
+            gather(expert_index) - experts.first_expert,
+            _moved(probabilities, gather, scatter),
+            average_rows=expert_index.numel(),
         )
-        output: Tensor = _Scatter.apply(computed, self.axis)  # type: ignore[no-untyped-call]
-        return output
+        return _moved(computed, scatter, gather)
+
+
+@dataclass(frozen=True, eq=False)
+class AllToAllDispatcher:
+    """Exactly the rows that are needed, whose number the host waits for.
+
+    Args:
+        axis: Ranks with different experts.
+    """
+
+    axis: Axis
+
+    def __call__(self, experts: GroupedExperts, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
+        """As `GroupedExperts.forward`."""
+        axis, choices = self.axis, expert_index.reshape(-1)
+        owner = torch.div(choices, experts.num_experts // axis.size, rounding_mode="floor")
+        owner = torch.where((choices >= 0) & (choices < experts.num_experts), owner, axis.size)
+        order = owner.sort(stable=True).indices
+        counts = torch.bincount(owner, minlength=axis.size + 1)[: axis.size]
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=axis.group)
+        sent, received = counts.tolist(), theirs.tolist()
+        send = partial(_exchanged, sent=sent, received=received, axis=axis)
+        give_back = partial(_exchanged, sent=received, received=sent, axis=axis)
+        order = order[: sum(sent)]
+        token = order // expert_index.shape[1]
+        computed = experts.compute(
+            _moved(hidden.to(experts.compute_dtype(hidden)).index_select(0, token), send, give_back),
+            send(choices[order]).unsqueeze(1) - experts.first_expert,
+            _moved(probabilities.reshape(-1)[order], send, give_back).unsqueeze(1),
+        )
+        returned = _moved(computed, give_back, send)
+        wide = returned.to(torch.promote_types(returned.dtype, torch.float32))
+        summed: Tensor = wide.new_zeros(hidden.shape).index_add(0, token, wide)
+        return summed.to(returned.dtype)
 
 
 def _gathered(piece: Tensor, axis: Axis) -> Tensor:
@@ -110,79 +147,30 @@ def _summed(whole: Tensor, axis: Axis) -> Tensor:
     return piece
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, piece: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return _gathered(piece, axis)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.axis), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return _summed(whole, axis)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad, ctx.axis), None
-
-
-class AllToAllDispatcher:
-    """Exactly the rows that are needed, whose number the host waits for.
-
-    Args:
-        axis: Ranks with different experts.
-    """
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-
-    def __call__(self, experts: GroupedExperts, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
-        """As `GroupedExperts.forward`."""
-        axis, choices = self.axis, expert_index.reshape(-1)
-        owner = torch.div(choices, experts.num_experts // axis.size, rounding_mode="floor")
-        owner = torch.where((choices >= 0) & (choices < experts.num_experts), owner, axis.size)
-        order = owner.sort(stable=True).indices
-        counts = torch.bincount(owner, minlength=axis.size + 1)[: axis.size]
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=axis.group)
-        sent, received = counts.tolist(), theirs.tolist()
-        order = order[: sum(sent)]
-        token = order // expert_index.shape[1]
-        rows = hidden.to(experts.compute_dtype(hidden)).index_select(0, token)
-        rows = _Exchange.apply(rows, sent, received, axis)  # type: ignore[no-untyped-call]
-        weights = _Exchange.apply(probabilities.reshape(-1)[order], sent, received, axis)  # type: ignore[no-untyped-call]
-        index = _exchanged(choices[order], sent, received, axis) - experts.first_expert
-        computed = experts.compute(rows, index.unsqueeze(1), weights.unsqueeze(1))
-        returned = _Exchange.apply(computed, received, sent, axis)  # type: ignore[no-untyped-call]
-        wide = returned.to(torch.promote_types(returned.dtype, torch.float32))
-        summed: Tensor = wide.new_zeros(hidden.shape).index_add(0, token, wide)
-        return summed.to(returned.dtype)
-
-
 def _exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
     result = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent), group=axis.group)
     return result
 
 
-class _Exchange(torch.autograd.Function):
+def _moved(tensor: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    """What `there` makes of it; its gradient is what `back` makes of that of the result."""
+    result: Tensor = _Moved.apply(tensor, there, back)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
-        ctx.sent, ctx.received, ctx.axis = sent, received, axis
-        return _exchanged(rows, sent, received, axis)
+    def forward(
+        ctx: Any, tensor: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
+        return there(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(grad, ctx.received, ctx.sent, ctx.axis), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
 
 
 @torch.no_grad()

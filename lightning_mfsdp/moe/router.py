@@ -74,8 +74,8 @@ class TopKRouter(nn.Module):
 
     Attributes:
         weight: `[E, H]`.
-        bias: float32 `[E]`, a buffer; zero without bias-based balancing.
-        load: Choices of each expert in training since `balance()`, float32 `[E]`, a buffer.
+        bias: float32 `[E]` whatever the module is converted to, a buffer; zero without bias-based balancing.
+        load: Choices of each expert in training since `balance()`, int64 `[E]`, a buffer.
         choice_keeper: Asked for each choice; `None` where nothing is computed again.
 
     Raises:
@@ -118,8 +118,8 @@ class TopKRouter(nn.Module):
         self.init_std = init_std
         self.choice_keeper: ChoiceKeeper | None = None
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
-        self.register_buffer("bias", torch.zeros(num_experts, device=device))
-        self.register_buffer("load", torch.zeros(num_experts, device=device), persistent=False)
+        self.register_buffer("bias", torch.zeros(num_experts, device=device, dtype=torch.float32))
+        self.register_buffer("load", torch.zeros(num_experts, device=device, dtype=torch.int64), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -127,6 +127,14 @@ class TopKRouter(nn.Module):
         nn.init.normal_(self.weight, std=self.init_std)
         self.bias.zero_()
         self.load.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
+        """The bias goes where the module goes, in float32: its steps would be lost in 16 bits."""
+        bias = self.bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.bias.dtype is not torch.float32:
+            self.bias = bias.to(self.bias.device)
+        return self
 
     def forward(self, hidden: Tensor) -> Routes:
         """Routes for tokens `[T, H]`."""
@@ -150,9 +158,9 @@ class TopKRouter(nn.Module):
         return (choose(), False) if self.choice_keeper is None else self.choice_keeper.keep(choose)
 
     def _count(self, index: Tensor, *, note: bool) -> Tensor:
-        """Choices of each expert, float32 `[E]`; noted in `load` if so asked. Sums of ones: the same in any order."""
-        ones = torch.ones(index.numel(), device=index.device)
-        counts = torch.zeros_like(self.load).scatter_add_(0, index.reshape(-1), ones)
+        """Choices of each expert, int64 `[E]`; noted in `load` if so asked."""
+        choices = index.reshape(-1)
+        counts = torch.zeros_like(self.load).scatter_add_(0, choices, torch.ones_like(choices))
         if note:
             self.load.add_(counts)
         return counts
@@ -162,7 +170,7 @@ class TopKRouter(nn.Module):
         tokens = max(1, len(logits))
         if self.balancing == "auxiliary":
             shares = scores / scores.sum(-1, keepdim=True) if self.scores == "sigmoid" else scores
-            fraction = counts / (tokens * self.top_k)
+            fraction = counts.float() / (tokens * self.top_k)
             loss = loss + self.auxiliary_weight * self.num_experts * (fraction * shares.sum(0) / tokens).sum()
         if self.z_loss_weight:
             loss = loss + self.z_loss_weight * logits.logsumexp(-1).square().sum() / tokens
@@ -176,7 +184,7 @@ class TopKRouter(nn.Module):
             group: Ranks that route different tokens. `None`: all.
         """
         if self.balancing == "bias":
-            load = self.load.clone()
+            load = self.load.float()
             if dist.is_initialized() and dist.get_world_size(group) > 1:
                 dist.all_reduce(load, group=group)
             self.bias.add_((load.mean() - load).sign(), alpha=self.bias_step)
@@ -185,8 +193,8 @@ class TopKRouter(nn.Module):
     @torch.no_grad()
     def statistics(self) -> LoadStatistics:
         """Of this rank's choices in training since `balance()` was last called."""
-        share = self.load / self.load.sum().clamp(min=1)
+        share = self.load.float() / self.load.sum().clamp(min=1)
         relative = share * self.num_experts
         return LoadStatistics(
-            share=share, most=relative.max(), least=relative.min(), unused=(self.load == 0).sum().to(share.dtype)
+            share=share, most=relative.max(), least=relative.min(), unused=(self.load == 0).sum().float()
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["ActivationSaver", "OrdinarySaver", "SavesActivations"]
+__all__ = ["ActivationSaver", "OrdinarySaver", "SavesActivations", "has_saver"]
 
 
 class ActivationSaver(Protocol):
@@ -57,3 +57,10 @@ class OrdinarySaver:
     def load(self, ctx: Any, kept: Sequence[Tensor]) -> Sequence[Tensor]:
         """All of them."""
         return kept
+
+
+def has_saver(module: nn.Module) -> bool:
+    """Whether a module is a `SavesActivations`; an attribute of that name alone may be something else."""
+    return isinstance(module, SavesActivations) and all(
+        callable(getattr(module.saver, method, None)) for method in ("save", "load")
+    )

@@ -15,6 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# What tells a process that somebody launched it as a rank; a training in the process of the tests leaves it behind.
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SKIP = re.compile(r"<!-- no-run: \S.* -->")
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
@@ -54,7 +56,7 @@ def script(page: Path) -> str:
 def run_python(code: str, *arguments: str, folder: Path) -> None:
     """In a process of its own on the CPU, which nobody launched as a rank."""
     environment = {
-        **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+        **{name: value for name, value in os.environ.items() if name not in LAUNCHED},
         "PYTHONPATH": str(ROOT),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",

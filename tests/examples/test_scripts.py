@@ -209,9 +209,11 @@ def test_the_command_line_trains_from_a_yaml_file(tmp_path: Path) -> None:
 
 def test_a_mixture_of_experts_trains_with_experts_on_two_ranks(tmp_path: Path) -> None:
     options = ["--trainer.limit_train_batches=8", "--data.batch_size=2", "--data.seq=32", "--data.held_out_windows=4"]
+    options += ["--trainer.callbacks+=lightning_mfsdp.callbacks.PagedStash", "--trainer.callbacks.picture=pages.png"]
     printed = run_script(
         "moe.py", "fit", f"--config={ROOT / 'examples/configs/moe/cpu.yaml'}", *options, folder=tmp_path
     )
     (found,) = re.findall(r"held-out text +([0-9.]+) bits", printed)  # printed once
     assert float(found) < 7.9, "a model that knows nothing needs 8 bits for a byte"
     assert re.search(r"busiest expert +[1-8]\.\d\d times the mean", printed)
+    assert (tmp_path / "pages.png").read_bytes()[:4] == b"\x89PNG"

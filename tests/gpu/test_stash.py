@@ -255,6 +255,31 @@ def replays_with_changing_counts(rank: int, world: int) -> None:
     assert len(set(live)) > 4
 
 
+def layers_are_graphs_of_their_own(rank: int, world: int) -> None:
+    """What is between them runs as ever; forward and backward of each are two graphs, with counts that change."""
+    model, plain = models(layers=3)
+    stash = recorded(model, device_factor=6.0, own_stream=False)
+    inputs = tuple((tokens(0).requires_grad_(),) for _ in model.experts)
+    torch.cuda.make_graphed_callables(tuple(model.experts), inputs)
+    stash.overflowed()
+    assert not stash.end_step()
+    live = []
+    for index, threshold in enumerate((0.0, 9.0, -9.0, 0.4)):
+        for one in (model, plain):
+            for experts in one.experts:
+                experts.threshold.fill_(threshold)
+        poison()
+        for one in (model, plain):
+            one.loss(tokens(index)).backward()
+        assert_equal(model.gradients(), plain.gradients(), f"threshold {threshold}")
+        assert not stash.overflowed()
+        assert not stash.end_step()
+        assert_all_free(stash)
+        live.append(stash.statistics(wait=True).live_rows)
+    assert live[1] == 0
+    assert live[2] == 2 * 3 * TOKENS
+
+
 def keep_is_refused_in_a_graph(rank: int, world: int) -> None:
     model, _ = models()
     stash = recorded(model, overflow="keep")
@@ -403,6 +428,7 @@ CASES = {
         a_step_waits_for_nothing,
         memory_follows_live_rows,
         replays_with_changing_counts,
+        layers_are_graphs_of_their_own,
         keep_is_refused_in_a_graph,
         a_recording_that_failed_leaves_no_trace,
         a_captured_step_passes_over_an_overflow,

@@ -149,9 +149,13 @@ def test_only_the_gradients_that_are_wanted_are_computed() -> None:
 
 def test_no_tokens_give_no_rows_and_zero_gradients() -> None:
     experts = made()
+    experts(*routed(9, 2, 5, 6))
     output = experts(torch.zeros(0, 6, dtype=torch.float64), torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
     output.sum().backward()
     assert output.shape == (0, 6)
+    assert (experts.live_rows, experts.capacity) == (0, 0)
+    tokens = torch.ones(3, 6, dtype=torch.float64)
+    assert not experts(tokens, torch.zeros(3, 0, dtype=torch.int64), torch.zeros(3, 0)).any(), "a sum over no expert"
     assert experts.weight_in.grad is not None
     assert not experts.weight_in.grad.any()
 
@@ -172,7 +176,8 @@ def test_autocast_decides_the_dtype_of_products_and_gradients_keep_their_own() -
     ("options", "message"),
     [
         ({"num_experts": 0}, "num_experts: expected a positive number, got 0"),
-        ({"capacity_factor": 0.5}, "capacity_factor: expected at least 1, .* got 0.5"),
+        ({"capacity_factor": 0.5}, "capacity_factor: expected a number of at least 1, .* got 0.5"),
+        ({"capacity_factor": float("inf")}, "capacity_factor: expected a number of at least 1, .* got inf"),
         ({"activation": "relu"}, "activation: expected one of swiglu, gelu, got 'relu'"),
     ],
 )

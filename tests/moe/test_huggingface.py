@@ -126,6 +126,10 @@ def test_modules_with_a_saver_of_their_own_get_the_new_one() -> None:
     saver = Counter()
     assert enable_grouped_experts(model, saver).enabled == ["0"]
     assert model[0].saver is saver
+    other = nn.Linear(2, 2)
+    other.saver = "a folder, say"
+    assert enable_grouped_experts(other, saver).enabled == []
+    assert other.saver == "a folder, say"
     assert str(enable_grouped_experts(nn.Linear(2, 2))) == "experts: no layer of a kind that is known was found"
 
 

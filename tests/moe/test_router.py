@@ -96,13 +96,43 @@ def test_statistics_describe_the_load() -> None:
     assert (found.most, found.least, found.unused) == (2, 0, 1)
 
 
+def test_counts_and_biases_are_exact_in_a_module_of_16_bits() -> None:
+    def balanced(made: TopKRouter) -> TopKRouter:
+        for _ in range(3):
+            made(tokens(400).to(made.weight.dtype))
+            made.balance()
+        return made
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        built = balanced(router(balancing="bias"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert built.weight.dtype is torch.bfloat16
+    wanted = router(balancing="bias")
+    with torch.no_grad():
+        wanted.weight.copy_(built.weight)
+    converted = router(balancing="bias")
+    with torch.no_grad():
+        converted.weight.copy_(built.weight)
+    converted = balanced(converted.bfloat16())
+    for _ in range(3):
+        wanted(tokens(400).bfloat16())
+        assert wanted.load.sum() == 800, "more than 16 bits count to"
+        wanted.balance()
+    assert converted.bias.dtype is built.bias.dtype is torch.float32
+    assert torch.equal(converted.bias, wanted.bias)
+    assert torch.equal(built.bias, wanted.bias)
+    assert torch.equal(converted.bfloat16().bias, wanted.bias)
+
+
 def biases(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     made = router(balancing="bias")
     made(tokens().chunk(world)[rank])
     made.balance()
     whole = router(balancing="bias")
     whole(tokens())
-    return made.bias, (whole.load.mean() - whole.load).sign() * 1e-3
+    return made.bias, (whole.load.float().mean() - whole.load).sign() * 1e-3
 
 
 def test_all_ranks_move_their_biases_by_the_load_of_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import partial
 
@@ -258,8 +259,25 @@ def one_rank_overflows(rank, world, device="cpu"):
     return {overflow: train_with_one_full_rank(rank, world, overflow, device) for overflow in modes}
 
 
+def one_rank_saves(rank, world):
+    """Nobody does while recording, then rank 1 alone."""
+    model = build(layers=2)
+    stash = model.stash_with(StashConfig(page_rows=4, overflow="skip"))
+    told, moved = [stash.overflowed()], [stash.end_step()]
+    for _ in range(2):
+        if rank == 1:
+            model.loss(batch(0)).backward()
+        told.append(stash.overflowed())
+        moved.append(stash.end_step())
+    return told, moved, {kind.width: pool.size.pages for kind, pool in stash._pools.items()}
+
+
 def test_one_rank_overflows_and_all_ranks_act_alike():
     assert_ranks_acted_alike(run_distributed(one_rank_overflows, 2))
+    first, second = run_distributed(one_rank_saves, 2)
+    assert first == second
+    assert first[:2] == ([False, True, False], [True, True, False])
+    assert all(pages > 0 for pages in first[2].values())
 
 
 def assert_ranks_acted_alike(ranks):
@@ -355,6 +373,34 @@ def test_a_forward_without_a_backward_gives_its_pages_back_at_the_end_of_the_ste
     plain.loss(batch(2)).backward()
     assert_equal(model.gradients(), plain.gradients())
     assert pages_in_use(stash) == 0
+
+
+@pytest.mark.parametrize("overflow", ["skip", "rerun"])
+def test_what_was_saved_in_a_step_with_too_few_pages_is_not_loaded_in_a_later_one(overflow):
+    model, plain = build(layers=6), build(layers=6)
+    stash = recorded(model, overflow=overflow, device_factor=0.3)
+    kept = model.loss(batch(1))
+    assert stash.overflowed()
+    assert stash.end_step()
+    with pytest.raises(EngineStateError, match=r"rows of experts\.5 belong to a step in which rows found no pages"):
+        kept.backward()
+    assert pages_in_use(stash) == 0
+    model.zero_grad()
+    for one in (model, plain):
+        one.loss(batch(1)).backward()
+    assert_equal(model.gradients(), plain.gradients())
+    assert not finish(stash)
+
+
+def test_a_copy_of_a_model_is_no_part_of_its_stash():
+    model, plain = build(), build()
+    stash = recorded(model, overflow="skip")
+    twin = copy.deepcopy(model)
+    for one in (twin, plain):
+        one.loss(batch(1)).backward()
+    assert_equal(twin.gradients(), plain.gradients())
+    assert not finish(stash)
+    assert stash.statistics(wait=True).saves == 0
 
 
 def test_a_second_backward_is_refused():

@@ -171,6 +171,7 @@ def test_sizes_follow_what_was_asked_for():
         {"recorded_steps": 0},
         {"overflow": "ignore"},
         {"sizing": "median"},
+        {"own_stream": 1},
     ],
 )
 def test_options_out_of_range_are_refused(options):

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mfsdp.callbacks.paged_stash.layers import StashedLayers, find_layers
 from lightning_mfsdp.callbacks.paged_stash.picture import check_drawing, draw
-from lightning_mfsdp.callbacks.paged_stash.report import find_layers, metrics, report_layers, report_sizes
+from lightning_mfsdp.callbacks.paged_stash.report import metrics, report_layers, report_sizes
 from lightning_mfsdp.callbacks.paged_stash.rerun import StepMemory
 from lightning_mfsdp.lightning_api import Callback, LightningModule, Trainer, is_param_in_hook_signature
-from lightning_mfsdp.moe.saving import ActivationSaver
 from lightning_mfsdp.moe.stash import RowStash, StashConfig, StashStatistics
 from lightning_mfsdp.strategy import MFSDPStrategy
 
@@ -32,8 +32,9 @@ __all__ = ["PagedStash"]
 class PagedStash(Callback):
     """Keeps the live rows of expert layers in pages from forward to backward, instead of whole buffers.
 
-    Layers are those with a `saver` (`lightning_mfsdp.moe.saving.SavesActivations`), such as `GroupedExperts`. What is counted
-    goes to the loggers under "paged_stash/", see `StashStatistics`.
+    Layers are those with a `saver` (`lightning_mfsdp.moe.saving.SavesActivations`), such as `GroupedExperts`, and the experts of Hugging
+    Face's models, which compute them as `enable_grouped_experts` does until `fit` ends. What is counted goes to the loggers under
+    "paged_stash/", see `StashStatistics`.
 
     Args:
         page_rows: Rows in a page.
@@ -87,7 +88,7 @@ class PagedStash(Callback):
         self.stash: RowStash | None = None
         self.skipped = self.reruns = 0
         self.statistics: StashStatistics | None = None
-        self._layers: list[tuple[Any, ActivationSaver]] = []
+        self._layers: StashedLayers | None = None
         self._memory: StepMemory | None = None
         self._stepped = self._is_rerunning = self._is_traced = self._has_warned = False
 
@@ -104,14 +105,13 @@ class PagedStash(Callback):
             raise ValueError(
                 'PagedStash(overflow="keep") with cuda_graph=True: it decides on the host, which a graph never asks; use overflow="skip"'
             )
-        layers = find_layers(pl_module, self.modules)
+        found = find_layers(pl_module, self.modules)
         self.stash = RowStash(self.config, trainer.strategy.root_device)
-        self._layers = [(layer, cast(ActivationSaver, layer.saver)) for layer in layers.values()]
-        for name, layer in layers.items():
-            layer.saver = self.stash.saver(name)  # type: ignore[assignment]
+        self._layers = found
+        found.stash(self.stash)
         self._memory = StepMemory(trainer, pl_module) if self.config.overflow == "rerun" else None
         self._stepped = self._is_rerunning = self._is_traced = False
-        report_layers(layers)
+        report_layers(found)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the last step, and give the layers their own savers back."""
@@ -124,11 +124,11 @@ class PagedStash(Callback):
         self._close()
 
     def _close(self) -> None:
-        for layer, saver in self._layers:
-            layer.saver = saver
+        if self._layers is not None:
+            self._layers.restore()
         if self.stash is not None:
             self.stash.abort()
-        self.stash, self._memory, self._layers = None, None, []
+        self.stash = self._memory = self._layers = None
 
     # -- a step --------------------------------------------------------------------------------------------------------
 

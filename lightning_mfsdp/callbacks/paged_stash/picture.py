@@ -60,4 +60,5 @@ def _panel(axes: Axes, trace: Sequence[Occupancy]) -> None:
         axes.step(order, [one.wanted for one in trace], where="post", color="tab:red", linewidth=0.8, label="asked for")
     axes.set_xlabel("saves, then loads, in order")
     axes.set_ylabel("pages")
+    axes.locator_params(integer=True)
     axes.legend(fontsize="small")

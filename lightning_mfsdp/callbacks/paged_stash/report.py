@@ -2,68 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from fnmatch import fnmatchcase
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
 
-from lightning_mfsdp.moe.saving import SavesActivations
+from lightning_mfsdp.callbacks.paged_stash.layers import StashedLayers
 from lightning_mfsdp.moe.stash import RowStash, StashStatistics
 from lightning_mfsdp.tables import aligned, readable_bytes
 
-__all__ = ["find_layers", "metrics", "report_layers", "report_sizes"]
+__all__ = ["metrics", "report_layers", "report_sizes"]
 
 PREFIX = "paged_stash/"
 # Less than a tenth is not worth the copies.
 _WORTH = 0.1
 
 
-def find_layers(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """The layers whose rows go into the stash, by name.
-
-    Args:
-        module: To look in.
-        patterns: `fnmatch` patterns of names. A layer must fit one, and each one must fit a layer.
-
-    Raises:
-        ValueError: A pattern fits nothing that saves through a saver, or none of the modules does.
-    """
-    found: dict[str, nn.Module] = {}
-    named = dict(module.named_modules())
-    for pattern in patterns:
-        fitting = {name: part for name, part in named.items() if fnmatchcase(name, pattern)}
-        layers = {name: part for name, part in fitting.items() if _has_saver(part)}
-        if not layers:
-            raise ValueError(_nothing_found(pattern, fitting))
-        found.update(layers)
-    return {name: found[name] for name in named if name in found}
-
-
-def _has_saver(module: nn.Module) -> bool:
-    """Whether it has what `lightning_mfsdp.moe.saving` asks for."""
-    return isinstance(module, SavesActivations) and all(
-        callable(getattr(module.saver, method, None)) for method in ("save", "load")
-    )
-
-
-def _nothing_found(pattern: str, fitting: Mapping[str, nn.Module]) -> str:
-    alike = [
-        f"{name} ({type(part).__name__})" for name, part in fitting.items() if "expert" in type(part).__name__.lower()
-    ]
-    others = [f"{name or '(root)'} ({type(part).__name__})" for name, part in fitting.items()]
-    what = f"it fits {', '.join((alike or others)[:4])}, which do not" if fitting else "it fits no module at all"
-    return (
-        f"PagedStash: modules={pattern!r} names no layer that saves its rows through a saver: {what}. Use "
-        "lightning_mfsdp.moe.GroupedExperts, or give your experts a `saver`, see docs/paged_stash.md"
-    )
-
-
-def report_layers(layers: Mapping[str, nn.Module]) -> None:
-    """Layer by layer, what was enabled."""
-    lines = aligned([["  " + name, type(layer).__name__] for name, layer in layers.items()])
-    rank_zero_info("\n".join([f"PagedStash: {len(layers)} layers save their rows in pages", *lines]))
+def report_layers(found: StashedLayers) -> None:
+    """Layer by layer, what was enabled, and what was not and why."""
+    rows = [["  " + name, type(layer).__name__] for name, layer in found.layers.items()]
+    refused = [f"  {name}: left alone, {reason}" for name, reason in found.refused.items()]
+    rank_zero_info("\n".join([f"PagedStash: {len(rows)} layers save their rows in pages", *aligned(rows), *refused]))
 
 
 def report_sizes(stash: RowStash, recorded: StashStatistics | None) -> None:

@@ -25,6 +25,7 @@ class StashConfig:
             optimizer step is left out on all ranks alike. "rerun": the step is done again without the stash. All of them enlarge
             the pages for the next step.
         recorded_steps: Steps that are watched, with ordinary saves, before the pages are allocated.
+        own_stream: Copy beside the computation. `False`: in line with it, so that each layer can be a CUDA graph by itself.
 
     Raises:
         ValueError: An option out of its range.
@@ -36,6 +37,7 @@ class StashConfig:
     host_factor: float = 0.0
     overflow: Literal["keep", "skip", "rerun"] = "keep"
     recorded_steps: int = 1
+    own_stream: bool = True
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -45,6 +47,8 @@ class StashConfig:
 def _check(option: str, value: object) -> None:
     if option in CHOICES:
         wrong = "" if value in CHOICES[option] else f"one of {', '.join(map(repr, CHOICES[option]))}"
+    elif option == "own_stream":
+        wrong = "" if isinstance(value, bool) else "True or False"
     elif option in ("page_rows", "recorded_steps"):
         is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         wrong = "" if is_count else "a whole number of at least 1"

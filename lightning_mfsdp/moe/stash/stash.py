@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp.engine import EngineStateError, compat
+from lightning_mfsdp.moe.saving import OrdinarySaver
 from lightning_mfsdp.moe.stash.config import StashConfig
 from lightning_mfsdp.moe.stash.flag import OverflowFlag, most_overflowed
 from lightning_mfsdp.moe.stash.held import Held, StashedRows, check_save
@@ -53,6 +54,10 @@ class LayerSaver:
         """See `ActivationSaver.load`."""
         return kept if ctx.stashed_rows is None else ctx.stashed_rows.load()
 
+    def __deepcopy__(self, memo: Any) -> OrdinarySaver:
+        """A copy of the layer (averaged weights, say) is no layer of this stash."""
+        return OrdinarySaver()
+
 
 class RowStash:
     """Keeps live rows in pages from forward to backward.
@@ -77,7 +82,7 @@ class RowStash:
         self.is_paused = False
         self.growths = 0
         self._ops = ops_for(device)
-        self._side = SideStream(device)
+        self._side = SideStream(device, is_own=config.own_stream)
         self._flag = OverflowFlag()
         self._pools: dict[PageKind, PagePool] = {}
         self._recorded: list[dict[PageKind, Demand]] = []
@@ -216,6 +221,8 @@ class RowStash:
     def end_step(self) -> bool:
         """After the optimizer step, on all ranks: pages of abandoned saves come back, and where pages were too few there are more.
 
+        A save may be loaded in a later step, unless "skip" or "rerun" found too few pages in its own: nobody would ask again.
+
         Returns:
             Whether pages moved, so that CUDA graphs that use them must be recorded again.
 
@@ -317,14 +324,16 @@ class RowStash:
             )
 
     def _reclaim(self) -> None:
+        """Take pages back from saves that nobody can load any more, or may."""
+        is_wrong = self._must_grow and self.config.overflow != "keep"
         for key, held in list(self._outstanding.items()):
-            if held.is_abandoned:
+            if held.is_abandoned or is_wrong:
                 del self._outstanding[key]
                 self._bytes -= held.nbytes
                 held.joined(self._side)
                 if held.fetched is None:
                     held.give_back(self._ops, self._side)
-                held.forget("were given up")
+                held.forget("belong to a step in which rows found no pages" if is_wrong else "were given up")
         self._side.join(self._side.record())
 
     def _settle_pages(self) -> bool:
@@ -337,8 +346,8 @@ class RowStash:
         if self.is_recording:
             return self._finish_recording(self._snapshot.demand() if self._snapshot is not None else {})
         if self._must_grow:
-            assert self._snapshot is not None, "something found no place"
-            self._grow(self._snapshot.demand())
+            # A rank that has not saved anything yet grows with the others.
+            self._grow(self._snapshot.demand() if self._snapshot is not None else {})
             return True
         return False
 

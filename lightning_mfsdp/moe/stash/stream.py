@@ -14,16 +14,23 @@ Event = Any  # torch.cuda.Event, or None on CPU
 
 
 class SideStream:
-    """Work that begins after what the caller has issued so far, and that the caller joins where it needs it."""
+    """Work that begins after what the caller has issued so far, and that the caller joins where it needs it.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: Where.
+        is_own: Whether there is a stream beside. If not, work is issued on the caller's: nothing overlaps, and nothing has to be joined
+            before a CUDA graph ends.
+    """
+
+    def __init__(self, device: torch.device, *, is_own: bool = True) -> None:
         self._device = device
+        self._is_own = is_own
         self._stream: Any = None
 
     @contextmanager
     def fork(self) -> Iterator[None]:
         """Issue work on the side, after everything on the current stream."""
-        if self._device.type == "cpu":
+        if self._device.type == "cpu" or not self._is_own:
             yield
             return
         if self._stream is None:
@@ -34,15 +41,15 @@ class SideStream:
 
     def record(self) -> Event:
         """An event after the work issued on the side so far."""
-        if self._stream is None:
+        if self._device.type == "cpu" or (self._is_own and self._stream is None):
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
+        event.record(self._stream if self._is_own else torch.cuda.current_stream(self._device))
         return event
 
     def join(self, event: Event) -> None:
         """Let later work on the current stream begin after `event`."""
-        if event is not None:
+        if event is not None and self._is_own:
             torch.cuda.current_stream(self._device).wait_event(event)
 
 

@@ -1,0 +1,96 @@
+"""Which layers of a module save their rows through the stash: those with a saver, and those of Hugging Face's models, which get one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+from torch import nn
+
+from lightning_mfsdp.moe.huggingface import ModelWithExperts, models_with_experts
+from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver, has_saver
+from lightning_mfsdp.moe.stash import RowStash
+
+__all__ = ["StashedLayers", "find_layers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StashedLayers:
+    """What was found, and what it was before.
+
+    Attributes:
+        layers: That can save their rows in the stash, by name.
+        refused: Layers that fit a pattern and cannot, with the reason.
+        models: Those of the Hugging Face models around `layers` that compute their experts by themselves.
+        savers: Of `layers`, by name.
+    """
+
+    layers: Mapping[str, nn.Module]
+    refused: Mapping[str, str]
+    models: Sequence[ModelWithExperts]
+    savers: Mapping[str, ActivationSaver]
+
+    def stash(self, stash: RowStash) -> None:
+        """Let all of them save into it."""
+        for model in self.models:
+            model.switch(OrdinarySaver())
+        for name, layer in self.layers.items():
+            _set_saver(layer, stash.saver(name))
+
+    def restore(self) -> None:
+        """As they were."""
+        for name, saver in self.savers.items():
+            _set_saver(self.layers[name], saver)
+        for model in self.models:
+            model.restore()
+
+
+def find_layers(module: nn.Module, patterns: Sequence[str]) -> StashedLayers:
+    """The layers whose rows go into the stash. Nothing is changed yet.
+
+    Args:
+        module: To look in.
+        patterns: `fnmatch` patterns of names. A layer must fit one, and each one must fit a layer.
+
+    Raises:
+        ValueError: A pattern fits nothing that saves through a saver, or none of the modules does.
+    """
+    models = models_with_experts(module)
+    refused = {name: reason for model in models for name, reason in model.refused.items()}
+    able = {name for model in models if not model.refused for name in model.layers}
+    found: dict[str, nn.Module] = {}
+    left: dict[str, str] = {}
+    named = dict(module.named_modules())
+    for pattern in patterns:
+        fitting = {name: part for name, part in named.items() if fnmatchcase(name, pattern)}
+        layers = {name: part for name, part in fitting.items() if name in able or has_saver(part)}
+        left.update({name: reason for name, reason in refused.items() if name in fitting})
+        if not layers:
+            raise ValueError(_nothing_found(pattern, fitting, left))
+        found.update(layers)
+    return StashedLayers(
+        layers={name: found[name] for name in named if name in found},
+        refused=left,
+        models=[model for model in models if not model.is_switched and found.keys() & model.layers.keys()],
+        savers={name: cast(Any, part).saver if has_saver(part) else OrdinarySaver() for name, part in found.items()},
+    )
+
+
+def _set_saver(layer: nn.Module, saver: ActivationSaver) -> None:
+    cast(Any, layer).saver = saver
+
+
+def _nothing_found(pattern: str, fitting: Mapping[str, nn.Module], refused: Mapping[str, str]) -> str:
+    alike = [
+        f"{name} ({type(part).__name__}{f', {refused[name]}' if name in refused else ''})"
+        for name, part in fitting.items()
+        if "expert" in type(part).__name__.lower()
+    ]
+    others = [f"{name or '(root)'} ({type(part).__name__})" for name, part in fitting.items()]
+    what = f"it fits {', '.join((alike or others)[:4])}, which do not" if fitting else "it fits no module at all"
+    return (
+        f"PagedStash: modules={pattern!r} names no layer that saves its rows through a saver: {what}. Use "
+        "lightning_mfsdp.moe.GroupedExperts, or give your experts a `saver`, see docs/paged_stash.md"
+    )
