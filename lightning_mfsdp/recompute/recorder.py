@@ -66,7 +66,7 @@ class StepRecorder:
 
     def _attach(self, name: str, layer: _Layer) -> list[Any]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._weights |= _weight_storages(self._root)
+            self._weights = _weight_storages(self._root)
             tensors = tensors_in([args, kwargs])
             self._alive += [tensor.detach() for tensor in tensors]  # so that an identity stands for one piece of memory
             layer.inputs.update(self._pieces(tensors))
@@ -76,6 +76,7 @@ class StepRecorder:
         def after(*_: Any) -> None:
             self._running.pop()
             layer.ends.append(self._clock.now())
+            self._weights = _weight_storages(self._root)  # what was given back may be anybody's memory now
 
         module = self._root.get_submodule(name)
         return [

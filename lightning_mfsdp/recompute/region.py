@@ -14,6 +14,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -107,7 +108,7 @@ class Region:
         self.function = torch.compile(function, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
-        """Of a copy of the module, which is being made."""
+        """Of a copy of the module, which is being made. It is in no chunk: the copy may be of one layer alone."""
         module = self._module()
         twin = memo.get(id(module))
         if not isinstance(twin, nn.Module):
@@ -117,6 +118,8 @@ class Region:
         made = Region.__new__(Region)
         made.__dict__.update(self.__dict__)
         made.function = copy.deepcopy(self.function, memo)
+        if self._chunk is not None:
+            made.config = replace(self.config, num_layers=None)
         made._module, made._routers, made._chunk = weakref.ref(twin), None, None
         return made
 

@@ -195,6 +195,10 @@ def test_a_copy_of_a_model_computes_its_own_weights_again() -> None:
             parameter.zero_()
     assert equal(steps(twin), plain)
     assert region_of(twin.layers[0]) is not region_of(model.layers[0])
+    assert region_of(twin.layers[0]).config == Recompute(), "each layer by itself"
+    apply_recompute(twin, Recompute(num_layers=2))
+    assert equal(steps(twin), plain)
+    assert region_of(twin.layers[0]).is_chunked
     with pytest.raises(RuntimeError, match="its forward was copied without its module"):
         copy.deepcopy(region_of(model.layers[0]))
 
