@@ -6,6 +6,10 @@ no `[tokens, vocabulary]` of memory, and the two share one backward.
 
     python examples/grpo_logprobs.py
     python examples/grpo_logprobs.py --accelerator gpu --devices 4 --precision bf16-mixed --prompts 64
+    python examples/grpo_logprobs.py --accelerator gpu --devices 4 --precision transformer-engine --prompts 64
+
+The last computes the blocks in FP8. Prompts times completions are a multiple of 16, as FP8 wants its rows, however long these are; the
+head stays in bfloat16.
 
 Two processes on the CPU take about twenty seconds.
 """
@@ -171,7 +175,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8, help="prompts per step and process (default: 8)")
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--precision", default="32-true", help="transformer-engine for FP8 (default: 32-true)")
     args = parser.parse_args()
     hide_spurious_warnings()
     if args.accelerator == "cpu":

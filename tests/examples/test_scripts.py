@@ -5,8 +5,10 @@ import io
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
+import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
 from unittest import mock
@@ -44,6 +46,29 @@ def run_script(name: str, *arguments: str, folder: Path) -> str:
     return result.stdout
 
 
+def script_of_a_rank(rank: int, world_size: int, folder: Path, *calls: tuple[str, ...]) -> list[str]:
+    """What the calls of scripts, names and arguments, print on this rank. They find a process for each device already."""
+    os.environ.update(QUIET_JSONARGPARSE)
+    os.chdir(folder)
+    prints = []
+    for name, *arguments in calls:
+        with (
+            mock.patch.object(sys, "argv", [name, *arguments]),
+            redirect_stdout(io.StringIO()) as printed,
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("error")
+            runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        prints.append(printed.getvalue())
+    return prints
+
+
+def run_on_two_ranks(*calls: tuple[str, ...], folder: Path) -> list[str]:
+    """What each call printed on rank 0; sooner than processes that import everything anew."""
+    prints: list[str] = run_distributed(script_of_a_rank, 2, folder, *calls)[0]
+    return prints
+
+
 def curve(path: Path, split: str) -> list[tuple[int, float]]:
     with (path / "curve.csv").open() as file:
         return [
@@ -72,7 +97,7 @@ def test_a_resumed_run_continues_the_curve_of_one_that_was_never_interrupted(
     resumed: tuple[Path, str], tmp_path: Path
 ) -> None:
     output, _ = resumed
-    run_script("pretrain.py", *SHORT, "--no-resume-demo", "--output", "out", folder=tmp_path)
+    run_on_two_ranks(("pretrain.py", *SHORT, "--no-resume-demo", "--output", "out"), folder=tmp_path)
     for split, steps in (("train", list(range(1, 9))), ("held_out", [2, 4, 6, 8])):
         in_two_phases, in_one = curve(output, split), curve(tmp_path / "out", split)
         assert [step for step, _ in in_two_phases] == steps
@@ -81,7 +106,7 @@ def test_a_resumed_run_continues_the_curve_of_one_that_was_never_interrupted(
 
 def test_pretraining_takes_other_strategies_by_name(tmp_path: Path) -> None:
     options = ["--strategy", "mfsdp_optim", "--accumulate", "2", "--no-checkpoint", "--precision", "bf16-mixed"]
-    run_script("pretrain.py", *SHORT, *options, "--output", "out", folder=tmp_path)
+    run_on_two_ranks(("pretrain.py", *SHORT, *options, "--output", "out"), folder=tmp_path)
     losses = [loss for _, loss in curve(tmp_path / "out", "train")]
     assert len(losses) == 8
     assert losses[-1] < losses[0]
@@ -107,7 +132,7 @@ def test_the_fabric_loop_starts_its_processes_learns_and_saves(tmp_path: Path) -
 
 
 def test_the_muon_example_learns_with_one_optimizer(tmp_path: Path) -> None:
-    printed = run_script("muon.py", "--steps", "8", folder=tmp_path)
+    (printed,) = run_on_two_ranks(("muon.py", "--steps", "8"), folder=tmp_path)
     (verdict,) = re.findall(r"2 processes, 8 steps, held-out text ([0-9.]+) bits per byte", printed)
     assert float(verdict) < 5.5  # 10 would be guessing among 1024 tokens
 
@@ -149,23 +174,23 @@ def held_out_bits(model: torch.nn.Module) -> float:
 def test_a_hugging_face_model_is_finetuned_whole_and_by_adapters_and_exported(tmp_path: Path) -> None:
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     short = ["--steps", "4", "--micro-batch", "2", "--seq", "16"]
-    printed = run_script("finetune_hf.py", *short, "--output", "whole", folder=tmp_path)
+    adapters = ["--pretrained", "whole/exported", "--lora", "--output", "lora", "--learning-rate", "0.1"]
+    calls = (("finetune_hf.py", *short, "--output", "whole"), ("finetune_hf.py", *short, *adapters))
+    printed, printed_by_adapters = run_on_two_ranks(*calls, folder=tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole/exported").eval()
     assert f"{held_out_bits(model):.3f} bits per byte" in printed.splitlines()[-1]
     assert len(list((tmp_path / "whole/last.ckpt").glob("*.distcp"))) == 2
 
-    adapters = ["--pretrained", "whole/exported", "--lora", "--output", "lora", "--learning-rate", "0.1"]
-    printed = run_script("finetune_hf.py", *short, *adapters, folder=tmp_path)
     before = held_out_bits(model)
     adapted = peft.PeftModel.from_pretrained(model, tmp_path / "lora/exported").eval()
-    assert f"{held_out_bits(adapted):.3f} bits per byte" in printed.splitlines()[-1]
+    assert f"{held_out_bits(adapted):.3f} bits per byte" in printed_by_adapters.splitlines()[-1]
     assert abs(held_out_bits(adapted) - before) > 0.01
     saved = sum(file.stat().st_size for file in (tmp_path / "lora/last.ckpt").glob("*.distcp"))
     assert saved < 4 * 623_744  # the frozen weights alone would be more
 
 
 def grpo_of_a_few_steps(rank: int, world_size: int) -> tuple[str, list[float]]:
-    """What the example prints, and the rewards that it goes by."""
+    """What the example prints, and the rewards that it goes by. In FP8: tests/gpu/test_te.py."""
     sys.argv = ["grpo_logprobs.py", "--steps", "10"]
     learned: list[grpo_logprobs.PolicyGradient] = []
     train = grpo_logprobs.train
@@ -203,16 +228,15 @@ def test_a_yaml_file_builds_the_strategy_it_names(config: Path, monkeypatch: pyt
 
 def test_the_command_line_trains_from_a_yaml_file(tmp_path: Path) -> None:
     options = ["--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1", "--data.batch_size=2"]
-    run_script("cli.py", "fit", f"--config={ROOT / 'examples/configs/cpu.yaml'}", *options, folder=tmp_path)
+    run_on_two_ranks(("cli.py", "fit", f"--config={ROOT / 'examples/configs/cpu.yaml'}", *options), folder=tmp_path)
     assert list((tmp_path / "mfsdp-runs/cli/checkpoints").glob("*.ckpt"))
 
 
 def test_a_mixture_of_experts_trains_with_experts_on_two_ranks(tmp_path: Path) -> None:
     options = ["--trainer.limit_train_batches=8", "--data.batch_size=2", "--data.seq=32", "--data.held_out_windows=4"]
     options += ["--trainer.callbacks+=lightning_mfsdp.callbacks.PagedStash", "--trainer.callbacks.picture=pages.png"]
-    printed = run_script(
-        "moe.py", "fit", f"--config={ROOT / 'examples/configs/moe/cpu.yaml'}", *options, folder=tmp_path
-    )
+    call = ("moe.py", "fit", f"--config={ROOT / 'examples/configs/moe/cpu.yaml'}", *options)
+    (printed,) = run_on_two_ranks(call, folder=tmp_path)
     (found,) = re.findall(r"held-out text +([0-9.]+) bits", printed)  # printed once
     assert float(found) < 7.9, "a model that knows nothing needs 8 bits for a byte"
     assert re.search(r"busiest expert +[1-8]\.\d\d times the mean", printed)

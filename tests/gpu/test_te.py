@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from examples import grpo_logprobs
 from examples.decoder import DecoderConfig
 from examples.lightning_decoder import LightningDecoder, TextDataModule, generate
 from lightning_mfsdp.engine.materialize import materialize
@@ -321,6 +322,13 @@ def weights_through_checkpoints(recipe: str, rank: int, world: int) -> None:
             assert torch.equal(value, expected[name]), name
 
 
+def policy_gradient(rank: int, world: int) -> None:
+    """The example learns what it is rewarded for."""
+    module = grpo_logprobs.train(24, prompts=16, accelerator="gpu", devices=world, precision="transformer-engine")
+    rewards = torch.stack(module.rewards)
+    assert rewards[-5:].mean() > 0.3 > 0.2 > rewards[0]
+
+
 def no_copies_of_weights(recipe: str, rank: int, world: int) -> None:
     """The same numbers to the bit with and without; between forward and backward two bytes a parameter less."""
     states = []
@@ -383,6 +391,7 @@ ONE = {
     **{f"FP8 weights in checkpoints: {recipe}": partial(weights_through_checkpoints, recipe) for recipe in HOPPER},
     **{f"no copies: {recipe}": partial(no_copies_of_weights, recipe) for recipe in ("current", "block")},
     "FusedAdam": fused_adam,
+    "policy gradient": policy_gradient,
 }
 
 
