@@ -120,4 +120,4 @@ def test_the_readme_has_exactly_two_setup_commands_of_one_line() -> None:
     assert len(commands) == 2
     assert all(len(command.strip().splitlines()) == 1 for command in commands)
     assert "examples/pretrain.py" in commands[0]
-    assert commands[1].strip().endswith("-m pytest -n 2 --dist loadfile")
+    assert commands[1].strip().endswith("-m pytest -n 2 --dist loadfile --no-loadscope-reorder")

@@ -78,7 +78,7 @@ def assert_at_rest(model: nn.Module, case: str) -> None:
 
 def failed_steps_leave_no_trace(where: str, rank: int) -> None:
     """Three good steps, a failure, three good steps: as six good steps, to the bit."""
-    for sharding, storage in product(STRATEGIES, STORAGES):
+    for sharding, storage in (*product(STRATEGIES, ["pooled"]), ("optim_grads_params", "dynamic")):
         expected = sharded_chain(sharding=sharding, storage=storage)
         optimizer = adamw(expected)
         losses = train(expected, optimizer, range(6), rank)
@@ -261,7 +261,7 @@ def any_number_of_forwards_and_backwards(rank, world):
     for sharding, sync in product(STRATEGIES, ("always", "no_sync", "keep_sharded")):
         for name, way in ways.items():
             model = sharded_chain(sharding=sharding)
-            for warm in (False, True):
+            for warm in (False, True) if sync == "no_sync" else (False,):
                 if warm:  # the plan and the order are those of ordinary steps
                     fresh = plain_chain().state_dict()
                     optimizer = adamw(model)
