@@ -125,7 +125,7 @@ class ShardedPrecision(FabricPrecision):
         fp8: dict[str, Any] = {
             "replace_layers": replace_layers,
             "keep_high_precision": keep_high_precision,
-            "overrides": overrides or {},
+            "overrides": {} if overrides is None else overrides,
             "fp8_weights": fp8_weights,
             "keep_transpose_cache": keep_transpose_cache,
             "fuse_weight_gradients": fuse_weight_gradients,
