@@ -138,6 +138,7 @@ class Fp8Compute:
         kept = [name for name in layers if overrides.find(name, self.recipe) is None]
         chosen = {name: layer for name, layer in layers.items() if name not in kept}
         options = self.options
+        checks.check_something_multiplies(root, chosen, options)
         new = replace(
             root,
             chosen,
@@ -146,12 +147,6 @@ class Fp8Compute:
             fused=options.fuse_weight_gradients,
         )
         inside = outermost(root)
-        if not inside:
-            raise ValueError(
-                f'precision="transformer-engine": {type(root).__name__} has no module of Transformer Engine, so nothing would compute in '
-                "FP8. Build it of transformer_engine.pytorch modules, or let plain layers be replaced: plugins=[MFSDPPrecision("
-                '"transformer-engine", replace_layers=True)]'
-            )
         if self._is_delayed:
             extra_state.check_savable(root)
         for name, module in inside.items():
