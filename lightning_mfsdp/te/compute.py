@@ -23,6 +23,7 @@ from lightning_mfsdp.te import checks, extra_state, library
 from lightning_mfsdp.te.codec import weight_codecs
 from lightning_mfsdp.te.options import Fp8Options
 from lightning_mfsdp.te.overrides import Overrides, enter_around, outermost
+from lightning_mfsdp.te.prepared import Prepared
 from lightning_mfsdp.te.recipes import make_recipe
 from lightning_mfsdp.te.replace import replace, replaceable
 from lightning_mfsdp.te.weight_gradients import fuse_weight_gradients
@@ -125,12 +126,16 @@ class Fp8Compute:
             What was done, in words; empty if nothing.
 
         Raises:
-            ValueError: A pattern that matches nothing, a layer that cannot be replaced, or no module that could compute in FP8.
+            ValueError: A pattern that matches nothing, a layer that cannot be replaced, no module that could compute in FP8, or a model
+                that an earlier run made ready in another way.
         """
         self._group = group
         if all(known is not root for known in self._present_roots()):
             self._roots.append(weakref.ref(root))
-        if extra_state.is_kept_apart(root):
+        wanted = Prepared(options=self.options, recipe=self.recipe, overrides=self._others)
+        before = Prepared.of(root)
+        if before is not None:
+            before.check(root, wanted)
             return ""
         overrides = self._overrides(root)
         layers = replaceable(root) if self._replaces(root) else {}
@@ -162,6 +167,7 @@ class Fp8Compute:
         checks.check_devices(quantized)
         copies = self._drop_copies(inside, overrides)
         extra_state.keep_apart(root, new)
+        wanted.note(root)
         done = (
             f"FP8 by Transformer Engine, {type(self.recipe).__name__}: {len(inside)} modules of the library, {len(new)} of them replaced "
             f"layers of torch.nn; in high precision {', '.join(kept[:6]) or 'none'}{', ...' if len(kept) > 6 else ''}"
