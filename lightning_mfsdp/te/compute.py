@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import replace as replace_field
 from functools import cached_property
 from typing import Any
@@ -30,6 +31,8 @@ from lightning_mfsdp.te.weight_gradients import fuse_weight_gradients
 from lightning_mfsdp.te.weights import quantize_again, quantized_init, quantized_modules
 
 __all__ = ["Fp8Compute"]
+
+_is_in_forward: ContextVar[bool] = ContextVar("_is_in_forward", default=False)
 
 
 class Fp8Compute:
@@ -66,10 +69,19 @@ class Fp8Compute:
     @contextmanager
     def forward(self) -> Generator[None, None, None]:
         """Around forwards, of training and of evaluation."""
-        with self._autocast(self.recipe):
-            yield
+        token = _is_in_forward.set(True)
+        try:
+            with self._autocast(self.recipe):
+                yield
+        finally:
+            _is_in_forward.reset(token)
         if not torch.is_grad_enabled():
             self._forget_present_amax()
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether this is inside of `forward`, of this object or of another run's."""
+        return _is_in_forward.get()
 
     @contextmanager
     def backward(self) -> Generator[None, None, None]:
