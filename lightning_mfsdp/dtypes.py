@@ -125,7 +125,7 @@ class ShardedPrecision(FabricPrecision):
         fp8: dict[str, Any] = {
             "replace_layers": replace_layers,
             "keep_high_precision": keep_high_precision,
-            "overrides": overrides or {},
+            "overrides": {} if overrides is None else overrides,
             "fp8_weights": fp8_weights,
             "keep_transpose_cache": keep_transpose_cache,
             "fuse_weight_gradients": fuse_weight_gradients,
@@ -225,7 +225,8 @@ class ShardedPrecision(FabricPrecision):
     def take_sharded_module(self, module: nn.Module) -> None:
         """Once, when a module has been sharded.
 
-        Its calls outside of steps, from a hook or after training, run under autocast as well, because weights have the compute dtype.
+        Its calls outside of steps, from a hook or after training, run under autocast as well, because weights have the compute dtype, and
+        in FP8 as in a step, also under an autocast of one's own.
         """
         done = self.fp8.sharded(module) if self.fp8 is not None else ""
         if done:
@@ -234,7 +235,7 @@ class ShardedPrecision(FabricPrecision):
             return
 
         def context() -> AbstractContextManager[Any]:
-            inside = torch.is_autocast_enabled(self._device_type)
+            inside = torch.is_autocast_enabled(self._device_type) and (self.fp8 is None or self.fp8.is_in_forward)
             return nullcontext() if inside else self.forward_context()
 
         enter_around(module, context)

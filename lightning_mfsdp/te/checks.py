@@ -7,10 +7,44 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from lightning_mfsdp.te import library
 from lightning_mfsdp.te.options import Fp8Options
 from lightning_mfsdp.te.weights import is_quantized, quantized_modules
 
-__all__ = ["check_devices", "check_options_have_use", "check_other_recipe"]
+__all__ = ["check_devices", "check_options_have_use", "check_other_recipe", "check_something_multiplies"]
+
+
+def check_something_multiplies(root: nn.Module, replaced: Mapping[str, nn.Module], options: Fp8Options) -> None:
+    """Raise a ValueError for a model in which nothing would compute in 8 bits: norms alone do not.
+
+    Args:
+        root: Nothing was replaced in it yet.
+        replaced: The layers that will be.
+        options: What the user asked for.
+    """
+    linear = any(isinstance(layer, nn.Linear) for layer in replaced.values())
+    if linear or any(_multiplies(module) for module in root.modules()):
+        return
+    if options.replace_layers:
+        advice = (
+            "No nn.Linear is there that could be replaced: those with a forward of their own and those in keep_high_precision="
+            f'{list(options.keep_high_precision)} stay as they are. Without FP8, use precision="bf16-mixed"'
+        )
+    else:
+        advice = (
+            "Build it of transformer_engine.pytorch modules, or let plain layers be replaced: plugins=[MFSDPPrecision("
+            '"transformer-engine", replace_layers=True)]'
+        )
+    raise ValueError(
+        f'precision="transformer-engine": {type(root).__name__} has no module of Transformer Engine that multiplies matrices, so nothing '
+        f"would compute in FP8. {advice}"
+    )
+
+
+def _multiplies(module: nn.Module) -> bool:
+    count = getattr(module, "num_quantizers", None)  # of transformer_engine.pytorch.ops
+    is_operation = library.is_engine_module(module) and callable(count) and count("forward")
+    return bool(is_operation) or library.is_a(module, "TransformerEngineBaseModule")
 
 
 def check_options_have_use(root: nn.Module, options: Fp8Options, quantized: Mapping[str, nn.Module]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import replace as replace_field
 from functools import cached_property
 from typing import Any
@@ -23,12 +24,15 @@ from lightning_mfsdp.te import checks, extra_state, library
 from lightning_mfsdp.te.codec import weight_codecs
 from lightning_mfsdp.te.options import Fp8Options
 from lightning_mfsdp.te.overrides import Overrides, enter_around, outermost
+from lightning_mfsdp.te.prepared import Prepared
 from lightning_mfsdp.te.recipes import make_recipe
 from lightning_mfsdp.te.replace import replace, replaceable
 from lightning_mfsdp.te.weight_gradients import fuse_weight_gradients
 from lightning_mfsdp.te.weights import quantize_again, quantized_init, quantized_modules
 
 __all__ = ["Fp8Compute"]
+
+_is_in_forward: ContextVar[bool] = ContextVar("_is_in_forward", default=False)
 
 
 class Fp8Compute:
@@ -65,10 +69,19 @@ class Fp8Compute:
     @contextmanager
     def forward(self) -> Generator[None, None, None]:
         """Around forwards, of training and of evaluation."""
-        with self._autocast(self.recipe):
-            yield
+        token = _is_in_forward.set(True)
+        try:
+            with self._autocast(self.recipe):
+                yield
+        finally:
+            _is_in_forward.reset(token)
         if not torch.is_grad_enabled():
             self._forget_present_amax()
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether this is inside of `forward`, of this object or of another run's."""
+        return _is_in_forward.get()
 
     @contextmanager
     def backward(self) -> Generator[None, None, None]:
@@ -125,12 +138,16 @@ class Fp8Compute:
             What was done, in words; empty if nothing.
 
         Raises:
-            ValueError: A pattern that matches nothing, a layer that cannot be replaced, or no module that could compute in FP8.
+            ValueError: A pattern that matches nothing, a layer that cannot be replaced, no module that could compute in FP8, or a model
+                that an earlier run made ready in another way.
         """
         self._group = group
         if all(known is not root for known in self._present_roots()):
             self._roots.append(weakref.ref(root))
-        if extra_state.is_kept_apart(root):
+        wanted = Prepared(options=self.options, recipe=self.recipe, overrides=self._others)
+        before = Prepared.of(root)
+        if before is not None:
+            before.check(root, wanted)
             return ""
         overrides = self._overrides(root)
         layers = replaceable(root) if self._replaces(root) else {}
@@ -138,6 +155,7 @@ class Fp8Compute:
         kept = [name for name in layers if overrides.find(name, self.recipe) is None]
         chosen = {name: layer for name, layer in layers.items() if name not in kept}
         options = self.options
+        checks.check_something_multiplies(root, chosen, options)
         new = replace(
             root,
             chosen,
@@ -146,12 +164,6 @@ class Fp8Compute:
             fused=options.fuse_weight_gradients,
         )
         inside = outermost(root)
-        if not inside:
-            raise ValueError(
-                f'precision="transformer-engine": {type(root).__name__} has no module of Transformer Engine, so nothing would compute in '
-                "FP8. Build it of transformer_engine.pytorch modules, or let plain layers be replaced: plugins=[MFSDPPrecision("
-                '"transformer-engine", replace_layers=True)]'
-            )
         if self._is_delayed:
             extra_state.check_savable(root)
         for name, module in inside.items():
@@ -167,6 +179,7 @@ class Fp8Compute:
         checks.check_devices(quantized)
         copies = self._drop_copies(inside, overrides)
         extra_state.keep_apart(root, new)
+        wanted.note(root)
         done = (
             f"FP8 by Transformer Engine, {type(self.recipe).__name__}: {len(inside)} modules of the library, {len(new)} of them replaced "
             f"layers of torch.nn; in high precision {', '.join(kept[:6]) or 'none'}{', ...' if len(kept) > 6 else ''}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_mfsdp.te import library
 from lightning_mfsdp.te.weights import has_quantized_weights
 
-__all__ = ["check_savable", "forget_present_amax", "is_kept_apart", "keep_apart", "load_scaling", "scaling"]
+__all__ = ["check_savable", "forget_present_amax", "keep_apart", "load_scaling", "scaling"]
 
 _KEY = "_extra_state"  # PyTorch's, at the end of a name
 _PARTS = ("scale", "amax_history")
@@ -31,12 +31,6 @@ def keep_apart(root: nn.Module, replaced: list[nn.Module]) -> None:
     for module in _owners(root):
         module.register_state_dict_post_hook(_leave_out if id(module) in new else _empty)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(_empty)  # type: ignore[no-untyped-call]
-
-
-def is_kept_apart(root: nn.Module) -> bool:
-    """Whether `keep_apart` was called, for any module inside."""
-    ours = (_leave_out, _empty)
-    return any(hook in ours for module in _owners(root) for hook in module._state_dict_hooks.values())
 
 
 def check_savable(root: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -51,14 +51,20 @@ class Fp8Options:
             if getattr(self, name) not in (True, False):
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False for FP8")
         check_recipe("recipe", self.recipe)
-        for pattern, recipe in self.overrides.items():
+        overrides: Any = self.overrides
+        if not (isinstance(overrides, Mapping) and all(isinstance(pattern, str) for pattern in overrides)):
+            raise TypeError(
+                f"overrides={overrides!r}: expected recipes by names and patterns of modules, such as "
+                '{"decoder.blocks.*.feed_forward": "block"}'
+            )
+        for pattern, recipe in overrides.items():
             check_recipe(f"overrides[{pattern!r}]", recipe)
         if self.replace_layers not in (True, False, "auto"):
             raise ValueError(f'replace_layers={self.replace_layers!r}: expected True, False or "auto"')
-        if isinstance(self.keep_high_precision, str) or not all(
-            isinstance(name, str) for name in self.keep_high_precision
-        ):
+        kept: Any = self.keep_high_precision
+        is_list = isinstance(kept, Collection) and not isinstance(kept, str)
+        if not (is_list and all(isinstance(name, str) for name in kept)):
             raise TypeError(
-                f"keep_high_precision={self.keep_high_precision!r}: expected a list of names and patterns of modules, such as "
+                f"keep_high_precision={kept!r}: expected a list of names and patterns of modules, such as "
                 '["first", "last", "*.head"]'
             )

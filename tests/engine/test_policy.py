@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
+    ShardingError,
     fully_shard,
     fully_shard_optimizer,
     no_sync,
@@ -82,8 +83,10 @@ def flat_tensors(value: object) -> Iterator[Tensor]:
             yield from flat_tensors(item)
 
 
-def inputs(step: int = 0, rows: int = ROWS) -> Tensor:
-    return torch.randn(rows, DIM, generator=torch.Generator().manual_seed(step))
+def inputs(step: int = 0, rows: int = ROWS, dim: int = DIM) -> Tensor:
+    """The same numbers on every device; on the default one, which tests on GPUs set."""
+    x = torch.randn(rows, dim, generator=torch.Generator("cpu").manual_seed(step), device="cpu")
+    return x.to(torch.get_default_device())
 
 
 def sharded(policy: MixedPrecisionPolicy, strategy: str = "optim_grads_params", dtype: torch.dtype = F32) -> Probe:
@@ -239,18 +242,23 @@ def table_in_the_docs() -> list[list[str]]:
     return [row for row in rows[first + 2 :] if len(row) == len(rows[first])]
 
 
+def policy_of(main: str, grads: str, comm: str, precise: str) -> MixedPrecisionPolicy:
+    """A row of the table."""
+    return MixedPrecisionPolicy(
+        compute_dtype=BF16,
+        main_params_dtype=getattr(torch, main),
+        main_grads_dtype=getattr(torch, grads),
+        grad_comm_dtype=None if comm == "None" else getattr(torch, comm),
+        high_precision_reduce=precise == "True",
+    )
+
+
 def bytes_of_the_docs(rank: int, world: int) -> None:
     """Each row of the table: what a step holds and moves for one parameter, and that it learns as one process does."""
-    problems, table = Problems(), table_in_the_docs()
-    problems.expect(len(table) == 11, f"{len(table)} rows in the docs")
-    for main, grads, comm, precise, *expected in table:
-        policy = MixedPrecisionPolicy(
-            compute_dtype=BF16,
-            main_params_dtype=getattr(torch, main),
-            main_grads_dtype=getattr(torch, grads),
-            grad_comm_dtype=None if comm == "None" else getattr(torch, comm),
-            high_precision_reduce=precise == "True",
-        )
+    problems = Problems()
+    for *given, main_bytes, moments_bytes, gradient_bytes, weight_wire, gradient_wire in table_in_the_docs():
+        policy = policy_of(*given)
+        expected = (main_bytes, moments_bytes, gradient_bytes, weight_wire, gradient_wire)
         torch.manual_seed(0)
         model, reference = nn.Linear(24, 24 * world, bias=False), nn.Linear(24, 24 * world, bias=False)
         reference.load_state_dict(model.state_dict())
@@ -260,7 +268,7 @@ def bytes_of_the_docs(rank: int, world: int) -> None:
         theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
         losses: list[tuple[float, float]] = []
         for step in range(4):
-            x = torch.randn(4 * world, 24, generator=torch.Generator().manual_seed(step))
+            x = inputs(step, 4 * world, 24)
             with WireTap() as tap:
                 loss = model(x.chunk(world)[rank]).float().square().mean()
                 loss.backward()
@@ -467,6 +475,21 @@ def test_a_field_is_honoured(outcomes, case):
 def test_every_field_has_a_test_here():
     source = Path(__file__).read_text()
     assert [field.name for field in fields(MixedPrecisionPolicy) if f"{field.name}=" not in source] == []
+
+
+def test_the_table_in_the_docs_has_every_combination_that_is_not_refused():
+    """A wire of the dtype that gradients are kept in is the default, and has its row there."""
+    names = ("float32", "bfloat16")
+    wanted = []
+    for main, grads, comm, precise in product(names, names, ("None", *names), ("False", "True")):
+        wire = grads if comm == "None" else comm
+        if precise == "True" and wire == "float32":
+            with pytest.raises(ShardingError, match="it sends low precision and sums in float32"):
+                policy_of(main, grads, comm, precise)
+        elif comm != grads:
+            policy_of(main, grads, comm, precise)
+            wanted.append([main, grads, comm, precise])
+    assert [row[:4] for row in table_in_the_docs()] == wanted
 
 
 def test_the_first_codec_that_knows_a_parameter_has_it():

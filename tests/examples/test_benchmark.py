@@ -17,6 +17,7 @@ from examples.benchmark.host_time import BASE, BLOCKS, SUBJECTS, table
 from examples.benchmark.matrix import DEFAULT_ROWS, TE_ROWS, split_row
 from examples.benchmark.overlap import overlap
 from examples.benchmark.peers import PEERS
+from examples.benchmark.precision_curves import NAMES, NUDGED, precision_of
 from examples.benchmark.report import ratio_to, write_report
 from examples.benchmark.te_engines import TE_ENGINES, decoder
 from examples.decoder import next_token_loss
@@ -39,6 +40,16 @@ def test_a_row_of_the_matrix_is_engines_and_then_options() -> None:
     )
     assert split_row("ddp") == (["ddp"], [])
     assert all(split_row(row)[0] for row in DEFAULT_ROWS)
+
+
+def test_a_nudged_curve_is_one_of_the_same_precision() -> None:
+    for name in NAMES:
+        plain, nudged = (precision_of(each) for each in (name, name + NUDGED))
+        assert (
+            plain.precision == nudged.precision == ("bf16-mixed" if name.startswith("bf16") else "transformer-engine")
+        )
+        if plain.fp8 is not None and nudged.fp8 is not None:
+            assert plain.fp8.options == nudged.fp8.options
 
 
 def test_a_ratio_compares_the_same_work_only() -> None:

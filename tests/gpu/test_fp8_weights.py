@@ -26,6 +26,7 @@ from lightning_mfsdp import (
 )
 from lightning_mfsdp.engine.inspect import context_of
 from lightning_mfsdp.te import fuse_weight_gradients, weight_codecs
+from lightning_mfsdp.te.weights import quantize_again
 from tests.engine.cases import run_cases
 from tests.engine.test_codec import watched
 from tests.gpu.test_nccl import STRATEGIES
@@ -130,8 +131,13 @@ def main_weights(model: nn.Module) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def in_one_process(recipe: Any, steps: int, micro: int = 1, **options: Any) -> tuple[dict[str, Tensor], list[float]]:
-    """Transformer Engine alone: float32 main weights, and its own function for whole weights after each step."""
+def in_one_process(
+    recipe: Any, steps: int, micro: int = 1, ranks: int = 1, **options: Any
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Transformer Engine alone: float32 main weights, and its own function for whole weights after each step.
+
+    With several `ranks` it computes what each of them would, one after the other, and takes the mean of their gradients.
+    """
     from transformer_engine.pytorch.tensor.utils import quantize_master_weights
 
     model = build(0, recipe, **options)
@@ -145,13 +151,13 @@ def in_one_process(recipe: Any, steps: int, micro: int = 1, **options: Any) -> t
             parameter.main_grad = torch.zeros_like(main[name])
     optimizer, losses = adamw(main.values()), []
     for step in range(steps):
-        for index in range(micro):
-            loss = loss_of(model, step * micro + index)
+        for index, rank in product(range(micro), range(ranks)):
+            loss = loss_of(model, step * micro + index, rank, ranks)
             loss.backward()
             losses.append(loss.item())
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
-                    grad = parameter.grad.float()
+                    grad = parameter.grad.float() / ranks
                     main[name].grad = grad if main[name].grad is None else main[name].grad + grad
                 parameter.grad = None
         quantized = {name: p for name, p in model.named_parameters() if name != "scale"}
@@ -238,6 +244,44 @@ def bytes_are_those_of_the_whole_weight(rank: int, world: int) -> None:
             quantize_master_weights([weight], [main[f"{path}.weight"].view(-1)], [0], dist.group.WORLD)
             for ours, theirs in zip(raw, raw_of(weight), strict=True):
                 assert torch.equal(ours, theirs), (name, sharding, path)
+
+
+def ranks_train_as_one_process_does(rank: int, world: int) -> None:
+    """To the bit: each rank's rows are a computation of their own in one process as well."""
+    for name, sharding in product(RECIPES[1:], STRATEGIES):
+        expected, losses = in_one_process(recipe_of(name), 3, ranks=world)
+        model = shard(build(0, recipe_of(name)), sharding=sharding)
+        optimizer = fully_shard_optimizer(adamw(model.parameters()))
+        assert train(model, optimizer, range(3), rank, world) == losses[rank::world], (name, sharding)
+        same(main_weights(model), expected, (name, sharding))
+
+
+def numbers_are_those_of_16_bit_weights(rank: int, world: int) -> None:
+    """To the bit, in forward and in both products of backward, whether layers keep the copy of a 16-bit weight or round it again."""
+    for name in RECIPES[1:]:
+        found = []
+        for primary, again in ((True, False), (False, False), (False, True)):
+            model = shard(build(0, recipe_of(name), primary=primary))
+            for layer in model.modules() if again else ():
+                assert quantize_again(layer), "this version of the library can"
+            losses = train(model, fully_shard_optimizer(adamw(model.parameters())), range(3), rank, world)
+            found.append((losses, main_weights(model)))
+            if primary:
+                rounded_alike(what_forward_reads(model), main_weights(model), build(5, recipe_of(name)))
+        for losses, weights in found[1:]:
+            assert losses == found[0][0], name
+            same(weights, found[0][1], name)
+
+
+def rounded_alike(seen: dict[str, tuple[list[Tensor], Any]], main: dict[str, Tensor], whole: Net) -> None:
+    """What was gathered is what a layer makes of the same weight in bfloat16."""
+    for path, ((data, scale), _) in seen.items():
+        quantizer = whole.get_submodule(path).weight._quantizer.copy()
+        quantizer.set_usage(rowwise=True, columnwise=False)
+        ours, theirs = (data, scale), raw_of(quantizer(main[f"{path}.weight"].to(torch.bfloat16)))
+        assert torch.equal(ours[0], theirs[0]), path
+        blocks = data.shape[-1] // 128 if scale.dim() == 2 else None  # the others of a row of scales are padding
+        assert torch.equal(ours[1][..., :blocks], theirs[1][..., :blocks]), path
 
 
 def half_the_bytes_and_one_maximum(rank: int, world: int) -> None:
@@ -338,9 +382,16 @@ def a_weight_without_its_first_value_is_refused(rank: int, world: int) -> None:
         fully_shard(layer, policy=MixedPrecisionPolicy(weight_codecs=weight_codecs()))
 
 
-ON_ONE = (one_rank_is_bit_equal, shared_modules_write_twice, a_weight_without_its_first_value_is_refused)
+ON_ONE = (
+    one_rank_is_bit_equal,
+    numbers_are_those_of_16_bit_weights,
+    shared_modules_write_twice,
+    a_weight_without_its_first_value_is_refused,
+)
 ON_TWO = (
     bytes_are_those_of_the_whole_weight,
+    ranks_train_as_one_process_does,
+    numbers_are_those_of_16_bit_weights,
     half_the_bytes_and_one_maximum,
     transposes_go_unless_kept,
     recomputation_changes_nothing,

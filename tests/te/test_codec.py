@@ -46,7 +46,13 @@ class Float8Quantizer:
         self.usage |= usage
 
 
-for kind in (QuantizedTensor, Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor, NVFP4Tensor, Float8Quantizer):
+class Float8CurrentScalingQuantizer:
+    def create_tensor_from_data(self, data: torch.Tensor, dtype: torch.dtype) -> Any:
+        return SimpleNamespace(data=data, dtype=dtype, quantizer=self)
+
+
+_KINDS = (QuantizedTensor, Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor, NVFP4Tensor)
+for kind in (*_KINDS, Float8Quantizer, Float8CurrentScalingQuantizer):
     kind.__module__ = "transformer_engine.pytorch.tensor"
 
 
@@ -147,6 +153,30 @@ def test_fragments_are_cast_in_one_call_and_ranks_without_rows_take_part(library
     assert shards[0] is items[0].outputs[0]
     assert options == {"manual_post_all_gather_processing": True}
     assert all(weight._transpose_invalid for weight in weights), "what was derived from older bytes counts no more"
+
+
+def test_fragments_under_current_scaling_keep_their_rows(library: Library) -> None:
+    """All of a weight, rows from its middle, one row, none; matrices, and weights of more dims, whose rows hold several of the last."""
+    expected = []
+    items = []
+    for shape, first, rows in (((4, 6), 0, 4), ((4, 6), 1, 2), ((4, 6), 3, 1), ((4, 6), 4, 0), ((4, 2, 3), 1, 2)):
+        weight: Any = Float8Tensor(torch.zeros(shape))
+        weight._quantizer = Float8CurrentScalingQuantizer()
+        row = weight[0].numel()
+        main, output = torch.arange(rows * row, dtype=torch.float32), torch.zeros(rows * row, dtype=torch.uint8)
+        items.append(Fragment(parameter=weight, main=main, start=first * row, outputs=(output,)))
+        expected.append((main.view(-1, shape[-1]), first * row) if rows else (None, None))
+    codec_of(items[0].parameter).quantize(items, object())  # type: ignore[arg-type]
+    ((_, masters, starts, _, shards, _),) = library.quantized
+    for item, (main, start), given, given_start, shard in zip(items, expected, masters, starts, shards, strict=True):
+        assert given_start == start
+        if main is None:
+            assert given is shard is None
+            continue
+        assert torch.equal(given, main)
+        assert given.data_ptr() == item.main.data_ptr()
+        assert (shard.data.shape, shard.data.data_ptr()) == (main.shape, item.outputs[0].data_ptr())
+        assert (shard.dtype, shard.quantizer) == (torch.float32, item.parameter._quantizer)  # type: ignore[attr-defined]
 
 
 def test_microscaled_weights_have_bytes_for_forward_and_for_backward(library: Library) -> None:

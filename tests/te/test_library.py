@@ -143,5 +143,11 @@ def test_options_of_fp8_need_fp8() -> None:
             MFSDPPrecision("bf16-mixed", **options)
     with pytest.raises(ValueError, match=r'replace_layers=\'yes\': expected True, False or "auto"'):
         MFSDPPrecision("transformer-engine", replace_layers="yes")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"keep_high_precision='head': expected a list"):
-        MFSDPPrecision("transformer-engine", keep_high_precision="head")
+    wrong: tuple[Any, ...] = ("head", None, [nn.Linear])
+    for kept in wrong:
+        with pytest.raises(TypeError, match=rf"keep_high_precision={re.escape(repr(kept))}: expected a list"):
+            MFSDPPrecision("transformer-engine", keep_high_precision=kept)
+    wrong = ("head", ["head"], {0: "block"})
+    for overrides in wrong:
+        with pytest.raises(TypeError, match=rf"overrides={re.escape(repr(overrides))}: expected recipes by names"):
+            MFSDPPrecision("transformer-engine", overrides=overrides)

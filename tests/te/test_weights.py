@@ -70,7 +70,8 @@ def trained(
     fake_engine.forget()
     if seed is not None:
         torch.manual_seed(seed)
-    trainer_for(world, precision, max_steps=steps, **options).fit(model, data(rank, world, steps))
+    batches = steps * options.get("accumulate_grad_batches", 1)
+    trainer_for(world, precision, max_steps=steps, **options).fit(model, data(rank, world, batches))
     return model
 
 
@@ -97,6 +98,7 @@ def replaced_layers(rank: int, world: int, found: dict[str, Any]) -> None:
             found[f"{recipe} {name} writes"] = list(fake_engine.writes)
             found[f"{recipe} {name} quantized"] = quantized_names(model)
     fused = trained(rank, world, seeded(Net), fp8(fuse_weight_gradients=True), accumulate_grad_batches=3, steps=1)
+    found["fused microbatches"] = len(fake_engine.writes)
     usual = trained(rank, world, seeded(Net), fp8(), accumulate_grad_batches=3, steps=1)
     found["fused 16-bit weights"] = outcome(fused), outcome(usual)
 
@@ -269,6 +271,7 @@ def test_layers_write_gradients_by_themselves_if_asked(ranks: Any) -> None:
         assert found["current plain writes"] == []
         assert found["current fused writes"] == [True] * 5 * STEPS
         assert found["built writes"] == STEPS
+        assert found["fused microbatches"] == 3 * 5
 
 
 def test_copies_are_kept_only_where_they_must_be_or_are_asked_for(ranks: Any) -> None:

@@ -1,0 +1,32 @@
+"""Dtypes of weights, gradients and the wire on GPUs: the cases of the CPU, which see the same numbers, with NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from tests.engine.cases import run_cases
+from tests.engine.test_policy import CASES
+
+_NAMES = [name for name in CASES if name.startswith(("dtypes [", "bytes of the table"))]
+
+
+def on_gpus(case: Callable[[int, int], None], rank: int, world: int) -> None:
+    with torch.device("cuda", rank):
+        case(rank, world)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_cases({name: partial(on_gpus, CASES[name]) for name in _NAMES}, 2, backend="nccl")
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus2
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("case", _NAMES)
+def test_a_combination_of_dtypes(outcomes: dict[str, str], case: str) -> None:
+    assert not outcomes[case], outcomes[case]

@@ -1,0 +1,242 @@
+"""What users do with FP8 beside plain training, on the CPU with a small engine in the library's place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mfsdp.te import Fp8Compute, Fp8Options
+from tests.helpers.distributed import run_distributed
+from tests.lightning.models import full_state, seeded, strict_warnings
+from tests.te import fake_engine
+from tests.te.test_training import ROWS, Net, assert_equal_states, data, fp8, kinds, trainer_for
+from tests.te.test_weights import outcome, quantized_names, trained
+
+LINEARS = [f"blocks.{index}.linear" for index in range(3)]
+
+
+def calls_of_ones_own(rank: int, world: int, found: dict[str, Any]) -> None:
+    """After training, with and without autocast, gradients and the library's own context around."""
+    model = seeded(Net)
+    trainer_for(world, fp8(fp8_weights=True), max_steps=1).fit(model, data(rank, world, 1))
+    kinds()
+    x = torch.ones(ROWS, 16)
+    outputs = []
+    for around in (nullcontext(), torch.autocast("cpu", torch.bfloat16), torch.no_grad(), torch.inference_mode()):
+        with around:
+            outputs.append(model(x).detach())
+        found.setdefault("own calls", []).append(kinds())
+    found["own outputs"] = all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+class Nested(Net):
+    """One block without FP8, one without autocast, as the user wants it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x)
+        with fake_engine.autocast(enabled=False, recipe=fake_engine.Float8CurrentScaling()):
+            x = self.blocks[0](x)
+        with torch.autocast("cpu", enabled=False):
+            x = self.blocks[1](x)
+        return self.head(self.blocks[2](x))
+
+
+def contexts_of_ones_own(rank: int, world: int, found: dict[str, Any]) -> None:
+    trainer_for(world, fp8("delayed"), max_steps=1).fit(seeded(Nested), data(rank, world, 1))
+    found["nested"] = kinds(), list(fake_engine.updates), fake_engine.state.depth
+
+
+def message_of(run: Any, *arguments: Any) -> str:
+    try:
+        run(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def another_run_of_one_model(rank: int, world: int, found: dict[str, Any]) -> None:
+    """With the same options in other words, and with others: the model was changed for those of the first run."""
+    for weights in (False, True):
+        model = seeded(Net)
+        trainer_for(world, fp8(fp8_weights=weights), max_steps=1).fit(model, data(rank, world, 1))
+        for name, options in {
+            "same": {"recipe": fake_engine.Float8CurrentScaling(), "replace_layers": False},
+            "kept": {"keep_high_precision": ["head"]},
+            "overridden": {"overrides": {"blocks.1": "block"}},
+            "delayed": {"recipe": "delayed"},
+            "other weights": {"fp8_weights": not weights},
+        }.items():
+            kinds()
+            trainer = trainer_for(world, fp8(**{"fp8_weights": weights, **options}), max_steps=1)
+            said = message_of(trainer.fit, model, data(rank, world, 1))
+            found[f"again {weights} {name}"] = said or set(kinds())
+
+
+def adapters(rank: int, world: int, found: dict[str, Any]) -> None:
+    """Adapters over frozen layers: of the same numbers whether the frozen ones are kept in 8 bits or not, and these stay what they are."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    for size, kept in ((16, []), (4, ["*.lora_*"])):
+        states = []
+        for weights in (False, True):
+            model = seeded(Net)
+            inject_adapter_in_model(
+                LoraConfig(r=size, target_modules=["linear"], init_lora_weights="gaussian"), model.blocks
+            )
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("lora_" in name)
+            before = {name: value.detach().clone() for name, value in model.named_parameters()}
+            trained(rank, world, model, fp8(fp8_weights=weights, keep_high_precision=kept))
+            states.append(outcome(model))
+            after = full_state(model)
+            found[f"adapters {size} {weights}"] = [
+                name for name, value in after.items() if not torch.equal(value, before[name])
+            ]
+        found[f"equal: adapters {size}"] = states[1], states[0]
+        found[f"adapters {size} quantized"] = quantized_names(model)
+
+
+def ways_of_sharding(rank: int, world: int, found: dict[str, Any]) -> None:
+    """Whole weights, shards, and shards of shards: quantized from this rank's rows to what 16-bit weights are rounded to."""
+    for options in (
+        {"sharding": "no_shard"},
+        {"sharding": "optim"},
+        {"sharding": "optim_grads"},
+        {"outer_size": 2},
+        {"outer_size": 2, "outer_sharding": "optim"},
+    ):
+        for recipe in ("current", "delayed"):
+            more = {"strategy_options": options, "steps": 2}
+            usual = trained(rank, world, seeded(Net), fp8(recipe), **more)
+            model = trained(rank, world, seeded(Net), fp8(recipe, fp8_weights=True), **more)
+            found[f"equal: {options} {recipe}"] = outcome(model), outcome(usual)
+
+
+class Uneven(Net):
+    """One block computes twice, one never, and one only in every second microbatch."""
+
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x)
+        x = self.blocks[0](self.blocks[0](x))
+        self.count += 1
+        return self.head(self.blocks[1](x) if self.count % 2 else x)
+
+
+def gradients_by_layers(rank: int, world: int, found: dict[str, Any]) -> None:
+    """Over microbatches, of a module that is called twice, and of some that are not called."""
+    for weights in (False, True):
+        states = []
+        for fused in (False, True):
+            precision = fp8(fp8_weights=weights, fuse_weight_gradients=fused)
+            model = trained(rank, world, seeded(Uneven), precision, accumulate_grad_batches=4, steps=1)
+            states.append(outcome(model))
+            found[f"written {weights} {fused}"] = len(fake_engine.writes)
+        # What is called twice in a microbatch: autograd adds the two in bfloat16, the layers in float32.
+        twice = [state.pop("blocks.0.linear.weight") for state in states]
+        found[f"shared {weights}"] = ((twice[0] - twice[1]).abs() > 1e-3).float().mean().item()  # of steps of 1e-2
+        found[f"equal: written {weights}"] = states[1], states[0]
+
+
+def two_ranks(rank: int, world: int) -> dict[str, Any]:
+    strict_warnings()
+    found: dict[str, Any] = {}
+    for case in (
+        calls_of_ones_own,
+        contexts_of_ones_own,
+        another_run_of_one_model,
+        adapters,
+        ways_of_sharding,
+        gradients_by_layers,
+    ):
+        with fake_engine.installed():
+            case(rank, world, found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_distributed(two_ranks, 2)
+
+
+def test_a_call_of_ones_own_computes_in_fp8_also_under_an_autocast_of_ones_own(ranks: Any) -> None:
+    for found in ranks:
+        assert found["own calls"] == [["current"] * 5] * 4
+        assert found["own outputs"]
+
+
+def test_contexts_of_ones_own_hold_inside_of_a_step(ranks: Any) -> None:
+    for found in ranks:
+        assert found["nested"] == (
+            ["delayed", None, "delayed", "delayed", "delayed"],
+            ["scaling_fwd", "scaling_bwd"],
+            0,
+        )
+
+
+def test_a_model_keeps_the_options_it_was_made_ready_with_and_others_are_refused(ranks: Any) -> None:
+    for found in ranks:
+        for weights in (False, True):
+            again = {name: found[f"again {weights} {name}"] for name in ("same", "kept", "overridden", "delayed")}
+            assert again.pop("same") == {"current"}
+            for name, option in (("kept", "keep_high_precision=()"), ("overridden", "overrides={}")):
+                start = "Net was made ready for FP8 by an earlier run, with other options: "
+                assert again[name].startswith(f"{start}{option}, now "), again[name]
+            assert "recipe=Float8CurrentScaling(), now DelayedScaling(" in again["delayed"]
+            assert f"fp8_weights={weights}, now {not weights}" in found[f"again {weights} other weights"]
+
+
+def test_adapters_train_over_frozen_layers(ranks: Any) -> None:
+    for found in ranks:
+        for size in (16, 4):
+            changed = [f"{name}.lora_{part}.default.weight" for name in LINEARS for part in "AB"]
+            assert found[f"adapters {size} False"] == found[f"adapters {size} True"] == changed
+        frozen = [*(f"{name}.base_layer.weight" for name in LINEARS), "head.weight", "inputs.weight"]
+        assert found["adapters 4 quantized"] == frozen
+        assert set(found["adapters 16 quantized"]) == {*frozen, *changed}
+
+
+def test_numbers_are_those_of_16_bit_weights(ranks: Any) -> None:
+    for found in ranks:
+        pairs = {name: pair for name, pair in found.items() if name.startswith("equal: ")}
+        assert len(pairs) == 2 + 10 + 2
+        for pair in pairs.values():
+            assert_equal_states(pair)
+
+
+def test_layers_write_gradients_of_shared_modules_and_microbatches(ranks: Any) -> None:
+    for found in ranks:
+        for weights in (False, True):
+            # Two layers of the root once, the first block twice, the second in half of the microbatches, the third never.
+            assert (found[f"written {weights} False"], found[f"written {weights} True"]) == (0, 4 * (2 + 2) + 2)
+            assert found[f"shared {weights}"] < 0.02
+
+
+class TestNothingToCompute:
+    @pytest.fixture(autouse=True)
+    def _fake(self) -> Iterator[None]:
+        with fake_engine.installed():
+            yield
+
+    @pytest.mark.parametrize(
+        ("model", "options", "words"),
+        [
+            (nn.Sequential(nn.Conv1d(4, 4, 3)), {}, r"No nn\.Linear is there that could be replaced"),
+            (nn.Sequential(nn.Conv1d(4, 4, 3), nn.LayerNorm(16)), {}, r"No nn\.Linear is there"),
+            (nn.Sequential(nn.Linear(16, 16)), {"keep_high_precision": ["*"]}, r"in keep_high_precision=\['\*'\] stay"),
+            (nn.Sequential(fake_engine.RMSNorm(16)), {"replace_layers": False}, r"replace_layers=True"),
+        ],
+        ids=["convolution", "norm", "all kept", "norm of the library"],
+    )
+    def test_a_model_that_multiplies_nothing_in_fp8_is_refused(self, model: Any, options: Any, words: str) -> None:
+        with pytest.raises(ValueError, match=rf"Sequential has no module of .* that multiplies matrices.*{words}"):
+            Fp8Compute(Fp8Options(**{"replace_layers": True, **options})).prepare(model, None)
+
+    def test_operations_of_the_library_multiply_too(self) -> None:
+        Fp8Compute(Fp8Options()).prepare(nn.Sequential(fake_engine.BasicLinear()), None)
