@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.distributed import run_distributed
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -38,46 +39,25 @@ def python_blocks(page: Path) -> list[tuple[int, str]]:
     return blocks
 
 
-def script(page: Path) -> str:
-    """A program that runs the page's blocks in one namespace; a traceback names the page and its line."""
-    steps = "\n".join(
-        f"exec(compile({chr(10) * (line - 1) + code!r}, {str(page)!r}, 'exec'), names)"
-        for line, code in python_blocks(page)
-    )
-    return (
-        "import torch.distributed as dist\n"
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "names = {'__name__': '__main__'}\n"
-        f"{steps}\n"
-        "dist.destroy_process_group()\n"
-    )
-
-
-def run_python(code: str, *arguments: str, folder: Path) -> None:
-    """In a process of its own on the CPU, which nobody launched as a rank."""
-    environment = {
-        **{name: value for name, value in os.environ.items() if name not in LAUNCHED},
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+def run_blocks(
+    rank: int, world_size: int, blocks: list[tuple[int, str]], source: str, folder: Path, *argv: str
+) -> None:
+    """Run blocks in one namespace, in a process of its own which nobody launched as a rank; a traceback names `source` and its line."""
+    for name in LAUNCHED:
+        os.environ.pop(name, None)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.chdir(folder)
+    sys.argv = [source, *argv]
+    names = {"__name__": "__main__"}
+    for line, code in blocks:
+        exec(compile("\n" * (line - 1) + code, source, "exec"), names)
 
 
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.relative_to(ROOT).as_posix()
 )
 def test_the_python_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
-    run_python(script(page), folder=tmp_path)
+    run_distributed(run_blocks, 1, python_blocks(page), str(page), tmp_path)
 
 
 # A user's script: it does not import the package, and its model has classes and names that the pages speak of.
@@ -100,7 +80,8 @@ def test_a_yaml_block_trains(block: int, tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
     (tmp_path / "config.yaml").write_text(YAML_BLOCKS[block].replace("device: cuda", "device: cpu"))
     options = ["accelerator=cpu", "devices=1", "max_steps=2", "logger=false", "enable_checkpointing=false"]
-    run_python(CLI, "fit", "--config=config.yaml", *(f"--trainer.{option}" for option in options), folder=tmp_path)
+    arguments = ["fit", "--config=config.yaml", *(f"--trainer.{option}" for option in options)]
+    run_distributed(run_blocks, 1, [(1, CLI)], "cli", tmp_path, *arguments)
 
 
 def test_there_are_yaml_blocks() -> None:

@@ -114,8 +114,9 @@ def _main(
         )
         result = function(rank, world_size, *args)
         torch.save(result, Path(folder, f"result-{rank}"))
-        dist.barrier()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
         # The result is written. Threads that gloo still winds down can abort the interpreter's own exit, now and then.
         os._exit(0)
     except BaseException:
