@@ -34,7 +34,7 @@ def weight_codecs(*, keep_transpose_cache: bool = False) -> tuple[WeightCodec, .
         keep_transpose_cache: Keep transposes until the weights change: a byte for every parameter of the model, also where weights are
             sharded, and one transposition for each step instead of one for each backward.
     """
-    kinds: tuple[type[_Codec], ...] = (_PerTensor, _Blockwise, _Microscaled, _Unknown)
+    kinds: tuple[type[_Codec], ...] = (_PerTensor, _Blockwise, _Microscaled, _Unknown, _Grouped)
     return tuple(kind(keep_transpose_cache) for kind in kinds)
 
 
@@ -239,6 +239,17 @@ class _Unknown(_Microscaled):
         return (
             f"there is no way to gather {type(parameter).__name__}; build this module outside quantized_model_init, so that its weight "
             "is quantized when it is used"
+        )
+
+
+class _Grouped(_Unknown):
+    """The weights of all experts of a `GroupedLinear` in one, quantized or not."""
+
+    kind = "GroupedTensor"
+
+    def why_not(self, parameter: nn.Parameter) -> str:
+        return (
+            "it has several weights inside; build GroupedLinear with single_grouped_weight=False, a parameter for each"
         )
 
 

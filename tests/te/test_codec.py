@@ -51,7 +51,11 @@ class Float8CurrentScalingQuantizer:
         return SimpleNamespace(data=data, dtype=dtype, quantizer=self)
 
 
-_KINDS = (QuantizedTensor, Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor, NVFP4Tensor)
+class GroupedTensor(nn.Parameter):
+    """No quantized tensor by its class, whatever is inside."""
+
+
+_KINDS = (QuantizedTensor, Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor, NVFP4Tensor, GroupedTensor)
 for kind in (*_KINDS, Float8Quantizer, Float8CurrentScalingQuantizer):
     kind.__module__ = "transformer_engine.pytorch.tensor"
 
@@ -120,6 +124,8 @@ def test_what_cannot_be_sharded_says_why(library: Library) -> None:
     )
     other = weight_of(NVFP4Tensor)
     assert "no way to gather NVFP4Tensor" in codec_of(other).why_not(other)
+    grouped = GroupedTensor(torch.zeros(2, *SHAPE))
+    assert "single_grouped_weight=False" in codec_of(grouped).why_not(grouped)
 
 
 def test_the_initial_value_is_taken_once_and_its_transpose_goes() -> None:
@@ -224,4 +230,4 @@ def test_codecs_with_the_same_options_are_equal_so_that_policies_of_two_runs_are
     assert weight_codecs() == weight_codecs()
     assert hash(weight_codecs()) == hash(weight_codecs())
     assert weight_codecs() != weight_codecs(keep_transpose_cache=True)
-    assert len(set(weight_codecs())) == 4
+    assert len(set(weight_codecs())) == 5
