@@ -132,7 +132,7 @@ def gather_root(module: nn.Module) -> Iterator[None]:
     unit.pinned = True
     try:
         yield
-    except BaseException:
+    except BaseException:  # an interrupt, too, must not leave weights pinned; it goes on up
         unit.abandon()
         raise
     unit.pinned = False

@@ -127,7 +127,7 @@ class StreamedStep:
             self._stream(own_step, by_group)
             if others:
                 self._step(own_step, others)
-        except BaseException:
+        except BaseException:  # an interrupt, too, must not leave gradients hidden; it goes on up
             self._give_gradients_back()
             for group in by_group:
                 if group.context is not None:

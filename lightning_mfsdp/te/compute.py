@@ -26,6 +26,7 @@ from lightning_mfsdp.te.options import Fp8Options
 from lightning_mfsdp.te.overrides import Overrides, enter_around, outermost
 from lightning_mfsdp.te.prepared import Prepared
 from lightning_mfsdp.te.recipes import make_recipe
+from lightning_mfsdp.te.recompute import quantizes_now
 from lightning_mfsdp.te.replace import replace, replaceable
 from lightning_mfsdp.te.weight_gradients import fuse_weight_gradients
 from lightning_mfsdp.te.weights import quantize_again, quantized_init, quantized_modules
@@ -80,8 +81,11 @@ class Fp8Compute:
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether this is inside of `forward`, of this object or of another run's."""
-        return _is_in_forward.get()
+        """Whether this is inside of `forward`, of this object or of another run's, or computed again in a backward.
+
+        A backward on CUDA runs in threads of its own, which do not see the variable; what the library computes in is known in all.
+        """
+        return _is_in_forward.get() or quantizes_now()
 
     @contextmanager
     def backward(self) -> Generator[None, None, None]:

@@ -121,11 +121,11 @@ def test_rows_that_matter_most_come_first(tmp_path: Path) -> None:
 
 
 WORKER = """
-import json, os, sys, time
+import json, os, sys, threading
 row = json.loads(sys.argv[1])
 print("RESULT " + json.dumps({"name": row["name"], "rank": os.environ["RANK"]}), flush=True)
 if row["name"] == "slow" or os.environ["RANK"] == "0" and row["name"] == "wrong":
-    time.sleep(60)
+    threading.Event().wait()  # until it is stopped
 if row["name"] == "wrong":
     raise MemoryError("it is full")
 """
@@ -135,7 +135,8 @@ def test_a_row_that_fails_or_takes_too_long_says_so_and_keeps_what_it_found(monk
     (tmp_path / "worker.py").write_text(WORKER)
     monkeypatch.setattr(moe, "WORKER", tmp_path / "worker.py")
     monkeypatch.setattr(moe, "GRACE_S", 0.1)
-    found = {name: moe.launch(Row(kind="layer", name=name, **TINY), 2, 3.0) for name in ("good", "wrong", "slow")}
+    limits = {"good": 60.0, "wrong": 60.0, "slow": 3.0}
+    found = {name: moe.launch(Row(kind="layer", name=name, **TINY), 2, limit) for name, limit in limits.items()}
     assert all(results == [{"name": name, "rank": "0"}] for name, (results, _) in found.items())
     assert [problem for _, problem in found.values()] == [
         "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -240,3 +241,17 @@ class TestNothingToCompute:
 
     def test_operations_of_the_library_multiply_too(self) -> None:
         Fp8Compute(Fp8Options()).prepare(nn.Sequential(fake_engine.BasicLinear()), None)
+
+
+def test_threads_of_a_backward_know_that_a_step_is_under_way() -> None:
+    """Autograd has threads of its own for devices; what is computed again there must not enter contexts a second time."""
+    with fake_engine.installed(), ThreadPoolExecutor(1) as other:
+        compute = Fp8Compute(Fp8Options())
+
+        def knows() -> bool:
+            return other.submit(lambda: compute.is_in_forward).result()
+
+        assert not knows()
+        with compute.backward():
+            assert knows()
+        assert not knows()
