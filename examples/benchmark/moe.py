@@ -11,7 +11,7 @@
     sharded   the same decoder with everything sharded over all ranks, by this package and by FSDP2
 
 Every row runs in processes of its own, with a time limit. Prints a line for each result, then which floors were reached; writes
-results.json, report.md and, where matplotlib is installed, a picture of the pages in use over a step.
+results.json, report.md, what failed rows said (failures.log) and, where matplotlib is installed, a picture of the pages in use over a step.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,7 @@ from examples.benchmark.moe_rows import MEETING, SIZES, Row
 from examples.benchmark.moe_step import ENGINES, WAYS
 
 WORKER = Path(__file__).with_name("moe_rows.py")
+FAILURES = "failures.log"
 PAUSE_S = 0.1
 # What the others have to end by themselves when one rank has failed.
 GRACE_S = 5.0
@@ -104,13 +106,16 @@ def rows_of(args: argparse.Namespace) -> list[Row]:
     return [row for kind in wanted for row in rows[kind]]
 
 
-def launch(row: Row, processes: int, timeout_s: float, device: int | None = None) -> tuple[list[dict[str, Any]], str]:
+def launch(
+    row: Row, processes: int, timeout_s: float, failures: Path, device: int | None = None
+) -> tuple[list[dict[str, Any]], str]:
     """Measure a row in processes of its own.
 
     Args:
         row: What.
         processes: One for each rank.
         timeout_s: After which all are ended.
+        failures: A file to which all that the rank that failed has said is added.
         device: The only GPU they see. `None`: all.
 
     Returns:
@@ -131,7 +136,7 @@ def launch(row: Row, processes: int, timeout_s: float, device: int | None = None
         late = wait(started, timeout_s)
         output = logs[0].read_text()
         results = [json.loads(line[len("RESULT ") :]) for line in output.splitlines() if line.startswith("RESULT ")]
-        return results, f"took more than {timeout_s:.0f} s" if late else problem_in(started, logs[1::2])
+        return results, f"took more than {timeout_s:.0f} s" if late else problem_in(started, logs[1::2], failures)
 
 
 def wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> bool:
@@ -148,14 +153,17 @@ def wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> bool
     return bool(alive) and not has_failed
 
 
-def problem_in(processes: Sequence[subprocess.Popen[bytes]], errors: Sequence[Path]) -> str:
+def problem_in(processes: Sequence[subprocess.Popen[bytes]], errors: Sequence[Path], failures: Path) -> str:
     """What the first rank that failed said last; empty if none did. Killed ones did not fail by themselves."""
     failed = [rank for rank, process in enumerate(processes) if process.returncode]
     failed.sort(key=lambda rank: processes[rank].returncode < 0)
     if not failed:
         return ""
-    lines = [line for line in errors[failed[0]].read_text().splitlines() if line.strip()]
-    said = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "nothing")
+    text = errors[failed[0]].read_text()
+    with open(failures, "a") as file:
+        file.write(f"{shlex.join(map(str, processes[failed[0]].args))}\n{text}\n")
+    lines = [line for line in text.splitlines() if line.strip()]
+    said = next((line for line in reversed(lines) if "Error: " in line), lines[-1] if lines else "nothing")
     return f"rank {failed[0]} ended with {processes[failed[0]].returncode}: {said[:300]}"
 
 
@@ -179,7 +187,7 @@ def measured(rows: Sequence[Row], args: argparse.Namespace) -> Iterator[tuple[Ro
     def one(row: Row, processes: int, device: int | None) -> tuple[Row, list[dict[str, Any]], str]:
         if time.monotonic() > end:
             return row, [], f"not started, the budget of {args.budget:.0f} s was used up"
-        return row, *launch(row, processes, args.timeout, device)
+        return row, *launch(row, processes, args.timeout, args.out / FAILURES, device)
 
     with ThreadPoolExecutor(len(devices)) as pool:
         for kind, group in groupby(rows, key=lambda row: row.kind):
@@ -197,7 +205,8 @@ def main() -> None:
     """Run all rows, and write what is known after each."""
     args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / PAGES).unlink(missing_ok=True)
+    for name in (PAGES, FAILURES):
+        (args.out / name).unlink(missing_ok=True)
     setting = setting_of(args)
     print(setting, flush=True)
     results: list[dict[str, Any]] = []

@@ -6,6 +6,7 @@ alive.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.storage import Slot
 from lightning_mfsdp.engine.tree import map_tensors, tensors_in
@@ -36,9 +38,10 @@ class Call:
         reads_weights: Its backward needs the weights.
         hides: A result had no tensors to listen to.
         given: What its inputs are views of, by identity.
+        inputs: Several that need gradients, until hooks of its results hold them.
     """
 
-    __slots__ = ("ended_in", "given", "has_end", "hides", "reads_weights", "running", "slots")
+    __slots__ = ("ended_in", "given", "has_end", "hides", "inputs", "reads_weights", "running", "slots")
 
     def __init__(self) -> None:
         self.slots: list[Slot | None] = []
@@ -48,6 +51,31 @@ class Call:
         self.reads_weights = True
         self.hides = False
         self.given: set[int] = set()
+        self.inputs: _Inputs | None = None
+
+
+class _Inputs:
+    """Where the graph of a call begins, if it begins in several places.
+
+    Hooks of these nodes know it weakly and hooks of the results hold it. With `register_multi_grad_hook` the nodes' own hooks hold the
+    nodes: a circle that keeps the whole graph before them alive for an unknown time, and a CUDA graph cannot be recorded while it lives.
+    """
+
+    __slots__ = ("__weakref__", "_backward", "_lock", "_missing", "_nodes")
+
+    def __init__(self, nodes: list[Any]) -> None:
+        self._nodes = nodes
+        self._backward, self._missing = -1, 0
+        self._lock = threading.Lock()  # each device has a thread
+
+    def has_all(self) -> bool:
+        """Note one more gradient; whether the backward that runs brings no other."""
+        with self._lock:
+            running = compat.backward_task()
+            if running != self._backward:
+                self._backward, self._missing = running, sum(map(compat.is_due, self._nodes))
+            self._missing -= 1
+            return self._missing == 0
 
 
 def cast_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -97,7 +125,7 @@ def listen_to_inputs(unit: Unit, call: Call, args: tuple[Any, ...], kwargs: dict
     if len(views) == 1:
         _when_computed(next(iter(views.values())), end)
     else:
-        torch.autograd.graph.register_multi_grad_hook(list(views.values()), end)
+        _when_all_computed(call, list(views.values()), end)
     return map_tensors(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
 
 
@@ -106,6 +134,19 @@ def _when_computed(view: Tensor, hook: Callable[[Any], None]) -> None:
     node = view.grad_fn
     assert node is not None, "a view of what needs a gradient"
     node.register_prehook(hook)
+
+
+def _when_all_computed(call: Call, views: list[Tensor], hook: Callable[[Any], None]) -> None:
+    call.inputs = _Inputs([view.grad_fn for view in views])
+    these = weakref.ref(call.inputs)
+
+    def one(gradient: Any) -> None:
+        inputs = these()
+        if inputs is not None and inputs.has_all():
+            hook(gradient)
+
+    for view in views:
+        _when_computed(view, one)
 
 
 def listen_to_outputs(unit: Unit, call: Call, outputs: list[Tensor]) -> None:
@@ -120,8 +161,9 @@ def listen_to_outputs(unit: Unit, call: Call, outputs: list[Tensor]) -> None:
     if call not in unit.calls:
         unit.calls.append(call)
     this = weakref.ref(unit)
+    inputs, call.inputs = call.inputs, None
 
-    def begin(_: Any) -> None:
+    def begin(_: Any, _held: _Inputs | None = inputs) -> None:
         unit = this()
         if unit is not None:
             unit.pre_backward(call)

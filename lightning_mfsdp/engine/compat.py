@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.autograd import Variable, forward_ad
+from torch.autograd.graph import Node
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
@@ -41,6 +42,7 @@ __all__ = [
     "grouped_mm",
     "has_accumulation_hooks",
     "has_global_hooks",
+    "is_due",
     "is_transformed",
     "no_symmetric_memory_because",
     "on_backward_end",
@@ -70,12 +72,16 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 
 
 def accumulates(leaf: Tensor) -> bool:
-    """Whether the backward now running adds to `leaf.grad`, and does not return it (torch 2.11 to 2.13: `_will_engine_execute_node`)."""
-    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    """Whether the backward now running adds to `leaf.grad`, and does not return it."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return is_due(torch.autograd.graph.get_gradient_edge(leaf).node)
     except RuntimeError:  # refuses leaves whose gradient is returned
         return False
+
+
+def is_due(node: Node) -> bool:
+    """Whether the backward now running comes, or came, to a node (torch 2.11 to 2.13: `_will_engine_execute_node`)."""
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def has_accumulation_hooks(leaf: Tensor) -> bool:

@@ -91,6 +91,7 @@ class Recording:
     def _drop(self) -> None:
         """Forget a recording that did not come to its end."""
         self._inputs = None
+        self._context.forget_events()  # a broken recording's events never come
         self._context.recover()
         self._context.forget_events()
 

@@ -227,6 +227,10 @@ class ReductionSchedule:
             reducer.drop()
         self._done.clear()
 
+    def forget_events(self) -> None:
+        """Wait for nothing that was issued; see `Context.forget_events`."""
+        self._in_flight = deque(sent._replace(done=None) for sent in self._in_flight)
+
     def close(self) -> None:
         """A new pass begins: gradients that were cleared give their memory back."""
         for reducer in self._reducers.values():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_mfsdp.engine import (
@@ -17,6 +21,7 @@ from lightning_mfsdp.engine import (
     no_sync,
     reduction,
     sharded_parameters,
+    unshard,
 )
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, sharded_chain, train
@@ -193,6 +198,108 @@ def an_embedding_with_a_hook_on_it_is_gathered_for_backward(rank, world):
                 torch.testing.assert_close(view.grad, expected)
 
 
+class Join(nn.Module):
+    """A unit with two inputs that need gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return self.linear(left) * right
+
+
+class Joins(nn.Module):
+    """Each unit gets two results of what is before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.joins = nn.ModuleList(Join() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for join in self.joins:
+            x = x + join(x.tanh(), x.sigmoid())
+        return x
+
+
+def sharded_joins() -> tuple[Joins, Joins]:
+    """Sharded, and as it was."""
+    torch.manual_seed(0)
+    model = Joins()
+    reference = copy.deepcopy(model)
+    for join in model.joins:
+        fully_shard(join)
+    return fully_shard(model), reference
+
+
+def a_graph_ends_with_its_loss_where_units_have_several_inputs(rank, world):
+    """And not when the garbage collector comes by: nothing in it is part of a circle."""
+    model, _ = sharded_joins()
+    x = torch.randn(2, 4, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        for backwards in (1, 0):
+            began = Began()
+            loss = model(Begin.apply(x, began)).sum()
+            alive = weakref.ref(began)
+            del began
+            assert alive() is not None
+            if backwards:
+                loss.backward()
+            del loss
+            assert alive() is None, backwards
+    finally:
+        gc.enable()
+
+
+class Began:
+    """Lives as long as the graph that it is noted in."""
+
+
+class Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, began):
+        ctx.began = began
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def units_with_several_inputs_end_when_the_last_gradient_is_there(rank, world):
+    """In one backward, in two of the same graph, and in one that needs only one of the inputs."""
+    model, reference = sharded_joins()
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+    for _ in range(2):
+        for one in (model, reference):
+            loss = one(x).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        assert not any(group.gathered for unit in context(model).units for group in unit.groups)
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(world)
+        expected = dict(reference.named_parameters())
+        for view in sharded_parameters(model):
+            if view.main.numel():
+                torch.testing.assert_close(view.grad, expected[view.name].grad[view.rows.start : view.rows.stop])
+        model.zero_grad()
+        reference.zero_grad()
+    join = model.joins[0]
+    left, right = torch.randn(2, 2, 4, generator=torch.Generator().manual_seed(rank)).requires_grad_().unbind()
+    output = join(left * 1, right * 1)
+    found = torch.autograd.grad(output.sum(), [right], retain_graph=True)
+    with unshard(model):
+        expected = join.linear(left).detach()
+    torch.testing.assert_close(found[0], expected)
+    assert not any(group.gathered for unit in context(model).units for group in unit.groups)
+
+
 def a_failure_while_a_bucket_is_filled_does_not_stop_later_steps(rank, world):
     model, expected = sharded_chain(), sharded_chain()
     optimizer, other = adamw(model), adamw(expected)
@@ -222,6 +329,8 @@ WORLDS = {
         gradients_put_back_by_hand_are_clipped,
         a_nan_norm_leaves_nothing_behind,
         an_embedding_with_a_hook_on_it_is_gathered_for_backward,
+        a_graph_ends_with_its_loss_where_units_have_several_inputs,
+        units_with_several_inputs_end_when_the_last_gradient_is_there,
         a_failure_while_a_bucket_is_filled_does_not_stop_later_steps,
     ),
     4: (a_rank_without_rows_adds_nothing_to_a_norm,),
