@@ -1,9 +1,12 @@
 """The experts' MLP as one autograd function that saves two tensors: the expert input and the first projection.
 
-x           hidden rows, sorted by expert
+x           hidden rows, sorted by expert                            gathered again in backward
 projected   x times the first weights of each row's expert
 scaled      activation(projected) * probability                      computed again in backward
 output      the sum of each token's rows of scaled times the second weights
+
+The input is kept as it was given, T rows and not a row for each choice, which are K times as many. Where they are fewer, because
+most choices are other ranks', x is kept instead. See docs/design/moe.md.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_mfsdp.moe.activations import Activation
 from lightning_mfsdp.moe.products import expert_products, outer_products
-from lightning_mfsdp.moe.rows import RowPlan, combined
+from lightning_mfsdp.moe.rows import RowPlan, combined, gathered
 from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver
 
 __all__ = ["experts_mlp"]
@@ -65,31 +68,40 @@ class _ExpertsMLP(torch.autograd.Function):
         activation: Activation,
         saver: ActivationSaver,
     ) -> Tensor:
-        x = hidden.index_select(0, plan.token)
+        x = gathered(hidden, plan.token, plan.live)
         of_rows = probabilities.reshape(-1).index_select(0, plan.choice)
         projected = expert_products(x, weight_in.transpose(1, 2), plan.ends)
         scaled = activation.forward(projected, of_rows, plan.live)
         output = combined(expert_products(scaled, weight_out.transpose(1, 2), plan.ends), plan.position)
         ctx.activation, ctx.saver, ctx.probability_dtype = activation, saver, probabilities.dtype
-        kept = saver.save(ctx, (x, projected), plan.live)
-        ctx.save_for_backward(weight_in, weight_out, of_rows, plan.token, plan.position, plan.ends, plan.live, *kept)
+        ctx.gathers_again = len(hidden) <= plan.rows
+        kept = saver.save(ctx, (projected,) if ctx.gathers_again else (x, projected), plan.live)
+        ctx.save_for_backward(
+            *(weight_in, weight_out, of_rows, plan.token, plan.position, plan.ends, plan.live),
+            hidden if ctx.gathers_again and ctx.needs_input_grad[2] else None,
+            *kept,
+        )
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight_in, weight_out, of_rows, token, position, ends, live, *kept = ctx.saved_tensors
-        x, projected = ctx.saver.load(ctx, kept)
+        weight_in, weight_out, of_rows, token, position, ends, live, hidden, *kept = ctx.saved_tensors
+        *xs, projected = ctx.saver.load(ctx, kept)
         needs_hidden, needs_probabilities, needs_in, needs_out, *_ = ctx.needs_input_grad
-        grad_rows = grad.to(weight_out.dtype).index_select(0, token)
+        grad_rows = gathered(grad.to(weight_out.dtype), token, live)
         grad_scaled = expert_products(grad_rows, weight_out, ends)
         scaled, grad_projected, grad_of_rows = ctx.activation.backward(projected, of_rows, grad_scaled, live)
         del projected, grad_scaled
         to_out = outer_products(grad_rows, scaled, ends) if needs_out else None
         del grad_rows, scaled
-        to_in = outer_products(grad_projected, x, ends) if needs_in else None
-        to_hidden = combined(expert_products(grad_projected, weight_in, ends), position) if needs_hidden else None
-        to_probabilities = None
+        to_in = to_hidden = to_probabilities = None
+        if needs_in:
+            x = gathered(hidden, token, live) if ctx.gathers_again else xs[0]
+            to_in = outer_products(grad_projected, x, ends)
+            del x, xs
+        if needs_hidden:
+            to_hidden = combined(expert_products(grad_projected, weight_in, ends), position)
         if needs_probabilities:
             has_row = position < live
             to_probabilities = torch.where(has_row, grad_of_rows[position], 0).to(ctx.probability_dtype)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["RowPlan", "combined", "plan_rows"]
+__all__ = ["RowPlan", "combined", "gathered", "plan_rows"]
 
 _ROUND_ROWS_TO = 16
 
@@ -75,6 +75,15 @@ def plan_rows(expert_index: Tensor, num_experts: int, budget: int) -> RowPlan:
         live=live,
         over_budget=wanted[-1] > budget,
     )
+
+
+def gathered(values: Tensor, token: Tensor, live: Tensor) -> Tensor:
+    """The row of each choice's token, `[rows, width]` of `values` `[T, width]`. On CUDA dead rows cost nothing and hold anything."""
+    if values.is_cuda:
+        from lightning_mfsdp.moe.gather_kernel import gather_rows
+
+        return gather_rows(values, token, live)
+    return values.index_select(0, token)
 
 
 def combined(values: Tensor, position: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from lightning_mfsdp import (
     no_sync,
     unshard,
 )
+from tests.engine.test_gradient_lifetime import Joins
 from tests.gpu.test_nccl import _needs
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import batch, build, loss_of
@@ -102,6 +103,64 @@ def what_cannot_be_recorded_is_named_and_runs_uncaptured(rank, world):
     assert losses[-1] < losses[0], "it goes on training"
 
 
+def what_breaks_in_backward_runs_uncaptured(rank, world):
+    """Reductions were under way, with events that never come."""
+    (model, *_), (broken, *_) = made(), made()
+
+    def waits(gradient):
+        gradient.sum().item()
+
+    broken.embedding.register_forward_hook(lambda module, given, output: output.register_hook(waits) and None)
+    plain, found = [], []
+    for one, losses in ((model, plain), (broken, found)):
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(one.parameters(), lr=1e-2, fused=True))
+
+        def step(ids, targets, model=one, optimizer=optimizer):
+            loss = loss_of(model, ids, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        run = capture_step(step, one, optimizer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            losses += [run(*inputs(0, rank, world)) for _ in range(8)]
+        told = [one for one in caught if "cannot be recorded" in str(one.message)]
+        assert (run.is_captured, len(told)) == ((True, 0) if one is model else (False, 1)), run.failure
+    torch.testing.assert_close(torch.stack(found), torch.stack(plain), rtol=2e-2, atol=2e-2)
+
+
+def ordinary_steps_before_the_recording_leave_nothing_alive(rank, world):
+    """On another stream than the recording's, with units of several inputs: autograd's nodes would still belong to that stream."""
+    outcomes = []
+    for captured in (False, True):
+        model = Joins().cuda()
+        with torch.no_grad():
+            for index, parameter in enumerate(model.parameters()):
+                parameter.copy_(torch.linspace(-1, 1 + index / 9, parameter.numel()).view_as(parameter))
+        for join in model.joins:
+            fully_shard(join)
+        fully_shard(model)
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+
+        def step(x, model=model, optimizer=optimizer):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        given = torch.linspace(-1, 1, 32, device="cuda").view(8, 4) + rank
+        losses = [step(given) for _ in range(3)]
+        run = capture_step(step, model, optimizer) if captured else step
+        losses += [run(given) for _ in range(8)]
+        if captured:
+            assert run.is_captured, run.failure
+        outcomes.append(torch.stack(losses))
+    torch.testing.assert_close(*outcomes)
+
+
 def other_shapes_run_uncaptured(rank, world):
     model, optimizer, _ = made()
 
@@ -150,6 +209,8 @@ def everything(rank, world):
     a_captured_step_trains_like_an_ordinary_one(rank, world)
     other_shapes_run_uncaptured(rank, world)
     what_cannot_be_recorded_is_named_and_runs_uncaptured(rank, world)
+    ordinary_steps_before_the_recording_leave_nothing_alive(rank, world)
+    what_breaks_in_backward_runs_uncaptured(rank, world)
 
 
 @pytest.mark.gpu

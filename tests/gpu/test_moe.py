@@ -20,6 +20,7 @@ from lightning_mfsdp import (
 )
 from lightning_mfsdp.moe import GroupedExperts, TopKRouter
 from lightning_mfsdp.moe.activations import ACTIVATIONS
+from lightning_mfsdp.moe.rows import gathered
 from tests.gpu.test_nccl import _needs
 from tests.helpers.distributed import run_distributed
 from tests.moe.models import batch, build, loss_of, sharded
@@ -44,6 +45,27 @@ def poison() -> None:
     """Memory that the allocator will hand out next holds NaN."""
     blocks = [torch.full((size,), float("nan"), device="cuda") for size in (2**22, 2**20, 2**18, 2**16, 2**14) * 8]
     del blocks
+
+
+@pytest.mark.gpu
+@_needs(1)
+def test_gathered_rows_equal_the_reference() -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for width in (1, 33, 1024, 2880):
+            values = torch.randn(50, width, device="cuda").to(dtype)
+            token = torch.randint(0, 50, (96,), device="cuda")
+            for given in (values, values.t().contiguous().t()):
+                for live in (0, 41, 96):
+                    count = torch.tensor(live, device="cuda")
+                    poison()
+                    with no_waiting():
+                        found = gathered(given, token, count)
+                    expected = gathered(values.cpu(), token.cpu(), torch.tensor(live))
+                    assert torch.equal(found[:live].cpu(), expected[:live]), (dtype, width, live)
+                    assert found.shape == expected.shape
+    values, token = torch.randn(8, 1 << 20, device="cuda"), torch.arange(8, device="cuda").repeat(300)
+    found = gathered(values, token, torch.tensor(2300, device="cuda"))
+    assert torch.equal(found[2296:2300], values[:4]), "offsets beyond 32 bits"
 
 
 def made(activation: str, **options) -> GroupedExperts:

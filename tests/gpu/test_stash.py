@@ -251,7 +251,7 @@ def replays_with_changing_counts(rank: int, world: int) -> None:
         assert_all_free(stash)
         live.append(stash.statistics(wait=True).live_rows)
     assert live[1] == 0
-    assert live[2] == 2 * 2 * 4 * TOKENS
+    assert live[2] == 2 * 2 * 3 * TOKENS, "the last layer of each forward stays where it is"
     assert len(set(live)) > 4
 
 
@@ -277,7 +277,7 @@ def layers_are_graphs_of_their_own(rank: int, world: int) -> None:
         assert_all_free(stash)
         live.append(stash.statistics(wait=True).live_rows)
     assert live[1] == 0
-    assert live[2] == 2 * 3 * TOKENS
+    assert live[2] == 2 * 2 * TOKENS
 
 
 def keep_is_refused_in_a_graph(rank: int, world: int) -> None:
@@ -409,7 +409,7 @@ def a_trainer_replays_skips_and_records_again(rank: int, world: int) -> None:
     assert eager_runs == len(GraphedModule.thresholds)
     assert graph_runs == 6, "4 ordinary steps, the recording, and another after the pages moved"
     first, second = (stash.statistics for stash in stashes)
-    assert (first.saves, first.overflowed, first.ordinary_bytes) == (8, 0, second.ordinary_bytes)
+    assert (first.saves, first.overflowed, first.ordinary_bytes) == (2 * 3, 0, second.ordinary_bytes)
     assert (first.saves, first.capacity_rows) == (second.saves, second.capacity_rows)
     assert second.live_rows == pytest.approx(first.live_rows, rel=0.02)
     for name, value in eager.items():

@@ -107,7 +107,7 @@ class Recorder(OrdinarySaver):
         return ctx.recorded
 
 
-def test_exactly_the_input_and_the_first_projection_are_saved_where_the_saver_says() -> None:
+def test_exactly_the_input_and_the_first_projection_are_saved_the_latter_where_the_saver_says() -> None:
     experts = made()
     hidden, index, probabilities = routed(9, 2, 5, 6)
     inputs = (hidden, probabilities, experts.weight_in, experts.weight_out)
@@ -118,21 +118,53 @@ def test_exactly_the_input_and_the_first_projection_are_saved_where_the_saver_sa
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        expected = gradients(experts(hidden, index, probabilities), *inputs)
-    wide = [tuple(one.shape) for one in packed if one.dim() == 2 and one.is_floating_point() and len(one) == 32]
-    assert wide == [(32, 6), (32, 16)]
+        output = experts(hidden, index, probabilities)
+    expected = gradients(output, *inputs)
+    assert activations(packed) == [(9, 6), (32, 16)]
 
     experts.saver = recorder = Recorder()
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         packed.clear()
-        found = gradients(experts(hidden, index, probabilities), *inputs)
+        output = experts(hidden, index, probabilities)
+    found = gradients(output, *inputs)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert [vars(call) for call in recorder.calls] == [{"shapes": [(32, 6), (32, 16)], "live": 18}]
-    assert not [one for one in packed if one.dim() == 2 and len(one) == 32]
+    assert [vars(call) for call in recorder.calls] == [{"shapes": [(32, 16)], "live": 18}]
+    assert activations(packed) == [(9, 6)]
     with torch.no_grad():
         experts(hidden, index, probabilities)
     experts.requires_grad_(False)(hidden.detach(), index, probabilities.detach())
     assert len(recorder.calls) == 1, "nothing is saved where there will be no backward"
+
+
+def activations(packed: list[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Shapes of what was saved, without weights, probabilities and the plan."""
+    return [tuple(one.shape) for one in packed if one.dim() == 2 and one.is_floating_point()]
+
+
+def test_the_rows_are_saved_where_they_are_fewer_than_the_tokens() -> None:
+    """Nearly all tokens belong to experts of others."""
+    experts = made(capacity_factor=1.0)
+    experts.saver = recorder = Recorder()
+    hidden, index, probabilities = routed(40, 2, 5, 6)
+    index = torch.where(torch.arange(40)[:, None] % 8 == 0, index, -1)
+    inputs = (hidden, probabilities, experts.weight_in, experts.weight_out)
+    packed: list[torch.Tensor] = []
+    with saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor):
+        output = experts.compute(hidden, index, probabilities, average_rows=10)
+    assert [vars(call) for call in recorder.calls] == [{"shapes": [(16, 6), (16, 16)], "live": 10}]
+    assert activations(packed) == []
+    found = gradients(output, *inputs)
+    expected = gradients(looped(hidden, index, probabilities, *experts.stacked_weights(), "swiglu"), *inputs)
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_input_is_not_saved_for_weights_that_need_no_gradient() -> None:
+    experts = made()
+    experts.weight_in.requires_grad_(False)
+    packed: list[torch.Tensor] = []
+    with saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor):
+        experts(*routed(9, 2, 5, 6)).sum().backward()
+    assert activations(packed) == [(32, 16)]
 
 
 def test_only_the_gradients_that_are_wanted_are_computed() -> None:

@@ -57,7 +57,9 @@ def test_gradients_equal_those_without_a_stash_and_all_pages_come_back(overflow,
     factor = {} if host_factor == 0 else {"device_factor": 0.4, "host_factor": 4.0}
     stash = recorded(model, overflow=overflow, **{"device_factor": 9.0, **factor})
     spilled = 0
-    for step, (microbatches, together) in enumerate([(1, 1), (3, 1), (2, 2), (6, 3), (1, 1)]):
+    # The last layer of a forward stays where it is, once it is known which that is: 4 layers, then 8, then 12 in a row.
+    steps = [(1, 1, 3), (3, 1, 9), (2, 2, 8), (6, 3, 12 + 11), (1, 1, 4)]
+    for step, (microbatches, together, layers) in enumerate(steps):
         for first in range(0, microbatches, together):
             for one in (model, plain):
                 # forward forward backward backward where several are together
@@ -70,8 +72,8 @@ def test_gradients_equal_those_without_a_stash_and_all_pages_come_back(overflow,
         assert pages_in_use(stash) == 0
         assert not finish(stash)
         statistics = stash.statistics(wait=True)
-        assert statistics.saves == 2 * 4 * microbatches
-        assert 0 < statistics.live_rows < statistics.capacity_rows == 2 * 4 * 24 * microbatches
+        assert statistics.saves == 2 * layers
+        assert 0 < statistics.live_rows < statistics.capacity_rows == 2 * layers * 24
         assert (statistics.overflowed, statistics.over_capacity) == (0, 0)
         spilled += statistics.spilled
         assert statistics.moved_bytes == 2 * statistics.live_rows * (8 + 16) * 4 // 2
@@ -90,7 +92,7 @@ def test_the_order_of_the_first_layers_last_is_only_slower():
 
 
 def test_what_is_reloaded_is_zero_behind_the_live_rows():
-    model = build(layers=1)
+    model = build(layers=2)
     stash = recorded(model, overflow="skip", device_factor=9.0)
     save = partial(stash.save, "mine")
     tensors = [torch.full((24, width), float("nan")) for width in (8, 16)]
@@ -106,7 +108,7 @@ def test_what_is_reloaded_is_zero_behind_the_live_rows():
 
 @pytest.mark.parametrize("live", [0, 24, 30, -3])
 def test_no_tokens_all_tokens_and_more_than_there_is_room_for(live):
-    model = build(layers=1)
+    model = build(layers=2)
     stash = recorded(model, overflow="skip", device_factor=9.0)
     save = partial(stash.save, "mine")
     tensors = [torch.randn(24, 8), torch.randn(24, 16)]
@@ -122,7 +124,7 @@ def test_no_tokens_all_tokens_and_more_than_there_is_room_for(live):
 
 
 def test_fp8_rows_and_three_dims_keep_shape_and_dtype():
-    model = build(layers=1)
+    model = build(layers=2)
     stash = recorded(model, overflow="skip", device_factor=9.0)
     save = partial(stash.save, "mine")
     quantized = torch.randn(24, 2, 8).to(torch.float8_e4m3fn)
@@ -148,7 +150,46 @@ def test_only_what_is_needed_is_held():
     statistics = stash.statistics(wait=True)
     assert statistics.ordinary_bytes == 8 * 4 * 24 * (8 + 16) * 4
     assert statistics.page_bytes <= 1.5 * statistics.ordinary_bytes / 4 + 2 * 4 * 16 * 4 * 8
-    assert statistics.saved_bytes == statistics.ordinary_bytes - statistics.page_bytes > 0
+    assert statistics.kept_bytes == 2 * 4 * 24 * (8 + 16) * 4
+    assert statistics.saved_bytes == statistics.ordinary_bytes - statistics.kept_bytes - statistics.page_bytes > 0
+
+
+def test_the_last_layer_of_a_forward_stays_where_it_is_and_needs_no_pages():
+    model, plain = build(layers=5), build(layers=5)
+    stash = recorded(model, overflow="skip")
+    assert [pool.counters[Counter.SAVES] for pool in stash._pools.values()] == [0, 0]
+    loss = model.loss(batch(0))
+    assert [pool.counters[Counter.SAVES] for pool in stash._pools.values()] == [4, 4]
+    assert [pool.counters[Counter.TAIL] - pool.counters[Counter.HEAD] for pool in stash._pools.values()] == [0, 0], (
+        "pages are just enough for the others"
+    )
+    loss.backward()
+    plain.loss(batch(0)).backward()
+    assert_equal(model.gradients(), plain.gradients())
+    assert pages_in_use(stash) == 0
+
+
+def test_a_last_layer_that_another_one_follows_goes_into_pages_too():
+    """The forward is longer than the one before it: by a second microbatch, then by layers that were left out."""
+    model, plain = build(layers=5), build(layers=5)
+    stash = recorded(model, overflow="skip", device_factor=3.0)
+    losses = [model.loss(batch(index)) for index in range(2)]
+    assert [pool.counters[Counter.SAVES] for pool in stash._pools.values()] == [10, 10]
+    for index, loss in reversed([*enumerate(losses)]):
+        loss.backward()
+        plain.loss(batch(index)).backward()
+        assert_equal(model.gradients(), plain.gradients())
+    assert not finish(stash)
+    model.loss(batch(2)).backward()
+    kept = model.loss(batch(3))  # its backward comes in the next step
+    assert not finish(stash)
+    originals = [held for held in stash._outstanding.values() if not held.needs_fetch]
+    assert not originals, "over the end of a step everything is in pages"
+    kept.backward()
+    for index in (2, 3):
+        plain.loss(batch(index)).backward()
+    assert_equal(model.gradients(), plain.gradients())
+    assert pages_in_use(stash) == 0
 
 
 def test_rows_are_fetched_one_layer_ahead():
@@ -157,9 +198,9 @@ def test_rows_are_fetched_one_layer_ahead():
     stash.start_trace()
     model.loss(batch(0)).backward()
     events = [(one.layer, one.event) for one in stash.stop_trace() if one.kind.width == 8]
-    assert events[:5] == [(f"experts.{layer}", "save") for layer in range(5)]
-    # The last layer's originals are still there. The layer before is fetched while the last one's backward runs, and so on.
-    assert events[5:8] == [("experts.4", "load"), ("experts.3", "fetch"), ("experts.3", "load")]
+    assert events[:4] == [(f"experts.{layer}", "save") for layer in range(4)]
+    # The last layer's rows are still where they were. The layer before is fetched while the last one's backward runs, and so on.
+    assert events[4:7] == [("experts.4", "load"), ("experts.3", "fetch"), ("experts.3", "load")]
     assert [layer for layer, event in events if event == "fetch"] == [f"experts.{layer}" for layer in (3, 2, 1, 0)]
 
 
@@ -361,7 +402,7 @@ def test_a_given_up_step_cannot_be_loaded_any_more():
 
 def test_a_forward_without_a_backward_gives_its_pages_back_at_the_end_of_the_step():
     model, plain = build(), build()
-    stash = recorded(model, device_factor=3.0)
+    stash = recorded(model, device_factor=4.5)
     model.loss(batch(1))  # forgotten
     kept = model.loss(batch(2))  # not forgotten
     model.loss(batch(3)).backward()

@@ -106,8 +106,8 @@ def test_training_is_to_the_bit_what_it_is_without_and_everything_is_logged(tmp_
 
     logged = (tmp_path / "logs" / "version_0" / "metrics.csv").read_text()
     statistics = stash.statistics
-    assert statistics.saves == 2 * 2 * 5
-    assert statistics.capacity_rows == 2 * 2 * 5 * 32 * 3
+    assert statistics.saves == 2 * 2 * 4, "the last of 5 layers stays where it is"
+    assert statistics.capacity_rows == 2 * 2 * 4 * 32 * 3
     assert 0 < statistics.live_rows < statistics.capacity_rows / 6
     assert 0 < statistics.fill <= 1
     assert statistics.ordinary_bytes == 5 * 32 * 3 * (8 + 16) * 4
@@ -188,7 +188,7 @@ def test_it_says_when_nothing_was_saved_and_when_rows_are_beyond_capacity(tmp_pa
         def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
             return sum(dense(tokens).square().mean() for dense in self.model.dense)
 
-    with pytest.warns(UserWarning, match="no layer saved anything in the recorded steps"):
+    with pytest.warns(UserWarning, match="nothing needed pages in the recorded steps"):
         fit(tmp_path, module=Idle(), stash=PagedStash(), max_steps=2)
 
     class Beyond(ToyModule):
@@ -240,7 +240,7 @@ def test_manual_optimization(tmp_path):
         stash = PagedStash(page_rows=4, overflow=overflow, device_factor=3.0)
         module, _ = fit(tmp_path, module=Manual(), stash=stash)
         assert_same(weights(module), weights(plain))
-        assert stash.statistics.saves == 2 * 2 * 5
+        assert stash.statistics.saves == 2 * 2 * 4
         assert stash.skipped == 0
 
 

@@ -28,14 +28,16 @@ def report_sizes(stash: RowStash, recorded: StashStatistics | None) -> None:
     """What the pages cost beside ordinary saves; a warning if they are not worth it."""
     if recorded is None or not recorded.saves:
         rank_zero_warn(
-            "PagedStash: no layer saved anything in the recorded steps, so there are no pages yet. Do these layers run in training_step?"
+            "PagedStash: nothing needed pages in the recorded steps, so there are none yet. Either no layer saved anything (do they run in "
+            "training_step?), or the backward of each came at once, as that of a single layer does: then there is nothing to gain"
         )
         return
-    saved = recorded.ordinary_bytes - stash.page_bytes
+    saved = recorded.ordinary_bytes - recorded.kept_bytes - stash.page_bytes
     share = f"{100 * recorded.live_rows / max(recorded.capacity_rows, 1):.0f} %"
     costs = (
         f"{share} of the rows are live; pages take {readable_bytes(stash.page_bytes)} on the device and {readable_bytes(stash.host_bytes)} "
-        f"on the host, where ordinary saves take {readable_bytes(recorded.ordinary_bytes)}"
+        f"on the host and the last layer {readable_bytes(recorded.kept_bytes)}, where ordinary saves take "
+        f"{readable_bytes(recorded.ordinary_bytes)}"
     )
     if saved < _WORTH * recorded.ordinary_bytes:
         rank_zero_warn(

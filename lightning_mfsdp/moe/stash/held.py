@@ -1,4 +1,4 @@
-"""One save of one layer, from forward to backward: as it was, in pages, on its way back, or gone."""
+"""One save of one layer, from forward to backward: as it was, in pages as well, in pages alone, on its way back, or gone."""
 
 from __future__ import annotations
 
@@ -157,7 +157,9 @@ class Held:
         return tensors
 
     def give_back(self, ops: PageOps, side: SideStream) -> None:
-        """Return pages without reading them."""
+        """Return pages, if it has any, without reading them."""
+        if not self._headers.numel():
+            return
         with side.fork():
             for pool, header, table in self._records():
                 ops.give_back(pool, header, table)

@@ -4,9 +4,10 @@
              have saved; then the caller's stream waits for the copy, which is long done, and lets go of them
     load     rows that were brought back in advance are there; those of the save before are fetched while this layer's backward runs
 
-A layer whose originals are still there (the last ones of a forward) loads those. The save before is the right one to fetch next for
-any number of microbatches in the orders forward-backward and forward-forward-backward-backward; for others it costs time, never
-correctness. Pages come back in any order.
+A layer whose originals are still there (the last ones of a forward) loads those. The last one of all, as far as the forward before
+tells, is not copied at all, unless another follows. The save before is the right one to fetch next for any number of microbatches
+in the orders forward-backward and forward-forward-backward-backward; for others it costs time, never correctness. Pages come back
+in any order.
 """
 
 from __future__ import annotations
@@ -16,47 +17,25 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_mfsdp.engine import EngineStateError, compat
-from lightning_mfsdp.moe.saving import OrdinarySaver
 from lightning_mfsdp.moe.stash.config import StashConfig
 from lightning_mfsdp.moe.stash.flag import OverflowFlag, most_overflowed
 from lightning_mfsdp.moe.stash.held import Held, StashedRows, check_save
 from lightning_mfsdp.moe.stash.pages import HEADER, PageKind, PagePool, PoolSize, ops_for
+from lightning_mfsdp.moe.stash.saver import LayerSaver
 from lightning_mfsdp.moe.stash.sizing import Demand, everyones, grown, sized
 from lightning_mfsdp.moe.stash.statistics import Occupancy, Snapshot, StashStatistics, Trace
 from lightning_mfsdp.moe.stash.stream import SideStream, is_capturing
 
-__all__ = ["LayerSaver", "RowStash"]
+__all__ = ["RowStash"]
 
 # Saves whose originals may be alive. "keep" lets the host see where rows went before it lets go of them; with two layers queued
 # behind, the device does not run dry meanwhile.
 _LOOKAHEAD = {"keep": 2, "skip": 1, "rerun": 1}
-
-
-class LayerSaver:
-    """The stash, as one layer sees it."""
-
-    def __init__(self, stash: RowStash, layer: str) -> None:
-        self._stash = stash
-        self._layer = layer
-
-    def save(self, ctx: Any, tensors: Sequence[Tensor], live_rows: Tensor) -> Sequence[Tensor]:
-        """See `ActivationSaver.save`. Autograd keeps nothing, unless this is an ordinary save."""
-        ctx.stashed_rows = self._stash.save(self._layer, tensors, live_rows)
-        return tensors if ctx.stashed_rows is None else ()
-
-    def load(self, ctx: Any, kept: Sequence[Tensor]) -> Sequence[Tensor]:
-        """See `ActivationSaver.load`."""
-        return kept if ctx.stashed_rows is None else ctx.stashed_rows.load()
-
-    def __deepcopy__(self, memo: Any) -> OrdinarySaver:
-        """A copy of the layer (averaged weights, say) is no layer of this stash."""
-        return OrdinarySaver()
 
 
 class RowStash:
@@ -88,10 +67,12 @@ class RowStash:
         self._recorded: list[dict[PageKind, Demand]] = []
         self._outstanding: dict[int, Held] = {}
         self._pending: deque[Held] = deque()
+        self._late: Held | None = None
         self._last: weakref.ref[Held] | None = None
         self._must_grow = self._has_warned = False
         self._run = self._usual_run = 0
         self._bytes = self._most_bytes = self._ordinary_bytes = 0
+        self._most_kept = self._kept_bytes = 0
         self._snapshot: Snapshot | None = None
         self._trace: Trace | None = None
 
@@ -135,26 +116,32 @@ class RowStash:
         held = Held(layer, tensors, live_rows, pools, captured=captured)
         rows = StashedRows(self, held)
         held.previous, self._last = self._last, weakref.ref(held)
-        keeps = self.config.overflow == "keep"
-        held.store(self._ops, self._side, copies=not self.is_recording, verdict=keeps and not self.is_recording)
-        self._note(layer, "save", pools)
+        self._run += 1
+        self._store(self._late)
+        if self.is_recording or self._run == self._usual_run:
+            self._late = held
+        else:
+            self._store(held)
         self._outstanding[id(held)] = held
         self._bytes += held.nbytes
         self._most_bytes = max(self._most_bytes, self._bytes)
         if not self.is_recording:
             self._pending.append(held)
             self._retire(_LOOKAHEAD[self.config.overflow])
-        self._run += 1
         if captured and self._run == self._usual_run:  # the forward may be a graph by itself
-            held.joined(self._side)
+            self._side.join(self._side.record())
         return rows
 
     def load(self, held: Held) -> list[Tensor]:
         """The tensors of a save, and the beginning of the way back for those of the save before."""
         held.check()
         del self._outstanding[id(held)]
+        stays = self._pending or ([self._late] if self._late is not None else [])
+        self._most_kept = max(self._most_kept, sum(one.nbytes for one in stays))
         if held in self._pending:
             self._pending.remove(held)
+        if held is self._late:
+            self._late = None
         self._bytes -= held.nbytes
         self._usual_run, self._run = self._run or self._usual_run, 0
         pools = held.pools
@@ -208,6 +195,7 @@ class RowStash:
             held.forget("belong to a step that was given up; compute the forward again")
         self._outstanding.clear()
         self._pending.clear()
+        self._late = None
         self._bytes = self._run = 0
         self._flag.clear()
         with self._side.fork():
@@ -240,6 +228,7 @@ class RowStash:
         self._run = 0
         if self._most_bytes:  # else the step was a replay
             self._ordinary_bytes, self._most_bytes = self._most_bytes, self._bytes
+            self._kept_bytes, self._most_kept = self._most_kept, 0
         self._flag.clear()
         moved = self._settle_pages()
         self._side.join(self._side.record())  # the next step may be a replay, which waits for the caller's stream alone
@@ -296,6 +285,18 @@ class RowStash:
                 self._bytes -= held.nbytes
                 held.forget("belong to a CUDA graph that could not be recorded")
         self._pending = deque(held for held in self._pending if not held.gone)
+        if self._late is not None and self._late.gone:
+            self._late = None
+
+    def _store(self, held: Held | None) -> None:
+        """Put rows into pages, if there are any; while recording, only count what they would need."""
+        if held is None:
+            return
+        if held is self._late:
+            self._late = None
+        keeps = self.config.overflow == "keep"
+        held.store(self._ops, self._side, copies=not self.is_recording, verdict=keeps and not self.is_recording)
+        self._note(held.layer, "save", held.pools)
 
     def _refuse_recomputed(self, layer: str) -> None:
         if any(held.layer == layer for held in self._outstanding.values()):
@@ -308,6 +309,8 @@ class RowStash:
         """Let go of the originals of all but the last saves."""
         while len(self._pending) > remaining:
             held = self._pending.popleft()
+            if held is self._late:
+                self._store(held)
             if self.config.overflow == "keep" and held.found_no_place():
                 self._must_grow = True
                 self._warn_of_kept(held)
@@ -334,12 +337,15 @@ class RowStash:
                 if held.fetched is None:
                     held.give_back(self._ops, self._side)
                 held.forget("belong to a step in which rows found no pages" if is_wrong else "were given up")
+                if held is self._late:
+                    self._late = None
         self._side.join(self._side.record())
 
     def _settle_pages(self) -> bool:
         """Count anew; allocate pages if that is due. Returns whether it was."""
         if self._pools:
-            self._snapshot = Snapshot(self._pools, self._side, self._ordinary_bytes, recorded=self.is_recording)
+            sizes = (self._ordinary_bytes, self._kept_bytes)
+            self._snapshot = Snapshot(self._pools, self._side, *sizes, recorded=self.is_recording)
             with self._side.fork():
                 for pool in self._pools.values():
                     pool.clear_statistics()

@@ -20,7 +20,7 @@ class StashStatistics:
     """One step of one rank.
 
     Attributes:
-        saves: Tensors that were saved.
+        saves: Tensors that went into pages, or would have. The last save of a forward stays where it is and is not counted.
         live_rows: Rows of theirs that meant something.
         capacity_rows: Rows they had.
         fill: The largest part of the device pages that was in use at once, of the kind of pages where it was largest; 0 without pages.
@@ -29,6 +29,7 @@ class StashStatistics:
         overflowed: Tensors that found no place; 0 in recorded steps, which have none.
         over_capacity: Tensors whose number of live rows was negative or above their capacity.
         ordinary_bytes: Most memory that ordinary saves would have held at once.
+        kept_bytes: Most memory that saved tensors held at once beside the pages when a backward began.
         page_bytes: Memory of the pages on the device.
         host_bytes: Memory of the pages on the host.
         moved_bytes: Copied into pages, and once more out of them.
@@ -43,6 +44,7 @@ class StashStatistics:
     overflowed: int
     over_capacity: int
     ordinary_bytes: int
+    kept_bytes: int
     page_bytes: int
     host_bytes: int
     moved_bytes: int
@@ -50,17 +52,23 @@ class StashStatistics:
     @property
     def saved_bytes(self) -> int:
         """Device memory that the stash saves; negative where it costs some."""
-        return self.ordinary_bytes - self.page_bytes
+        return self.ordinary_bytes - self.kept_bytes - self.page_bytes
 
 
 class Snapshot:
     """A step's counters on their way to the host."""
 
     def __init__(
-        self, pools: Mapping[PageKind, PagePool], side: SideStream, ordinary_bytes: int, *, recorded: bool
+        self,
+        pools: Mapping[PageKind, PagePool],
+        side: SideStream,
+        ordinary_bytes: int,
+        kept_bytes: int,
+        *,
+        recorded: bool,
     ) -> None:
         self._pools = [(kind, pool.size, pool.size_bytes, pool.host_bytes) for kind, pool in pools.items()]
-        self._ordinary_bytes = ordinary_bytes
+        self._ordinary_bytes, self._kept_bytes = ordinary_bytes, kept_bytes
         self._recorded = recorded
         with side.fork():
             counters = torch.stack([pool.counters for pool in pools.values()])
@@ -98,6 +106,7 @@ class Snapshot:
             overflowed=0 if self._recorded else total[Counter.OVERFLOWED],
             over_capacity=total[Counter.OVER_CAPACITY],
             ordinary_bytes=self._ordinary_bytes,
+            kept_bytes=self._kept_bytes,
             page_bytes=sum(size_bytes for _, _, size_bytes, _ in self._pools),
             host_bytes=sum(host_bytes for *_, host_bytes in self._pools),
             moved_bytes=2
