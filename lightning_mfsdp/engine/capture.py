@@ -112,13 +112,16 @@ class CapturedStep(Recording):
 
     def _record(self, inputs: Any) -> None:
         graph = torch.cuda.CUDAGraph()
+        put_gradients_back = self._gradients_now()
         try:
             with self._preparing(inputs), self._graph(graph):
                 outputs = self._step(*self._inputs)
         except RuntimeError as error:
+            put_gradients_back()
             self._give_up(error)
             return
         except BaseException:  # no matter of recording: the step itself failed
+            put_gradients_back()
             self._drop()
             raise
         self._outputs = map_tensors(torch.Tensor.detach, outputs)

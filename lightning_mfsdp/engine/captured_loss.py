@@ -23,7 +23,6 @@ from torch.autograd.function import once_differentiable
 
 from lightning_mfsdp.engine.api import watch_backward
 from lightning_mfsdp.engine.errors import EngineStateError
-from lightning_mfsdp.engine.parameter import owner_of
 from lightning_mfsdp.engine.recording import Recording
 from lightning_mfsdp.engine.reduction_schedule import Sync
 from lightning_mfsdp.engine.tree import map_tensors, tensors_in
@@ -172,36 +171,21 @@ class CapturedLoss(Recording):
         self._loss = loss_of_detached(self._outputs)
         self._forward, self._backward = forward, backward
 
-    def _faces(self) -> Iterator[tuple[Any, Any]]:
-        """(local, sharded) of every parameter."""
-        for unit in self._context.units:
-            for group in unit.groups:
-                for entry in group.entries:
-                    yield entry.local, entry.sharded
-
     def _described_state(self) -> list[bool]:
         return super()._described_state() + [parameter.requires_grad for parameter in self._whole()]
-
-    def _whole(self) -> list[nn.Parameter]:
-        """Parameters that the engine does not manage (ignored ones)."""
-        return [parameter for parameter in self._module.parameters() if owner_of(parameter) is None]
 
     @contextmanager
     def _gradients_aside(self) -> Iterator[None]:
         """Record as if the optimizer's gradients were cleared: the graph overwrites them. They are back afterwards."""
-        kept = [(local, local.grad, sharded, sharded.has_empty_grad) for local, sharded in self._faces()]
-        kept_whole = [(parameter, parameter.grad) for parameter in self._whole()]
-        for local, _, sharded, _ in kept:
+        put_back = self._gradients_now()
+        for local, sharded in self._faces():
             local.grad, sharded.has_empty_grad = None, False
-        for parameter, _ in kept_whole:
+        for parameter in self._whole():
             parameter.grad = None
         try:
             yield
         finally:
-            for parameter, grad in kept_whole:
-                parameter.grad = grad
-            for local, grad, sharded, has_empty_grad in kept:
-                local.grad, sharded.has_empty_grad = grad, has_empty_grad
+            put_back()
 
     def _remember_gradients(self) -> None:
         """Which gradients a backward leaves, and where."""

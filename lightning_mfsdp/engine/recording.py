@@ -17,7 +17,7 @@ import os
 import site
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lightning_mfsdp.engine.context import Context
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.inspect import context_of
+from lightning_mfsdp.engine.parameter import owner_of
 from lightning_mfsdp.engine.tree import leaves_in, map_tensors, tensors_in
 
 __all__ = ["Recording"]
@@ -51,6 +52,7 @@ class Recording:
         if warmup < 3:
             raise EngineStateError(f"{caller}: expected warmup of at least 3 calls, got {warmup}")
         self._remaining = warmup
+        self._module = module
         self._modules = list(module.modules())
         self._stream = torch.cuda.Stream(self._context.device)  # type: ignore[no-untyped-call]
         self._inputs: Any = None
@@ -94,6 +96,31 @@ class Recording:
         self._context.forget_events()  # a broken recording's events never come
         self._context.recover()
         self._context.forget_events()
+        self._context.weights_changed()  # those that were cast in it never were
+
+    def _gradients_now(self) -> Callable[[], None]:
+        """Remember which gradients there are; what is returned puts them back, for a recording leaves some that nobody computed."""
+        kept = [(local, local.grad, sharded, sharded.has_empty_grad) for local, sharded in self._faces()]
+        kept_whole = [(parameter, parameter.grad) for parameter in self._whole()]
+
+        def put_back() -> None:
+            for parameter, grad in kept_whole:
+                parameter.grad = grad
+            for local, grad, sharded, has_empty_grad in kept:
+                local.grad, sharded.has_empty_grad = grad, has_empty_grad
+
+        return put_back
+
+    def _faces(self) -> Iterator[tuple[Any, Any]]:
+        """(local, sharded) of every parameter."""
+        for unit in self._context.units:
+            for group in unit.groups:
+                for entry in group.entries:
+                    yield entry.local, entry.sharded
+
+    def _whole(self) -> list[nn.Parameter]:
+        """Parameters that the engine does not manage (ignored ones)."""
+        return [parameter for parameter in self._module.parameters() if owner_of(parameter) is None]
 
     def _give_up(self, error: RuntimeError) -> None:
         """Say which line of the user's code cannot be recorded, and train without a graph."""

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mfsdp.engine import EngineStateError, captured_loss, fully_shard, no_sync, recording
+from lightning_mfsdp.engine import EngineStateError, capture, captured_loss, fully_shard, no_sync, recording
 from lightning_mfsdp.engine.inspect import context_of
 from tests.engine.cases import Case, run_cases
 from tests.helpers.chain import inputs, loss_of, sharded_chain
@@ -172,6 +172,45 @@ def a_step_that_fails_while_it_is_recorded_leaves_nothing_behind(rank: int, worl
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def a_recording_that_breaks_in_backward_does_not_count(rank: int, world: int) -> None:
+    """Its reductions never ran and its gradients are nobody's: the call trains as if it had not been tried."""
+    outcomes = []
+    for breaks in (False, True):
+        model = sharded_chain()
+        optimizer, calls = torch.optim.SGD(model.parameters(), lr=0.1), 0
+
+        def step(
+            x: torch.Tensor, model: nn.Module = model, optimizer: Any = optimizer, breaks: bool = breaks
+        ) -> torch.Tensor:
+            def stop(_: torch.Tensor) -> None:
+                nonlocal calls
+                calls += 1
+                if breaks and calls == 4:
+                    raise RuntimeError("this cannot be recorded")
+
+            x.requires_grad_().register_hook(stop)  # the end of the backward
+            loss = loss_of(model, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        run = capture.capture_step(step, model, optimizer, warmup=3)
+        with pytest.warns(UserWarning, match="this cannot be recorded") if breaks else nullcontext():
+            losses = [plain_call(run, inputs(index, rank)) for index in range(4 if breaks else 3)]
+        if not breaks:
+            losses.append(step(inputs(3, rank)))
+        losses += [step(inputs(index, rank)) for index in range(4, 6)]
+        outcomes.append(torch.stack(losses))
+    assert torch.equal(*outcomes)
+
+
+def plain_call(run: Any, x: torch.Tensor) -> torch.Tensor:
+    """A call of the step itself: dummies have no streams to run it on."""
+    with mock.patch.object(capture.CapturedStep, "_run", lambda self, given: self._step(*given)):
+        return run(x)  # type: ignore[no-any-return]
+
+
 def closing_lets_gradients_go(rank: int, world: int) -> None:
     model = sharded_chain()
     step = captured(lambda x: loss_of(model, x), model)
@@ -227,6 +266,7 @@ CASES = [
     no_sync_is_refused,
     state_that_a_replay_would_not_change_is_refused,
     a_step_that_fails_while_it_is_recorded_leaves_nothing_behind,
+    a_recording_that_breaks_in_backward_does_not_count,
     closing_lets_gradients_go,
     graphs_go_at_once_when_they_are_given_up,
     gradients_that_were_there_are_back_after_a_recording,

@@ -5,9 +5,9 @@
     load     rows that were brought back in advance are there; those of the save before are fetched while this layer's backward runs
 
 A layer whose originals are still there (the last ones of a forward) loads those. The last one of all, as far as the forward before
-tells, is not copied at all, unless another follows. The save before is the right one to fetch next for any number of microbatches
-in the orders forward-backward and forward-forward-backward-backward; for others it costs time, never correctness. Pages come back
-in any order.
+tells, is not copied at all, unless another follows; layers that are graphs of their own cannot know, so all of them are. The save
+before is the right one to fetch next for any number of microbatches in the orders forward-backward and forward-forward-backward-
+backward; for others it costs time, never correctness. Pages come back in any order.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class RowStash:
         held.previous, self._last = self._last, weakref.ref(held)
         self._run += 1
         self._store(self._late)
-        if self.is_recording or self._run == self._usual_run:
+        if self.config.own_stream and (self.is_recording or self._run == self._usual_run):
             self._late = held
         else:
             self._store(held)
