@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.moe.activations import ACTIVATIONS, ActivationName
-from lightning_mfsdp.moe.function import experts_mlp
-from lightning_mfsdp.moe.products import no_grouped_product_because
+from lightning_mfsdp.moe.function import experts_mlp, no_choices
+from lightning_mfsdp.moe.products import compute_dtype
 from lightning_mfsdp.moe.rows import plan_rows
 from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver
 
@@ -100,7 +99,6 @@ class GroupedExperts(nn.Module):
         self.dispatcher: Dispatcher | None = None
         self.first_expert = 0
         self.capacity = 0
-        self._has_warned = False
         projected = self.activation.width * intermediate_size
         for name, shape in (
             ("weight_in", (num_experts, projected, hidden_size)),
@@ -167,15 +165,13 @@ class GroupedExperts(nn.Module):
         if not expert_index.numel():
             self.capacity = 0
             self.live_rows.zero_()
-            # Everything takes part all the same, so that gradients are zero and not missing.
-            return 0 * (hidden + weight_in.sum() + weight_out.sum() + probabilities.sum()).to(dtype)
+            return no_choices(hidden.to(dtype), probabilities, weight_in, weight_out)
         budget = self._budget(expert_index.numel(), average_rows)
         plan = plan_rows(expert_index, len(weight_in), budget)
         self.capacity = plan.rows
         self.live_rows.copy_(plan.live)
         self.over_budget.logical_or_(plan.over_budget)
         weight_in, weight_out, hidden = weight_in.to(dtype), weight_out.to(dtype), hidden.to(dtype)
-        self._warn_where_it_waits(hidden, weight_in, weight_out)
         return experts_mlp(
             hidden,
             probabilities,
@@ -188,10 +184,7 @@ class GroupedExperts(nn.Module):
 
     def compute_dtype(self, hidden: Tensor) -> torch.dtype:
         """What products are computed in: what autocast says, else the dtype of the weights."""
-        kind, dtype = hidden.device.type, self.weight_in.dtype
-        if torch.is_autocast_enabled(kind) and dtype is not torch.float64:
-            return torch.get_autocast_dtype(kind)
-        return dtype
+        return compute_dtype(hidden, self.weight_in)
 
     def _budget(self, choices: int, average_rows: int | None) -> int:
         if self.capacity_factor is None or average_rows is None:
@@ -213,17 +206,6 @@ class GroupedExperts(nn.Module):
             raise ValueError(
                 f"GroupedExperts: probabilities: expected the shape of expert_index, {tuple(expert_index.shape)}, got "
                 f"{tuple(probabilities.shape)}"
-            )
-
-    def _warn_where_it_waits(self, *operands: Tensor) -> None:
-        if self._has_warned or not operands[0].is_cuda:
-            return
-        reason = no_grouped_product_because(*operands)
-        if reason:
-            self._has_warned = True
-            warnings.warn(
-                f"GroupedExperts: experts are computed one by one, and each call waits for the device: {reason}",
-                stacklevel=2,
             )
 
     def extra_repr(self) -> str:

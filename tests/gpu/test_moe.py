@@ -18,7 +18,7 @@ from lightning_mfsdp import (
     sharded_parameters,
     unshard,
 )
-from lightning_mfsdp.moe import GroupedExperts, TopKRouter
+from lightning_mfsdp.moe import GroupedExperts, OrdinarySaver, TopKRouter, enable_grouped_experts
 from lightning_mfsdp.moe.activations import ACTIVATIONS
 from tests.gpu.test_nccl import _needs
 from tests.helpers.distributed import run_distributed
@@ -96,6 +96,36 @@ def test_experts_equal_the_loop_and_never_wait(activation: str) -> None:
         close(one, other)
     assert not found[2][3].any(), "an expert without rows has a gradient of zero"
     assert experts.live_rows == 73
+
+
+@pytest.mark.gpu
+@_needs(1)
+def test_where_each_call_waits_it_says_so_and_computes_the_same() -> None:
+    from tests.moe.test_huggingface import built
+
+    experts, (hidden, index, probabilities) = made("swiglu").float(), on_gpu()
+    inputs = (hidden.detach().float().requires_grad_(), index, probabilities)
+    with pytest.warns(UserWarning, match="computed one by one, and each call waits for the device: .*torch.float32"):
+        output = experts(*inputs)
+    close(output, on_cpu(experts, "swiglu", *inputs)[0], 1e-4)
+    found: set[torch.dtype] = set()
+
+    class Dtypes(OrdinarySaver):
+        def save(self, ctx, tensors, live_rows):
+            found.update(one.dtype for one in tensors)
+            return tensors
+
+    model = built("Mixtral").cuda()
+    enable_grouped_experts(model, Dtypes())
+    layer, tokens = model.model.layers[0].mlp.experts, torch.randn(5, 16, device="cuda")
+    index = torch.arange(10, device="cuda").view(5, 2) % 4
+    with pytest.warns(UserWarning, match="computed one by one, and each call waits for the device: .*torch.float32"):
+        wide = layer(tokens, index, torch.ones(5, 2, device="cuda"))
+    assert found == {torch.float32}
+    found.clear()
+    with torch.autocast("cuda", torch.bfloat16):  # a warning would be an error
+        close(layer(tokens, index, torch.ones(5, 2, device="cuda")), wide)
+    assert found == {torch.bfloat16}
 
 
 @pytest.mark.gpu
