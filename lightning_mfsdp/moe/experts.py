@@ -78,13 +78,7 @@ class GroupedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (
-            ("num_experts", num_experts),
-            ("hidden_size", hidden_size),
-            ("intermediate_size", intermediate_size),
-        ):
-            if size < 1:
-                raise ValueError(f"GroupedExperts: {name}: expected a positive number, got {size}")
+        _check_sizes(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
         if activation not in ACTIVATIONS:
             raise ValueError(
                 f"GroupedExperts: activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}"
@@ -145,6 +139,7 @@ class GroupedExperts(nn.Module):
             ValueError: Shapes or dtypes that do not fit.
         """
         self._check(hidden, expert_index, probabilities)
+        expert_index = expert_index.long()  # numbers of experts need not fit what numbers of choices were stored in
         if self.dispatcher is not None:
             return _uncompiled(self.dispatcher, self, hidden, expert_index, probabilities)
         return self.compute(hidden, expert_index, probabilities)
@@ -197,15 +192,17 @@ class GroupedExperts(nn.Module):
                 f"GroupedExperts: hidden: expected tokens of shape [T, {self.hidden_size}], got {tuple(hidden.shape)}; flatten batch and "
                 "sequence first"
             )
-        if expert_index.dim() != 2 or expert_index.is_floating_point() or len(expert_index) != len(hidden):
+        is_number = expert_index.dtype is not torch.bool and not expert_index.dtype.is_complex
+        is_integer = is_number and not expert_index.is_floating_point()
+        if expert_index.dim() != 2 or not is_integer or len(expert_index) != len(hidden):
             raise ValueError(
                 f"GroupedExperts: expert_index: expected integers of shape [{len(hidden)}, K], got {tuple(expert_index.shape)} of "
                 f"{expert_index.dtype}"
             )
-        if probabilities.shape != expert_index.shape:
+        if probabilities.shape != expert_index.shape or not probabilities.is_floating_point():
             raise ValueError(
-                f"GroupedExperts: probabilities: expected the shape of expert_index, {tuple(expert_index.shape)}, got "
-                f"{tuple(probabilities.shape)}"
+                f"GroupedExperts: probabilities: expected the shape of expert_index, {tuple(expert_index.shape)}, and floating-point "
+                f"numbers, got {tuple(probabilities.shape)} of {probabilities.dtype}"
             )
 
     def extra_repr(self) -> str:
@@ -224,9 +221,17 @@ def _call(dispatcher: Dispatcher, *arguments: Any) -> Tensor:
 _uncompiled: Callable[..., Tensor] = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
 
 
+def _check_sizes(**sizes: Any) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"GroupedExperts: {name}: expected a positive whole number, got {size!r}")
+
+
 def check_capacity_factor(capacity_factor: float | None) -> None:
     """Raise a ValueError for a buffer that could not even hold the average."""
-    if capacity_factor is not None and not 1 <= capacity_factor < math.inf:
+    is_number = isinstance(capacity_factor, (int, float)) and 1 <= capacity_factor < math.inf
+    if capacity_factor is not None and not is_number:
         raise ValueError(
-            f"GroupedExperts: capacity_factor: expected a number of at least 1, or None for all rows there can be, got {capacity_factor}"
+            "GroupedExperts: capacity_factor: expected a number of at least 1, or None for all rows there can be, got "
+            f"{capacity_factor!r}"
         )
