@@ -17,7 +17,7 @@ from lightning_mfsdp.moe.activations import ACTIVATIONS
 from lightning_mfsdp.moe.function import experts_mlp, no_choices
 from lightning_mfsdp.moe.products import compute_dtype
 from lightning_mfsdp.moe.rows import plan_rows
-from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver, has_saver
+from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver, has_saver, wrong_saver_because
 
 __all__ = ["ExpertLayer", "ExpertsReport", "ModelWithExperts", "enable_grouped_experts", "models_with_experts"]
 
@@ -94,9 +94,13 @@ def enable_grouped_experts(module: nn.Module, saver: ActivationSaver | None = No
     models = models_with_experts(module)
     theirs = {id(layer) for model in models for layer in model.layers.values()}
     for name, part in module.named_modules():
-        if id(part) not in theirs and has_saver(part):
+        if id(part) in theirs:
+            continue
+        if has_saver(part):
             cast(Any, part).saver = saver
             layers.append(ExpertLayer(name=name, kind=type(part).__name__))
+        elif reason := wrong_saver_because(part):
+            layers.append(ExpertLayer(name=name, kind=type(part).__name__, refused_because=reason))
     for model in models:
         if not model.refused:
             model.switch(saver)
