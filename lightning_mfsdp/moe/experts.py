@@ -83,7 +83,7 @@ class GroupedExperts(nn.Module):
             raise ValueError(
                 f"GroupedExperts: activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}"
             )
-        check_capacity_factor(capacity_factor)
+        _check_capacity_factor(capacity_factor)
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
         self.activation = ACTIVATIONS[activation]
         self.capacity_factor = capacity_factor
@@ -227,7 +227,7 @@ def _check_sizes(**sizes: Any) -> None:
             raise ValueError(f"GroupedExperts: {name}: expected a positive whole number, got {size!r}")
 
 
-def check_capacity_factor(capacity_factor: float | None) -> None:
+def _check_capacity_factor(capacity_factor: float | None) -> None:
     """Raise a ValueError for a buffer that could not even hold the average."""
     is_number = isinstance(capacity_factor, (int, float)) and 1 <= capacity_factor < math.inf
     if capacity_factor is not None and not is_number:

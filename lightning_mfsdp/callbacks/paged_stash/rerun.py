@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_mfsdp.continuation import random_state, restore_random_state
@@ -28,6 +28,14 @@ class _Microbatch:
     versions: Sequence[int]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Buffer:
+    owner: nn.Module
+    name: str
+    tensor: Tensor
+    value: Tensor
+
+
 class StepMemory:
     """What a step needs to be done again."""
 
@@ -36,7 +44,7 @@ class StepMemory:
         self._module = module
         self._strategy = trainer.strategy
         self._microbatches: list[_Microbatch] = []
-        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._buffers: list[_Buffer] = []
         self._metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
         self._updates: dict[str, int] = {}
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
@@ -46,7 +54,11 @@ class StepMemory:
         if batch_idx % self._trainer.accumulate_grad_batches == 0:
             self.forget()  # where `on_train_batch_start` gave up the epoch before, a microbatch is left that never ran
         if not self._microbatches:
-            self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
+            self._buffers = [
+                _Buffer(owner=owner, name=name, tensor=buffer, value=buffer.detach().clone())
+                for owner in self._module.modules()
+                for name, buffer in owner.named_buffers(recurse=False)
+            ]
         self._updates = {name: metric.update_count for name, metric in self._metrics.items()}
         tensors: list[Tensor] = []
 
@@ -92,8 +104,9 @@ class StepMemory:
         now = random_state(device)
         for optimizer in self._trainer.optimizers:
             optimizer.zero_grad()
-        for buffer, value in self._buffers:
-            buffer.detach().copy_(value)
+        for buffer in self._buffers:
+            buffer.tensor.detach().copy_(buffer.value)
+            setattr(buffer.owner, buffer.name, buffer.tensor)  # the step may have put another one there
         with _nothing_logged(self._trainer, self._module):
             for number, microbatch in enumerate(self._microbatches, start=1):
                 restore_random_state(microbatch.random_state, device)
