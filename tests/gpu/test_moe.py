@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from lightning_mfsdp import (
 )
 from lightning_mfsdp.moe import GroupedExperts, OrdinarySaver, TopKRouter, enable_grouped_experts
 from lightning_mfsdp.moe.activations import ACTIVATIONS
+from lightning_mfsdp.moe.stash import RowStash, StashConfig
 from tests.gpu.test_nccl import _needs
 from tests.helpers.distributed import run_distributed
 from tests.moe.models import batch, build, loss_of, sharded
@@ -188,6 +190,13 @@ def test_a_router_and_its_experts_are_recorded_and_replayed_with_other_routes() 
         loss = output.float().square().sum() + routes.loss
         return output.detach(), routes.expert_index, *torch.autograd.grad(loss, weights)
 
+    biased = TopKRouter(hidden_size=64, num_experts=5, top_k=2, balancing="bias").cuda()
+    with no_waiting():
+        biased(static)
+        biased.statistics()
+        biased.balance()
+    assert biased.bias.any()
+
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -228,11 +237,12 @@ def same_gradients(rank: int, world: int, ep: int, dispatcher: str) -> None:
     torch.testing.assert_close(grad_norm(model), norm, rtol=1e-3, atol=1e-5)
 
 
-def train(rank: int, world: int, ep: int, *, captured: bool = False) -> list[torch.Tensor]:
-    """Losses and whole weights of steps in bf16; after the first ones nothing may wait for the device."""
+def train(rank: int, world: int, ep: int, *, captured: bool = False, stashed: bool = False) -> list[torch.Tensor]:
+    """Losses and whole weights of steps in bf16, whose routes change; after the first ones nothing may wait for the device."""
     model = build(**WIDE).cuda()
     policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
     model = sharded(model, world, ep, "cuda", policy=policy)
+    stash = stash_of(model) if stashed else None
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True))
 
     def step(ids: torch.Tensor) -> torch.Tensor:
@@ -252,12 +262,24 @@ def train(rank: int, world: int, ep: int, *, captured: bool = False) -> list[tor
             torch.cuda.set_sync_debug_mode("error")
         losses.append(run(ids))
         torch.cuda.set_sync_debug_mode("default")
+        if stash is not None:
+            assert not stash.overflowed()
+            assert stash.end_step() is (index == 0), "pages are allocated after the first step"
     if captured:
         assert run.is_captured, run.failure
     total = torch.stack(losses)
     dist.all_reduce(total)
     with unshard(model):
         return [total / world, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+def stash_of(model: torch.nn.Module) -> RowStash:
+    """For all experts, with room for every route."""
+    device = next(model.parameters()).device
+    stash = RowStash(StashConfig(page_rows=16, overflow="skip", device_factor=8.0), device)
+    for index, block in enumerate(model.blocks):
+        block.experts.saver = stash.saver(f"blocks.{index}.experts")
+    return stash
 
 
 def expert_parallelism(rank: int, world: int) -> None:
@@ -267,8 +289,9 @@ def expert_parallelism(rank: int, world: int) -> None:
     same_gradients(rank, world, world, "all_to_all")
     expected = train(rank, world, 1)
     for ep in sizes:
-        for captured in (False, True):
-            for one, other in zip(train(rank, world, ep, captured=captured), expected, strict=True):
+        for captured, stashed in product((False, True), (False, True)):
+            found = train(rank, world, ep, captured=captured, stashed=stashed)
+            for one, other in zip(found, expected, strict=True):
                 close(one, other, 0.05)
 
 
