@@ -37,8 +37,9 @@ class GroupedExperts(nn.Module):
         hidden_size: H, of tokens.
         intermediate_size: I, inside an expert.
         activation: "swiglu" (gated by SiLU) or "gelu".
-        capacity_factor: Under expert parallelism the buffer of rows holds so many times the average of a rank, and rows beyond it are
-            left out and flagged (`over_budget`). `None`: as many as there can be. Without expert parallelism all rows fit anyway.
+        capacity_factor: Under expert parallelism by "all_gather" the buffer of rows holds so many times the average of a rank, and rows
+            beyond it are left out and flagged (`over_budget`). `None`: as many as there can be. Elsewhere buffers hold exactly the
+            rows there are, and this changes nothing.
         flat_weights: Keep weights as matrices, `[E * rows, columns]`, so that they are shared out by rows of those and not by whole
             experts. For more ranks than experts.
         init_std: Standard deviation of initial weights.

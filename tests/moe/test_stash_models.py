@@ -198,6 +198,21 @@ def test_experts_of_hugging_face_are_found_told_and_given_back(kind: str, tmp_pa
     assert not any("saver" in vars(module) for module in model.modules())
 
 
+def test_two_stashes_of_one_model_and_one_fit_after_the_other_leave_nothing_behind(tmp_path) -> None:
+    model = built("Mixtral", experts_implementation="eager")
+    module = Theirs(model)
+    for _ in range(2):
+        stashes = [PagedStash(page_rows=4, modules=[f"*.{layer}.mlp.experts"]) for layer in range(2)]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*does not pay here.*")
+            make_trainer(tmp_path, 1, callbacks=stashes, max_steps=2).fit(
+                module, DataLoader([batch(0), batch(1)], batch_size=None)
+            )
+        assert [stash.statistics.saves for stash in stashes] == [2, 2]
+        assert model.config._experts_implementation == "eager"
+        assert not any("saver" in vars(module) for module in model.modules())
+
+
 def test_layers_that_a_user_gave_a_saver_get_it_back(tmp_path) -> None:
     class Mine(OrdinarySaver):
         pass

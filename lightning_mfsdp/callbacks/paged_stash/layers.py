@@ -43,7 +43,8 @@ class StashedLayers:
     def restore(self) -> None:
         """As they were."""
         for name, saver in self.savers.items():
-            _set_saver(self.layers[name], saver)
+            if has_saver(self.layers[name]):  # another stash of the same model may have restored it before
+                _set_saver(self.layers[name], saver)
         for model in self.models:
             model.restore()
 
