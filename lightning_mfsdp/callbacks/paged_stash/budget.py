@@ -30,8 +30,8 @@ class BudgetWatch:
         self._ready: Any = None  # torch.cuda.Event, or None on CPU
 
     def look(self) -> None:
-        """Send the flags as they are now on their way. Nobody waits."""
-        if not self._experts:
+        """Send the flags as they are now on their way, unless others are under way. Nobody waits."""
+        if not self._experts or not self._has_arrived:
             return
         flags = torch.stack([experts.over_budget for experts in self._experts.values()])
         if self._flags is None:
@@ -43,8 +43,12 @@ class BudgetWatch:
 
     def seen(self, *, wait: bool = False) -> list[str]:
         """Names of layers whose flag was set when they were last looked at; none while that is under way, unless `wait`."""
-        if self._flags is None or not (wait or self._ready is None or self._ready.query()):
+        if self._flags is None or not (wait or self._has_arrived):
             return []
         if self._ready is not None:
             self._ready.synchronize()
         return [name for name, flag in zip(self._experts, self._flags.tolist(), strict=True) if flag]
+
+    @property
+    def _has_arrived(self) -> bool:
+        return self._ready is None or bool(self._ready.query())
