@@ -88,6 +88,7 @@ class LightningMixture(LightningDecoder):
         super().__init__(DecoderConfig(**sizes, vocab=BYTES, seq=1024), learning_rate=learning_rate)
         self.mixture = (dim, experts, top_k, expert_width, capacity_factor)
         self.expert_parallel_size = expert_parallel_size
+        self.counted_step = 0
 
     @property
     def mixtures(self) -> list[Mixture]:
@@ -121,7 +122,10 @@ class LightningMixture(LightningDecoder):
         return loss + routing
 
     def on_train_batch_end(self, outputs: object, batch: Tensor, batch_index: int) -> None:
-        """Log how even the load was: device tensors, nothing waits."""
+        """After each optimizer step log how even the load was, device tensors that nobody waits for, and count anew."""
+        if self.trainer.global_step == self.counted_step:
+            return  # gradients are accumulated, and so are counts
+        self.counted_step = self.trainer.global_step
         found = [mixture.router.statistics() for mixture in self.mixtures]
         self.log("busiest_expert", torch.stack([one.most for one in found]).max())
         self.log("unused_experts", torch.stack([one.unused for one in found]).sum())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.moe.activations import ACTIVATIONS, ActivationName
-from lightning_mfsdp.moe.function import experts_mlp
-from lightning_mfsdp.moe.products import no_grouped_product_because
+from lightning_mfsdp.moe.function import experts_mlp, no_choices
+from lightning_mfsdp.moe.products import compute_dtype
 from lightning_mfsdp.moe.rows import plan_rows
 from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver
 
@@ -38,8 +37,9 @@ class GroupedExperts(nn.Module):
         hidden_size: H, of tokens.
         intermediate_size: I, inside an expert.
         activation: "swiglu" (gated by SiLU) or "gelu".
-        capacity_factor: Under expert parallelism the buffer of rows holds so many times the average of a rank, and rows beyond it are
-            left out and flagged (`over_budget`). `None`: as many as there can be. Without expert parallelism all rows fit anyway.
+        capacity_factor: Under expert parallelism by "all_gather" the buffer of rows holds so many times the average of a rank, and rows
+            beyond it are left out and flagged (`over_budget`). `None`: as many as there can be. Elsewhere buffers hold exactly the
+            rows there are, and this changes nothing.
         flat_weights: Keep weights as matrices, `[E * rows, columns]`, so that they are shared out by rows of those and not by whole
             experts. For more ranks than experts.
         init_std: Standard deviation of initial weights.
@@ -79,18 +79,12 @@ class GroupedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (
-            ("num_experts", num_experts),
-            ("hidden_size", hidden_size),
-            ("intermediate_size", intermediate_size),
-        ):
-            if size < 1:
-                raise ValueError(f"GroupedExperts: {name}: expected a positive number, got {size}")
+        _check_sizes(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
         if activation not in ACTIVATIONS:
             raise ValueError(
                 f"GroupedExperts: activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}"
             )
-        check_capacity_factor(capacity_factor)
+        _check_capacity_factor(capacity_factor)
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
         self.activation = ACTIVATIONS[activation]
         self.capacity_factor = capacity_factor
@@ -100,7 +94,6 @@ class GroupedExperts(nn.Module):
         self.dispatcher: Dispatcher | None = None
         self.first_expert = 0
         self.capacity = 0
-        self._has_warned = False
         projected = self.activation.width * intermediate_size
         for name, shape in (
             ("weight_in", (num_experts, projected, hidden_size)),
@@ -147,6 +140,7 @@ class GroupedExperts(nn.Module):
             ValueError: Shapes or dtypes that do not fit.
         """
         self._check(hidden, expert_index, probabilities)
+        expert_index = expert_index.long()  # numbers of experts need not fit what numbers of choices were stored in
         if self.dispatcher is not None:
             return _uncompiled(self.dispatcher, self, hidden, expert_index, probabilities)
         return self.compute(hidden, expert_index, probabilities)
@@ -167,15 +161,13 @@ class GroupedExperts(nn.Module):
         if not expert_index.numel():
             self.capacity = 0
             self.live_rows.zero_()
-            # Everything takes part all the same, so that gradients are zero and not missing.
-            return 0 * (hidden + weight_in.sum() + weight_out.sum() + probabilities.sum()).to(dtype)
+            return no_choices(hidden.to(dtype), probabilities, weight_in, weight_out)
         budget = self._budget(expert_index.numel(), average_rows)
         plan = plan_rows(expert_index, len(weight_in), budget)
         self.capacity = plan.rows
         self.live_rows.copy_(plan.live)
         self.over_budget.logical_or_(plan.over_budget)
         weight_in, weight_out, hidden = weight_in.to(dtype), weight_out.to(dtype), hidden.to(dtype)
-        self._warn_where_it_waits(hidden, weight_in, weight_out)
         return experts_mlp(
             hidden,
             probabilities,
@@ -188,10 +180,7 @@ class GroupedExperts(nn.Module):
 
     def compute_dtype(self, hidden: Tensor) -> torch.dtype:
         """What products are computed in: what autocast says, else the dtype of the weights."""
-        kind, dtype = hidden.device.type, self.weight_in.dtype
-        if torch.is_autocast_enabled(kind) and dtype is not torch.float64:
-            return torch.get_autocast_dtype(kind)
-        return dtype
+        return compute_dtype(hidden, self.weight_in)
 
     def _budget(self, choices: int, average_rows: int | None) -> int:
         if self.capacity_factor is None or average_rows is None:
@@ -204,26 +193,17 @@ class GroupedExperts(nn.Module):
                 f"GroupedExperts: hidden: expected tokens of shape [T, {self.hidden_size}], got {tuple(hidden.shape)}; flatten batch and "
                 "sequence first"
             )
-        if expert_index.dim() != 2 or expert_index.is_floating_point() or len(expert_index) != len(hidden):
+        is_number = expert_index.dtype is not torch.bool and not expert_index.dtype.is_complex
+        is_integer = is_number and not expert_index.is_floating_point()
+        if expert_index.dim() != 2 or not is_integer or len(expert_index) != len(hidden):
             raise ValueError(
                 f"GroupedExperts: expert_index: expected integers of shape [{len(hidden)}, K], got {tuple(expert_index.shape)} of "
                 f"{expert_index.dtype}"
             )
-        if probabilities.shape != expert_index.shape:
+        if probabilities.shape != expert_index.shape or not probabilities.is_floating_point():
             raise ValueError(
-                f"GroupedExperts: probabilities: expected the shape of expert_index, {tuple(expert_index.shape)}, got "
-                f"{tuple(probabilities.shape)}"
-            )
-
-    def _warn_where_it_waits(self, *operands: Tensor) -> None:
-        if self._has_warned or not operands[0].is_cuda:
-            return
-        reason = no_grouped_product_because(*operands)
-        if reason:
-            self._has_warned = True
-            warnings.warn(
-                f"GroupedExperts: experts are computed one by one, and each call waits for the device: {reason}",
-                stacklevel=2,
+                f"GroupedExperts: probabilities: expected the shape of expert_index, {tuple(expert_index.shape)}, and floating-point "
+                f"numbers, got {tuple(probabilities.shape)} of {probabilities.dtype}"
             )
 
     def extra_repr(self) -> str:
@@ -242,9 +222,17 @@ def _call(dispatcher: Dispatcher, *arguments: Any) -> Tensor:
 _uncompiled: Callable[..., Tensor] = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
 
 
-def check_capacity_factor(capacity_factor: float | None) -> None:
+def _check_sizes(**sizes: Any) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"GroupedExperts: {name}: expected a positive whole number, got {size!r}")
+
+
+def _check_capacity_factor(capacity_factor: float | None) -> None:
     """Raise a ValueError for a buffer that could not even hold the average."""
-    if capacity_factor is not None and not 1 <= capacity_factor < math.inf:
+    is_number = isinstance(capacity_factor, (int, float)) and 1 <= capacity_factor < math.inf
+    if capacity_factor is not None and not is_number:
         raise ValueError(
-            f"GroupedExperts: capacity_factor: expected a number of at least 1, or None for all rows there can be, got {capacity_factor}"
+            "GroupedExperts: capacity_factor: expected a number of at least 1, or None for all rows there can be, got "
+            f"{capacity_factor!r}"
         )

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_mfsdp.moe.activations import Activation
-from lightning_mfsdp.moe.products import expert_products, outer_products
+from lightning_mfsdp.moe.products import expert_products, outer_products, warn_where_it_waits
 from lightning_mfsdp.moe.rows import RowPlan, combined, gathered
 from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver
 
-__all__ = ["experts_mlp"]
+__all__ = ["experts_mlp", "no_choices"]
 
 
 def experts_mlp(
@@ -50,10 +50,20 @@ def experts_mlp(
     Returns:
         `[T, H]`.
     """
+    warn_where_it_waits(hidden, weight_in, weight_out)
     inputs = (hidden, probabilities, weight_in, weight_out)
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
         saver = OrdinarySaver()
     return _apply(*inputs, plan, activation, saver)
+
+
+def no_choices(hidden: Tensor, *others: Tensor) -> Tensor:
+    """What experts make of tokens that chose none: zeros, `[T, H]`.
+
+    All arguments take part all the same, by none of their elements: gradients are zero and not missing.
+    """
+    nothing: Tensor = sum((one[:0].sum() for one in (hidden, *others)), start=hidden.new_zeros(()))
+    return torch.zeros_like(hidden) + nothing.to(hidden.dtype)
 
 
 class _ExpertsMLP(torch.autograd.Function):

@@ -6,15 +6,18 @@ Their weights, names and checkpoints stay as they are; what changes is how they 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.moe.activations import ACTIVATIONS
-from lightning_mfsdp.moe.function import experts_mlp
+from lightning_mfsdp.moe.function import experts_mlp, no_choices
+from lightning_mfsdp.moe.products import compute_dtype
 from lightning_mfsdp.moe.rows import plan_rows
-from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver, has_saver
+from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver, has_saver, wrong_saver_because
 
 __all__ = ["ExpertLayer", "ExpertsReport", "ModelWithExperts", "enable_grouped_experts", "models_with_experts"]
 
@@ -23,6 +26,12 @@ IMPLEMENTATION = "mfsdp_grouped"
 
 # What transformers' decorator of experts sets on every instance.
 _DESCRIPTION = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+# Names of the function and of the modules that are SiLU there.
+_SILU = ("silu", "SiLU", "SiLUActivation")
+
+# Of weights. What has fewer bits comes with scales, of which nothing is known here.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +94,13 @@ def enable_grouped_experts(module: nn.Module, saver: ActivationSaver | None = No
     models = models_with_experts(module)
     theirs = {id(layer) for model in models for layer in model.layers.values()}
     for name, part in module.named_modules():
-        if id(part) not in theirs and has_saver(part):
+        if id(part) in theirs:
+            continue
+        if has_saver(part):
             cast(Any, part).saver = saver
             layers.append(ExpertLayer(name=name, kind=type(part).__name__))
+        elif reason := wrong_saver_because(part):
+            layers.append(ExpertLayer(name=name, kind=type(part).__name__, refused_because=reason))
     for model in models:
         if not model.refused:
             model.switch(saver)
@@ -106,7 +119,8 @@ class ModelWithExperts:
 
     def __init__(self, prefix: str, model: Any) -> None:
         self._model = model
-        self._before: str | None = None
+        self._before: list[tuple[Any, str | None]] = []
+        self._given: list[Any] = []
         names = {name: f"{prefix}.{name}" if prefix else name for name, _ in model.named_modules()}
         self.layers: dict[str, nn.Module] = {
             names[name]: part for name, part in model.named_modules() if _is_layer(part)
@@ -119,25 +133,36 @@ class ModelWithExperts:
     @property
     def is_switched(self) -> bool:
         """Whether its experts are computed by this package."""
-        return bool(self._model.config._experts_implementation == IMPLEMENTATION)
+        # Not the model's own: where a model of text lies in one of pictures, the outer one has no experts to speak of.
+        return all(cast(Any, layer).config._experts_implementation == IMPLEMENTATION for layer in self.layers.values())
 
     def switch(self, saver: ActivationSaver) -> None:
         """Compute them here; each layer gets an attribute `saver`."""
         if not self.is_switched:
-            self._before = self._model.config._experts_implementation
+            self._before = [(config, config._experts_implementation) for config in _configurations(self._model.config)]
             experts_of_transformers = importlib.import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
             experts_of_transformers.register(IMPLEMENTATION, _grouped)
             self._model.set_experts_implementation(IMPLEMENTATION)
+        self._given += [layer for layer in self.layers.values() if not has_saver(layer)]
         for layer in self.layers.values():
             cast(Any, layer).saver = saver
 
     def restore(self) -> None:
         """As it was before `switch`."""
-        if self._before is not None:
-            self._model.set_experts_implementation(self._before)
-            self._before = None
-            for layer in self.layers.values():
-                del layer.saver
+        for config, implementation in self._before:  # the outer ones first: they hand on what they are set to
+            config._experts_implementation = implementation
+        for layer in self._given:
+            del layer.saver
+        self._before, self._given = [], []
+
+
+def _configurations(config: Any) -> Iterator[Any]:
+    """A configuration and those inside, the outer ones first."""
+    yield config
+    for name in config.sub_configs:
+        inside = getattr(config, name, None)
+        if inside is not None:
+            yield from _configurations(inside)
 
 
 def models_with_experts(module: nn.Module) -> list[ModelWithExperts]:
@@ -167,13 +192,14 @@ def _refused_because(layer: Any) -> str:
         return "because each expert ends with a norm of its own"
     if type(layer)._apply_gate.__module__ != "transformers.integrations.moe":
         return "because it has a gate of its own kind"
-    if not isinstance(layer.act_fn, nn.SiLU) and type(layer.act_fn).__name__ != "SiLUActivation":
-        return f"because its activation is {type(layer.act_fn).__name__} and not SiLU"
+    activation = getattr(layer.act_fn, "__name__", type(layer.act_fn).__name__)
+    if activation not in _SILU:
+        return f"because its activation is {activation} and not SiLU"
     if getattr(layer, "_is_expert_parallel", False):
         return "because transformers divides its experts among ranks already"
     weights = (getattr(layer, "gate_up_proj", None), getattr(layer, "down_proj", None))
-    if not all(isinstance(weight, Tensor) and weight.dim() == 3 and weight.is_floating_point() for weight in weights):
-        return "because its weights are not stacked as floating-point numbers"
+    if not all(isinstance(weight, Tensor) and weight.dim() == 3 and weight.dtype in _DTYPES for weight in weights):
+        return "because its weights are not stacked as floating-point numbers of 16 bits or more"
     return ""
 
 
@@ -183,14 +209,13 @@ def _grouped(layer: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     if layer.is_transposed:
         weight_in, weight_out = weight_in.transpose(1, 2), weight_out.transpose(1, 2)
     if not top_k_index.numel():
-        # Everything takes part all the same, so that gradients are zero and not missing.
-        nothing: Tensor = 0 * (weight_in.sum() + weight_out.sum() + top_k_weights.sum())
-        return hidden_states + nothing.to(hidden_states.dtype)
+        return no_choices(hidden_states, top_k_weights, weight_in, weight_out)
+    dtype = compute_dtype(hidden_states, weight_in)
     output = experts_mlp(
-        hidden_states.to(weight_in.dtype),
+        hidden_states.to(dtype),
         top_k_weights,
-        weight_in,
-        weight_out,
+        weight_in.to(dtype),
+        weight_out.to(dtype),
         plan=plan_rows(top_k_index, layer.num_experts, top_k_index.numel()),
         activation=ACTIVATIONS["swiglu"],
         # Another model may share the configuration, and so the implementation, without having been switched.

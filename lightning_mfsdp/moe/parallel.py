@@ -43,10 +43,15 @@ def expert_parallel(
         The same module.
 
     Raises:
-        ShardingError: A mesh without such an axis, experts that it does not divide, or experts that are sharded or divided already.
+        ShardingError: Another module, a mesh without such an axis, experts that it does not divide, or experts that are sharded or
+            divided already.
     """
     if dispatcher not in ("all_gather", "all_to_all"):
         raise ShardingError(f'expert_parallel: dispatcher: expected "all_gather" or "all_to_all", got {dispatcher!r}')
+    if not isinstance(experts, GroupedExperts):
+        raise ShardingError(
+            f"expert_parallel: expected GroupedExperts, got {type(experts).__name__}; call it for each module of experts in the model"
+        )
     axis = _expert_axis(mesh)
     if axis.size == 1:
         return experts

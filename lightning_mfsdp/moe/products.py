@@ -7,6 +7,7 @@ Dead rows are neither read nor written: what comes out there is whatever the mem
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -14,9 +15,17 @@ from torch import Tensor
 
 from lightning_mfsdp.engine import compat
 
-__all__ = ["expert_products", "no_grouped_product_because", "outer_products"]
+__all__ = ["compute_dtype", "expert_products", "no_grouped_product_because", "outer_products", "warn_where_it_waits"]
 
 _ALIGNED_BYTES = 16  # of a row, for grouped products
+
+
+def compute_dtype(hidden: Tensor, weights: Tensor) -> torch.dtype:
+    """What products are computed in: what autocast says, else the dtype of the weights."""
+    kind, dtype = hidden.device.type, weights.dtype
+    if torch.is_autocast_enabled(kind) and dtype is not torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return dtype
 
 
 def expert_products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -61,3 +70,12 @@ def no_grouped_product_because(*operands: Tensor) -> str:
     if any(width * first.element_size() % _ALIGNED_BYTES for width in widths):
         return f"grouped products need widths that are multiples of {_ALIGNED_BYTES} bytes, got {widths} elements of {first.dtype}"
     return ""
+
+
+def warn_where_it_waits(*operands: Tensor) -> None:
+    """Say so if products of these make the host wait for a device. From one place, so that Python tells it once."""
+    if operands[0].is_cuda and (reason := no_grouped_product_because(*operands)):
+        warnings.warn(
+            f"mixture of experts: experts are computed one by one, and each call waits for the device: {reason}",
+            stacklevel=2,
+        )

@@ -5,9 +5,10 @@ Scores are float32 whatever the model computes in. Nothing here waits for the de
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -106,13 +107,13 @@ class TopKRouter(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"TopKRouter: top_k: expected 1 to num_experts={num_experts}, got {top_k}")
+        _check_sizes(hidden_size=hidden_size, num_experts=num_experts, top_k=top_k)
+        _check_weights(auxiliary_weight=auxiliary_weight, bias_step=bias_step, z_loss_weight=z_loss_weight)
         if scores not in ("softmax", "sigmoid"):
             raise ValueError(f'TopKRouter: scores: expected "softmax" or "sigmoid", got {scores!r}')
         if balancing not in ("auxiliary", "bias", None):
             raise ValueError(f'TopKRouter: balancing: expected "auxiliary", "bias" or None, got {balancing!r}')
-        self.num_experts, self.top_k, self.scores = num_experts, top_k, scores
+        self.hidden_size, self.num_experts, self.top_k, self.scores = hidden_size, num_experts, top_k, scores
         self.normalize, self.scale, self.balancing = normalize, scale, balancing
         self.auxiliary_weight, self.bias_step, self.z_loss_weight = auxiliary_weight, bias_step, z_loss_weight
         self.init_std = init_std
@@ -137,14 +138,23 @@ class TopKRouter(nn.Module):
         return self
 
     def forward(self, hidden: Tensor) -> Routes:
-        """Routes for tokens `[T, H]`."""
+        """Routes for tokens `[T, H]`.
+
+        Raises:
+            ValueError: Tokens of another shape.
+        """
+        if hidden.dim() != 2 or hidden.shape[1] != self.hidden_size:
+            raise ValueError(
+                f"TopKRouter: hidden: expected tokens of shape [T, {self.hidden_size}], got {tuple(hidden.shape)}; flatten batch and "
+                "sequence first"
+            )
         with torch.autocast(hidden.device.type, enabled=False):
             logits = F.linear(hidden.float(), self.weight.float())
         scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
         index, is_again = self._choose(scores.detach())
         chosen = scores.gather(-1, index)
         if self.normalize:
-            chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=torch.finfo(chosen.dtype).tiny)
+            chosen = _normalized(chosen)
         counts = self._count(index, note=self.training and not is_again)
         return Routes(expert_index=index, probabilities=chosen * self.scale, loss=self._loss(logits, scores, counts))
 
@@ -169,7 +179,7 @@ class TopKRouter(nn.Module):
         loss = logits.new_zeros(())
         tokens = max(1, len(logits))
         if self.balancing == "auxiliary":
-            shares = scores / scores.sum(-1, keepdim=True) if self.scores == "sigmoid" else scores
+            shares = _normalized(scores) if self.scores == "sigmoid" else scores
             fraction = counts.float() / (tokens * self.top_k)
             loss = loss + self.auxiliary_weight * self.num_experts * (fraction * shares.sum(0) / tokens).sum()
         if self.z_loss_weight:
@@ -198,3 +208,22 @@ class TopKRouter(nn.Module):
         return LoadStatistics(
             share=share, most=relative.max(), least=relative.min(), unused=(self.load == 0).sum().float()
         )
+
+
+def _normalized(scores: Tensor) -> Tensor:
+    """Divided by their sum, `[T, any]`. Sigmoids may all be zero."""
+    return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+
+
+def _check_sizes(**sizes: Any) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"TopKRouter: {name}: expected a positive whole number, got {size!r}")
+    if sizes["top_k"] > sizes["num_experts"]:
+        raise ValueError(f"TopKRouter: top_k: expected 1 to num_experts={sizes['num_experts']}, got {sizes['top_k']}")
+
+
+def _check_weights(**weights: float) -> None:
+    for name, weight in weights.items():
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"TopKRouter: {name}: expected a number of at least 0, got {weight!r}")

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-__all__ = ["ActivationSaver", "OrdinarySaver", "SavesActivations", "has_saver"]
+__all__ = ["ActivationSaver", "OrdinarySaver", "SavesActivations", "has_saver", "wrong_saver_because"]
 
 
 class ActivationSaver(Protocol):
@@ -61,6 +61,14 @@ class OrdinarySaver:
 
 def has_saver(module: nn.Module) -> bool:
     """Whether a module is a `SavesActivations`; an attribute of that name alone may be something else."""
-    return isinstance(module, SavesActivations) and all(
-        callable(getattr(module.saver, method, None)) for method in ("save", "load")
+    return isinstance(module, SavesActivations) and not wrong_saver_because(module)
+
+
+def wrong_saver_because(module: nn.Module) -> str:
+    """Why a module's attribute `saver` is no `ActivationSaver`; empty if it is one, or if there is no such attribute."""
+    if not isinstance(module, SavesActivations):
+        return ""
+    missing = [method for method in ("save", "load") if not callable(getattr(module.saver, method, None))]
+    return (
+        f"because its saver ({type(module.saver).__name__}) has no method {' and no '.join(missing)}" if missing else ""
     )

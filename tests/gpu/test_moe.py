@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from lightning_mfsdp import (
     sharded_parameters,
     unshard,
 )
-from lightning_mfsdp.moe import GroupedExperts, TopKRouter
+from lightning_mfsdp.moe import GroupedExperts, OrdinarySaver, TopKRouter, enable_grouped_experts
 from lightning_mfsdp.moe.activations import ACTIVATIONS
 from lightning_mfsdp.moe.rows import gathered
+from lightning_mfsdp.moe.stash import RowStash, StashConfig
 from tests.gpu.test_nccl import _needs
 from tests.helpers.distributed import run_distributed
 from tests.moe.models import batch, build, loss_of, sharded
@@ -122,6 +124,36 @@ def test_experts_equal_the_loop_and_never_wait(activation: str) -> None:
 
 @pytest.mark.gpu
 @_needs(1)
+def test_where_each_call_waits_it_says_so_and_computes_the_same() -> None:
+    from tests.moe.test_huggingface import built
+
+    experts, (hidden, index, probabilities) = made("swiglu").float(), on_gpu()
+    inputs = (hidden.detach().float().requires_grad_(), index, probabilities)
+    with pytest.warns(UserWarning, match="computed one by one, and each call waits for the device: .*torch.float32"):
+        output = experts(*inputs)
+    close(output, on_cpu(experts, "swiglu", *inputs)[0], 1e-4)
+    found: set[torch.dtype] = set()
+
+    class Dtypes(OrdinarySaver):
+        def save(self, ctx, tensors, live_rows):
+            found.update(one.dtype for one in tensors)
+            return tensors
+
+    model = built("Mixtral").cuda()
+    enable_grouped_experts(model, Dtypes())
+    layer, tokens = model.model.layers[0].mlp.experts, torch.randn(5, 16, device="cuda")
+    index = torch.arange(10, device="cuda").view(5, 2) % 4
+    with pytest.warns(UserWarning, match="computed one by one, and each call waits for the device: .*torch.float32"):
+        wide = layer(tokens, index, torch.ones(5, 2, device="cuda"))
+    assert found == {torch.float32}
+    found.clear()
+    with torch.autocast("cuda", torch.bfloat16):  # a warning would be an error
+        close(layer(tokens, index, torch.ones(5, 2, device="cuda")), wide)
+    assert found == {torch.bfloat16}
+
+
+@pytest.mark.gpu
+@_needs(1)
 def test_a_buffer_that_is_too_short_is_flagged_without_waiting() -> None:
     experts, inputs = made("swiglu", capacity_factor=1.0), on_gpu()
     wanted = (inputs[0], inputs[2], experts.weight_in, experts.weight_out)
@@ -180,6 +212,13 @@ def test_a_router_and_its_experts_are_recorded_and_replayed_with_other_routes() 
         loss = output.float().square().sum() + routes.loss
         return output.detach(), routes.expert_index, *torch.autograd.grad(loss, weights)
 
+    biased = TopKRouter(hidden_size=64, num_experts=5, top_k=2, balancing="bias").cuda()
+    with no_waiting():
+        biased(static)
+        biased.statistics()
+        biased.balance()
+    assert biased.bias.any()
+
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -220,11 +259,12 @@ def same_gradients(rank: int, world: int, ep: int, dispatcher: str) -> None:
     torch.testing.assert_close(grad_norm(model), norm, rtol=1e-3, atol=1e-5)
 
 
-def train(rank: int, world: int, ep: int, *, captured: bool = False) -> list[torch.Tensor]:
-    """Losses and whole weights of steps in bf16; after the first ones nothing may wait for the device."""
+def train(rank: int, world: int, ep: int, *, captured: bool = False, stashed: bool = False) -> list[torch.Tensor]:
+    """Losses and whole weights of steps in bf16, whose routes change; after the first ones nothing may wait for the device."""
     model = build(**WIDE).cuda()
     policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
     model = sharded(model, world, ep, "cuda", policy=policy)
+    stash = stash_of(model) if stashed else None
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True))
 
     def step(ids: torch.Tensor) -> torch.Tensor:
@@ -244,12 +284,24 @@ def train(rank: int, world: int, ep: int, *, captured: bool = False) -> list[tor
             torch.cuda.set_sync_debug_mode("error")
         losses.append(run(ids))
         torch.cuda.set_sync_debug_mode("default")
+        if stash is not None:
+            assert not stash.overflowed()
+            assert stash.end_step() is (index == 0), "pages are allocated after the first step"
     if captured:
         assert run.is_captured, run.failure
     total = torch.stack(losses)
     dist.all_reduce(total)
     with unshard(model):
         return [total / world, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+def stash_of(model: torch.nn.Module) -> RowStash:
+    """For all experts, with room for every route."""
+    device = next(model.parameters()).device
+    stash = RowStash(StashConfig(page_rows=16, overflow="skip", device_factor=8.0), device)
+    for index, block in enumerate(model.blocks):
+        block.experts.saver = stash.saver(f"blocks.{index}.experts")
+    return stash
 
 
 def expert_parallelism(rank: int, world: int) -> None:
@@ -259,8 +311,9 @@ def expert_parallelism(rank: int, world: int) -> None:
     same_gradients(rank, world, world, "all_to_all")
     expected = train(rank, world, 1)
     for ep in sizes:
-        for captured in (False, True):
-            for one, other in zip(train(rank, world, ep, captured=captured), expected, strict=True):
+        for captured, stashed in product((False, True), (False, True)):
+            found = train(rank, world, ep, captured=captured, stashed=stashed)
+            for one, other in zip(found, expected, strict=True):
                 close(one, other, 0.05)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of experts do not depend on how many ranks the experts were divided among."""
+"""Checkpoints of experts do not depend on how many ranks the experts were divided among; routers' biases go on from theirs."""
 
 from __future__ import annotations
 
@@ -37,14 +37,24 @@ class Trained(LightningModule):
         dense = self.device_mesh
         mesh = init_device_mesh("cpu", (dense.size() // self.ep, self.ep), mesh_dim_names=("shard", "expert"))
         for block in self.model.blocks:
+            block.router.balancing, block.router.bias_step = "bias", 0.05
             fully_shard(expert_parallel(block.experts, mesh), mesh)
             fully_shard(block, dense)
 
     def training_step(self, ids: Tensor, index: int) -> Tensor:
         return loss_of(self.model, ids)
 
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for block in self.model.blocks:
+            block.router.balance()
+
+    def state(self) -> dict[str, Tensor]:
+        """Whole weights, and what routers have learned of the load."""
+        biases = {name: value for name, value in self.model.state_dict().items() if name.endswith("router.bias")}
+        return {**full_state(self), **biases}
+
     def train_dataloader(self) -> Any:
-        batches = [batch(step, self.global_rank, self.trainer.world_size) for step in range(2)]
+        batches = [batch(step, self.global_rank, self.trainer.world_size) for step in range(4)]
         return DataLoader(batches, batch_size=None)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -54,25 +64,27 @@ class Trained(LightningModule):
 def fit(ep: int, world: int, *, epochs: int, seed: int = 0, path: Path | None = None, **options: Any) -> tuple:
     model = Trained(ep, seed)
     strategy = MFSDPStrategy(**options)
-    trainer = make_trainer("", world, strategy=strategy, max_epochs=epochs, gradient_clip_val=0.5)
+    trainer = make_trainer(
+        "", world, strategy=strategy, max_epochs=epochs, gradient_clip_val=0.5, accumulate_grad_batches=2
+    )
     trainer.fit(model, ckpt_path=None if path is None else str(path))
     return trainer, model
 
 
 def save(rank: int, world: int, folder: str) -> dict[str, Tensor]:
-    """Checkpoints of both kinds after one epoch; the weights after two."""
+    """Checkpoints of both kinds after one epoch; the state after two."""
     strict_warnings()
     for kind, ep in (("sharded", 2), ("full", 4)):
         trainer, _ = fit(ep, world, epochs=1, state_dict_type=kind)
         trainer.save_checkpoint(f"{folder}/{kind}.ckpt")
     _, model = fit(1, world, epochs=2)
-    return full_state(model)
+    return model.state()
 
 
 def resume(rank: int, world: int, folder: str) -> list[dict[str, Tensor]]:
     strict_warnings()
     kinds = [(kind, ep) for kind in ("sharded", "full") for ep in ((1, 2, 4) if world == WORLD else (1,))]
-    return [full_state(fit(ep, world, epochs=2, seed=7, path=Path(folder, f"{kind}.ckpt"))[1]) for kind, ep in kinds]
+    return [fit(ep, world, epochs=2, seed=7, path=Path(folder, f"{kind}.ckpt"))[1].state() for kind, ep in kinds]
 
 
 def test_a_checkpoint_is_continued_with_experts_divided_otherwise(tmp_path: Path) -> None:
@@ -81,6 +93,7 @@ def test_a_checkpoint_is_continued_with_experts_divided_otherwise(tmp_path: Path
     assert whole["model.blocks.0.experts.weight_in"].shape == (8, 24, 8)
     found = run_distributed(resume, WORLD, str(tmp_path))[0] + run_distributed(resume, 1, str(tmp_path))[0]
     assert len(found) == 8
+    assert expected["blocks.0.router.bias"].any()
     for state in found:
         assert state.keys() == expected.keys()
         for name, value in state.items():

@@ -68,6 +68,38 @@ def test_choices_of_no_expert_here_and_experts_of_no_choice_leave_no_trace() -> 
 
 
 @pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
+def test_more_experts_than_the_dtype_of_choices_can_count(dtype: torch.dtype) -> None:
+    experts = made(experts=300)
+    hidden, index, probabilities = routed(7, 2, 120, 6)
+    if dtype.is_signed:
+        index[0, 0] = -1
+    compare(experts, "swiglu", hidden, index.to(dtype), probabilities)
+
+
+def test_the_same_expert_twice_and_more_choices_than_experts() -> None:
+    experts = made(experts=2)
+    hidden, _, _ = routed(7, 2, 2, 6)
+    index = torch.arange(35).view(7, 5) % 3 % 2
+    probabilities = torch.rand(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    compare(experts, "swiglu", hidden, index, probabilities)
+    index.fill_(1)
+    compare(experts, "swiglu", hidden, index, probabilities)
+
+
+def test_tokens_that_chose_nobody_get_zeros_whatever_the_weights_hold() -> None:
+    experts = made()
+    with torch.no_grad():
+        experts.weight_in.fill_(float("inf"))
+    hidden, index, probabilities = routed(7, 2, 5, 6)
+    inputs = (hidden, probabilities, experts.weight_in, experts.weight_out)
+    for chosen in (index.fill_(-1), index[:, :0]):
+        output = experts(hidden, chosen, probabilities[:, : chosen.shape[1]])
+        assert not output.any()
+        assert not any(one.any() for one in gradients(output, *inputs))
+
+
+@pytest.mark.usefixtures("_poisoned")
 def test_a_buffer_that_is_too_short_is_flagged_and_the_rest_is_right() -> None:
     experts = made(capacity_factor=1.0)
     hidden, index, probabilities = routed(9, 2, 5, 6)
@@ -207,7 +239,9 @@ def test_autocast_decides_the_dtype_of_products_and_gradients_keep_their_own() -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_experts": 0}, "num_experts: expected a positive number, got 0"),
+        ({"num_experts": 0}, "num_experts: expected a positive whole number, got 0"),
+        ({"hidden_size": 2.0}, "hidden_size: expected a positive whole number, got 2.0"),
+        ({"capacity_factor": "2"}, "capacity_factor: expected a number of at least 1, .* got '2'"),
         ({"capacity_factor": 0.5}, "capacity_factor: expected a number of at least 1, .* got 0.5"),
         ({"capacity_factor": float("inf")}, "capacity_factor: expected a number of at least 1, .* got inf"),
         ({"activation": "relu"}, "activation: expected one of swiglu, gelu, got 'relu'"),
@@ -225,8 +259,13 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         experts(hidden[None], index, probabilities)
     with pytest.raises(ValueError, match=r"expected integers of shape \[9, K\], got \(8, 2\)"):
         experts(hidden, index[1:], probabilities)
-    with pytest.raises(ValueError, match=r"the shape of expert_index, \(9, 2\), got \(9, 1\)"):
+    for wrong in (torch.bool, torch.complex64, torch.float32):
+        with pytest.raises(ValueError, match=r"expected integers of shape \[9, K\], got \(9, 2\) of torch"):
+            experts(hidden, index.to(wrong), probabilities)
+    with pytest.raises(ValueError, match=r"the shape of expert_index, \(9, 2\), and floating-point .* got \(9, 1\) of"):
         experts(hidden, index, probabilities[:, :1])
+    with pytest.raises(ValueError, match=r"and floating-point numbers, got \(9, 2\) of torch.int64"):
+        experts(hidden, index, index)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_mfsdp import fully_shard, sharded_parameters
 from lightning_mfsdp.moe import GroupedExperts, OrdinarySaver, enable_grouped_experts
+from lightning_mfsdp.moe.huggingface import models_with_experts
 from tests.engine.cases import Problems
 from tests.helpers.distributed import run_distributed
 
@@ -40,6 +41,13 @@ MORE: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 8,
         "v_head_dim": 8,
+    },
+    "Lfm2Moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "num_dense_layers": 1,
+        "layer_types": ["full_attention"] * 2,
     },
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
 }
@@ -95,6 +103,70 @@ def test_a_model_computes_the_same_as_with_its_own_experts(kind: str, layers: in
     assert len(saver.shapes) == layers, "another saver took over"
 
 
+def test_an_activation_that_is_a_function_is_known_as_well() -> None:
+    model = built("Lfm2Moe", experts_implementation="eager")
+    expected = outcome(model)
+    assert enable_grouped_experts(model).enabled == ["model.layers.1.feed_forward.experts"]
+    torch.testing.assert_close(outcome(model), expected)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")  # its new name is newer than 5.0
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_autocast_and_checkpoints_products_are_what_autocast_says(reentrant: bool) -> None:
+    class Dtypes(OrdinarySaver):
+        def save(self, ctx, tensors, live_rows):
+            found.update(one.dtype for one in tensors)
+            return tensors
+
+    found: set[torch.dtype] = set()
+    model = built("Mixtral", experts_implementation="eager").train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, gradients = outcome(model)
+        enable_grouped_experts(model, Dtypes())
+        found_logits, found_gradients = outcome(model)
+    assert found == {torch.bfloat16}
+    torch.testing.assert_close(found_logits, logits, rtol=0.05, atol=0.01)
+    for name, value in found_gradients.items():
+        assert value.dtype is torch.float32
+        torch.testing.assert_close(value, gradients[name], rtol=0.05, atol=0.05 * float(gradients[name].abs().max()))
+
+
+def test_greedy_generation_is_the_same() -> None:
+    model = built("Qwen3Moe", experts_implementation="eager").eval()
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    expected = model.generate(ids(), **options)
+    enable_grouped_experts(model)
+    assert torch.equal(model.generate(ids(), **options), expected)
+
+
+def test_no_tokens_go_through_and_gradients_are_zero() -> None:
+    model = built("Mixtral")
+    enable_grouped_experts(model)
+    experts = model.model.layers[0].mlp.experts
+    output = experts(torch.zeros(0, 16), torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
+    assert output.shape == (0, 16)
+    output.sum().backward()
+    assert not experts.gate_up_proj.grad.any()
+
+
+def test_a_model_inside_another_gets_back_what_each_part_of_its_configuration_said() -> None:
+    text = transformers.MixtralConfig(**SIZES, **MORE["Mixtral"], pad_token_id=0)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    model = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(text_config=text, vision_config=vision))
+    model.config._experts_implementation = {"": "eager", "vision_config": "eager", "text_config": "batched_mm"}
+    (found,) = models_with_experts(model)
+    found.switch(OrdinarySaver())
+    assert found.is_switched
+    assert model.config.text_config._experts_implementation == "mfsdp_grouped"
+    found.restore()
+    assert model.config._experts_implementation == "eager"
+    assert model.config.text_config._experts_implementation == "batched_mm"
+    assert not any("saver" in vars(part) for part in model.modules())
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "reason"),
     [
@@ -119,6 +191,15 @@ def test_one_layer_that_cannot_be_grouped_keeps_its_model_as_it_is() -> None:
         "model.layers.0.mlp.experts": "because the model has model.layers.1.mlp.experts, which cannot be grouped",
         "model.layers.1.mlp.experts": "because its activation is Tanh and not SiLU",
     }
+
+
+def test_weights_of_8_bits_are_refused_because_their_scales_are_unknown() -> None:
+    model = built("Mixtral")
+    for layer in model.model.layers:
+        weight = layer.mlp.experts.down_proj
+        layer.mlp.experts.down_proj = nn.Parameter(weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    reasons = enable_grouped_experts(model).refused.values()
+    assert set(reasons) == {"because its weights are not stacked as floating-point numbers of 16 bits or more"}
 
 
 def test_modules_with_a_saver_of_their_own_get_the_new_one() -> None:

@@ -39,6 +39,33 @@ def test_of_equal_scores_the_lower_number_wins() -> None:
     assert made(tokens()).expert_index.eq(torch.arange(5)).all()
 
 
+def test_scores_that_are_all_zero_give_finite_losses_and_gradients() -> None:
+    made = router(scores="sigmoid", z_loss_weight=0.1)
+    with torch.no_grad():
+        made.weight.fill_(-100)
+    routes = made(torch.ones(3, 8))
+    assert not routes.probabilities.any()
+    (routes.loss + routes.probabilities.sum()).backward()
+    assert routes.loss.isfinite()
+    assert made.weight.grad.isfinite().all()
+
+
+def test_no_tokens_have_no_routes_and_no_loss() -> None:
+    made = router(z_loss_weight=0.1)
+    routes = made(torch.zeros(0, 8))
+    assert routes.expert_index.shape == routes.probabilities.shape == (0, 2)
+    assert routes.loss == 0
+    routes.loss.backward()
+    assert not made.weight.grad.any()
+    assert not made.statistics().share.any()
+
+
+def test_tokens_of_another_shape_are_refused() -> None:
+    for wrong in (torch.randn(3, 4, 8), torch.randn(3, 9)):
+        with pytest.raises(ValueError, match=r"TopKRouter: hidden: expected tokens of shape \[T, 8\], got \(3, "):
+            router()(wrong)
+
+
 def test_the_auxiliary_loss_is_least_where_load_is_even_and_its_gradient_evens_it() -> None:
     made = router(auxiliary_weight=1.0)
     with torch.no_grad():
@@ -144,6 +171,10 @@ def test_all_ranks_move_their_biases_by_the_load_of_all() -> None:
     ("options", "message"),
     [
         ({"top_k": 7}, "top_k: expected 1 to num_experts=6, got 7"),
+        ({"top_k": 1.5}, "top_k: expected a positive whole number, got 1.5"),
+        ({"hidden_size": 0}, "hidden_size: expected a positive whole number, got 0"),
+        ({"bias_step": -1.0}, "bias_step: expected a number of at least 0, got -1.0"),
+        ({"z_loss_weight": float("nan")}, "z_loss_weight: expected a number of at least 0, got nan"),
         ({"scores": "tanh"}, 'scores: expected "softmax" or "sigmoid", got \'tanh\''),
         ({"balancing": "hope"}, 'balancing: expected "auxiliary", "bias" or None, got \'hope\''),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -503,3 +504,10 @@ def test_the_trace_follows_the_pages():
     assert max(used) == pool.counters[Counter.MOST_USED] <= trace[0].pages
     assert used[-1] == 0
     assert stash.stop_trace() == []
+
+
+def test_two_saves_for_one_load_are_refused():
+    saver, call = recorded(build()).saver("layers.0.experts"), SimpleNamespace()
+    saver.save(call, [torch.ones(3, 2)], torch.tensor(1))
+    with pytest.raises(EngineStateError, match=r"layers\.0\.experts saves twice in one call of its autograd function"):
+        saver.save(call, [torch.ones(3, 2)], torch.tensor(1))

@@ -37,6 +37,7 @@ class ToyModule(LightningModule):
         self.model = ToyModel(layers=5, slack=slack)
         self.dropout = nn.Dropout(0.3)
         self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
         self.crowded = crowded
         self.losses: list[float] = []
 
@@ -45,6 +46,7 @@ class ToyModule(LightningModule):
         for experts in self.model.experts:
             experts.threshold.fill_(-9.0 if is_crowded else 1.0)
         self.seen.add_(1)
+        self.replaced = self.replaced + 1
         loss = self.model.loss(self.dropout(tokens))
         self.losses.append(float(loss.detach()))
         self.log("loss", loss.detach(), on_step=True, on_epoch=True, sync_dist=True)
@@ -72,7 +74,7 @@ def fit(folder, world: int = 1, *, module: ToyModule | None = None, stash: Paged
 
 
 def weights(module: ToyModule) -> list[Tensor]:
-    return [*full_state(module).values(), module.seen]
+    return [*full_state(module).values(), module.seen, module.replaced]
 
 
 def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
@@ -244,6 +246,82 @@ def test_manual_optimization(tmp_path):
         assert stash.skipped == 0
 
 
+class Leaving(ToyModule):
+    """Gives up the first epoch in the middle of an accumulation, and takes its batches out of a dictionary."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 0 and batch_idx == 3 else None
+
+    def training_step(self, tokens: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(tokens.pop("tokens"), batch_idx)
+
+
+def test_a_step_is_done_again_without_microbatches_that_never_were_part_of_it(tmp_path):
+    found = []
+    for stash in (None, PagedStash(page_rows=4, overflow="rerun", device_factor=0.5)):
+        module = Leaving(crowded=CROWDED)
+        trainer = make_trainer(
+            tmp_path,
+            1,
+            callbacks=[] if stash is None else [stash],
+            max_epochs=3,
+            accumulate_grad_batches=2,
+        )
+        torch.manual_seed(3)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*found no pages.*")
+            trainer.fit(
+                module,
+                DataLoader(
+                    [{"tokens": batch(index, tokens=32), "others": torch.zeros(32)} for index in range(6)],
+                    batch_size=None,
+                ),
+            )
+        found.append(weights(module))
+    assert stash.reruns > 0
+    assert_same(found[1], found[0])
+
+
+class Writing(ToyModule):
+    """Changes its batch."""
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(tokens.mul_(2), batch_idx)
+
+
+class Half(OrdinarySaver):
+    load = None
+
+
+def test_a_saver_without_the_protocol_is_named_and_left_alone(tmp_path, told):
+    module = ToyModule()
+    module.folder = nn.Linear(2, 2)
+    module.folder.saver = "runs/7"
+    fit(tmp_path, module=module, stash=PagedStash(page_rows=4), max_steps=1)
+    assert "5 layers save their rows in pages" in told[0]
+    assert "  folder: left alone, because its saver (str) has no method save and no load" in told[0]
+    for experts in module.model.experts:
+        experts.saver = Half()
+    with pytest.raises(
+        ValueError, match=r"model\.experts\.0 \(ToyExperts, because its saver \(Half\) has no method load\)"
+    ):
+        fit(tmp_path, module=module, stash=PagedStash())
+
+
+def test_two_stashes_take_layers_of_their_own_or_are_refused(tmp_path):
+    def both(first: str, second: str) -> list[PagedStash]:
+        stashes = [PagedStash(page_rows=4, modules=[names]) for names in (first, second)]
+        trainer = make_trainer(tmp_path, 1, callbacks=stashes, max_steps=3)
+        trainer.fit(module, DataLoader([batch(index) for index in range(3)], batch_size=None))
+        return stashes
+
+    module = ToyModule()
+    assert [stash.statistics.saves for stash in both("*.experts.[0-2]", "*.experts.[34]")] == [4, 2]
+    with pytest.raises(ValueError, match=r"model\.experts\.2 saves its rows in another stash already"):
+        both("*.experts.[0-2]", "*.experts.[2-4]")
+    assert all(isinstance(experts.saver, OrdinarySaver) for experts in module.model.experts)
+
+
 class Counting(ToyModule):
     """Updates a metric in the step."""
 
@@ -274,6 +352,8 @@ def test_what_cannot_work_is_refused_with_advice(tmp_path, monkeypatch):
         fit(tmp_path, stash=PagedStash(overflow="skip"), plugins=[MFSDPPrecision("16-mixed")])
     with pytest.raises(RuntimeError, match="training_step updates the metric mean, which would count a repeated step"):
         fit(tmp_path, module=Counting(), stash=PagedStash(overflow="rerun"))
+    with pytest.raises(RuntimeError, match="training_step writes into its batch in place"):
+        fit(tmp_path, module=Writing(), stash=PagedStash(overflow="rerun"))
 
     def no_matplotlib(name, *arguments, **options):
         if name.startswith("matplotlib"):

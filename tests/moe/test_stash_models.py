@@ -93,9 +93,9 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
 
 
 def outcomes(rank: int, world: int) -> list[Any]:
-    """Differences from training without a stash, and what the stashes counted."""
+    """Differences from training without a stash, what the stashes counted, and what was told of rows left out."""
     strict_warnings()
-    wrong, counts = [], []
+    wrong, counts, told = [], [], []
     for options, modes in (
         ({"capacity_factor": 1.9}, ("keep", "skip", "rerun")),
         ({"dispatcher": "all_to_all"}, ("keep",)),
@@ -104,10 +104,12 @@ def outcomes(rank: int, world: int) -> list[Any]:
         for overflow in modes:
             case = f"{overflow} {options}"
             stash = PagedStash(page_rows=4, overflow=overflow, device_factor=1.1)
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.filterwarnings("always", message=".*left some out.*")
                 warnings.filterwarnings("ignore", message=".*found no pages.*")
                 warnings.filterwarnings("ignore", message=".*does not pay here.*")
                 module = fit(rank, world, stash, **options)
+            told.append([str(one.message) for one in caught])
             counts.append((case, stash.skipped, stash.reruns, stash.statistics.saves, stash.statistics.overflowed))
             until = CROWDED if overflow == "skip" else STEPS  # after a step that was left out all is different
             seen, wanted = module.losses, plain.losses
@@ -125,7 +127,7 @@ def outcomes(rank: int, world: int) -> list[Any]:
                 wrong.append(f"{case}: savers")
             if module.theirs.config._experts_implementation != plain_implementation():
                 wrong.append(f"{case}: {module.theirs.config._experts_implementation}")
-    return [wrong, counts]
+    return [wrong, counts, told]
 
 
 def plain_implementation() -> str:
@@ -134,14 +136,17 @@ def plain_implementation() -> str:
 
 def test_divided_experts_and_a_hugging_face_model_train_to_the_bit_as_without_a_stash() -> None:
     ranks = run_distributed(outcomes, 2)
-    for wrong, counts in ranks:
+    for wrong, counts, _ in ranks:
         assert not wrong
         # Two layers of two models in two microbatches, without the last layer.
         assert [saves for *_, saves, _ in counts][:3] == [6] * 3
         # A rank that got no row at all saves nothing; the layer before is the last then, which nobody foresaw.
         assert counts[3][-2] >= 6
         assert [overflowed for *_, overflowed in counts][:3] == [0] * 3, "the last step has pages enough"
-    acted = [[(case, skipped, reruns) for case, skipped, reruns, *_ in counts] for _, counts in ranks]
+    # Its two experts are on one rank, whose buffers have room for 1.9 times the average and not for all.
+    assert [[len(lines) for lines in told] for *_, told in ranks] == [[0] * 4, [1, 1, 1, 0]]
+    assert "rank 1: mixture.blocks.0.experts (and 1 more) had more rows than its buffer holds" in ranks[1][2][0][0]
+    acted = [[(case, skipped, reruns) for case, skipped, reruns, *_ in counts] for _, counts, _ in ranks]
     assert acted[0] == acted[1]
     assert acted[0] == [(case, int(case.startswith("skip")), int(case.startswith("rerun"))) for case, *_ in acted[0]], (
         "all tokens on two experts found too few pages on the rank that has them"
@@ -194,6 +199,22 @@ def test_experts_of_hugging_face_are_found_told_and_given_back(kind: str, tmp_pa
     assert stash.statistics.live_rows == (1 - first) * 8 * 6 * 2
     assert model.config._experts_implementation == "eager"
     assert not any("saver" in vars(module) for module in model.modules())
+
+
+def test_two_stashes_of_one_model_and_one_fit_after_the_other_leave_nothing_behind(tmp_path) -> None:
+    model = built("Mixtral", experts_implementation="eager")
+    module = Theirs(model)
+    for _ in range(2):
+        stashes = [PagedStash(page_rows=4, modules=[f"*.{layer}.mlp.experts"]) for layer in range(2)]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*does not pay here.*")
+            warnings.filterwarnings("ignore", message=".*nothing needed pages.*")  # of a single layer
+            make_trainer(tmp_path, 1, callbacks=stashes, max_steps=2).fit(
+                module, DataLoader([batch(0), batch(1)], batch_size=None)
+            )
+        assert [stash.statistics.ordinary_bytes > 0 for stash in stashes] == [True, True]
+        assert model.config._experts_implementation == "eager"
+        assert not any("saver" in vars(module) for module in model.modules())
 
 
 def test_layers_that_a_user_gave_a_saver_get_it_back(tmp_path) -> None:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mfsdp.callbacks.paged_stash.budget import BudgetWatch
 from lightning_mfsdp.callbacks.paged_stash.layers import StashedLayers, find_layers
 from lightning_mfsdp.callbacks.paged_stash.picture import check_drawing, draw
 from lightning_mfsdp.callbacks.paged_stash.report import metrics, report_layers, report_sizes
@@ -90,6 +92,7 @@ class PagedStash(Callback):
         self.statistics: StashStatistics | None = None
         self._layers: StashedLayers | None = None
         self._memory: StepMemory | None = None
+        self._budget: BudgetWatch | None = None
         self._stepped = self._is_rerunning = self._is_traced = self._has_warned = False
 
     # -- the run -------------------------------------------------------------------------------------------------------
@@ -109,6 +112,7 @@ class PagedStash(Callback):
         self.stash = RowStash(self.config, trainer.strategy.root_device)
         self._layers = found
         found.stash(self.stash)
+        self._budget = BudgetWatch(found.layers)
         self._memory = StepMemory(trainer, pl_module) if self.config.overflow == "rerun" else None
         self._stepped = self._is_rerunning = self._is_traced = False
         report_layers(found)
@@ -117,6 +121,7 @@ class PagedStash(Callback):
         """Log the last step, and give the layers their own savers back."""
         if self.stash is not None:
             self._log(trainer, self.stash.statistics(wait=True))
+        self._tell_of_lost_rows(trainer, wait=True)
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -128,7 +133,7 @@ class PagedStash(Callback):
             self._layers.restore()
         if self.stash is not None:
             self.stash.abort()
-        self.stash = self._memory = self._layers = None
+        self.stash = self._memory = self._layers = self._budget = None
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -170,13 +175,14 @@ class PagedStash(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Count what the step did, and settle how many pages the next one has."""
         if self._memory is not None:
-            self._memory.check_metrics()
+            self._memory.check()
         if self.stash is None or not self._stepped:
             return
         self._stepped = False
         if self._memory is not None:
             self._memory.forget()
         self._log(trainer, self.stash.statistics())
+        self._tell_of_lost_rows(trainer)
         was_recording = self.stash.is_recording
         moved = self.stash.end_step()
         if moved and was_recording:
@@ -204,13 +210,30 @@ class PagedStash(Callback):
         self.statistics = statistics
         if statistics.over_capacity and not self._has_warned:
             self._has_warned = True
-            rank_zero_warn(
-                f"PagedStash: {statistics.over_capacity} tensors had fewer than no live rows, or more than their buffer has room for; "
-                "what is beyond it was never computed. Raise the experts' capacity factor. This is said once"
+            warnings.warn(
+                f"PagedStash: rank {trainer.global_rank}: {statistics.over_capacity} tensors had fewer than no live rows, or more than "
+                "their buffer has room for; what is beyond it was not saved. Give the saver the number of rows that were computed. This "
+                "is said once",
+                stacklevel=2,
             )
         if trainer.global_step % trainer.log_every_n_steps == 0 or not trainer.training:  # type: ignore[attr-defined]
             for logger in trainer.loggers:
                 logger.log_metrics(metrics(statistics, self.stash.growths), step=trainer.global_step)
+
+    def _tell_of_lost_rows(self, trainer: Trainer, *, wait: bool = False) -> None:
+        """A warning, once for each `fit`, if experts left rows out. Each rank looks at its own."""
+        if self._budget is None:
+            return
+        if exceeded := self._budget.seen(wait=wait):
+            others = f" (and {len(exceeded) - 1} more)" if len(exceeded) > 1 else ""
+            warnings.warn(
+                f"PagedStash: rank {trainer.global_rank}: {exceeded[0]}{others} had more rows than its buffer holds and left some out. "
+                "Raise capacity_factor, or balance the router's load. This is said once",
+                stacklevel=2,
+            )
+            self._budget = None
+        else:
+            self._budget.look()
 
     def _trace(self, trainer: Trainer, *, begins: bool) -> None:
         """Follow the pages of one step."""

@@ -10,8 +10,9 @@ from typing import Any, cast
 from torch import nn
 
 from lightning_mfsdp.moe.huggingface import ModelWithExperts, models_with_experts
-from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver, has_saver
+from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver, has_saver, wrong_saver_because
 from lightning_mfsdp.moe.stash import RowStash
+from lightning_mfsdp.moe.stash.saver import LayerSaver
 
 __all__ = ["StashedLayers", "find_layers"]
 
@@ -42,7 +43,8 @@ class StashedLayers:
     def restore(self) -> None:
         """As they were."""
         for name, saver in self.savers.items():
-            _set_saver(self.layers[name], saver)
+            if has_saver(self.layers[name]):  # another stash of the same model may have restored it before
+                _set_saver(self.layers[name], saver)
         for model in self.models:
             model.restore()
 
@@ -55,14 +57,15 @@ def find_layers(module: nn.Module, patterns: Sequence[str]) -> StashedLayers:
         patterns: `fnmatch` patterns of names. A layer must fit one, and each one must fit a layer.
 
     Raises:
-        ValueError: A pattern fits nothing that saves through a saver, or none of the modules does.
+        ValueError: A pattern fits nothing that saves through a saver, or a layer saves into another stash.
     """
     models = models_with_experts(module)
-    refused = {name: reason for model in models for name, reason in model.refused.items()}
+    named = dict(module.named_modules())
+    refused = {name: reason for name, part in named.items() if (reason := wrong_saver_because(part))}
+    refused.update({name: reason for model in models for name, reason in model.refused.items()})
     able = {name for model in models if not model.refused for name in model.layers}
     found: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
-    named = dict(module.named_modules())
     for pattern in patterns:
         fitting = {name: part for name, part in named.items() if fnmatchcase(name, pattern)}
         layers = {name: part for name, part in fitting.items() if name in able or has_saver(part)}
@@ -70,6 +73,7 @@ def find_layers(module: nn.Module, patterns: Sequence[str]) -> StashedLayers:
         if not layers:
             raise ValueError(_nothing_found(pattern, fitting, left))
         found.update(layers)
+    _check_unused(found)
     return StashedLayers(
         layers={name: found[name] for name in named if name in found},
         refused=left,
@@ -82,14 +86,26 @@ def _set_saver(layer: nn.Module, saver: ActivationSaver) -> None:
     cast(Any, layer).saver = saver
 
 
+def _check_unused(layers: Mapping[str, nn.Module]) -> None:
+    taken = [name for name, part in layers.items() if has_saver(part) and isinstance(cast(Any, part).saver, LayerSaver)]
+    if taken:
+        raise ValueError(
+            f"PagedStash: {taken[0]} saves its rows in another stash already, of another PagedStash or of your own. Let each have "
+            "layers of its own (modules=[...]), or leave one out"
+        )
+
+
 def _nothing_found(pattern: str, fitting: Mapping[str, nn.Module], refused: Mapping[str, str]) -> str:
-    alike = [
-        f"{name} ({type(part).__name__}{f', {refused[name]}' if name in refused else ''})"
+    shown = {
+        name: f"{name or '(root)'} ({type(part).__name__}{f', {refused[name]}' if name in refused else ''})"
         for name, part in fitting.items()
-        if "expert" in type(part).__name__.lower()
-    ]
-    others = [f"{name or '(root)'} ({type(part).__name__})" for name, part in fitting.items()]
-    what = f"it fits {', '.join((alike or others)[:4])}, which do not" if fitting else "it fits no module at all"
+    }
+    alike = [text for name, text in shown.items() if "expert" in type(fitting[name]).__name__.lower()]
+    what = (
+        f"it fits {', '.join((alike or list(shown.values()))[:4])}, which do not"
+        if fitting
+        else "it fits no module at all"
+    )
     return (
         f"PagedStash: modules={pattern!r} names no layer that saves its rows through a saver: {what}. Use "
         "lightning_mfsdp.moe.GroupedExperts, or give your experts a `saver`, see docs/paged_stash.md"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_mfsdp.continuation import random_state, restore_random_state
@@ -18,11 +19,21 @@ from lightning_mfsdp.strategy import MFSDPStrategy
 __all__ = ["StepMemory"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Microbatch:
-    batch: Any
+    batch: Any  # containers of its own: what the step takes out of them is still there
     batch_idx: int
     random_state: Mapping[str, Any]
+    tensors: Sequence[Tensor]
+    versions: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Buffer:
+    owner: nn.Module
+    name: str
+    tensor: Tensor
+    value: Tensor
 
 
 class StepMemory:
@@ -33,26 +44,53 @@ class StepMemory:
         self._module = module
         self._strategy = trainer.strategy
         self._microbatches: list[_Microbatch] = []
-        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._buffers: list[_Buffer] = []
         self._metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
         self._updates: dict[str, int] = {}
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
     def remember(self, batch: Any, batch_idx: int) -> None:
         """A microbatch is about to begin."""
+        if batch_idx % self._trainer.accumulate_grad_batches == 0:
+            self.forget()  # where `on_train_batch_start` gave up the epoch before, a microbatch is left that never ran
         if not self._microbatches:
-            self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
+            self._buffers = [
+                _Buffer(owner=owner, name=name, tensor=buffer, value=buffer.detach().clone())
+                for owner in self._module.modules()
+                for name, buffer in owner.named_buffers(recurse=False)
+            ]
         self._updates = {name: metric.update_count for name, metric in self._metrics.items()}
-        self._microbatches.append(_Microbatch(batch, batch_idx, random_state(self._strategy.root_device)))
+        tensors: list[Tensor] = []
 
-    def check_metrics(self) -> None:
-        """Raise a RuntimeError if the microbatch updated a metric, which would be updated twice."""
+        def noted(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        self._microbatches.append(
+            _Microbatch(
+                batch=apply_to_collection(batch, Tensor, noted),
+                batch_idx=batch_idx,
+                random_state=random_state(self._strategy.root_device),
+                tensors=tensors,
+                versions=[_version(tensor) for tensor in tensors],
+            )
+        )
+
+    def check(self) -> None:
+        """Raise a RuntimeError if the microbatch did what would be done twice: update a metric, or write into its batch."""
         moved = [name for name, metric in self._metrics.items() if metric.update_count != self._updates[name]]
         if moved:
             raise RuntimeError(
                 f'PagedStash(overflow="rerun"): training_step updates the metric {moved[0]}, which would count a repeated step '
                 'twice. Return what it needs from training_step and update it in on_train_batch_end, or use overflow="keep"'
             )
+
+        for microbatch in self._microbatches[-1:]:
+            if [_version(tensor) for tensor in microbatch.tensors] != microbatch.versions:
+                raise RuntimeError(
+                    'PagedStash(overflow="rerun"): training_step writes into its batch in place, so a repeated step would see another '
+                    'one. Write into a copy, or use overflow="keep"'
+                )
 
     def forget(self) -> None:
         """The step is over."""
@@ -66,8 +104,9 @@ class StepMemory:
         now = random_state(device)
         for optimizer in self._trainer.optimizers:
             optimizer.zero_grad()
-        for buffer, value in self._buffers:
-            buffer.detach().copy_(value)
+        for buffer in self._buffers:
+            buffer.tensor.detach().copy_(buffer.value)
+            setattr(buffer.owner, buffer.name, buffer.tensor)  # the step may have put another one there
         with _nothing_logged(self._trainer, self._module):
             for number, microbatch in enumerate(self._microbatches, start=1):
                 restore_random_state(microbatch.random_state, device)
@@ -82,6 +121,11 @@ class StepMemory:
         if outputs is not None:
             loss = loss_in(outputs) / self._trainer.accumulate_grad_batches
             self._strategy.backward(loss, None)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written to; tensors of inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Silence:

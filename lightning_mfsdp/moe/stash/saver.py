@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_mfsdp.engine import EngineStateError
 from lightning_mfsdp.moe.saving import OrdinarySaver
 
 if TYPE_CHECKING:
@@ -23,7 +24,15 @@ class LayerSaver:
         self._layer = layer
 
     def save(self, ctx: Any, tensors: Sequence[Tensor], live_rows: Tensor) -> Sequence[Tensor]:
-        """See `ActivationSaver.save`. Autograd keeps nothing, unless this is an ordinary save."""
+        """See `ActivationSaver.save`. Autograd keeps nothing, unless this is an ordinary save.
+
+        Raises:
+            EngineStateError: It was called with this `ctx` before, or see `RowStash.save`.
+        """
+        if getattr(ctx, "stashed_rows", None) is not None:
+            raise EngineStateError(
+                f"paged stash: {self._layer} saves twice in one call of its autograd function, expected one save; give all tensors to it"
+            )
         ctx.stashed_rows = self._stash.save(self._layer, tensors, live_rows)
         return tensors if ctx.stashed_rows is None else ()
 

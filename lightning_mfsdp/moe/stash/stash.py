@@ -302,7 +302,8 @@ class RowStash:
         if any(held.layer == layer for held in self._outstanding.values()):
             raise EngineStateError(
                 f"paged stash: {layer} is computed again in backward by an activation checkpoint while its rows are in the stash, so they "
-                "cost both. Checkpoint only what is around the experts, leave this layer out of the stash, or pass use_reentrant=True"
+                "cost both. Checkpoint only what is around the experts (modules= of ActivationRecompute), leave this layer out of the "
+                "stash, or pass use_reentrant=True to checkpoints of your own"
             )
 
     def _retire(self, remaining: int) -> None:
