@@ -221,15 +221,22 @@ class Fp8Compute:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def scaling(self) -> list[dict[str, Any]]:
-        """Scales and histories of each model that was prepared; empty unless scaling is delayed and something has run."""
-        found = [extra_state.scaling(root) for root in self._present_roots()] if self._is_delayed else []
-        return found if any(found) else []
+    def scaling(self, roots: Mapping[str, nn.Module]) -> dict[str, Any]:
+        """Scales and histories of models, under their names in a checkpoint; empty unless scaling is delayed and something has run."""
+        found = {key: extra_state.scaling(root) for key, root in roots.items()} if self._is_delayed else {}
+        return {key: states for key, states in found.items() if states}
 
-    def load_scaling(self, saved: list[dict[str, Any]]) -> list[str]:
+    def load_scaling(self, roots: Mapping[str, nn.Module], saved: Mapping[str, Any]) -> list[str]:
         """Take up what `scaling` returned; returns names of modules that have no use for theirs here."""
         unused = []
-        for root, states in zip(self._present_roots(), saved, strict=False):
-            overrides = self._overrides(root)
-            unused += extra_state.load_scaling(root, states, lambda name, o=overrides: o.find(name, self.recipe))  # type: ignore[misc]
+        for key, states in saved.items():
+            if key not in roots:
+                unused += [f"{key}.{name}" for name in states]
+                continue
+            overrides = self._overrides(roots[key])
+            unused += extra_state.load_scaling(
+                roots[key],
+                states,
+                lambda name, o=overrides: o.find(name, self.recipe),  # type: ignore[misc]
+            )
         return unused
