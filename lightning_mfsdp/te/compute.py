@@ -112,8 +112,13 @@ class Fp8Compute:
         """A policy that knows the library's quantized weights, unless it knows some kind already.
 
         Raises:
-            ValueError: It knows them in another way than the options say.
+            ValueError: It knows them in another way than the options say, or computes in float16.
         """
+        if given.compute_dtype is torch.float16:
+            raise ValueError(
+                "policy.compute_dtype=torch.float16 beside FP8: modules compute in bfloat16 what they do not in 8 bits, so weights "
+                "gathered in float16 would be rounded twice; expected torch.bfloat16, torch.float32 or None"
+            )
         keep = self.options.keep_transpose_cache
         ours = weight_codecs(keep_transpose_cache=keep)
         if keep and given.weight_codecs not in ((), ours):

@@ -345,6 +345,13 @@ class TestRefusals:
         with pytest.raises(ValueError, match="keep_transpose_cache=True, and a policy with weight_codecs of its own"):
             MFSDPPrecision("transformer-engine", keep_transpose_cache=True, policy=policy)
 
+    def test_float16_is_refused_whoever_brings_the_policy(self) -> None:
+        policy = MixedPrecisionPolicy(compute_dtype=torch.float16)
+        with pytest.raises(ValueError, match=r"policy\.compute_dtype=torch\.float16 beside FP8"):
+            fp8(policy=policy)
+        with pytest.raises(ValueError, match=r"policy\.compute_dtype=torch\.float16 beside FP8"):
+            translate_precision(fp8(), policy)
+
     def test_a_policy_of_the_strategy_learns_of_quantized_weights(self) -> None:
         policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
         given = fp8(fp8_weights=True, policy=policy)
