@@ -165,6 +165,7 @@ class Fp8Compute:
         chosen = {name: layer for name, layer in layers.items() if name not in kept}
         options = self.options
         checks.check_something_multiplies(root, chosen, options)
+        checks.check_gradients(root)
         new = replace(
             root,
             chosen,

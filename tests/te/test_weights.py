@@ -299,6 +299,16 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"fuse_weight_gradients=True: Sequential has no layer that was replaced"):
             self.prepare(built, replace_layers=False, fuse_weight_gradients=True)
 
+    def test_modules_whose_gradients_come_later_or_elsewhere(self) -> None:
+        late, elsewhere = fake_engine.Linear(16, 16, device="cpu"), fake_engine.BasicLinear()
+        late.need_backward_dw = lambda: True  # type: ignore[method-assign]
+        elsewhere._accumulate_into_main_grad = True
+        for module, option in ((late, "delay_wgrad_compute"), (elsewhere, "accumulate_into_main_grad")):
+            with pytest.raises(
+                ValueError, match=rf"1 \(.*\) was built with {option}=True: the gradient of its weight is not"
+            ):
+                self.prepare(nn.Sequential(nn.Linear(16, 16), module))
+
     def test_switches_that_are_none(self) -> None:
         with pytest.raises(ValueError, match="fp8_weights='yes': expected True or False"):
             MFSDPPrecision("transformer-engine", fp8_weights="yes")  # type: ignore[arg-type]
