@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.group import ParameterGroup
 
-__all__ = ["is_fused_adam", "refuse_unfit_options"]
+__all__ = ["add_missing_remainders", "is_fused_adam", "refuse_unfit_options"]
 
 _NAME = ("transformer_engine", "FusedAdam")
+_REMAINDER = "master_param"
 _MOMENTS = (torch.float32, torch.bfloat16)
 _CAPTURABLE = (
     "its step counter would come back from a checkpoint on the CPU; use torch.optim.AdamW(capturable=True, fused=True)"
@@ -35,6 +36,14 @@ def is_fused_adam(optimizer: Optimizer) -> bool:
     """Whether it is exactly this class; a subclass may do anything."""
     kind = type(optimizer)
     return (kind.__module__.split(".")[0], kind.__name__) == _NAME
+
+
+def add_missing_remainders(optimizer: Any) -> None:
+    """Begin with remainders of zero where a checkpoint brought moments alone: the library makes all of a parameter's state or none."""
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        state = optimizer.state.get(parameter)
+        if state and parameter.dtype is torch.bfloat16 and _REMAINDER not in state:
+            state[_REMAINDER] = torch.zeros_like(parameter, dtype=torch.int16)
 
 
 def refuse_unfit_options(optimizer: Any, groups: Sequence[ParameterGroup]) -> None:

@@ -24,7 +24,7 @@ from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.context import Context
 from lightning_mfsdp.engine.decoupled import reads_decoupled_gradients, show_gradients
 from lightning_mfsdp.engine.errors import ShardingError
-from lightning_mfsdp.engine.fused_adam import is_fused_adam, refuse_unfit_options
+from lightning_mfsdp.engine.fused_adam import add_missing_remainders, is_fused_adam, refuse_unfit_options
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.offload import StreamedStep
@@ -86,6 +86,7 @@ def fully_shard_optimizer(
     is_known = type(optimizer) in ELEMENTWISE_OPTIMIZERS or is_fused_adam(optimizer)
     works_locally = is_known or isinstance(optimizer, LocalRowsOptimizer)
     local = works_locally if elementwise is None else elementwise
+    keeps_remainders = is_fused_adam(optimizer) and getattr(optimizer, "store_param_remainders", False)
     contexts: list[weakref.ref[Context]] = []
     held: list[Tensor] = []
     streamed = StreamedStep()
@@ -99,6 +100,8 @@ def fully_shard_optimizer(
 
     def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         adopt_new(optimizer)
+        if keeps_remainders:
+            add_missing_remainders(optimizer)
         return streamed.begin(optimizer, args, kwargs)
 
     def end(optimizer: Optimizer, *_: Any) -> None:

@@ -88,10 +88,11 @@ class FusedAdam(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, values in state_dict["state"].items():
             dtypes = self._dtypes(parameters[number])
-            made = {key: torch.empty_like(parameters[number], dtype=dtype) for key, dtype in dtypes.items()}
+            made = {}
             for key, value in values.items():
-                assert value.dtype is torch.int16 or dtypes[key] is not torch.int16
-                made[key].copy_(value)
+                dtype = dtypes.get(key, torch.float32)
+                assert value.dtype is torch.int16 or dtype is not torch.int16
+                made[key] = torch.empty_like(parameters[number], dtype=dtype).copy_(value)
             self.state[parameters[number]] = made
 
 

@@ -114,6 +114,13 @@ def halves(fit: Any, folder: str) -> dict[str, Any]:
         found[f"halves {kind}"] = [full_state(again), full_state(straight)]
         found[f"remainders {kind}"] = [moments(one, "master_param") for one in (resumed, expected)]
 
+    path, from_whole, from_halves = f"{folder}/of-whole", rounded(), rounded()
+    fit(rounded(), 2, policy=FULL, **LOW_RUN).save_checkpoint(path)
+    from_whole.options = HALVES
+    fit(from_whole, 5, policy=LOW, ckpt_path=path, **LOW_RUN)
+    fit(from_halves, 5, policy=FULL, ckpt_path=f"{folder}/halves-full", **LOW_RUN)
+    found["other main weights"] = [full_state(one) for one in (whole, from_whole, from_halves)]
+
     split.known, split.options = False, {}
     fit(split, 2, policy=LOW, **LOW_RUN)
     found["back"] = all(type(view.local) is nn.Parameter for view in sharded_parameters(split))
@@ -222,6 +229,14 @@ def test_remainders_resume_to_the_bit(ranks: Any, kind: str) -> None:
             for name, value in straight.items():
                 assert torch.equal(again[name], value), f"{part} {name}"
                 assert again[name].dtype is value.dtype is (BF16 if part == "halves" else torch.int16)
+
+
+def test_checkpoints_go_between_main_weights_in_halves_and_whole_ones(ranks: Any) -> None:
+    for found in ranks:
+        expected, *others = found["other main weights"]
+        for other in others:
+            for name, value in expected.items():
+                torch.testing.assert_close(other[name].float(), value, rtol=0.05, atol=0.02)
 
 
 def test_another_optimizer_of_the_same_model_finds_gradients_as_ever(ranks: Any) -> None:
