@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp import (
@@ -22,6 +22,7 @@ from lightning_mfsdp.engine import sharded_parameters
 from tests.helpers.distributed import run_distributed
 from tests.helpers.fused_adam import FusedAdam, joined
 from tests.lightning.models import Classifier, full_state, loader, make_trainer, seeded, strict_warnings
+from tests.lightning.test_exact_continuation import Loader, SaveAt
 
 BF16 = torch.bfloat16
 MOMENTS: dict[str, Any] = {"float32": {}, "bfloat16": {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}}
@@ -80,6 +81,7 @@ def runs(rank: int, world: int, folder: str) -> dict[str, Any]:
             found[f"{name} {kind}"] = [full_state(again), full_state(straight)]
             for key in ("exp_avg", "exp_avg_sq"):
                 found[f"{name} {kind} {key}"] = [moments(resumed, key), moments(expected, key)]
+    found["inside"] = inside_a_step(rank, world, folder)
     return found | halves(fit, folder) | refusals()
 
 
@@ -133,6 +135,19 @@ def halves(fit: Any, folder: str) -> dict[str, Any]:
     fit(low, 4, policy=LOW_GRADS, **{**LOW_RUN, "gradient_clip_val": None})
     found["low gradients"] = [full_state(low), full_state(usual)], seen
     return found
+
+
+def inside_a_step(rank: int, world: int, folder: str) -> list[dict[str, Tensor]]:
+    """Saved with two of three microbatches added up in float32, and resumed."""
+    states, path = [], f"{folder}/inside"
+    for options in ({"callbacks": [SaveAt(5, path)]}, {}):
+        model = rounded()
+        model.options = HALVES
+        settings = {"precision": "bf16-mixed", "accumulate_grad_batches": 3, "max_epochs": 1, **options}
+        trainer = make_trainer(folder, world, strategy=MFSDPStrategy(units=["Block"], policy=LOW), **settings)
+        trainer.fit(model, Loader(rank), ckpt_path=None if options else path)
+        states.append(full_state(model))
+    return states
 
 
 def gradient_dtypes(optimizer: torch.optim.Optimizer) -> set[torch.dtype]:
@@ -229,6 +244,13 @@ def test_remainders_resume_to_the_bit(ranks: Any, kind: str) -> None:
             for name, value in straight.items():
                 assert torch.equal(again[name], value), f"{part} {name}"
                 assert again[name].dtype is value.dtype is (BF16 if part == "halves" else torch.int16)
+
+
+def test_a_run_resumes_inside_a_step_with_decoupled_gradients(ranks: Any) -> None:
+    for found in ranks:
+        straight, resumed = found["inside"]
+        for name, value in straight.items():
+            assert torch.equal(resumed[name], value), name
 
 
 def test_checkpoints_go_between_main_weights_in_halves_and_whole_ones(ranks: Any) -> None:
