@@ -54,14 +54,17 @@ def show_gradients(group: ParameterGroup, held: Sequence[Entry], *, decoupled: b
     Raises:
         ShardingError: The dtype would change for parameters that the optimizer does not hold, or amid unreduced gradients.
     """
-    for entry in held:
-        kind = _DecoupledRows if decoupled else nn.Parameter
-        if type(entry.local) is not kind:
-            entry.local.__class__ = kind
     main = group.spec.main_dtype
     dtype = group.policy.main_grads_dtype if decoupled and main.is_floating_point else main
-    if gradient_dtype(group) is dtype:
-        return
+    if gradient_dtype(group) is not dtype:
+        _change_dtype(group, held, dtype)
+    kind = _DecoupledRows if decoupled else nn.Parameter
+    for entry in held:
+        if type(entry.local) is not kind:
+            entry.local.__class__ = kind
+
+
+def _change_dtype(group: ParameterGroup, held: Sequence[Entry], dtype: torch.dtype) -> None:
     names = {id(entry) for entry in held}
     others = [entry.name for entry in group.entries if entry.full.requires_grad and id(entry) not in names]
     if others:
