@@ -43,6 +43,7 @@ __all__ = ["CheckpointingStrategy"]
 
 # Smaller ones are done before anybody could read a bar.
 _BYTES_WORTH_A_BAR = 256 * 2**20
+_MODEL = "model"  # the one that a Trainer has
 
 
 class CheckpointingStrategy(ProcessStrategy):
@@ -147,7 +148,8 @@ class CheckpointingStrategy(ProcessStrategy):
             # Also used in the background: collectives of two threads must not meet, and one save is waited for before the next.
             self._saving_ranks = Ranks.patient()
         ranks = self._saving_ranks
-        checkpoint = {**checkpoint, **self.precision_plugin.fp8_scaling()}  # type: ignore[attr-defined]
+        scaling = self.precision_plugin.fp8_scaling({_MODEL: self._module})  # type: ignore[attr-defined]
+        checkpoint = {**checkpoint, **scaling}
         if "loops" in checkpoint:
             checkpoint = self._with_continuation(checkpoint, ranks)
         content: lightning_io.ShardedContent | lightning_io.FullContent
@@ -230,7 +232,7 @@ class CheckpointingStrategy(ProcessStrategy):
                 parameter_states=self.parameter_states,
                 prepare=self._prepare_optimizers if fitting else None,
             )
-        self.precision_plugin.take_fp8_scaling(rest)  # type: ignore[attr-defined]
+        self.precision_plugin.take_fp8_scaling({_MODEL: self._module}, rest)  # type: ignore[attr-defined]
         self._restore_rank_state(rest)
         return rest
 

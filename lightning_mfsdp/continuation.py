@@ -124,7 +124,9 @@ class PendingGradients:
         """Of all parameters that have a gradient, on this rank or elsewhere; optimizers pass over the others. Collective."""
         reduce_pending(self._module)
         return {
-            view.name: torch.zeros_like(view.main) if view.grad is None else view.grad.detach()
+            view.name: torch.zeros_like(view.main, dtype=view.local.grad_dtype)
+            if view.grad is None
+            else view.grad.detach()
             for view in sharded_parameters(self._module)
             if has_gradient(view.local)
         }
@@ -138,4 +140,5 @@ class PendingGradients:
         for view in sharded_parameters(self._module):
             found = rows.get(view.name)
             if found is not None and isinstance(view.dtensor, Rows):
-                view.dtensor.grad = Rows.over(found.to(view.local), view.dtensor)
+                rows_here = found.to(view.local.device, view.local.grad_dtype)
+                view.dtensor.grad = Rows.over(rows_here, view.dtensor)

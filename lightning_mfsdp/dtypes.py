@@ -256,15 +256,15 @@ class ShardedPrecision(FabricPrecision):
                 'its step, after clipping. Use fused=False, or precision="bf16-mixed", which needs no scaling'
             )
 
-    def fp8_scaling(self) -> dict[str, Any]:
-        """What a checkpoint holds of FP8: scales and histories, under delayed scaling."""
-        scaling = self.fp8.scaling() if self.fp8 is not None else []
+    def fp8_scaling(self, models: Mapping[str, nn.Module]) -> dict[str, Any]:
+        """What a checkpoint holds of FP8: scales and histories, under delayed scaling, of models by their names in it."""
+        scaling = self.fp8.scaling(models) if self.fp8 is not None else {}
         return {_FP8_SCALING: scaling} if scaling else {}
 
-    def take_fp8_scaling(self, rest: dict[str, Any]) -> None:
+    def take_fp8_scaling(self, models: Mapping[str, nn.Module], rest: dict[str, Any]) -> None:
         """Restore what `fp8_scaling` put into a checkpoint, and remove it there. A run without FP8 has no use for it."""
-        scaling = rest.pop(_FP8_SCALING, [])
-        unused = self.fp8.load_scaling(scaling) if self.fp8 is not None else []
+        scaling = rest.pop(_FP8_SCALING, {})
+        unused = self.fp8.load_scaling(models, scaling) if self.fp8 is not None else []
         if unused:
             rank_zero_info(
                 f"the checkpoint holds scales of delayed scaling for {len(unused)} modules that do not use it here: {unused[:4]}"

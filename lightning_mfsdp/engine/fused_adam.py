@@ -5,23 +5,31 @@ Source: `transformer_engine.pytorch.optimizers.fused_adam`, version 2.20.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_mfsdp.engine.errors import ShardingError
+from lightning_mfsdp.engine.group import ParameterGroup
 
-__all__ = ["is_fused_adam", "refuse_unfit_options"]
+__all__ = ["add_missing_remainders", "is_fused_adam", "refuse_unfit_options"]
 
 _NAME = ("transformer_engine", "FusedAdam")
+_REMAINDER = "master_param"
 _MOMENTS = (torch.float32, torch.bfloat16)
-_SWITCHES = {
-    "master_weights": "main weights are float32 already, and weights that only the optimizer knows would be in no checkpoint or average; "
-    "leave it out, and store_param_remainders with it",
-    "use_decoupled_grad": "gradients are where they always are, in the dtype of the main weight; leave it out",
-    "capturable": "its step counter would come back from a checkpoint on the CPU; use torch.optim.AdamW(capturable=True, fused=True)",
-}
+_CAPTURABLE = (
+    "its step counter would come back from a checkpoint on the CPU; use torch.optim.AdamW(capturable=True, fused=True)"
+)
+_OWN_WEIGHTS = (
+    "the optimizer would go on from float32 weights of its own, whatever is loaded or written into the model; add "
+    "store_param_remainders=True, which keeps what bfloat16 main weights lack, or have float32 main weights and leave it out"
+)
+_NO_REMAINDERS = (
+    "main weights are {dtype}, and it keeps the 16 bits that bfloat16 ones lack of float32; leave both out, or have bfloat16 main weights: "
+    'precision="bf16-true", or MixedPrecisionPolicy(main_params_dtype=torch.bfloat16)'
+)
 
 
 def is_fused_adam(optimizer: Optimizer) -> bool:
@@ -30,16 +38,24 @@ def is_fused_adam(optimizer: Optimizer) -> bool:
     return (kind.__module__.split(".")[0], kind.__name__) == _NAME
 
 
-def refuse_unfit_options(optimizer: Any, *, offloads: bool) -> None:
+def add_missing_remainders(optimizer: Any) -> None:
+    """Begin with remainders of zero where a checkpoint brought moments alone: the library makes all of a parameter's state or none."""
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        state = optimizer.state.get(parameter)
+        if state and parameter.dtype is torch.bfloat16 and _REMAINDER not in state:
+            state[_REMAINDER] = torch.zeros_like(parameter, dtype=torch.int16)
+
+
+def refuse_unfit_options(optimizer: Any, groups: Sequence[ParameterGroup]) -> None:
     """Raise a ShardingError for an option that cannot be honoured.
 
     Args:
         optimizer: A FusedAdam.
-        offloads: Some of its parameters were sharded with `offload="optimizer"`.
+        groups: What it holds parameters of.
     """
-    for name, why in _SWITCHES.items():
-        if getattr(optimizer, name):
-            raise ShardingError(f"fully_shard_optimizer: FusedAdam({name}=True): {why}")
+    if optimizer.capturable:
+        raise ShardingError(f"fully_shard_optimizer: FusedAdam(capturable=True): {_CAPTURABLE}")
+    _refuse_unfit_weights(optimizer, [group.spec.main_dtype for group in groups if group.spec.trainable])
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         dtype = getattr(optimizer, name)
         if dtype not in _MOMENTS:
@@ -47,8 +63,20 @@ def refuse_unfit_options(optimizer: Any, *, offloads: bool) -> None:
                 f"fully_shard_optimizer: FusedAdam({name}={dtype}) keeps scales beside its state, which would be in no checkpoint; "
                 "expected torch.float32 or torch.bfloat16"
             )
-    if offloads:
+    if any(group.offloads for group in groups):
         raise ShardingError(
             'fully_shard_optimizer: FusedAdam counts the calls of its step, and offload="optimizer" makes several of one; use '
             "torch.optim.AdamW(fused=True)"
+        )
+
+
+def _refuse_unfit_weights(optimizer: Any, dtypes: Sequence[torch.dtype]) -> None:
+    if not optimizer.master_weights:
+        return
+    if not optimizer.store_param_remainders:
+        raise ShardingError(f"fully_shard_optimizer: FusedAdam(master_weights=True): {_OWN_WEIGHTS}")
+    if dtypes and torch.bfloat16 not in dtypes:
+        why = _NO_REMAINDERS.format(dtype=dtypes[0])
+        raise ShardingError(
+            f"fully_shard_optimizer: FusedAdam(master_weights=True, store_param_remainders=True): {why}"
         )

@@ -18,7 +18,7 @@ class GroupSpec:
 
     Attributes:
         compute_dtype: Of the full weight, as autograd sees it.
-        main_dtype: Of the main weight and of the gradient the optimizer sees.
+        main_dtype: Of the main weight, and of the gradient that the optimizer sees unless it wants another (decoupled.py).
         trainable: Whether gradients were wanted when the module was sharded.
         whole: 0-D parameters have no rows to share out, so every rank keeps them.
         codec: How the full weight is stored, where that is not simply the compute dtype.

@@ -22,8 +22,9 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.context import Context
+from lightning_mfsdp.engine.decoupled import reads_decoupled_gradients, show_gradients
 from lightning_mfsdp.engine.errors import ShardingError
-from lightning_mfsdp.engine.fused_adam import is_fused_adam, refuse_unfit_options
+from lightning_mfsdp.engine.fused_adam import add_missing_remainders, is_fused_adam, refuse_unfit_options
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.offload import StreamedStep
@@ -85,6 +86,7 @@ def fully_shard_optimizer(
     is_known = type(optimizer) in ELEMENTWISE_OPTIMIZERS or is_fused_adam(optimizer)
     works_locally = is_known or isinstance(optimizer, LocalRowsOptimizer)
     local = works_locally if elementwise is None else elementwise
+    keeps_remainders = is_fused_adam(optimizer) and getattr(optimizer, "store_param_remainders", False)
     contexts: list[weakref.ref[Context]] = []
     held: list[Tensor] = []
     streamed = StreamedStep()
@@ -98,6 +100,8 @@ def fully_shard_optimizer(
 
     def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         adopt_new(optimizer)
+        if keeps_remainders:
+            add_missing_remainders(optimizer)
         return streamed.begin(optimizer, args, kwargs)
 
     def end(optimizer: Optimizer, *_: Any) -> None:
@@ -132,6 +136,7 @@ def _is_same(found: list[Tensor], expected: list[Tensor]) -> bool:
 def _adopt_parameters(optimizer: Optimizer, local: bool, grad_scaler: object | None) -> list[Context]:
     """Replace parameters in place by the face the optimizer works on; returns the contexts they belong to, in order."""
     covered: dict[Context, list[Entry]] = {}
+    held: dict[ParameterGroup, list[Entry]] = {}
     seen: set[int] = set()
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
@@ -157,17 +162,30 @@ def _adopt_parameters(optimizer: Optimizer, local: bool, grad_scaler: object | N
                     f"treats every number by itself, and {type(optimizer).__name__} looks at whole tensors; shard without offload, use one "
                     "such as torch.optim.AdamW, or pass elementwise=True if it does"
                 )
+            held.setdefault(owner, []).append(entry)
             face = entry.local if local else entry.sharded
-            if is_fused_adam(optimizer):
-                refuse_unfit_options(optimizer, offloads=owner.offloads)
             group["params"][index] = face
             if parameter in optimizer.state and parameter is not face:
                 optimizer.state[face] = _shard_state(optimizer.state.pop(parameter), owner, entry, local=local)
             if owner.context is not None:
                 covered.setdefault(owner.context, []).append(entry)
+    if is_fused_adam(optimizer) and held:
+        refuse_unfit_options(optimizer, list(held))
+    _show_gradients(optimizer, held, local=local)
     for context, entries in covered.items():
         context.cover(entries)
     return list(covered)
+
+
+def _show_gradients(optimizer: Optimizer, held: dict[ParameterGroup, list[Entry]], *, local: bool) -> None:
+    decoupled = reads_decoupled_gradients(optimizer)
+    if decoupled and held and not local:
+        raise ShardingError(
+            f"fully_shard_optimizer: {type(optimizer).__name__}(use_decoupled_grad=True) would find no gradient, because DTensors have "
+            "none under that name. Leave it out, or pass elementwise=True if the optimizer treats every number by itself"
+        )
+    for group, entries in held.items():
+        show_gradients(group, entries, decoupled=decoupled)
 
 
 def _shard_state(state: dict[str, Any], group: ParameterGroup, entry: Entry, *, local: bool) -> dict[str, Any]:

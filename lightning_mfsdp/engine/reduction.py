@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.buffer import Filling, FlatBuffer, accumulate_segments, copy_or_add, transient
+from lightning_mfsdp.engine.decoupled import gradient_dtype
 from lightning_mfsdp.engine.direct import DirectWrites
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.storage import Slot
@@ -39,7 +40,7 @@ class GradientReducer:
     Attributes:
         main: The main gradient, extent and position as the main weight. Cells that belong to no parameter are zero.
         is_alone: There is no other rank: nothing to communicate.
-        exposed: What the optimizer sees: `main`, or its copy in the main weight's dtype where that differs.
+        exposed: What the optimizer sees: `main`, or its copy in the dtype that the optimizer wants (decoupled.py) where that differs.
         holds_bucket: Whether the bucket's memory is still needed.
         writes: Gradients that layers write themselves (direct.py).
     """
@@ -53,8 +54,9 @@ class GradientReducer:
         self.is_alone = not mesh.axes
         self.main_memory, self.main = transient(layout, group.main_extent, self.main_dtype, group.device)
         self._exposed_memory, self.exposed = self.main_memory, self.main
-        if self.main_dtype != group.spec.main_dtype:
-            exposed = transient(layout, group.main_extent, group.spec.main_dtype, group.device)
+        exposed_dtype = gradient_dtype(group)
+        if self.main_dtype != exposed_dtype:
+            exposed = transient(layout, group.main_extent, exposed_dtype, group.device)
             self._exposed_memory, self.exposed = exposed
         self.faces = [view if view.numel() else None for view in self.exposed.views()]
         self._shown = [face for face in self.faces if face is not None]

@@ -76,6 +76,14 @@ class ReductionSchedule:
         """The group's gradients, if there ever were any."""
         return self._reducers.get(group)
 
+    def forget(self, group: ParameterGroup) -> bool:
+        """Make another reducer for a group when it has a gradient again; `False` where the present one is in use."""
+        known = self._reducers.get(group)
+        if known is not None and (known.holds_back or known.holds_bucket or known.writes.target is not None):
+            return False
+        self._reducers.pop(group, None)
+        return True
+
     def writes(self, group: ParameterGroup) -> DirectWrites | None:
         """Where a layer may write gradients of a group in this backward; `None`: leave them to autograd."""
         return None if self.reducer(group).is_alone else self.required_writes(group)

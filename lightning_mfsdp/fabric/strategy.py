@@ -306,9 +306,10 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
             )
         if self._saving_ranks is None:
             self._saving_ranks = Ranks.patient()
+        saved = {key: _unwrapped(value) for key, value in state.items()}
         checkpoints.save(
             locate(self.broadcast(os.fspath(path))),
-            {**{key: _unwrapped(value) for key, value in state.items()}, **self.precision.fp8_scaling()},
+            {**saved, **self.precision.fp8_scaling(_models(saved))},
             filter or {},
             whole=self.state_dict_type == "full",
             ranks=self._saving_ranks,
@@ -343,7 +344,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
             )
         restored = {key: _unwrapped(value) for key, value in state.items()}
         rest = checkpoints.load(location, restored, strict=strict, weights_only=weights_only)
-        self.precision.take_fp8_scaling(rest)
+        self.precision.take_fp8_scaling(_models(restored), rest)
         state.update({key: value for key, value in restored.items() if not isinstance(value, nn.Module)})
         return rest
 
@@ -373,6 +374,10 @@ class _Forward(nn.Module):
 
 def _unwrapped(value: Any) -> Any:
     return value.module if isinstance(value, _Forward) else value
+
+
+def _models(state: Mapping[str, Any]) -> dict[str, nn.Module]:
+    return {key: value for key, value in state.items() if isinstance(value, nn.Module)}
 
 
 class _BackwardSync(FabricBackwardSyncControl):

@@ -11,7 +11,13 @@ from lightning_mfsdp.te import library
 from lightning_mfsdp.te.options import Fp8Options
 from lightning_mfsdp.te.weights import is_quantized, quantized_modules
 
-__all__ = ["check_devices", "check_options_have_use", "check_other_recipe", "check_something_multiplies"]
+__all__ = [
+    "check_devices",
+    "check_gradients",
+    "check_options_have_use",
+    "check_other_recipe",
+    "check_something_multiplies",
+]
 
 
 def check_something_multiplies(root: nn.Module, replaced: Mapping[str, nn.Module], options: Fp8Options) -> None:
@@ -69,6 +75,27 @@ def check_other_recipe(name: str, module: nn.Module) -> None:
         raise ValueError(
             f"{name} is to compute with another recipe or in high precision (overrides, keep_high_precision), and has FP8 weights that "
             "were built for the run's recipe. Build it under transformer_engine.pytorch.quantized_model_init(enabled=False)"
+        )
+
+
+def check_gradients(root: nn.Module) -> None:
+    """Raise a ValueError for modules whose gradients would not be there when their unit's are reduced.
+
+    Source: `TransformerEngineBaseModule.need_backward_dw` and `ops/_common.py`, version 2.20.
+    """
+    for name, module in root.named_modules():
+        if not library.is_engine_module(module):
+            continue
+        delays = getattr(module, "need_backward_dw", None)
+        if delays is not None and delays():
+            option = "delay_wgrad_compute=True"
+        elif getattr(module, "_accumulate_into_main_grad", False):
+            option = "accumulate_into_main_grad=True"
+        else:
+            continue
+        raise ValueError(
+            f"{name} ({type(module).__name__}) was built with {option}: the gradient of its weight is not there at the end of its "
+            "backward, when it is reduced. Build it without; fuse_wgrad_accumulation=True, of modules that have it, saves the copy"
         )
 
 

@@ -112,8 +112,13 @@ class Fp8Compute:
         """A policy that knows the library's quantized weights, unless it knows some kind already.
 
         Raises:
-            ValueError: It knows them in another way than the options say.
+            ValueError: It knows them in another way than the options say, or computes in float16.
         """
+        if given.compute_dtype is torch.float16:
+            raise ValueError(
+                "policy.compute_dtype=torch.float16 beside FP8: modules compute in bfloat16 what they do not in 8 bits, so weights "
+                "gathered in float16 would be rounded twice; expected torch.bfloat16, torch.float32 or None"
+            )
         keep = self.options.keep_transpose_cache
         ours = weight_codecs(keep_transpose_cache=keep)
         if keep and given.weight_codecs not in ((), ours):
@@ -160,6 +165,7 @@ class Fp8Compute:
         chosen = {name: layer for name, layer in layers.items() if name not in kept}
         options = self.options
         checks.check_something_multiplies(root, chosen, options)
+        checks.check_gradients(root)
         new = replace(
             root,
             chosen,
@@ -221,15 +227,22 @@ class Fp8Compute:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def scaling(self) -> list[dict[str, Any]]:
-        """Scales and histories of each model that was prepared; empty unless scaling is delayed and something has run."""
-        found = [extra_state.scaling(root) for root in self._present_roots()] if self._is_delayed else []
-        return found if any(found) else []
+    def scaling(self, roots: Mapping[str, nn.Module]) -> dict[str, Any]:
+        """Scales and histories of models, under their names in a checkpoint; empty unless scaling is delayed and something has run."""
+        found = {key: extra_state.scaling(root) for key, root in roots.items()} if self._is_delayed else {}
+        return {key: states for key, states in found.items() if states}
 
-    def load_scaling(self, saved: list[dict[str, Any]]) -> list[str]:
+    def load_scaling(self, roots: Mapping[str, nn.Module], saved: Mapping[str, Any]) -> list[str]:
         """Take up what `scaling` returned; returns names of modules that have no use for theirs here."""
         unused = []
-        for root, states in zip(self._present_roots(), saved, strict=False):
-            overrides = self._overrides(root)
-            unused += extra_state.load_scaling(root, states, lambda name, o=overrides: o.find(name, self.recipe))  # type: ignore[misc]
+        for key, states in saved.items():
+            if key not in roots:
+                unused += [f"{key}.{name}" for name in states]
+                continue
+            overrides = self._overrides(roots[key])
+            unused += extra_state.load_scaling(
+                roots[key],
+                states,
+                lambda name, o=overrides: o.find(name, self.recipe),  # type: ignore[misc]
+            )
         return unused

@@ -14,12 +14,22 @@ from lightning_mfsdp.te.weights import quantized_init, shared_weights
 
 __all__ = ["replace", "replaceable"]
 
+# What makes a subclass more than its class; the library's layer would not have it.
+_OWN_WAYS = (
+    "forward",
+    "__call__",
+    "_save_to_state_dict",
+    "_load_from_state_dict",
+    "get_extra_state",
+    "set_extra_state",
+)
+
 
 def replaceable(root: nn.Module) -> dict[str, nn.Module]:
     """Layers inside `root` that compute as `nn.Linear`, `nn.LayerNorm` or `nn.RMSNorm` do, by name. Each once.
 
-    Left as they are: layers with a forward of their own, norms without weight, bias or a number for eps, which the library has not, and
-    what attention of `torch.nn` only reads the weights of.
+    Left as they are: layers with a forward, buffers or entries of a state dict of their own, norms without weight, bias or a number for
+    eps, which the library has not, and what attention of `torch.nn` only reads the weights of.
     """
     found: dict[str, nn.Module] = {}
     inside: set[int] = set()  # modules that use their children's parameters themselves
@@ -74,9 +84,14 @@ def replace(
 def _maker(layer: nn.Module) -> Callable[[str, Any, bool], nn.Module] | None:
     """What builds the library's counterpart, on meta; `None` if there is none."""
     for kind, maker in _MAKERS.items():
-        if isinstance(layer, kind) and type(layer).forward is kind.forward and "forward" not in vars(layer):
+        if isinstance(layer, kind) and not _has_own_ways(layer, kind):
             return maker if kind is nn.Linear or _is_full_norm(layer) else None
     return None
+
+
+def _has_own_ways(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    overridden = (getattr(type(layer), name) is not getattr(kind, name) or name in vars(layer) for name in _OWN_WAYS)
+    return bool(layer._buffers) or any(overridden)
 
 
 def _linear(name: str, layer: nn.Linear, fused: bool) -> nn.Module:

@@ -423,7 +423,7 @@ def test_the_small_engine_of_the_cpu_tests_has_the_names_of_the_library() -> Non
             }
             assert takes_any or wanted <= set(known), f"{name}: {wanted - set(known)}"
     layer = te.Linear(16, 16)
-    for name in ("fp8_meta", "init_fp8_meta_tensors", "get_extra_state", "reset_parameters"):
+    for name in ("fp8_meta", "init_fp8_meta_tensors", "get_extra_state", "reset_parameters", "need_backward_dw"):
         assert hasattr(layer, name), name
     assert library.is_engine_module(layer)
     assert library.is_engine_module(te.RMSNorm(16))

@@ -204,6 +204,9 @@ class TransformerEngineBaseModule(nn.Module):
             self._is_fsdp2 = False
         return self._is_fsdp2
 
+    def need_backward_dw(self) -> bool:
+        return False
+
     def reset_parameters(self, defer_init: bool = False) -> None:
         if not defer_init:
             for name, parameter in list(self.named_parameters(recurse=False)):
@@ -456,6 +459,8 @@ class BasicOperation(nn.Module):
 
 @_in_library
 class BasicLinear(BasicOperation):
+    _accumulate_into_main_grad = False
+
     def num_quantizers(self, mode: str) -> int:
         return {"forward": 2, "backward": 1}[mode]
 

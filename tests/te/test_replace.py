@@ -34,6 +34,17 @@ class Scaled(nn.Linear):
         return super().forward(x) * 2
 
 
+class Buffered(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("seen", torch.zeros(1))
+
+
+class Stamped(nn.Linear):
+    def get_extra_state(self) -> Tensor:
+        return torch.zeros(1)
+
+
 class Block(nn.Module):
     def __init__(self, dim: int = 32) -> None:
         super().__init__()
@@ -111,6 +122,8 @@ def test_what_the_library_cannot_be_is_left_as_it_is() -> None:
     model = nn.ModuleDict(
         {
             "own forward": Scaled(16, 16),
+            "own buffer": Buffered(16, 16),
+            "own state": Stamped(16, 16),
             "no eps": nn.RMSNorm(16),
             "no bias": nn.LayerNorm(16, bias=False),
             "no weight": nn.LayerNorm(16, elementwise_affine=False),
@@ -119,8 +132,9 @@ def test_what_the_library_cannot_be_is_left_as_it_is() -> None:
             "plain": nn.Linear(16, 16),
         }
     )
-    theirs = model["theirs"]
+    theirs, keys = model["theirs"], list(model.state_dict())
     prepare(model)
+    assert list(model.state_dict()) == keys
     assert engine_names(model) == ["theirs", "plain"]
     assert model["theirs"] is theirs
 

@@ -336,6 +336,9 @@ def fabric_loop(rank: int, world: int, folder: str, found: dict[str, Any]) -> No
         strategy.precision = fp8(fake_engine.DelayedScaling(amax_history_len=4))
         fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy)
         fabric.launch()
+        other = fabric.setup_module(seeded(Net)) if path is None else None  # a model beside, which is not saved
+        if other is not None:
+            other(torch.full((ROWS, 16), 100.0))
         torch.manual_seed(seed)
         model = fabric.setup_module(Net(recompute=True))
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -347,13 +350,14 @@ def fabric_loop(rank: int, world: int, folder: str, found: dict[str, Any]) -> No
                 fabric.backward(F.cross_entropy(model(x), y))
                 optimizer.step()
                 optimizer.zero_grad()
-        return fabric, state, model
+        return fabric, state, model, other
 
-    fabric, state, _ = run(range(2), None, 0)
+    fabric, state, *_ = run(range(2), None, 0)
     fabric.save(f"{folder}/fabric", state)
-    _, _, straight = run(range(4), None, 0)
+    _, _, straight, other = run(range(4), None, 0)
     expected = full_state(straight) | scales(straight.module)
-    _, _, again = run(range(2, 4), f"{folder}/fabric", 1)
+    assert scales(other.module)
+    _, _, again, _ = run(range(2, 4), f"{folder}/fabric", 1)
     found["fabric"] = full_state(again) | scales(again.module), expected
     found["fabric recipes"] = set(kinds())
 

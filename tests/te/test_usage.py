@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_mfsdp import MixedPrecisionPolicy
 from lightning_mfsdp.te import Fp8Compute, Fp8Options
 from tests.helpers.distributed import run_distributed
+from tests.helpers.fused_adam import FusedAdam
 from tests.lightning.models import full_state, seeded, strict_warnings
 from tests.te import fake_engine
 from tests.te.test_training import ROWS, Net, assert_equal_states, data, fp8, kinds, trainer_for
@@ -130,6 +132,21 @@ class Uneven(Net):
         return self.head(self.blocks[1](x) if self.count % 2 else x)
 
 
+class Halves(Net):
+    """Main weights are bfloat16, and the optimizer has the rest."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        options = {"master_weights": True, "store_param_remainders": True, "use_decoupled_grad": True}
+        return FusedAdam(self.parameters(), lr=0.01, **options)
+
+
+def main_weights_in_halves(rank: int, world: int, found: dict[str, Any]) -> None:
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.bfloat16, compute_dtype=torch.bfloat16)
+    usual = trained(rank, world, seeded(Halves), fp8(policy=policy))
+    model = trained(rank, world, seeded(Halves), fp8(policy=policy, fp8_weights=True, fuse_weight_gradients=True))
+    found["equal: halves"] = outcome(model), outcome(usual)
+
+
 def gradients_by_layers(rank: int, world: int, found: dict[str, Any]) -> None:
     """Over microbatches, of a module that is called twice, and of some that are not called."""
     for weights in (False, True):
@@ -154,6 +171,7 @@ def two_ranks(rank: int, world: int) -> dict[str, Any]:
         another_run_of_one_model,
         adapters,
         ways_of_sharding,
+        main_weights_in_halves,
         gradients_by_layers,
     ):
         with fake_engine.installed():
@@ -206,7 +224,7 @@ def test_adapters_train_over_frozen_layers(ranks: Any) -> None:
 def test_numbers_are_those_of_16_bit_weights(ranks: Any) -> None:
     for found in ranks:
         pairs = {name: pair for name, pair in found.items() if name.startswith("equal: ")}
-        assert len(pairs) == 2 + 10 + 2
+        assert len(pairs) == 2 + 10 + 1 + 2
         for pair in pairs.values():
             assert_equal_states(pair)
 

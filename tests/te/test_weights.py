@@ -299,6 +299,16 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"fuse_weight_gradients=True: Sequential has no layer that was replaced"):
             self.prepare(built, replace_layers=False, fuse_weight_gradients=True)
 
+    def test_modules_whose_gradients_come_later_or_elsewhere(self) -> None:
+        late, elsewhere = fake_engine.Linear(16, 16, device="cpu"), fake_engine.BasicLinear()
+        late.need_backward_dw = lambda: True  # type: ignore[method-assign]
+        elsewhere._accumulate_into_main_grad = True
+        for module, option in ((late, "delay_wgrad_compute"), (elsewhere, "accumulate_into_main_grad")):
+            with pytest.raises(
+                ValueError, match=rf"1 \(.*\) was built with {option}=True: the gradient of its weight is not"
+            ):
+                self.prepare(nn.Sequential(nn.Linear(16, 16), module))
+
     def test_switches_that_are_none(self) -> None:
         with pytest.raises(ValueError, match="fp8_weights='yes': expected True or False"):
             MFSDPPrecision("transformer-engine", fp8_weights="yes")  # type: ignore[arg-type]
@@ -344,6 +354,13 @@ class TestRefusals:
         policy = MixedPrecisionPolicy(weight_codecs=weight_codecs())
         with pytest.raises(ValueError, match="keep_transpose_cache=True, and a policy with weight_codecs of its own"):
             MFSDPPrecision("transformer-engine", keep_transpose_cache=True, policy=policy)
+
+    def test_float16_is_refused_whoever_brings_the_policy(self) -> None:
+        policy = MixedPrecisionPolicy(compute_dtype=torch.float16)
+        with pytest.raises(ValueError, match=r"policy\.compute_dtype=torch\.float16 beside FP8"):
+            fp8(policy=policy)
+        with pytest.raises(ValueError, match=r"policy\.compute_dtype=torch\.float16 beside FP8"):
+            translate_precision(fp8(), policy)
 
     def test_a_policy_of_the_strategy_learns_of_quantized_weights(self) -> None:
         policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
