@@ -37,8 +37,8 @@ def apply_recompute(root: nn.Module, config: Recompute) -> list[str]:
         remove_recompute(root)
         return []
     chunks = chunks_of(config, find_stacks(root, config.modules))
-    for name, module in (layer for chunk in chunks for layer in chunk):
-        _check(name, module, config)
+    for name, _ in (layer for chunk in chunks for layer in chunk):
+        _check(root, name, config)
     names = [name for chunk in chunks for name, _ in chunk]
     if _present(root) != dict.fromkeys(names, config):
         remove_recompute(root)
@@ -72,10 +72,12 @@ def _present(root: nn.Module) -> dict[str, Recompute]:
     return {name: region.config for name, region in found if region is not None and region.enabled}
 
 
-def _check(name: str, module: nn.Module, config: Recompute) -> None:
-    if any(getattr(part, "gradient_checkpointing", False) is True for part in module.modules()):
+def _check(root: nn.Module, name: str, config: Recompute) -> None:
+    module, path = root.get_submodule(name), name.split(".")
+    around = [root.get_submodule(".".join(path[:length])) for length in range(1, len(path))]
+    if any(getattr(part, "gradient_checkpointing", False) is True for part in (*around, *module.modules())):
         raise ValueError(
-            f"Recompute: {name} checkpoints itself already, so it would be computed three times; turn the "
+            f"Recompute: {name} checkpoints itself already, or a module around it does, so it would be computed three times; turn the "
             "model's own checkpointing off, or leave recompute out"
         )
     if config.save_ops and te.has_engine_modules(module):

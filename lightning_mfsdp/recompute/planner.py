@@ -152,7 +152,8 @@ def plan_recompute(record: StepRecord, budget_bytes: int) -> Plan:
         budget_bytes: For all that lies on the device; for activations alone, where the record has none.
 
     Raises:
-        ValueError: A budget that is no positive number, a record of a step that computed something again, or no choice that fits.
+        ValueError: A budget that is no positive number, a record of a step without backward or of one that computed something again, or no
+            choice that fits.
     """
     if budget_bytes < 1:
         raise ValueError(f"plan_recompute: budget_bytes: expected a positive number, got {budget_bytes}")
@@ -160,6 +161,11 @@ def plan_recompute(record: StepRecord, budget_bytes: int) -> Plan:
         raise ValueError(
             f"plan_recompute: in the recorded step {record.recomputed[0]} was computed again already, so nobody knows what it would keep; "
             "record a step without recompute, of a smaller batch if it does not fit"
+        )
+    if not any(part.layer for part in record.parts):
+        raise ValueError(
+            "plan_recompute: no layer's backward ran in the recorded step, so nobody knows what layers keep for it; run a forward with "
+            "gradients and its backward inside record_step"
         )
     longest = max(_by_stack(record).values(), key=len, default=[])
     rows = tuple(_row(record, count) for count in range(len(longest) + 1))

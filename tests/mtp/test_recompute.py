@@ -47,3 +47,7 @@ def test_a_predictor_under_recompute(world: int, case: Any) -> None:
 def test_a_layer_that_is_computed_again_already_is_refused() -> None:
     with pytest.raises(ValueError, match=r"predictor.layers.0 checkpoints itself already"):
         apply_recompute(build(recompute=True), Recompute())
+    with pytest.raises(
+        ValueError, match=r"predictor.layers.0.layer checkpoints itself already, or a module around it does"
+    ):
+        apply_recompute(build(recompute=True), Recompute(modules=["predictor.layers.*.layer"]))

@@ -108,6 +108,11 @@ def test_no_plan_without_a_budget_a_fitting_choice_or_a_whole_record() -> None:
         plan_recompute(record(), 100)
     with pytest.raises(ValueError, match=r"in the recorded step layers\.0 was computed again already"):
         plan_recompute(record(recomputed=("layers.0",)), 1000)
+    model = build()
+    with record_step(model) as recorder:
+        model(batch(0))
+    with pytest.raises(ValueError, match="no layer's backward ran in the recorded step"):
+        plan_recompute(recorder.record, 1000)
 
 
 def recorded(model: Stack, rank: int = 0) -> StepRecord:
