@@ -11,7 +11,7 @@ from lightning_mfsdp.recompute.choice import Layer, chunks_of, find_stacks
 from lightning_mfsdp.recompute.chunk import Chunk, Order
 from lightning_mfsdp.recompute.config import Recompute
 from lightning_mfsdp.recompute.offload import HostCopies
-from lightning_mfsdp.recompute.region import Region, region_of
+from lightning_mfsdp.recompute.region import Region, refuse_operators, region_of
 
 __all__ = ["apply_recompute", "recomputed", "remove_recompute"]
 
@@ -80,8 +80,5 @@ def _check(root: nn.Module, name: str, config: Recompute) -> None:
             f"Recompute: {name} checkpoints itself already, or a module around it does, so it would be computed three times; turn the "
             "model's own checkpointing off, or leave recompute out"
         )
-    if config.save_ops and te.has_engine_modules(module):
-        raise ValueError(
-            f"Recompute: save_ops: {name} has modules of Transformer Engine, which are one operator each; choose modules to compute again "
-            'instead, as in Recompute(method="selective", modules=["*.mlp"])'
-        )
+    if te.has_engine_modules(module):
+        refuse_operators(name, config)

@@ -33,7 +33,7 @@ from lightning_mfsdp.recompute.operators import CHOICES, keeping
 from lightning_mfsdp.recompute.precision import PrecisionSnapshot, uncached_casts
 from lightning_mfsdp.recompute.routing import KeptChoices, routers_in
 
-__all__ = ["Region", "region_of"]
+__all__ = ["Region", "refuse_operators", "region_of"]
 
 _REGION = "_mfsdp_recompute"
 # What decoders of Hugging Face call their cache of keys and values. It is there in training, too, unless somebody says otherwise.
@@ -43,6 +43,15 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 def region_of(module: nn.Module) -> Region | None:
     """The region that a module is, or `None`."""
     return module.__dict__.get(_REGION)
+
+
+def refuse_operators(name: str, config: Recompute) -> None:
+    """Raise a ValueError if operators are to be kept in a module that has modules of Transformer Engine inside."""
+    if config.save_ops:
+        raise ValueError(
+            f"Recompute: save_ops: {name} has modules of Transformer Engine, which are one operator each; choose modules to compute again "
+            'instead, as in Recompute(method="selective", modules=["*.mlp"])'
+        )
 
 
 class Region:
@@ -82,7 +91,7 @@ class Region:
         self._module = weakref.ref(module)
         self._routers: list[weakref.ref[Any]] | None = None
         self._traced_ops = (*config.save_ops, *(CHOICES if routers_in(module) else ()))
-        self._has_engine_modules = te.has_engine_modules(module)
+        self._has_engine_modules: bool | None = None
         self._stops_early: bool | None = None
         self._draws = False
         module.__dict__[_REGION] = self
@@ -154,7 +163,7 @@ class Region:
                     "model with use_cache=False, or set model.config.use_cache = False"
                 )
         run = Run(self, args, kwargs)
-        if self._has_engine_modules and te.quantizes_now():
+        if self.has_engine_modules and te.quantizes_now():
             self._check_scales()
             output = te.checkpoint(run, *run.values)
         else:
@@ -169,6 +178,16 @@ class Region:
         return output
 
     # -- how it is computed again --------------------------------------------------------------------------------------
+
+    @property
+    def has_engine_modules(self) -> bool:
+        """Whether modules of Transformer Engine are inside. They may have come after the region, so the first forward looks."""
+        if self._has_engine_modules is None:
+            module = self._module()
+            self._has_engine_modules = module is not None and te.has_engine_modules(module)
+            if self._has_engine_modules:
+                refuse_operators(self.name, self.config)
+        return self._has_engine_modules
 
     @property
     def stops_early(self) -> bool:
@@ -243,7 +262,7 @@ class Region:
 
     def snapshot(self) -> PrecisionSnapshot:
         """Of the precision at the moment."""
-        return PrecisionSnapshot(with_engine=self._has_engine_modules)
+        return PrecisionSnapshot(with_engine=self.has_engine_modules)
 
 
 class Run:

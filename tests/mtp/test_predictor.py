@@ -305,6 +305,7 @@ LABELS = torch.zeros(2, 5, dtype=torch.int64)
     ("call", "message"),
     [
         (lambda _: MultiTokenPredictor(DIM, CausalLayer, depth=0), "depth=0: expected at least one token"),
+        (lambda _: MultiTokenPredictor(DIM, CausalLayer, loss_weight=float("inf")), "loss_weight=inf: expected a num"),
         (lambda _: MultiTokenPredictor(DIM, CausalLayer, loss_weight=-1), "loss_weight=-1: expected a number that"),
         (lambda _: MultiTokenPredictor(DIM, CausalLayer, depth=2, loss_weight=[1]), "or 2 of them, one for each"),
         (lambda p: p(X, X[:, :4]), r"one shape \[B, S, H\], got \(2, 5, 8\) and \(2, 4, 8\)"),
@@ -320,3 +321,8 @@ LABELS = torch.zeros(2, 5, dtype=torch.int64)
 def test_what_does_not_fit_is_refused_with_the_reason(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(MultiTokenPredictor(DIM, CausalLayer))
+
+
+def test_recompute_is_a_switch_or_a_function() -> None:
+    with pytest.raises(TypeError, match="recompute='yes': expected True, False or a function"):
+        MultiTokenPredictor(DIM, CausalLayer, recompute="yes")
