@@ -72,8 +72,8 @@ class PredictorLayer(nn.Module):
         self.recompute = recompute
 
     @property
-    def gradient_checkpointing(self) -> bool:
-        """Whether it is computed again already, under the name by which models of Hugging Face tell others."""
+    def recomputes_itself(self) -> bool:
+        """Whether it is computed again already; `Recompute` asks. Hugging Face's switch has another name, and leaves this alone."""
         return self.recompute is not None
 
     def forward(self, hidden: Tensor, embedding: Tensor, *args: Any, **kwargs: Any) -> Tensor:

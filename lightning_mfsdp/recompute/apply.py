@@ -75,10 +75,16 @@ def _present(root: nn.Module) -> dict[str, Recompute]:
 def _check(root: nn.Module, name: str, config: Recompute) -> None:
     module, path = root.get_submodule(name), name.split(".")
     around = [root.get_submodule(".".join(path[:length])) for length in range(1, len(path))]
-    if any(getattr(part, "gradient_checkpointing", False) is True for part in (*around, *module.modules())):
+    if any(map(_checkpoints_itself, (*around, *module.modules()))):
         raise ValueError(
             f"Recompute: {name} checkpoints itself already, or a module around it does, so it would be computed three times; turn the "
             "model's own checkpointing off, or leave recompute out"
         )
     if te.has_engine_modules(module):
         refuse_operators(name, config)
+
+
+def _checkpoints_itself(module: nn.Module) -> bool:
+    """By the name that Hugging Face gives its switch, and the one that `MultiTokenPredictor` gives its own."""
+    names = ("gradient_checkpointing", "recomputes_itself")
+    return any(getattr(module, name, False) is True for name in names)

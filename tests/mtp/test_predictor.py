@@ -219,10 +219,8 @@ def test_a_recomputed_layer_keeps_its_inputs_only() -> None:
 def test_a_layer_says_that_it_is_computed_again_and_is_to_its_end_so_that_ranks_meet_in_its_collectives() -> None:
     ends = []
     model = build(recompute=True)
-    assert [build(recompute=again).predictor.layers[0].gradient_checkpointing for again in (False, True)] == [
-        False,
-        True,
-    ]
+    made = [build(recompute=again).predictor.layers[0] for again in (False, True)]
+    assert [layer.recomputes_itself for layer in made] == [False, True]
     model.predictor.layers[0].norm.register_forward_hook(lambda *_: ends.append(1))
     model.loss(*batch(0)).backward()
     assert len(ends) == 2
