@@ -142,8 +142,7 @@ def random_numbers_go_on(rank: int, world: int) -> None:
 def less_memory(rank: int, world: int) -> None:
     """By as much as the layers keep: three wide tensors and two narrow ones, in bfloat16, of which the narrow input stays.
 
-    Rows are many and weights small: where gradients weigh more than inputs, the peak is at the end of the backward, when no input is left
-    that could be elsewhere.
+    Weights are small: where gradients weigh more than inputs, the peak is at the end of the backward, when no input is left.
     """
     dim, rows = 256, 16 * ROWS
     narrow = 2 * rows * dim

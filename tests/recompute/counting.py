@@ -1,4 +1,4 @@
-"""CountedMemory: bytes of live tensors, operator by operator, as the allocator of a device would have them."""
+"""What operators do, seen one by one: how often they run, and how much memory lives, as the allocator of a device would count it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,21 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+class Counting(TorchDispatchMode):
+    """How often an operator ran."""
+
+    def __init__(self, *operators: Any) -> None:
+        super().__init__()
+        self.operators, self.count = operators, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in self.operators and self.counts(args)
+        return func(*args, **(kwargs or {}))
+
+    def counts(self, args: Any) -> bool:
+        return True
 
 
 class CountedMemory(TorchDispatchMode):
