@@ -31,7 +31,7 @@ class LayerRecord:
         stack: Name of the module around it; layers of a stack are counted together.
         saved: Memory that autograd kept for it until backward: bytes by the identity of the piece. Weights are not counted.
         inputs: Memory of its inputs, which is what remains if it is computed again.
-        seconds: Of its forward.
+        seconds: Of its forward, up to the last tensor that backward needs if it ends there when it is computed again.
         forward_bytes: The most that its forward allocated at once; 0 where nobody counts.
     """
 

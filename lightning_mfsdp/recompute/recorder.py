@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import lightning_mfsdp.te as te
 from lightning_mfsdp.engine.tree import tensors_in
 from lightning_mfsdp.engine.unit import unit_of
 from lightning_mfsdp.recompute.apply import recomputed
 from lightning_mfsdp.recompute.choice import find_stacks
 from lightning_mfsdp.recompute.memory import DeviceMemory, MemoryCounter, NoMemory
 from lightning_mfsdp.recompute.planner import LayerRecord, Part, StepRecord
+from lightning_mfsdp.recompute.region import can_stop_early
 
 __all__ = ["StepRecorder", "record_step"]
 
@@ -58,7 +60,7 @@ class StepRecorder:
 
     def __init__(self, root: nn.Module, modules: Sequence[str], memory: MemoryCounter | None) -> None:
         self._root = root
-        self._layers = {name: _Layer(name) for stack in find_stacks(root, modules) for name, _ in stack}
+        self._layers = {name: _Layer(name, layer) for stack in find_stacks(root, modules) for name, layer in stack}
         self._others: dict[int, int] = {}
         self._running: list[_Layer] = []
         self._weights = _weight_storages(root)
@@ -74,12 +76,14 @@ class StepRecorder:
             self._weights = _weight_storages(self._root)
             layer.inputs.update(self._pieces(tensors_in([args, kwargs])))
             self._parts.forward_begins()
-            layer.begins.append(self._clock.now())
+            begin = self._clock.now()
+            layer.calls.append([begin, begin])
             self._running.append(layer)
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._running.pop()
-            layer.ends.append(self._clock.now())
+            if not layer.stops_early:
+                layer.calls[-1][1] = self._clock.now()
             self._weights = _weight_storages(self._root)  # what was given back may be anybody's memory now
             layer.forward_bytes = max(layer.forward_bytes, self._parts.forward_ended(name))
             self._watch(name, tensors_in(output))
@@ -105,8 +109,14 @@ class StepRecorder:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Of `saved_tensors_hooks`: autograd keeps a tensor."""
-        kept = self._running[-1].saved if self._running else self._others
-        kept.update(self._pieces([tensor]))
+        pieces = self._pieces([tensor])
+        if not self._running:
+            self._others.update(pieces)
+            return tensor.detach()
+        layer = self._running[-1]
+        layer.saved.update(pieces)
+        if layer.stops_early:
+            layer.calls[-1][1] = self._clock.now()  # computed again it ends with the last one
         return tensor.detach()
 
     def _pieces(self, tensors: Sequence[Tensor]) -> dict[int, int]:
@@ -140,13 +150,19 @@ class StepRecorder:
 
 
 class _Layer:
-    def __init__(self, name: str) -> None:
+    """What is known of one.
+
+    Attributes:
+        calls: Begin and end of each, as far as it is computed again.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
+        self.stops_early = can_stop_early(module) and not te.has_engine_modules(module)
         self.saved: dict[int, int] = {}
         self.inputs: dict[int, int] = {}
         self.forward_bytes = 0
-        self.begins: list[Any] = []
-        self.ends: list[Any] = []
+        self.calls: list[list[Any]] = []
 
     def record(self, clock: _Clock) -> LayerRecord:
         return LayerRecord(
@@ -154,7 +170,7 @@ class _Layer:
             stack=self.name.rpartition(".")[0],
             saved=self.saved,
             inputs=self.inputs,
-            seconds=sum(clock.seconds(begin, end) for begin, end in zip(self.begins, self.ends, strict=True)),
+            seconds=sum(clock.seconds(begin, end) for begin, end in self.calls),
             forward_bytes=self.forward_bytes,
         )
 

@@ -33,7 +33,7 @@ from lightning_mfsdp.recompute.operators import CHOICES, keeping
 from lightning_mfsdp.recompute.precision import PrecisionSnapshot, uncached_casts
 from lightning_mfsdp.recompute.routing import KeptChoices, routers_in
 
-__all__ = ["Region", "refuse_operators", "region_of"]
+__all__ = ["Region", "can_stop_early", "refuse_operators", "region_of"]
 
 _REGION = "_mfsdp_recompute"
 # What decoders of Hugging Face call their cache of keys and values. It is there in training, too, unless somebody says otherwise.
@@ -194,8 +194,7 @@ class Region:
         """Whether computing again ends with the last tensor that backward needs. Not where ranks talk to each other inside."""
         if self._stops_early is None:
             module = self._module()
-            parts = [] if module is None else list(module.modules())[1:]
-            self._stops_early = self._chunk is None and not any(map(_communicates, parts))
+            self._stops_early = self._chunk is None and module is not None and can_stop_early(module)
         return self._stops_early
 
     def _check_scales(self) -> None:
@@ -340,6 +339,11 @@ def _resolved(value: Any, *, again: bool) -> Any:
     if not isinstance(value, (Linked, HostCopy)):
         return value
     return value.take() if again else value.give()
+
+
+def can_stop_early(module: nn.Module) -> bool:
+    """Whether no ranks talk to each other inside of a module, so that each may end where it has what it needs."""
+    return not any(_communicates(part) for part in list(module.modules())[1:])
 
 
 def _communicates(module: nn.Module) -> bool:

@@ -188,6 +188,32 @@ def test_predictions_hold_for_sharded_models() -> None:
     run_distributed(sharded, 2)
 
 
+class Timed(nn.Module):
+    """Its last product keeps nothing of its result; `clock` says how long each half of it takes."""
+
+    def __init__(self, clock: list[float]) -> None:
+        super().__init__()
+        self.up, self.down, self.clock = nn.Linear(8, 8), nn.Linear(8, 8), clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(x))
+        self.clock[0] += 2
+        result = self.down(hidden)
+        self.clock[0] += 7
+        return result
+
+
+def test_time_counts_as_far_as_a_layer_is_computed_again(monkeypatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("lightning_mfsdp.recompute.recorder.time.perf_counter", lambda: clock[0])
+    model = nn.Sequential(Timed(clock), Timed(clock))
+    model[1].inside = nn.SyncBatchNorm(8)  # ranks wait for each other in it, so it runs to its end
+    with record_step(model) as recorder:
+        model(torch.zeros(2, 8)).sum().backward()
+    assert [one.seconds for one in recorder.record.layers] == [2, 9]
+    assert recorder.record.seconds == 18
+
+
 def test_a_failing_step_leaves_no_hooks() -> None:
     model = build()
     with pytest.raises(RuntimeError, match="the step failed"), record_step(model):
