@@ -4,7 +4,7 @@ A region takes the place of the module's `forward`, so hooks stay outside and ru
 weights for the backward when its activations are computed again. Names of parameters and modules do not change.
 
 Computing again is PyTorch's non-reentrant checkpoint, or Transformer Engine's where its modules quantize. What neither knows comes
-from a `Run`: precision, routes, kept operators, inputs that lie elsewhere, weights of units around.
+from a `Run`: precision, routes, statistics of norms, kept operators, inputs that lie elsewhere, weights of units around.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -32,6 +32,7 @@ from lightning_mfsdp.recompute.offload import HostCopies, HostCopy
 from lightning_mfsdp.recompute.operators import CHOICES, keeping
 from lightning_mfsdp.recompute.precision import PrecisionSnapshot, uncached_casts
 from lightning_mfsdp.recompute.routing import KeptChoices, routers_in
+from lightning_mfsdp.recompute.statistics import counted_once
 
 __all__ = ["Region", "can_stop_early", "refuse_operators", "region_of"]
 
@@ -259,6 +260,11 @@ class Region:
         if module is not None:
             gather_again(module)
 
+    def statistics_counted_once(self) -> AbstractContextManager[None]:
+        """Around a forward that runs again."""
+        module = self._module()
+        return nullcontext() if module is None else counted_once(module)
+
     def snapshot(self) -> PrecisionSnapshot:
         """Of the precision at the moment."""
         return PrecisionSnapshot(with_engine=self.has_engine_modules)
@@ -304,6 +310,7 @@ class Run:
             if again:
                 self._settle()
                 stack.enter_context(self._precision.entered())
+                stack.enter_context(self._region.statistics_counted_once())
             if self._modes is not None:
                 stack.enter_context(uncached_casts())
                 stack.enter_context(self._modes[again])
