@@ -70,6 +70,7 @@ class StepRecord:
         seconds: Of the step.
         parts: In their order in time.
         recomputed: Layers, or parts of them, that were computed again in it.
+        modules: Patterns of names of layers, if they were not found.
     """
 
     layers: tuple[LayerRecord, ...]
@@ -77,6 +78,7 @@ class StepRecord:
     seconds: float
     parts: tuple[Part, ...]
     recomputed: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -116,17 +118,19 @@ class Plan:
         rows: From no layer to all.
         chosen: The first that fits.
         budget_bytes: As given.
+        modules: Patterns of names of layers, as recorded.
     """
 
     rows: tuple[PlanRow, ...]
     chosen: PlanRow
     budget_bytes: int
+    modules: tuple[str, ...] = ()
 
     @property
     def recompute(self) -> Recompute:
         """What to give to the strategy, or to `apply_recompute`."""
         count = self.chosen.num_layers
-        return Recompute(method="block", num_layers=count) if count else Recompute(method="none")
+        return Recompute(method="block", num_layers=count, modules=self.modules) if count else Recompute(method="none")
 
     def __str__(self) -> str:
         head = ("layers", "saved", "peak", "extra time", "step", "")
@@ -176,7 +180,7 @@ def plan_recompute(record: StepRecord, budget_bytes: int) -> Plan:
             f"plan_recompute: a step takes {readable_bytes(least.peak_bytes)} with {least.num_layers} layers computed again, which is the "
             f"least, and the budget is {readable_bytes(budget_bytes)}; take a smaller batch, or Recompute(num_layers=..., offload=True)"
         )
-    return Plan(rows=rows, chosen=fitting[0], budget_bytes=budget_bytes)
+    return Plan(rows=rows, chosen=fitting[0], budget_bytes=budget_bytes, modules=record.modules)
 
 
 def _row(record: StepRecord, count: int) -> PlanRow:

@@ -59,7 +59,7 @@ class StepRecorder:
     record: StepRecord
 
     def __init__(self, root: nn.Module, modules: Sequence[str], memory: MemoryCounter | None) -> None:
-        self._root = root
+        self._root, self._modules = root, tuple(modules)
         self._layers = {name: _Layer(name, layer) for stack in find_stacks(root, modules) for name, layer in stack}
         self._others: dict[int, int] = {}
         self._running: list[_Layer] = []
@@ -146,6 +146,7 @@ class StepRecorder:
             seconds=self._clock.seconds(self._start, end),
             parts=tuple(self._parts.done),
             recomputed=tuple(recomputed(self._root)),
+            modules=self._modules,
         )
 
 

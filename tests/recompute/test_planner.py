@@ -101,6 +101,15 @@ def test_stacks_are_counted_side_by_side() -> None:
     assert [row.peak_bytes for row in rows] == [400, 10 + 100 + 100 + 100, 10 + 10 + 100 + 100, 30 + 100]
 
 
+def test_a_plan_is_for_the_layers_that_were_recorded() -> None:
+    model = build()
+    with record_step(model, ["layers.*.up"]) as recorder:
+        loss_of(model, batch(0)).backward()
+    plan = plan_recompute(recorder.record, 2**30)
+    chosen = replace(plan, chosen=plan.rows[1]).recompute
+    assert apply_recompute(model, chosen) == [f"layers.{number}.up" for number in range(4)]
+
+
 def test_no_plan_without_a_budget_a_fitting_choice_or_a_whole_record() -> None:
     with pytest.raises(ValueError, match="expected a positive number, got 0"):
         plan_recompute(record(), 0)
