@@ -17,6 +17,7 @@ Shapes: B rows, S positions, H width, D depth, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -71,8 +72,8 @@ class PredictorLayer(nn.Module):
         self.recompute = recompute
 
     @property
-    def gradient_checkpointing(self) -> bool:
-        """Whether it is computed again already, under the name by which models of Hugging Face tell others."""
+    def recomputes_itself(self) -> bool:
+        """Whether it is computed again already; `Recompute` asks. Hugging Face's switch has another name, and leaves this alone."""
         return self.recompute is not None
 
     def forward(self, hidden: Tensor, embedding: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -128,6 +129,7 @@ class MultiTokenPredictor(nn.Module):
 
     Raises:
         ValueError: A number out of its range, or another number of weights than depths.
+        TypeError: `recompute` is neither True, False nor a function.
     """
 
     # As models of Hugging Face name what must stay whole: the automatic choice makes a unit of each, also of a single one.
@@ -148,6 +150,8 @@ class MultiTokenPredictor(nn.Module):
         super().__init__()
         if depth < 1:
             raise ValueError(f"MultiTokenPredictor: depth={depth}: expected at least one token beyond the next one")
+        if not (isinstance(recompute, bool) or callable(recompute)):
+            raise TypeError(f"MultiTokenPredictor: recompute={recompute!r}: expected True, False or a function")
         self.loss_weights = _loss_weights(loss_weight, depth)
         self.depth = depth
         self.ignore_index = ignore_index
@@ -224,7 +228,7 @@ def _loss_weights(given: float | Sequence[float], depth: int) -> tuple[float, ..
         ValueError: Another number of them, or a negative one.
     """
     weights = tuple(given) if isinstance(given, Sequence) else (given / depth,) * depth
-    if len(weights) != depth or not all(weight >= 0 for weight in weights):
+    if len(weights) != depth or not all(0 <= weight < math.inf for weight in weights):
         raise ValueError(
             f"MultiTokenPredictor: loss_weight={given!r}: expected a number that is not negative, or {depth} of them, one for each depth"
         )

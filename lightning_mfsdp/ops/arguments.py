@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
@@ -17,9 +18,11 @@ __all__ = [
     "SoftmaxOptions",
     "check_choice",
     "check_fraction",
+    "check_not_negative",
     "compute_dtype",
     "flat_hidden",
     "flat_target",
+    "refuse_integers",
     "uncompiled",
 ]
 
@@ -50,7 +53,7 @@ class SoftmaxOptions:
 
     def __post_init__(self) -> None:
         for name, value in (("temperature", self.temperature), ("softcap", self.softcap)):
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}={value}: expected a positive number{' or None' if name == 'softcap' else ''}")
         if self.token_chunk is not None and self.token_chunk < 1:
             raise ValueError(
@@ -94,6 +97,7 @@ def flat_hidden(hidden: Tensor, weight: Tensor, bias: Tensor | None, where: str)
         ValueError: Shapes or dtypes that do not fit, or a weight of which this rank has only some rows.
     """
     _refuse_sharded(weight, where)
+    refuse_integers(hidden, where)
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{where}: expected hidden states [..., H] and a weight [V, H], got {tuple(hidden.shape)} and {tuple(weight.shape)}"
@@ -156,6 +160,26 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """
     if value not in choices:
         raise ValueError(f"{name}: expected {' or '.join(map(repr, choices))}, got {value!r}")
+
+
+def refuse_integers(values: Tensor, where: str) -> None:
+    """Refuse token ids where hidden states or logits belong.
+
+    Raises:
+        ValueError: `values` is not made of floating-point numbers.
+    """
+    if not values.is_floating_point():
+        raise ValueError(f"{where}: expected floating-point numbers as its first argument, got {values.dtype}")
+
+
+def check_not_negative(name: str, value: float) -> None:
+    """Refuse what is negative, infinite or not a number.
+
+    Raises:
+        ValueError: It is.
+    """
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name}={value}: expected a number that is not negative")
 
 
 def check_fraction(name: str, value: float) -> None:

@@ -18,6 +18,7 @@ from lightning_mfsdp.ops.arguments import (
     SoftmaxOptions,
     check_choice,
     check_fraction,
+    check_not_negative,
     flat_hidden,
     flat_target,
     uncompiled,
@@ -104,6 +105,7 @@ def linear_cross_entropy(
     """
     check_choice("reduction", reduction, ("mean", "sum", "none"))
     check_fraction("label_smoothing", label_smoothing)
+    check_not_negative("z_loss", z_loss)
     options = SoftmaxOptions(
         temperature=temperature,
         softcap=softcap,

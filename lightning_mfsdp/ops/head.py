@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_mfsdp.ops.arguments import SoftmaxOptions, check_choice, check_fraction
+from lightning_mfsdp.ops.arguments import SoftmaxOptions, check_choice, check_fraction, check_not_negative
 from lightning_mfsdp.ops.cross_entropy import linear_cross_entropy
 from lightning_mfsdp.ops.logprobs import linear_logprobs
 
@@ -62,6 +62,7 @@ class LinearLossHead(nn.Linear):
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         check_choice("reduction", reduction, ("mean", "sum", "none"))
         check_fraction("label_smoothing", label_smoothing)
+        check_not_negative("z_loss", z_loss)
         self.options = SoftmaxOptions(
             temperature=temperature, softcap=softcap, token_chunk=token_chunk, ignore_index=ignore_index
         )

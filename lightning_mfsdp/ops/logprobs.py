@@ -10,7 +10,7 @@ from typing import Literal, overload
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mfsdp.ops.arguments import SoftmaxOptions, flat_hidden, flat_target, uncompiled
+from lightning_mfsdp.ops.arguments import SoftmaxOptions, flat_hidden, flat_target, refuse_integers, uncompiled
 from lightning_mfsdp.ops.statistics import describe_linear, describe_logits, is_token, log_probability
 from lightning_mfsdp.ops.tiles import LSE, MEAN
 
@@ -160,7 +160,7 @@ def chunked_logprobs(
         Log-probabilities `[...]`, float32 (float64 for float64); with `return_entropy` a pair of them and the entropies.
 
     Raises:
-        ValueError: Shapes that do not fit, or a number out of its range.
+        ValueError: Shapes or dtypes that do not fit, or a number out of its range.
     """
     options = SoftmaxOptions(
         temperature=temperature,
@@ -169,6 +169,7 @@ def chunked_logprobs(
         ignore_index=ignore_index,
         vocab_group=vocab_group,
     )
+    refuse_integers(logits, "chunked_logprobs")
     ids = flat_target(target, logits.shape[:-1], logits.shape[-1], options, "chunked_logprobs")
     found = describe_logits(logits, ids, options)
     return _results(found, ids, target, logits.shape[-1], options, return_entropy, entropy_requires_grad)

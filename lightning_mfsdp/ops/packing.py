@@ -29,7 +29,7 @@ def alignment_of(recipe: str | int | None) -> int:
     Raises:
         ValueError: There is no such recipe, or the number is not positive.
     """
-    if isinstance(recipe, int) and recipe > 0:
+    if isinstance(recipe, int) and not isinstance(recipe, bool) and recipe > 0:
         return recipe
     if recipe is None:
         return 1
@@ -45,7 +45,7 @@ class AlignedCollator:
     """A `collate_fn` for samples of different lengths.
 
     A sample is a 1-D tensor or list of token ids, or a mapping with "input_ids" and, where not every token is to be learned, "labels":
-    for each token itself, or `ignore_index`.
+    for each token itself, or `ignore_index`. Other fields are left out; an "attention_mask" must not have a zero.
 
     Args:
         recipe: As in `alignment_of`.
@@ -57,6 +57,7 @@ class AlignedCollator:
 
     Raises:
         ValueError: There is no such recipe.
+        TypeError: `packed` or `shift_labels` is neither True nor False.
     """
 
     recipe: str | int | None = None
@@ -67,6 +68,9 @@ class AlignedCollator:
 
     def __post_init__(self) -> None:
         alignment_of(self.recipe)
+        for name, value in (("packed", self.packed), ("shift_labels", self.shift_labels)):
+            if not isinstance(value, bool):
+                raise TypeError(f"AlignedCollator: {name}={value!r}: expected True or False")
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor | int]:
         """A batch.
@@ -78,7 +82,7 @@ class AlignedCollator:
             - "max_seqlen" (packed only): int, the longest of them.
 
         Raises:
-            ValueError: There is no sample, one is empty or not 1-D, or has labels of another length.
+            ValueError: There is no sample, one is empty, not 1-D, padded, not made of integers, or has labels of another length.
         """
         ids, labels, lengths = self._joined(samples)
         labels = self._shifted(labels, lengths.cumsum(0))
@@ -132,11 +136,26 @@ class AlignedCollator:
 def _sample(index: int, sample: Any) -> tuple[Tensor, Tensor]:
     """Ids and labels, int64 and 1-D."""
     fields = sample if isinstance(sample, Mapping) else {"input_ids": sample}
-    ids = torch.as_tensor(fields["input_ids"], dtype=torch.int64)
-    labels = torch.as_tensor(fields.get("labels", ids), dtype=torch.int64)
+    if "input_ids" not in fields:
+        raise ValueError(
+            f'AlignedCollator: sample {index}: expected "input_ids" among its fields, got {sorted(fields)}'
+        )
+    ids = _integers(index, fields["input_ids"])
+    labels = _integers(index, fields.get("labels", ids))
     if ids.dim() != 1 or ids.shape != labels.shape or not len(ids):
         raise ValueError(
             f"AlignedCollator: sample {index}: expected at least one token id, 1-D, and as many labels, got shapes {tuple(ids.shape)} and "
             f"{tuple(labels.shape)}"
         )
+    if not torch.as_tensor(fields.get("attention_mask", True)).all():
+        raise ValueError(
+            f"AlignedCollator: sample {index} is padded, its attention_mask has zeros; give samples without padding, which is added here"
+        )
     return ids, labels
+
+
+def _integers(index: int, values: Any) -> Tensor:
+    given = torch.as_tensor(values)
+    if given.numel() and (given.is_floating_point() or given.is_complex()):
+        raise ValueError(f"AlignedCollator: sample {index}: expected integers, got {given.dtype}")
+    return given.to(torch.int64)

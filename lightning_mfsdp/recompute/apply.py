@@ -11,7 +11,7 @@ from lightning_mfsdp.recompute.choice import Layer, chunks_of, find_stacks
 from lightning_mfsdp.recompute.chunk import Chunk, Order
 from lightning_mfsdp.recompute.config import Recompute
 from lightning_mfsdp.recompute.offload import HostCopies
-from lightning_mfsdp.recompute.region import Region, region_of
+from lightning_mfsdp.recompute.region import Region, refuse_operators, region_of
 
 __all__ = ["apply_recompute", "recomputed", "remove_recompute"]
 
@@ -37,8 +37,8 @@ def apply_recompute(root: nn.Module, config: Recompute) -> list[str]:
         remove_recompute(root)
         return []
     chunks = chunks_of(config, find_stacks(root, config.modules))
-    for name, module in (layer for chunk in chunks for layer in chunk):
-        _check(name, module, config)
+    for name, _ in (layer for chunk in chunks for layer in chunk):
+        _check(root, name, config)
     names = [name for chunk in chunks for name, _ in chunk]
     if _present(root) != dict.fromkeys(names, config):
         remove_recompute(root)
@@ -72,14 +72,19 @@ def _present(root: nn.Module) -> dict[str, Recompute]:
     return {name: region.config for name, region in found if region is not None and region.enabled}
 
 
-def _check(name: str, module: nn.Module, config: Recompute) -> None:
-    if any(getattr(part, "gradient_checkpointing", False) is True for part in module.modules()):
+def _check(root: nn.Module, name: str, config: Recompute) -> None:
+    module, path = root.get_submodule(name), name.split(".")
+    around = [root.get_submodule(".".join(path[:length])) for length in range(1, len(path))]
+    if any(map(_checkpoints_itself, (*around, *module.modules()))):
         raise ValueError(
-            f"Recompute: {name} checkpoints itself already, so it would be computed three times; turn the "
+            f"Recompute: {name} checkpoints itself already, or a module around it does, so it would be computed three times; turn the "
             "model's own checkpointing off, or leave recompute out"
         )
-    if config.save_ops and te.has_engine_modules(module):
-        raise ValueError(
-            f"Recompute: save_ops: {name} has modules of Transformer Engine, which are one operator each; choose modules to compute again "
-            'instead, as in Recompute(method="selective", modules=["*.mlp"])'
-        )
+    if te.has_engine_modules(module):
+        refuse_operators(name, config)
+
+
+def _checkpoints_itself(module: nn.Module) -> bool:
+    """By the name that Hugging Face gives its switch, and the one that `MultiTokenPredictor` gives its own."""
+    names = ("gradient_checkpointing", "recomputes_itself")
+    return any(getattr(module, name, False) is True for name in names)

@@ -1,20 +1,23 @@
 """How many layers to compute again for a budget of memory: arithmetic on one recorded step, nothing else.
 
 Tensors that autograd keeps share memory (a layer's result is the next one's input), so memory is a set of pieces, and what a choice keeps
-is a union: of what is kept outside of layers, of the inputs of those computed again, and of all that the others save. The peak is at the
-end of the forward, or in backward while a layer is computed again. What else lies in memory (weights, gradients, work spaces) is taken
-to be the same.
+is a union: of what is kept outside of layers, of the inputs of those computed again, and of all that the others save.
+
+A choice moves the peak: with little kept it is no longer at the loss, but in the backward of some layer, beside the gradients that are
+there by then. So the step is recorded in parts, one per backward of a layer and one per stretch between, each with the most that was
+allocated in it and the layers that waited for their backward. Of each part a choice takes away what those layers would not have kept; all
+else in it (weights, gradients, work spaces) stays the same. The peak is the largest of what is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_mfsdp.recompute.config import Recompute
 from lightning_mfsdp.tables import aligned, readable_bytes
 
-__all__ = ["LayerRecord", "Plan", "PlanRow", "StepRecord", "plan_recompute"]
+__all__ = ["LayerRecord", "Part", "Plan", "PlanRow", "StepRecord", "plan_recompute"]
 
 Pieces = Mapping[int, int]
 
@@ -28,7 +31,8 @@ class LayerRecord:
         stack: Name of the module around it; layers of a stack are counted together.
         saved: Memory that autograd kept for it until backward: bytes by the identity of the piece. Weights are not counted.
         inputs: Memory of its inputs, which is what remains if it is computed again.
-        seconds: Of its forward.
+        seconds: Of its forward, up to the last tensor that backward needs if it ends there when it is computed again.
+        forward_bytes: The most that its forward allocated at once; 0 where nobody counts.
     """
 
     name: str
@@ -36,6 +40,24 @@ class LayerRecord:
     saved: Pieces
     inputs: Pieces
     seconds: float
+    forward_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Of a step: the backward of a layer, or what lies between two of them or before them.
+
+    Attributes:
+        layer: Name of the one whose backward it is; empty for another part.
+        waiting: Names of layers whose forward has run and whose backward has not begun.
+        start_bytes: Allocated on the device when it began; 0 where nobody counts.
+        peak_bytes: The most in it; 0 where nobody counts.
+    """
+
+    layer: str = ""
+    waiting: tuple[str, ...] = ()
+    start_bytes: int = 0
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +68,22 @@ class StepRecord:
         layers: In registration order.
         others: Memory that autograd kept outside of layers.
         seconds: Of the step.
-        peak_bytes: The most that was allocated on the device in it; 0 on the CPU, where nobody counts.
+        parts: In their order in time.
         recomputed: Layers, or parts of them, that were computed again in it.
+        modules: Patterns of names of layers, if they were not found.
     """
 
     layers: tuple[LayerRecord, ...]
     others: Pieces
     seconds: float
-    peak_bytes: int = 0
+    parts: tuple[Part, ...]
     recomputed: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was allocated on the device; 0 where nobody counts."""
+        return max((part.peak_bytes for part in self.parts), default=0)
 
     @property
     def saved_bytes(self) -> int:
@@ -89,17 +118,19 @@ class Plan:
         rows: From no layer to all.
         chosen: The first that fits.
         budget_bytes: As given.
+        modules: Patterns of names of layers, as recorded.
     """
 
     rows: tuple[PlanRow, ...]
     chosen: PlanRow
     budget_bytes: int
+    modules: tuple[str, ...] = ()
 
     @property
     def recompute(self) -> Recompute:
         """What to give to the strategy, or to `apply_recompute`."""
         count = self.chosen.num_layers
-        return Recompute(method="block", num_layers=count) if count else Recompute(method="none")
+        return Recompute(method="block", num_layers=count, modules=self.modules) if count else Recompute(method="none")
 
     def __str__(self) -> str:
         head = ("layers", "saved", "peak", "extra time", "step", "")
@@ -125,7 +156,8 @@ def plan_recompute(record: StepRecord, budget_bytes: int) -> Plan:
         budget_bytes: For all that lies on the device; for activations alone, where the record has none.
 
     Raises:
-        ValueError: A budget that is no positive number, a record of a step that computed something again, or no choice that fits.
+        ValueError: A budget that is no positive number, a record of a step without backward or of one that computed something again, or no
+            choice that fits.
     """
     if budget_bytes < 1:
         raise ValueError(f"plan_recompute: budget_bytes: expected a positive number, got {budget_bytes}")
@@ -134,9 +166,13 @@ def plan_recompute(record: StepRecord, budget_bytes: int) -> Plan:
             f"plan_recompute: in the recorded step {record.recomputed[0]} was computed again already, so nobody knows what it would keep; "
             "record a step without recompute, of a smaller batch if it does not fit"
         )
+    if not any(part.layer for part in record.parts):
+        raise ValueError(
+            "plan_recompute: no layer's backward ran in the recorded step, so nobody knows what layers keep for it; run a forward with "
+            "gradients and its backward inside record_step"
+        )
     longest = max(_by_stack(record).values(), key=len, default=[])
-    rest = max(0, record.peak_bytes - _activations(record, 0))
-    rows = tuple(_row(record, count, rest) for count in range(len(longest) + 1))
+    rows = tuple(_row(record, count) for count in range(len(longest) + 1))
     fitting = [row for row in rows if row.peak_bytes <= budget_bytes]
     if not fitting:
         least = min(rows, key=lambda row: row.peak_bytes)
@@ -144,35 +180,46 @@ def plan_recompute(record: StepRecord, budget_bytes: int) -> Plan:
             f"plan_recompute: a step takes {readable_bytes(least.peak_bytes)} with {least.num_layers} layers computed again, which is the "
             f"least, and the budget is {readable_bytes(budget_bytes)}; take a smaller batch, or Recompute(num_layers=..., offload=True)"
         )
-    return Plan(rows=rows, chosen=fitting[0], budget_bytes=budget_bytes)
+    return Plan(rows=rows, chosen=fitting[0], budget_bytes=budget_bytes, modules=record.modules)
 
 
-def _row(record: StepRecord, count: int, rest: int) -> PlanRow:
+def _row(record: StepRecord, count: int) -> PlanRow:
     again = _again(record, count)
     extra = sum(layer.seconds for layer in again)
+    chosen = frozenset(layer.name for layer in again)
     return PlanRow(
         num_layers=count,
-        saved_bytes=_bytes(_kept(record, again)),
-        peak_bytes=rest + _activations(record, count),
+        saved_bytes=_kept(record, [layer.name for layer in record.layers], chosen),
+        peak_bytes=max((_most(record, part, chosen) for part in record.parts), default=0),
         extra_seconds=extra,
         step_seconds=record.seconds + extra,
     )
 
 
-def _activations(record: StepRecord, count: int) -> int:
-    """The most memory of activations at once."""
-    again = _again(record, count)
-    most = _bytes(_kept(record, again))
-    earlier: list[Pieces] = [record.others]
-    for layer in again:  # in its backward, later layers are done and earlier ones have their inputs
-        earlier.append(layer.inputs)
-        most = max(most, _bytes([*earlier, layer.saved]))
+def _most(record: StepRecord, part: Part, again: frozenset[str]) -> int:
+    """The most memory in one part of the step if the layers in `again` are computed again."""
+    own = [layer for layer in record.layers if layer.name == part.layer]
+    saved = [layer.saved for layer in own]
+    before = _kept(record, part.waiting, frozenset(), saved)
+    inputs = [layer.inputs for layer in own if layer.name in again]
+    during = _kept(
+        record, part.waiting, again, [*saved, *inputs]
+    )  # in its backward a layer has all it saves, however it came by that
+    if not part.peak_bytes:
+        return during
+    most = part.peak_bytes - before + during
+    for layer in own:
+        if layer.name in again:
+            start = part.start_bytes - before + _kept(record, part.waiting, again, inputs)
+            most = max(most, start + layer.forward_bytes)
     return most
 
 
-def _kept(record: StepRecord, again: list[LayerRecord]) -> list[Pieces]:
-    chosen = {layer.name for layer in again}
-    return [record.others, *(layer.inputs if layer.name in chosen else layer.saved for layer in record.layers)]
+def _kept(record: StepRecord, names: Iterable[str], again: frozenset[str], more: Sequence[Pieces] = ()) -> int:
+    """Bytes of what these layers keep, with what is kept outside of layers, and more."""
+    layers = {layer.name: layer for layer in record.layers}
+    kept = [layers[name].inputs if name in again else layers[name].saved for name in names]
+    return _bytes([record.others, *kept, *more])
 
 
 def _again(record: StepRecord, count: int) -> list[LayerRecord]:

@@ -1,4 +1,4 @@
-"""record_step: what each layer keeps for backward, and how long its forward takes, measured in one step."""
+"""record_step: what each layer keeps for backward, how long its forward takes, and how much memory each part of a step needs."""
 
 from __future__ import annotations
 
@@ -9,30 +9,38 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+import lightning_mfsdp.te as te
 from lightning_mfsdp.engine.tree import tensors_in
 from lightning_mfsdp.engine.unit import unit_of
 from lightning_mfsdp.recompute.apply import recomputed
 from lightning_mfsdp.recompute.choice import find_stacks
-from lightning_mfsdp.recompute.planner import LayerRecord, StepRecord
+from lightning_mfsdp.recompute.memory import DeviceMemory, MemoryCounter, NoMemory
+from lightning_mfsdp.recompute.planner import LayerRecord, Part, StepRecord
+from lightning_mfsdp.recompute.region import can_stop_early
 
 __all__ = ["StepRecorder", "record_step"]
 
 
 @contextmanager
-def record_step(root: nn.Module, modules: Sequence[str] = ()) -> Iterator[StepRecorder]:
+def record_step(
+    root: nn.Module, modules: Sequence[str] = (), *, memory: MemoryCounter | None = None
+) -> Iterator[StepRecorder]:
     """Inside, run one forward and its backward; afterwards `recorder.record` is there.
 
-    What operators keep (`save_ops`) and what went to host memory is not seen. The device is waited for once, at the end.
+    What operators keep (`save_ops`) and what went to host memory is not seen. The device is waited for once, at the end; its peak of
+    allocated memory is reset on the way.
 
     Args:
         root: The whole model, sharded or not.
         modules: Patterns of names of layers, as in `Recompute`.
+        memory: Counts allocated bytes. `None`: PyTorch's allocator of a CUDA device, and nobody on the CPU.
 
     Raises:
         ValueError: No layers, or a pattern that matches nothing.
     """
-    recorder = StepRecorder(root, modules)
+    recorder = StepRecorder(root, modules, memory)
     try:
         with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
             yield recorder
@@ -50,33 +58,35 @@ class StepRecorder:
 
     record: StepRecord
 
-    def __init__(self, root: nn.Module, modules: Sequence[str]) -> None:
-        self._root = root
-        self._layers = {name: _Layer(name) for stack in find_stacks(root, modules) for name, _ in stack}
+    def __init__(self, root: nn.Module, modules: Sequence[str], memory: MemoryCounter | None) -> None:
+        self._root, self._modules = root, tuple(modules)
+        self._layers = {name: _Layer(name, layer) for stack in find_stacks(root, modules) for name, layer in stack}
         self._others: dict[int, int] = {}
         self._running: list[_Layer] = []
         self._weights = _weight_storages(root)
-        self._alive: list[Tensor] = []
-        self._hooks = [hook for name, layer in self._layers.items() for hook in self._attach(name, layer)]
+        self._seen: dict[int, StorageWeakRef] = {}
         device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))
         self._clock = _Clock(device)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        self._parts = _Parts(memory or (DeviceMemory(device) if device.type == "cuda" else NoMemory()))
+        self._hooks = [hook for name, layer in self._layers.items() for hook in self._attach(name, layer)]
         self._start = self._clock.now()
 
     def _attach(self, name: str, layer: _Layer) -> list[Any]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._weights = _weight_storages(self._root)
-            tensors = tensors_in([args, kwargs])
-            self._alive += [tensor.detach() for tensor in tensors]  # so that an identity stands for one piece of memory
-            layer.inputs.update(self._pieces(tensors))
-            layer.begins.append(self._clock.now())
+            layer.inputs.update(self._pieces(tensors_in([args, kwargs])))
+            self._parts.forward_begins()
+            begin = self._clock.now()
+            layer.calls.append([begin, begin])
             self._running.append(layer)
 
-        def after(*_: Any) -> None:
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._running.pop()
-            layer.ends.append(self._clock.now())
+            if not layer.stops_early:
+                layer.calls[-1][1] = self._clock.now()
             self._weights = _weight_storages(self._root)  # what was given back may be anybody's memory now
+            layer.forward_bytes = max(layer.forward_bytes, self._parts.forward_ended(name))
+            self._watch(name, tensors_in(output))
 
         module = self._root.get_submodule(name)
         return [
@@ -84,44 +94,76 @@ class StepRecorder:
             module.register_forward_hook(after, always_call=True),
         ]
 
+    def _watch(self, name: str, outputs: Sequence[Tensor]) -> None:
+        """A call's backward begins with the first gradient of what it returned."""
+        has_begun = False
+
+        def begins(_: Tensor) -> None:
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                self._parts.backward_begins(name)
+
+        with_grad = [tensor for tensor in outputs if tensor.requires_grad]
+        self._hooks += [tensor.register_hook(begins) for tensor in with_grad]  # type: ignore[no-untyped-call]
+
     def pack(self, tensor: Tensor) -> Tensor:
         """Of `saved_tensors_hooks`: autograd keeps a tensor."""
-        kept = self._running[-1].saved if self._running else self._others
-        kept.update(self._pieces([tensor]))
+        pieces = self._pieces([tensor])
+        if not self._running:
+            self._others.update(pieces)
+            return tensor.detach()
+        layer = self._running[-1]
+        layer.saved.update(pieces)
+        if layer.stops_early:
+            layer.calls[-1][1] = self._clock.now()  # computed again it ends with the last one
         return tensor.detach()
 
     def _pieces(self, tensors: Sequence[Tensor]) -> dict[int, int]:
+        """Bytes by an identity that nothing else gets, even when the memory has gone to somebody else."""
         storages = [tensor.untyped_storage() for tensor in tensors if not isinstance(tensor, nn.Parameter)]
-        found = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
-        return {address: size for address, size in found.items() if address not in self._weights}
+        found: dict[int, int] = {}
+        for storage in storages:
+            if storage.nbytes() and storage.data_ptr() not in self._weights:
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._seen[reference.cdata] = reference  # while it exists, nobody else has that identity
+                found[reference.cdata] = storage.nbytes()
+        return found
 
     def close(self) -> None:
         """Take the hooks away."""
+        self._parts.end()
         for hook in self._hooks:
             hook.remove()
-        self._alive.clear()
 
     def finish(self) -> None:
         """Read the clocks."""
         end = self._clock.now()
         self._clock.wait()
-        device = self._clock.device
         self.record = StepRecord(
             layers=tuple(layer.record(self._clock) for layer in self._layers.values()),
             others=self._others,
             seconds=self._clock.seconds(self._start, end),
-            peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+            parts=tuple(self._parts.done),
             recomputed=tuple(recomputed(self._root)),
+            modules=self._modules,
         )
 
 
 class _Layer:
-    def __init__(self, name: str) -> None:
+    """What is known of one.
+
+    Attributes:
+        calls: Begin and end of each, as far as it is computed again.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
+        self.stops_early = can_stop_early(module) and not te.has_engine_modules(module)
         self.saved: dict[int, int] = {}
         self.inputs: dict[int, int] = {}
-        self.begins: list[Any] = []
-        self.ends: list[Any] = []
+        self.forward_bytes = 0
+        self.calls: list[list[Any]] = []
 
     def record(self, clock: _Clock) -> LayerRecord:
         return LayerRecord(
@@ -129,8 +171,50 @@ class _Layer:
             stack=self.name.rpartition(".")[0],
             saved=self.saved,
             inputs=self.inputs,
-            seconds=sum(clock.seconds(begin, end) for begin, end in zip(self.begins, self.ends, strict=True)),
+            seconds=sum(clock.seconds(begin, end) for begin, end in self.calls),
+            forward_bytes=self.forward_bytes,
         )
+
+
+class _Parts:
+    """Of the step, as they come.
+
+    Attributes:
+        done: Those that have ended.
+    """
+
+    def __init__(self, memory: MemoryCounter) -> None:
+        self._memory = memory
+        self._waiting: list[str] = []  # once for each call
+        self.done: list[Part] = []
+        self._begin("")
+
+    def forward_begins(self) -> None:
+        """Of a layer."""
+        self.end()
+        self._begin("")
+
+    def forward_ended(self, name: str) -> int:
+        """Of a layer; returns the most that was allocated since it began."""
+        self.end()
+        self._waiting.append(name)
+        self._begin("")
+        return self.done[-1].peak_bytes - self.done[-1].start_bytes
+
+    def backward_begins(self, name: str) -> None:
+        """Of one call of a layer."""
+        self.end()
+        self._waiting.remove(name)
+        self._begin(name)
+
+    def _begin(self, layer: str) -> None:
+        self._layer, self._start_bytes = layer, self._memory.begin()
+
+    def end(self) -> None:
+        """The present part is over."""
+        waiting = tuple(dict.fromkeys(self._waiting))
+        peak_bytes = self._memory.peak()
+        self.done.append(Part(layer=self._layer, waiting=waiting, start_bytes=self._start_bytes, peak_bytes=peak_bytes))
 
 
 class _Clock:

@@ -4,7 +4,7 @@ A region takes the place of the module's `forward`, so hooks stay outside and ru
 weights for the backward when its activations are computed again. Names of parameters and modules do not change.
 
 Computing again is PyTorch's non-reentrant checkpoint, or Transformer Engine's where its modules quantize. What neither knows comes
-from a `Run`: precision, routes, kept operators, inputs that lie elsewhere, weights of units around.
+from a `Run`: precision, routes, statistics of norms, kept operators, inputs that lie elsewhere, weights of units around.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -32,8 +32,9 @@ from lightning_mfsdp.recompute.offload import HostCopies, HostCopy
 from lightning_mfsdp.recompute.operators import CHOICES, keeping
 from lightning_mfsdp.recompute.precision import PrecisionSnapshot, uncached_casts
 from lightning_mfsdp.recompute.routing import KeptChoices, routers_in
+from lightning_mfsdp.recompute.statistics import counted_once
 
-__all__ = ["Region", "region_of"]
+__all__ = ["Region", "can_stop_early", "refuse_operators", "region_of"]
 
 _REGION = "_mfsdp_recompute"
 # What decoders of Hugging Face call their cache of keys and values. It is there in training, too, unless somebody says otherwise.
@@ -43,6 +44,15 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 def region_of(module: nn.Module) -> Region | None:
     """The region that a module is, or `None`."""
     return module.__dict__.get(_REGION)
+
+
+def refuse_operators(name: str, config: Recompute) -> None:
+    """Raise a ValueError if operators are to be kept in a module that has modules of Transformer Engine inside."""
+    if config.save_ops:
+        raise ValueError(
+            f"Recompute: save_ops: {name} has modules of Transformer Engine, which are one operator each; choose modules to compute again "
+            'instead, as in Recompute(method="selective", modules=["*.mlp"])'
+        )
 
 
 class Region:
@@ -82,7 +92,7 @@ class Region:
         self._module = weakref.ref(module)
         self._routers: list[weakref.ref[Any]] | None = None
         self._traced_ops = (*config.save_ops, *(CHOICES if routers_in(module) else ()))
-        self._has_engine_modules = te.has_engine_modules(module)
+        self._has_engine_modules: bool | None = None
         self._stops_early: bool | None = None
         self._draws = False
         module.__dict__[_REGION] = self
@@ -154,7 +164,7 @@ class Region:
                     "model with use_cache=False, or set model.config.use_cache = False"
                 )
         run = Run(self, args, kwargs)
-        if self._has_engine_modules and te.quantizes_now():
+        if self.has_engine_modules and te.quantizes_now():
             self._check_scales()
             output = te.checkpoint(run, *run.values)
         else:
@@ -171,12 +181,21 @@ class Region:
     # -- how it is computed again --------------------------------------------------------------------------------------
 
     @property
+    def has_engine_modules(self) -> bool:
+        """Whether modules of Transformer Engine are inside. They may have come after the region, so the first forward looks."""
+        if self._has_engine_modules is None:
+            module = self._module()
+            self._has_engine_modules = module is not None and te.has_engine_modules(module)
+            if self._has_engine_modules:
+                refuse_operators(self.name, self.config)
+        return self._has_engine_modules
+
+    @property
     def stops_early(self) -> bool:
         """Whether computing again ends with the last tensor that backward needs. Not where ranks talk to each other inside."""
         if self._stops_early is None:
             module = self._module()
-            parts = [] if module is None else list(module.modules())[1:]
-            self._stops_early = self._chunk is None and not any(map(_communicates, parts))
+            self._stops_early = self._chunk is None and module is not None and can_stop_early(module)
         return self._stops_early
 
     def _check_scales(self) -> None:
@@ -241,9 +260,14 @@ class Region:
         if module is not None:
             gather_again(module)
 
+    def statistics_counted_once(self) -> AbstractContextManager[None]:
+        """Around a forward that runs again."""
+        module = self._module()
+        return nullcontext() if module is None else counted_once(module)
+
     def snapshot(self) -> PrecisionSnapshot:
         """Of the precision at the moment."""
-        return PrecisionSnapshot(with_engine=self._has_engine_modules)
+        return PrecisionSnapshot(with_engine=self.has_engine_modules)
 
 
 class Run:
@@ -286,6 +310,7 @@ class Run:
             if again:
                 self._settle()
                 stack.enter_context(self._precision.entered())
+                stack.enter_context(self._region.statistics_counted_once())
             if self._modes is not None:
                 stack.enter_context(uncached_casts())
                 stack.enter_context(self._modes[again])
@@ -321,6 +346,11 @@ def _resolved(value: Any, *, again: bool) -> Any:
     if not isinstance(value, (Linked, HostCopy)):
         return value
     return value.take() if again else value.give()
+
+
+def can_stop_early(module: nn.Module) -> bool:
+    """Whether no ranks talk to each other inside of a module, so that each may end where it has what it needs."""
+    return not any(_communicates(part) for part in list(module.modules())[1:])
 
 
 def _communicates(module: nn.Module) -> bool:

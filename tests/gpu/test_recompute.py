@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_mfsdp import MFSDPStrategy, MixedPrecisionPolicy, Recompute, apply_recompute, fully_shard
 from lightning_mfsdp.moe import GroupedExperts, TopKRouter
-from lightning_mfsdp.recompute import plan_recompute, record_step, remove_recompute
+from lightning_mfsdp.recompute import plan_recompute, record_step
 from lightning_mfsdp.te import library
 from tests.engine.cases import run_cases
 from tests.gpu.test_te import EngineAgain, batches, needs
@@ -56,10 +56,11 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, layers: int = 6, **sizes: Any) -> None:
+    def __init__(self, layers: int = 6, dim: int = DIM, **sizes: Any) -> None:
         super().__init__()
-        self.inputs = nn.Linear(DIM, DIM)
-        self.layers = nn.ModuleList(Layer(**sizes) for _ in range(layers))
+        self.dim = dim
+        self.inputs = nn.Linear(dim, dim)
+        self.layers = nn.ModuleList(Layer(dim, **sizes) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inputs(x)
@@ -78,10 +79,10 @@ def sharded(config: Recompute | None, **sizes: Any) -> Stack:
     return fully_shard(model, policy=BF16)
 
 
-def steps(model: nn.Module, count: int = 3, rows: int = ROWS) -> list[Tensor]:
+def steps(model: Stack, count: int = 3, rows: int = ROWS) -> list[Tensor]:
     """Losses, and the gradients after the last step."""
     torch.manual_seed(1)
-    x = torch.randn(rows, DIM, device="cuda", generator=torch.Generator("cuda").manual_seed(7))
+    x = torch.randn(rows, model.dim, device="cuda", generator=torch.Generator("cuda").manual_seed(7))
     losses = []
     for _ in range(count):
         model.zero_grad()
@@ -97,7 +98,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor], case: str) -> None:
         assert torch.equal(one, other), case
 
 
-def peak(model: nn.Module, rows: int = ROWS) -> int:
+def peak(model: Stack, rows: int = ROWS) -> int:
     """Of a step after two that made slots and work spaces."""
     steps(model, 2, rows)
     gc.collect()
@@ -106,6 +107,18 @@ def peak(model: nn.Module, rows: int = ROWS) -> int:
     steps(model, 1, rows)
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated()
+
+
+def kept(model: Stack, rows: int) -> int:
+    """From forward to backward, after a step that made slots and work spaces."""
+    steps(model, 1, rows)
+    x = torch.randn(rows, model.dim, device="cuda")
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    loss = model(x).float().mean()
+    found = torch.cuda.memory_allocated() - before
+    loss.backward()
+    return found
 
 
 # -- without Transformer Engine ----------------------------------------------------------------------------------------
@@ -127,14 +140,21 @@ def random_numbers_go_on(rank: int, world: int) -> None:
 
 
 def less_memory(rank: int, world: int) -> None:
-    """By as much as the layers keep: three wide tensors and two narrow ones, in bfloat16, of which the narrow input stays."""
-    found = {name: peak(sharded(config)) for name, config in {"none": None, **CONFIGS}.items()}
+    """By as much as the layers keep: three wide tensors and two narrow ones, in bfloat16, of which the narrow input stays.
+
+    Weights are small: where gradients weigh more than inputs, the peak is at the end of the backward, when no input is left.
+    """
+    dim, rows = 256, 16 * ROWS
+    narrow = 2 * rows * dim
+    found = {name: peak(sharded(config, dim=dim), rows) for name, config in {"none": None, **CONFIGS}.items()}
     assert found["none"] > found["first three"] > found["each layer"] > found["on the host"], found
     assert found["none"] > found["products kept"] > found["each layer"], found
-    wide = 2 * ROWS * 4 * DIM
-    assert found["none"] - found["each layer"] > 5 * 2 * wide, found
-    inputs = 2 * ROWS * DIM
-    assert found["each layer"] - found["on the host"] > 2 * inputs, found
+    assert found["none"] - found["each layer"] > 5 * 2 * 4 * narrow, found
+    # On the device: the input of the layer that is computed again, and the next one's, which comes.
+    assert found["each layer"] - found["on the host"] > 3 * narrow, found
+    waiting = {name: kept(sharded(CONFIGS[name], dim=dim), rows) for name in ("each layer", "on the host")}
+    # The last of six may still be leaving.
+    assert waiting["each layer"] - waiting["on the host"] > 4.5 * narrow, waiting
 
 
 def copies_wait_for_one_another(rank: int, world: int) -> None:
@@ -186,15 +206,17 @@ def planned(rank: int, world: int) -> None:
     x = torch.randn(rows, DIM, device="cuda")
     with record_step(model) as recorder:
         model(x).float().square().mean().backward()
+    del x
     plan = plan_recompute(recorder.record, 2**40)
     assert plan.rows[0].peak_bytes > 1.5 * plan.rows[-1].peak_bytes, "activations are most of it"
-    for row in plan.rows[::2]:
+    measured = []
+    for row in plan.rows:
         if row.num_layers:
             apply_recompute(model, Recompute(method="block", num_layers=row.num_layers))
-        measured = peak(model, rows)
-        assert abs(measured - row.peak_bytes) <= 0.05 * measured, (row, measured)
+        measured.append(peak(model, rows))
+    wrong = [row for row, found in zip(plan.rows, measured, strict=True) if abs(found - row.peak_bytes) > 0.05 * found]
+    assert not wrong, (wrong, measured)
     assert plan.rows[-1].extra_seconds > 0
-    remove_recompute(model)
 
 
 class Expert(nn.Module):
@@ -218,9 +240,8 @@ def experts(rank: int, world: int) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(256, 256), *(Expert() for _ in range(3))).to("cuda", torch.bfloat16)
         apply_recompute(model, config)
-        x = torch.randn(
-            1024, 256, device="cuda", dtype=torch.bfloat16, generator=torch.Generator("cuda").manual_seed(3)
-        )
+        torch.manual_seed(3)
+        x = torch.randn(1024, 256, device="cuda", dtype=torch.bfloat16)
         model(x).float().square().mean().backward()
         loads = [layer.router.load.clone() for layer in model[1:]]
         found.append([*loads, *(parameter.grad for parameter in model.parameters())])

@@ -219,10 +219,8 @@ def test_a_recomputed_layer_keeps_its_inputs_only() -> None:
 def test_a_layer_says_that_it_is_computed_again_and_is_to_its_end_so_that_ranks_meet_in_its_collectives() -> None:
     ends = []
     model = build(recompute=True)
-    assert [build(recompute=again).predictor.layers[0].gradient_checkpointing for again in (False, True)] == [
-        False,
-        True,
-    ]
+    made = [build(recompute=again).predictor.layers[0] for again in (False, True)]
+    assert [layer.recomputes_itself for layer in made] == [False, True]
     model.predictor.layers[0].norm.register_forward_hook(lambda *_: ends.append(1))
     model.loss(*batch(0)).backward()
     assert len(ends) == 2
@@ -305,6 +303,7 @@ LABELS = torch.zeros(2, 5, dtype=torch.int64)
     ("call", "message"),
     [
         (lambda _: MultiTokenPredictor(DIM, CausalLayer, depth=0), "depth=0: expected at least one token"),
+        (lambda _: MultiTokenPredictor(DIM, CausalLayer, loss_weight=float("inf")), "loss_weight=inf: expected a num"),
         (lambda _: MultiTokenPredictor(DIM, CausalLayer, loss_weight=-1), "loss_weight=-1: expected a number that"),
         (lambda _: MultiTokenPredictor(DIM, CausalLayer, depth=2, loss_weight=[1]), "or 2 of them, one for each"),
         (lambda p: p(X, X[:, :4]), r"one shape \[B, S, H\], got \(2, 5, 8\) and \(2, 4, 8\)"),
@@ -320,3 +319,8 @@ LABELS = torch.zeros(2, 5, dtype=torch.int64)
 def test_what_does_not_fit_is_refused_with_the_reason(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(MultiTokenPredictor(DIM, CausalLayer))
+
+
+def test_recompute_is_a_switch_or_a_function() -> None:
+    with pytest.raises(TypeError, match="recompute='yes': expected True, False or a function"):
+        MultiTokenPredictor(DIM, CausalLayer, recompute="yes")

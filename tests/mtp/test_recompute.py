@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from lightning_mfsdp import fully_shard_optimizer, fully_shard_units
+from lightning_mfsdp.mtp import MultiTokenPredictor
 from lightning_mfsdp.recompute import Recompute, apply_recompute
 from tests.engine.worlds import by_world, check
-from tests.mtp.models import build
+from tests.mtp.models import DIM, VOCAB, CausalLayer, build
 from tests.mtp.test_predictor import counted_calls
 from tests.mtp.test_sharded import STEPS, automatic, steps
 
@@ -44,6 +45,31 @@ def test_a_predictor_under_recompute(world: int, case: Any) -> None:
     check(WORLDS, world, case)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.gradient_checkpointing_enable. is deprecated"
+)  # its new name is not in older versions
+def test_the_switch_of_hugging_face_leaves_a_predictor_inside_its_model_alone() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = {"hidden_size": DIM, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    for recompute in (False, True):
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**config, num_key_value_heads=2, vocab_size=VOCAB)
+        )
+        model.predictor = MultiTokenPredictor(DIM, CausalLayer, recompute=recompute)
+        model.gradient_checkpointing_enable()
+        assert model.predictor.layers[0].recomputes_itself == recompute
+        with pytest.raises(
+            ValueError, match=r"model\.layers\.0\.mlp checkpoints itself already, or a module around it does"
+        ):
+            apply_recompute(model, Recompute(modules=["*.mlp"]))
+        if not recompute:
+            assert apply_recompute(model, Recompute(modules=["predictor.layers.*"])) == ["predictor.layers.0"]
+
+
 def test_a_layer_that_is_computed_again_already_is_refused() -> None:
     with pytest.raises(ValueError, match=r"predictor.layers.0 checkpoints itself already"):
         apply_recompute(build(recompute=True), Recompute())
+    with pytest.raises(
+        ValueError, match=r"predictor.layers.0.layer checkpoints itself already, or a module around it does"
+    ):
+        apply_recompute(build(recompute=True), Recompute(modules=["predictor.layers.*.layer"]))

@@ -16,6 +16,12 @@ HIDDEN, WEIGHT, TARGET = torch.zeros(3, 2), torch.zeros(5, 2), torch.zeros(3, dt
     ("options", "message"),
     [
         ({"temperature": 0.0}, "temperature=0.0: expected a positive number"),
+        ({"temperature": float("inf")}, "temperature=inf: expected a positive number"),
+        ({"softcap": float("inf")}, "softcap=inf: expected a positive number or None"),
+        (
+            {"hidden": TARGET[:, None].expand(3, 2)},
+            "expected floating-point numbers as its first argument, got torch.int64",
+        ),
         ({"softcap": -1.0}, "softcap=-1.0: expected a positive number or None"),
         ({"token_chunk": 0}, "token_chunk=0: expected at least one token, or None"),
         (
@@ -45,6 +51,8 @@ def test_what_does_not_fit_is_refused(function: Any, options: dict[str, Any], me
 def test_logits_and_targets_must_fit() -> None:
     with pytest.raises(ValueError, match=r"chunked_logprobs: expected a target of token ids, int64 of shape \(3,\)"):
         chunked_logprobs(torch.zeros(3, 5), TARGET[:1])
+    with pytest.raises(ValueError, match="chunked_logprobs: expected floating-point numbers as its first argument"):
+        chunked_logprobs(torch.zeros(3, 5, dtype=torch.int64), TARGET)
 
 
 def test_choices_are_named() -> None:
@@ -52,6 +60,10 @@ def test_choices_are_named() -> None:
         linear_cross_entropy(HIDDEN, WEIGHT, TARGET, reduction="avg")
     with pytest.raises(ValueError, match="label_smoothing=2: expected a number from 0 to 1"):
         LinearLossHead(2, 5, label_smoothing=2)
+    with pytest.raises(ValueError, match="z_loss=-1: expected a number that is not negative"):
+        LinearLossHead(2, 5, z_loss=-1)
+    with pytest.raises(ValueError, match="z_loss=nan: expected a number that is not negative"):
+        linear_cross_entropy(HIDDEN, WEIGHT, TARGET, z_loss=float("nan"))
     with pytest.raises(
         ValueError, match="output: expected 'loss' or 'logprobs' or 'logprobs_and_entropy', got 'entropy'"
     ):

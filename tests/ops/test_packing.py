@@ -100,7 +100,7 @@ def test_samples_may_be_tensors_or_lists_and_the_collator_serves_a_loader() -> N
     assert batch["cu_seqlens"].tolist() == [0, 3, 5, 6, 16]
 
 
-@pytest.mark.parametrize("recipe", ["fp8", 0, -16, 1.5])
+@pytest.mark.parametrize("recipe", ["fp8", 0, -16, 1.5, True])
 def test_an_unknown_recipe_is_refused_when_the_collator_is_made(recipe: Any) -> None:
     with pytest.raises(
         ValueError, match="expected one of 'delayed', 'current', 'mxfp8', 'block', 'nvfp4', a positive number"
@@ -114,6 +114,24 @@ def test_an_unknown_recipe_is_refused_when_the_collator_is_made(recipe: Any) -> 
 def test_a_sample_that_does_not_fit_is_named(sample: Any) -> None:
     with pytest.raises(ValueError, match="sample 1: expected at least one token id, 1-D, and as many labels"):
         AlignedCollator()([[1, 2], sample])
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({"ids": [1]}, r"expected \"input_ids\" among its fields, got \['ids'\]"),
+        ([1.5, 2.5], "sample 1: expected integers, got torch.float32"),
+        ({"input_ids": [0, 1], "attention_mask": [0, 1]}, "sample 1 is padded, its attention_mask has zeros"),
+    ],
+)
+def test_nothing_of_a_sample_is_lost_silently(sample: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AlignedCollator()([[1, 2], sample])
+
+
+def test_switches_are_true_or_false() -> None:
+    with pytest.raises(TypeError, match="packed='no': expected True or False"):
+        AlignedCollator(packed="no")  # type: ignore[arg-type]
 
 
 def test_an_empty_batch_is_refused() -> None:

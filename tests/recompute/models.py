@@ -26,11 +26,11 @@ class Layer(nn.Module):
 class Stack(nn.Module):
     """Layers in a list; a first and a last projection belong to the root."""
 
-    def __init__(self, layers: int = 4, **sizes: int) -> None:
+    def __init__(self, layers: int = 4, dim: int = DIM, **sizes: int) -> None:
         super().__init__()
-        self.inputs = nn.Linear(DIM, DIM)
-        self.layers = nn.ModuleList(Layer(**sizes) for _ in range(layers))
-        self.out = nn.Linear(DIM, OUT)
+        self.inputs = nn.Linear(dim, dim)
+        self.layers = nn.ModuleList(Layer(dim, **sizes) for _ in range(layers))
+        self.out = nn.Linear(dim, OUT)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inputs(x)
@@ -45,8 +45,8 @@ def build(seed: int = 0, **options: int) -> Stack:
     return Stack(**options)
 
 
-def batch(step: int, rank: int = 0, rows: int = 4) -> Tensor:
-    return torch.randn(rows, DIM, generator=torch.Generator().manual_seed(100 * step + rank))
+def batch(step: int, rank: int = 0, rows: int = 4, dim: int = DIM) -> Tensor:
+    return torch.randn(rows, dim, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:

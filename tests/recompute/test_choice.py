@@ -120,6 +120,10 @@ def test_models_that_cannot_be_recomputed_as_asked() -> None:
     model.layers[2].up.gradient_checkpointing = True
     with pytest.raises(ValueError, match=r"layers\.2 checkpoints itself already"):
         apply_recompute(model, Recompute())
+    model.layers[2].up.gradient_checkpointing = False
+    model.layers[2].gradient_checkpointing = True
+    with pytest.raises(ValueError, match=r"layers\.2\.up checkpoints itself already, or a module around it does"):
+        apply_recompute(model, Recompute(method="selective", modules=["layers.*.up"]))
     assert recomputed(model) == [], "nothing was changed"
 
 

@@ -76,9 +76,11 @@ def test_runs_are_equal_to_the_bit_whatever_the_recipe() -> None:
         assert list(found["groups"]) == [False], "scales are shared by the same ranks when computed again"
 
 
-def layers(recipe: Any) -> tuple[nn.Sequential, Fp8Compute]:
+def layers(recipe: Any, before: Recompute | None = None) -> tuple[nn.Sequential, Fp8Compute]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)))
+    if before is not None:
+        apply_recompute(model, before)
     compute = Fp8Compute(Fp8Options(recipe=recipe, replace_layers=True))
     compute.prepare(model, None)
     return model, compute
@@ -99,6 +101,21 @@ def test_a_plain_loop_needs_no_context_around_its_backward() -> None:
                     loss.backward()
                 assert kinds() == expected, (config, enabled)
                 assert fake_engine.state.depth == 0
+
+
+def test_modules_of_the_library_may_come_after_recompute_was_applied() -> None:
+    """As where a model applies it in `configure_model`, before the precision plugin replaces layers."""
+    with fake_engine.installed():
+        fake_engine.forget()
+        model, compute = layers("current", Recompute())
+        with fake_engine.autocast(enabled=True, recipe=compute.recipe):
+            loss = model(torch.randn(ROWS, 16)).sum()
+        loss.backward()
+        assert len(fake_engine.checkpoints) == 2, "the library's own checkpoint"
+        assert kinds() == ["current"] * 4
+        model, _ = layers("current", Recompute(method="selective", save_ops=["matmul"]))
+        with pytest.raises(ValueError, match=r"save_ops: 0 has modules of Transformer Engine"):
+            model(torch.randn(ROWS, 16))
 
 
 def test_operators_inside_of_library_modules_cannot_be_kept() -> None:

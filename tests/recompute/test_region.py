@@ -1,4 +1,4 @@
-"""Regions of a plain module: numbers to the bit, names, memory, random numbers, precision, routes, in one process and without sharding."""
+"""Regions of a plain module: numbers to the bit, names, memory, random numbers, precision, in one process and without sharding."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mfsdp.moe import GroupedExperts, TopKRouter
 from lightning_mfsdp.recompute import Recompute, apply_recompute, remove_recompute
 from lightning_mfsdp.recompute.region import region_of
+from tests.recompute.counting import Counting
 from tests.recompute.models import DIM, Layer, Stack, batch, build, equal, loss_of, steps
 
 CONFIGS = {
@@ -63,31 +62,6 @@ def test_random_numbers_go_on_as_if_nothing_was_computed_again() -> None:
         steps(model, 2)
         states.append(torch.get_rng_state())
     assert all(torch.equal(state, states[0]) for state in states)
-
-
-class Counting(TorchDispatchMode):
-    """How often an operator ran."""
-
-    def __init__(self, *operators: Any) -> None:
-        super().__init__()
-        self.operators, self.count = operators, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in self.operators and self.counts(args)
-        return func(*args, **(kwargs or {}))
-
-    def counts(self, args: Any) -> bool:
-        return True
-
-
-class Ranked(Counting):
-    """How often scores were ranked. Experts sort as well, their list of rows."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.ops.aten.sort.stable)
-
-    def counts(self, args: Any) -> bool:
-        return args[0].dim() == 2
 
 
 def test_each_layer_is_computed_twice_and_kept_operators_once() -> None:
@@ -396,112 +370,6 @@ def test_the_default_dtype_is_that_of_the_forward() -> None:
         assert torch.get_default_dtype() == torch.float32
         found.append([parameter.grad for parameter in model.parameters()])
     assert all(equal(one, found[0]) for one in found)
-
-
-def test_a_decoder_of_hugging_face() -> None:
-    """Its layers take tensors in tuples by name, and say themselves that they are layers."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, attention_dropout=0.1)
-    ids = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(1))
-    found = []
-    for chosen in (
-        Recompute(method="none"),
-        Recompute(num_layers=3),
-        Recompute(method="selective", save_ops=["attention"]),
-    ):
-        torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(config).train()
-        assert apply_recompute(model, chosen) == [
-            f"model.layers.{number}" for number in range(3) if chosen.method != "none"
-        ]
-        model.config.use_cache = False
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
-    assert all(equal(one, found[0]) for one in found)
-    model.config.use_cache = True
-    with pytest.raises(
-        RuntimeError, match=r"model\.layers\.0 was given past_key_values, a cache that its forward writes to"
-    ):
-        model(input_ids=ids, labels=ids)
-    with torch.no_grad():
-        assert model(input_ids=ids).past_key_values is not None
-    model.model.layers[0].gradient_checkpointing = True  # as the model's own switch does it
-    with pytest.raises(ValueError, match=r"model\.layers\.0 checkpoints itself already"):
-        apply_recompute(model, Recompute())
-
-
-# -- routers -----------------------------------------------------------------------------------------------------------
-
-
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.router = TopKRouter(hidden_size=DIM, num_experts=4, top_k=2, init_std=0.5, z_loss_weight=0.1)
-        self.experts = GroupedExperts(num_experts=4, hidden_size=DIM, intermediate_size=12, init_std=0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norm(x)
-        routes = self.router(hidden)
-        return x + self.experts(hidden, routes.expert_index, routes.probabilities) + routes.loss
-
-
-def mixture(config: Recompute) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(DIM, DIM), *(Expert() for _ in range(3)), nn.Linear(DIM, 2))
-    apply_recompute(model, config)
-    return model
-
-
-def test_routes_are_kept_and_load_is_counted_once() -> None:
-    for config in (Recompute(), Recompute(num_layers=3), Recompute(method="selective", save_ops=["matmul"])):
-        plain, model = mixture(Recompute(method="none")), mixture(config)
-        assert equal(steps(model, rank=1), steps(plain, rank=1)), config
-        for one, other in zip(model[1:4], plain[1:4], strict=True):
-            assert torch.equal(one.router.load, other.router.load), config
-            assert one.router.load.any()
-            assert one.router.choice_keeper is None
-
-
-def test_tokens_go_the_same_ways_where_scores_come_out_otherwise() -> None:
-    """A router whose weight moves between forward and backward stands for kernels that round in another way."""
-    model = mixture(Recompute())
-    seen: list[Tensor] = []
-    model[1].experts.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
-    loss = loss_of(model, batch(0, rows=64))
-    with torch.no_grad():
-        model[1].router.weight.data = -model[1].router.weight.data
-    with Counting(torch.ops.aten.softmax.int, torch.ops.aten._softmax.default) as scored, Ranked() as ranked:
-        loss.backward()
-    assert ranked.count == 0, "nothing is ranked again"
-    assert scored.count > 0, "scores are, for their gradients"
-    first, again = seen
-    assert torch.equal(first, again)
-    with torch.no_grad():
-        assert not torch.equal(model[1].router(model[1].norm(model[0](batch(0, rows=64)))).expert_index, first)
-
-
-# -- compilers ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)  # PyTorch's own look
-def test_a_compiler_that_looks_into_a_model_computes_again_what_it_should() -> None:
-    """Without random numbers, which a compiler draws in its own order. Chunks and copies break its graph, and run as they are."""
-    for name in ("each layer", "products kept", "parts", "pairs", "on the host"):
-        found = []
-        for compiled in (False, True):
-            model = build().eval()
-            apply_recompute(model, CONFIGS[name])
-            program = torch.compile(model, backend="aot_eager") if compiled else model
-            loss = loss_of(program, batch(0))
-            loss.backward()
-            found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(one, other)
 
 
 def test_removing_regions_gives_back_what_was_there() -> None:

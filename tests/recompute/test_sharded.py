@@ -228,6 +228,29 @@ def train_frozen(model: nn.Module, rank: int) -> torch.Tensor:
     return torch.stack(losses)
 
 
+def a_mesh_of_two_axes(rank, world):
+    """Whole weights on each node, and optimizer state that is also split over nodes."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    for outer_sharding in ("no_shard", "optim"):
+        options = {"mesh": mesh, "outer_sharding": outer_sharding, "policy": BF16}
+        plain = sharded(None, **options)
+        losses = train(plain, rank, microbatches=2)
+        started = counts_of_a_step(plain, rank)
+        for name in (*FEW, "pairs in host memory", "all but products"):
+            model = sharded(CONFIGS[name], **options)
+            assert torch.equal(train(model, rank, microbatches=2), losses), f"{name} {outer_sharding}"
+            assert_same_weights(model, plain, f"{name} {outer_sharding}")
+            assert counts_of_a_step(model, rank) == started, f"{name} {outer_sharding}"
+
+
+def counts_of_a_step(model: Stack, rank: int) -> tuple[int, int]:
+    """Gathers and reductions."""
+    shared = context(model)
+    gathers, reductions = shared.gathers_started, shared.reductions.started
+    loss_of(model, batch(7, rank)).backward()
+    return shared.gathers_started - gathers, shared.reductions.started - reductions
+
+
 def names_in_checkpoints_are_those_of_the_plain_model(rank, world):
     import torch.distributed.checkpoint as dcp
 
@@ -258,7 +281,7 @@ TWO = (
     a_tied_weight_and_a_frozen_layer,
     names_in_checkpoints_are_those_of_the_plain_model,
 )
-WORLDS = {2: TWO}
+WORLDS = {2: TWO, 4: (a_mesh_of_two_axes,)}
 
 
 @by_world(WORLDS)

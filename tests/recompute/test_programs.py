@@ -1,0 +1,67 @@
+"""Recompute in models and compilers of others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_mfsdp.recompute import Recompute, apply_recompute
+from tests.recompute.models import batch, build, equal, loss_of
+
+
+def test_a_decoder_of_hugging_face() -> None:
+    """Its layers take tensors in tuples by name, and say themselves that they are layers."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, attention_dropout=0.1)
+    ids = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(1))
+    found = []
+    for chosen in (
+        Recompute(method="none"),
+        Recompute(num_layers=3),
+        Recompute(method="selective", save_ops=["attention"]),
+    ):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config).train()
+        assert apply_recompute(model, chosen) == [
+            f"model.layers.{number}" for number in range(3) if chosen.method != "none"
+        ]
+        model.config.use_cache = False
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert all(equal(one, found[0]) for one in found)
+    model.config.use_cache = True
+    with pytest.raises(
+        RuntimeError, match=r"model\.layers\.0 was given past_key_values, a cache that its forward writes to"
+    ):
+        model(input_ids=ids, labels=ids)
+    with torch.no_grad():
+        assert model(input_ids=ids).past_key_values is not None
+    model.model.layers[0].gradient_checkpointing = True  # as the model's own switch does it
+    with pytest.raises(ValueError, match=r"model\.layers\.0 checkpoints itself already"):
+        apply_recompute(model, Recompute())
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # PyTorch's own look
+def test_a_compiler_that_looks_into_a_model_computes_again_what_it_should() -> None:
+    """Without random numbers, which a compiler draws in its own order. Chunks and copies break its graph, and run as they are."""
+    for config in (
+        Recompute(),
+        Recompute(num_layers=2),
+        Recompute(offload=True),
+        Recompute(method="selective", modules=["*.up", "*.down"]),
+        Recompute(method="selective", save_ops=["matmul"]),
+    ):
+        found = []
+        for compiled in (False, True):
+            model = build().eval()
+            apply_recompute(model, config)
+            program = torch.compile(model, backend="aot_eager") if compiled else model
+            loss = loss_of(program, batch(0))
+            loss.backward()
+            found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other)
