@@ -282,6 +282,9 @@ class Context:
         """Forget what work waits for, at rest and after a synchronisation: events do not cross the border of a CUDA graph."""
         self.weights_ready = None
         self.pool.forget_events()
+        for unit in self.units:
+            for group in unit.groups:
+                group.forget_events()
         self.reductions.forget_events()
         self.reductions.close()
 

@@ -147,14 +147,9 @@ class ParameterGroup:
     @property
     def dtensor_placements(self) -> list[DTensorPlacement]:
         """How the main weight lies on the user's mesh, for DTensor."""
-        dims: list[DTensorPlacement] = [Replicate()] * self.mesh.device_mesh.ndim
-        if self.placement.main:
-            dims[self.mesh.shard_dim] = Shard(0)
-        if self.placement.outer_main and self.mesh.outer_dim is not None:
-            dims[self.mesh.outer_dim] = Shard(0)
-        if self.mesh.parts_dim is not None:
-            dims[self.mesh.parts_dim] = Shard(0)
-        return dims
+        mesh, by = self.mesh, self.placement
+        divided = (mesh.shard_dim if by.main else None, mesh.outer_dim if by.outer_main else None, mesh.parts_dim)
+        return [Shard(0) if dim in divided else Replicate() for dim in range(mesh.device_mesh.ndim)]
 
     def _fill(self) -> None:
         """Cut this rank's rows out of rank 0's values and give the parameters' own memory back, one parameter at a time."""
@@ -319,9 +314,8 @@ class ParameterGroup:
 
     def install(self) -> None:
         """Wait for the gather and show full parameters in the module."""
-        if self._gathered_event is not None:
-            self.streams.wait(self._gathered_event)
-            self._gathered_event = None
+        self.streams.wait(self._gathered_event)
+        self.forget_events()
         if not self.installed:
             self.installed = True
             self._full.prepare()
@@ -359,9 +353,13 @@ class ParameterGroup:
             self._planes_there.clear()
             if self.placement.weight:
                 self.streams.wait(self._gathered_event)
-                self._gathered_event = None
+                self.forget_events()
                 give_back = self._pool.set_aside if keep_memory else self._pool.release
                 give_back(self.client, self.streams.record())
+
+    def forget_events(self) -> None:
+        """Nobody has to wait for the gather that was started."""
+        self._gathered_event = None
 
     def refill(self, weights_ready: Event) -> None:
         """Show what the optimizer wrote in weights that are in use."""

@@ -1,7 +1,9 @@
 """Cross-entropy of a linear layer over a large vocabulary.
 
-The gradient of a mean or a sum is known up to one number, the gradient of the loss itself. So it is computed in forward, while the logits
-are there; backward multiplies it by that number. That is three products with the weight instead of four.
+The gradient of a mean or a sum is known up to one number, the gradient of the loss itself. So it can be computed in forward, while the
+logits are there; backward multiplies it by that number. That is three products with the weight instead of four. It needs tiles that hold
+the whole vocabulary, and with them a float32 sum as large as the weight. Where tokens are fewer than token ids, four products with the
+smaller sum take a quarter less memory and hardly more time (docs/benchmarks/2026-11-21-logprobs.md).
 """
 
 from __future__ import annotations
@@ -80,8 +82,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of `softmax(hidden @ weight.T + bias)`, without ever having all logits.
 
-    A mean or sum has its gradients computed in forward, tile by tile of tokens. A second backward (`retain_graph=True`), `reduction="none"`
-    and a split vocabulary compute logits again in backward, as `linear_logprobs` does.
+    A mean or sum of no fewer tokens than token ids has its gradients computed in forward, tile by tile of tokens; so has one whose logits
+    fit into one tile. Anything else (fewer tokens, a second backward by `retain_graph=True`, `reduction="none"`, a split vocabulary)
+    computes logits again in backward, as `linear_logprobs` does.
 
     Args:
         hidden: As in `linear_logprobs`, as are the others that are not explained here.
@@ -116,7 +119,8 @@ def linear_cross_entropy(
     tokens = flat_hidden(hidden, weight, bias, "linear_cross_entropy")
     ids = flat_target(target, hidden.shape[:-1], weight.shape[0], options, "linear_cross_entropy")
     loss = _Loss(options=options, smoothing=label_smoothing, z_loss=z_loss, num_ids=weight.shape[0])
-    if reduction == "none" or vocab_group is not None or not torch.is_grad_enabled():
+    makes_logits_once = Tiling.for_gradients(tokens, weight, token_chunk).vocabulary >= weight.shape[0]
+    if reduction == "none" or vocab_group is not None or not (makes_logits_once and torch.is_grad_enabled()):
         each = loss.of_tokens(describe_linear(tokens, weight, bias, ids, options), ids)
         if reduction == "none":
             return each.view(target.shape)

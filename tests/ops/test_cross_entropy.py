@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mfsdp.ops import linear, linear_cross_entropy
+from lightning_mfsdp.ops import linear, linear_cross_entropy, tiles
 from tests.ops.reference import IGNORED, eager_logits, eager_loss, problem
+from tests.ops.test_logprobs import Sizes
 
 T, H, V = 11, 5, 13
 
@@ -44,10 +45,48 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(reduction: str, chunk: 
         )
 
 
-def test_a_second_backward_computes_again_what_the_first_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+class Costs(Sizes):
+    """Also multiplications in products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.multiplications = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
+            self.multiplications += args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize(("tokens", "ids", "products"), [(256, 64, 3), (64, 256, 4)])
+def test_the_sum_over_tiles_is_that_of_the_smaller_side(
+    tokens: int, ids: int, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fewer tokens than token ids logits are made twice, and no sum is as large as the weight."""
+    width, tile = 32, 1024
+    monkeypatch.setattr(linear, "_TILE_BYTES", 2 * tile)
+    monkeypatch.setattr(linear, "_TILE_SHARE", 1000)
+    monkeypatch.setattr(linear, "_ALIGNMENT", 1)
+    monkeypatch.setattr(tiles, "_BLOCK_NUMEL", 1)
+    hidden, weight, _, target = problem(tokens, width, ids, dtype=torch.bfloat16)
+    with Costs() as costs:
+        linear_cross_entropy(hidden, weight, target).backward()
+    assert costs.multiplications == products * tokens * width * ids
+    assert costs.largest[torch.bfloat16] == 256 * width, "a gradient"
+    assert costs.largest[torch.float32] == 64 * width, "the sum"
+    logits = (hidden @ weight.T).double()
+    factors = torch.autograd.grad(eager_loss(logits, target, "mean", 0, 0), logits)[0]
+    for found, expected in ((weight.grad, factors.T @ hidden.double()), (hidden.grad, factors @ weight.double())):
+        torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.002)
+
+
+@pytest.mark.parametrize("tokens", [T, 2 * V])
+def test_a_second_backward_computes_again_what_the_first_has_taken(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linear, "_TILE_BYTES", 8 * T)
     monkeypatch.setattr(linear, "_ALIGNMENT", 1)
-    inputs = problem(T, H, V)
+    inputs = problem(tokens, H, V)
     loss = linear_cross_entropy(inputs[0], inputs[1], inputs[3], bias=inputs[2], z_loss=0.01)
     versions = [each._version for each in inputs]
     first = torch.autograd.grad(loss, inputs[:3], torch.tensor(3.0), retain_graph=True)
