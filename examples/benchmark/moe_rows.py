@@ -58,7 +58,7 @@ class Sizes:
 
 # layer: of Qwen3-30B-A3B. 8b: 7.7 billion parameters, 1.3 of them active, for 2 GPUs or more. 2b: 1.9 and 0.4, for one.
 SIZES = {
-    "tiny": Sizes(dim=32, layers=2, heads=2, experts=8, top_k=2, width=16, vocab=64, seq=16, batch=2),
+    "tiny": Sizes(dim=32, layers=4, heads=2, experts=8, top_k=2, width=16, vocab=64, seq=16, batch=2),
     "layer": Sizes(dim=2048, layers=1, heads=32, experts=128, top_k=8, width=768, vocab=1, seq=16_384, batch=1),
     "2b": Sizes(dim=1024, layers=18, heads=16, experts=64, top_k=8, width=512, vocab=32_000, seq=4096, batch=4),
     "8b": Sizes(dim=2048, layers=18, heads=16, experts=64, top_k=8, width=1024, vocab=32_000, seq=4096, batch=2),

@@ -39,7 +39,7 @@ BATCHES = 4
 STASHES: dict[str, dict[str, Any]] = {
     "stash": {"overflow": "skip"},
     "stash keep": {"overflow": "keep"},
-    "stash with host": {"overflow": "skip", "device_factor": 0.3, "host_factor": 0.9},
+    "stash with host": {"overflow": "skip", "device_factor": 0.3, "host_factor": 1.0},
 }
 WAYS = ("ordinary", *STASHES, "recompute")
 

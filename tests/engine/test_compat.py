@@ -169,6 +169,17 @@ def test_a_backward_tells_what_it_accumulates_from_what_it_returns():
     assert seen == [True, False, False, True]
 
 
+def test_a_backward_tells_which_nodes_it_comes_to():
+    x, y = torch.ones(2, 3, requires_grad=True).unbind()
+    left, right = x * 2, y * 2
+    seen = []
+    left.grad_fn.register_prehook(lambda _: seen.append([compat.is_due(one.grad_fn) for one in (left, right)]))
+    (left + right).sum().backward(retain_graph=True)
+    torch.autograd.grad((left + right).sum(), x, retain_graph=True)
+    left.sum().backward()
+    assert seen == [[True, True], [True, False], [True, False]]
+
+
 def test_hooks_after_accumulation_are_noticed():
     weight = torch.nn.Parameter(torch.ones(3))
     assert not compat.has_accumulation_hooks(weight)

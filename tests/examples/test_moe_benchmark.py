@@ -136,18 +136,21 @@ def test_a_row_that_fails_or_takes_too_long_says_so_and_keeps_what_it_found(monk
     monkeypatch.setattr(moe, "WORKER", tmp_path / "worker.py")
     monkeypatch.setattr(moe, "GRACE_S", 0.1)
     limits = {"good": 60.0, "wrong": 60.0, "slow": 3.0}
-    found = {name: moe.launch(Row(kind="layer", name=name, **TINY), 2, limit) for name, limit in limits.items()}
+    log = tmp_path / "failures.log"
+    found = {name: moe.launch(Row(kind="layer", name=name, **TINY), 2, limit, log) for name, limit in limits.items()}
     assert all(results == [{"name": name, "rank": "0"}] for name, (results, _) in found.items())
     assert [problem for _, problem in found.values()] == [
         "",
         "rank 1 ended with 1: MemoryError: it is full",
         "took more than 3 s",
     ]
+    assert "Traceback" in log.read_text()
+    assert log.read_text().count("it is full") == 2, "in the line that raised, and at the end"
 
 
-def test_a_row_is_measured_in_processes_of_its_own() -> None:
+def test_a_row_is_measured_in_processes_of_its_own(tmp_path: Path) -> None:
     row = Row(kind="layer", name=moe_layer.OURS, **TINY)
-    results, problem = moe.launch(row, 1, 100.0)
+    results, problem = moe.launch(row, 1, 100.0, tmp_path / "failures.log")
     assert [(one["name"], one["tokens"], one["world"]) for one in results] == [(row.name, 1, 1), (row.name, 32, 1)]
     assert not problem
 
