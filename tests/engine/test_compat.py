@@ -170,7 +170,7 @@ def test_a_backward_tells_what_it_accumulates_from_what_it_returns():
 
 
 def test_a_backward_tells_which_nodes_it_comes_to():
-    x, y = torch.ones(2, 3, requires_grad=True).unbind()
+    x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
     left, right = x * 2, y * 2
     seen = []
     left.grad_fn.register_prehook(lambda _: seen.append([compat.is_due(one.grad_fn) for one in (left, right)]))
