@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples.benchmark import logprobs
+from examples.benchmark import logprobs, recompute
 from examples.benchmark.engines import ENGINES, Options, build
 from examples.benchmark.host_time import BASE, BLOCKS, SUBJECTS, table
 from examples.benchmark.matrix import DEFAULT_ROWS, TE_ROWS, split_row
@@ -40,6 +40,19 @@ def test_a_row_of_the_matrix_is_engines_and_then_options() -> None:
     )
     assert split_row("ddp") == (["ddp"], [])
     assert all(split_row(row)[0] for row in DEFAULT_ROWS)
+
+
+def rows_of_recompute(rank: int, world: int) -> list[list[str]]:
+    return list(recompute.rows("tiny", 1, 1, torch.device("cpu")))
+
+
+def test_every_way_of_recompute_is_a_row_beside_what_was_planned() -> None:
+    (rows,) = run_distributed(rows_of_recompute, 1)
+    assert [row[0] for row in rows] == [f"first {count}" for count in range(5)] + list(recompute.WAYS)
+    assert all(len(row) == 7 for row in rows)
+    assert all(float(row[4]) > 0 and row[1] == recompute.NOBODY for row in rows), "nobody counts memory here"
+    assert all(float(row[5]) > 0 for row in rows[:5])
+    assert recompute.cells(4 * 2**30, 3 * 2**30, 2**-30, 2) == ["4.00", "3.00", "0.750"]
 
 
 def test_a_nudged_curve_is_one_of_the_same_precision() -> None:
