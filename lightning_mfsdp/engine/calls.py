@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Call", "cast_inputs", "listen_to_inputs", "listen_to_outputs", "refuse_own_weights"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Hook = Callable[[Any], None]
 
 
 class Call:
@@ -33,21 +35,20 @@ class Call:
     Attributes:
         slots: Where its saved tensors expect the weights, by group.
         has_end: Some input needs a gradient, so its backward has a visible end.
-        running: Its backward has begun and not ended.
+        begun_in: The backward in which its own has begun and not ended, by `Context.backwards_finished`.
         ended_in: The backward whose gradients of all its inputs came last.
         reads_weights: Its backward needs the weights.
         hides: A result had no tensors to listen to.
         given: What its inputs are views of, by identity.
-        inputs: Several that need gradients, until hooks of its results hold them.
+        inputs: Several that need gradients, until there are results.
     """
 
-    __slots__ = ("ended_in", "given", "has_end", "hides", "inputs", "reads_weights", "running", "slots")
+    __slots__ = ("begun_in", "ended_in", "given", "has_end", "hides", "inputs", "reads_weights", "slots")
 
     def __init__(self) -> None:
         self.slots: list[Slot | None] = []
         self.has_end = False
-        self.running = False
-        self.ended_in = -1
+        self.begun_in = self.ended_in = -1
         self.reads_weights = True
         self.hides = False
         self.given: set[int] = set()
@@ -76,6 +77,16 @@ class _Inputs:
                 self._backward, self._missing = running, sum(map(compat.is_due, self._nodes))
             self._missing -= 1
             return self._missing == 0
+
+    def held_by(self, hook: Hook, result: Node) -> Hook:
+        """A hook for the node of a result that keeps this alive, unless the graph begins there: the unit returned an input as it was."""
+        if result in self._nodes:
+            return hook
+
+        def holding(gradient: Any, _held: _Inputs = self) -> None:
+            hook(gradient)
+
+        return holding
 
 
 def cast_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -129,14 +140,14 @@ def listen_to_inputs(unit: Unit, call: Call, args: tuple[Any, ...], kwargs: dict
     return map_tensors(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
 
 
-def _when_computed(view: Tensor, hook: Callable[[Any], None]) -> None:
+def _when_computed(view: Tensor, hook: Hook) -> None:
     """Have `hook` run when the gradient of a view is there."""
     node = view.grad_fn
     assert node is not None, "a view of what needs a gradient"
     node.register_prehook(hook)
 
 
-def _when_all_computed(call: Call, views: list[Tensor], hook: Callable[[Any], None]) -> None:
+def _when_all_computed(call: Call, views: list[Tensor], hook: Hook) -> None:
     call.inputs = _Inputs([view.grad_fn for view in views])
     these = weakref.ref(call.inputs)
 
@@ -151,6 +162,7 @@ def _when_all_computed(call: Call, views: list[Tensor], hook: Callable[[Any], No
 
 def listen_to_outputs(unit: Unit, call: Call, outputs: list[Tensor]) -> None:
     """Have `pre_backward` run when the backward of this call begins."""
+    inputs, call.inputs = call.inputs, None  # hooks of the inputs hold the call
     differentiable = [tensor for tensor in outputs if tensor.requires_grad]
     if not differentiable:
         if not outputs:
@@ -161,21 +173,23 @@ def listen_to_outputs(unit: Unit, call: Call, outputs: list[Tensor]) -> None:
     if call not in unit.calls:
         unit.calls.append(call)
     this = weakref.ref(unit)
-    inputs, call.inputs = call.inputs, None
 
-    def begin(_: Any, _held: _Inputs | None = inputs) -> None:
+    def begin(_: Any) -> None:
         unit = this()
         if unit is not None:
             unit.pre_backward(call)
 
+    def listen(node: Node) -> None:
+        node.register_prehook(begin if inputs is None else inputs.held_by(begin, node))
+
     for tensor in differentiable:
         if tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(begin)  # a tenth of the host time of a tensor's own hook
+            listen(tensor.grad_fn)  # a tenth of the host time of a tensor's own hook
         else:
             unit.leaf_hooks.append(tensor.register_hook(begin))  # type: ignore[no-untyped-call]
         base = tensor._base  # who writes into a view in place takes the view's own node out of the graph
         if base is not None and base.grad_fn is not None and id(base) not in call.given:
-            base.grad_fn.register_prehook(begin)
+            listen(base.grad_fn)
 
 
 def _listen_to_parameters(unit: Unit) -> None:

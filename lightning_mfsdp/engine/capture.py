@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.recording import Recording
+from lightning_mfsdp.engine.reduction import GradientReducer
 from lightning_mfsdp.engine.tree import map_tensors
 
 __all__ = ["CapturedStep", "capture_step"]
@@ -74,6 +75,7 @@ class CapturedStep(Recording):
         self._step = step
         self._replayable: torch.cuda.CUDAGraph | None = None
         self._outputs: Any = None
+        self._written: list[GradientReducer] = []
 
     @property
     def device(self) -> torch.device:
@@ -100,6 +102,9 @@ class CapturedStep(Recording):
         """Let go of the graph. Calls run as they are from now on."""
         self.failure = "closed"
         self._replayable, self._outputs, self._inputs = None, None, None
+        for reducer in self._written:
+            reducer.pin_main(False)
+        self._written = []
 
     def _run(self, inputs: Any) -> Any:
         """The step as it is, on the stream of the recording: autograd must have seen it."""
@@ -126,3 +131,7 @@ class CapturedStep(Recording):
             raise
         self._outputs = map_tensors(torch.Tensor.detach, outputs)
         self._replayable = graph
+        # Gradients that outlast the step lie where replays write them, and ordinary calls in between must not give that memory back.
+        self._written = [reducer for reducer in self._context.reductions.reducers if reducer.is_open]
+        for reducer in self._written:
+            reducer.pin_main(True)

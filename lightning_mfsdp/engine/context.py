@@ -7,7 +7,7 @@ followed it last time. Reductions follow a list, see reduction_schedule.py.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,6 +69,8 @@ class Context:
         self._last_backward: weakref.ref[Unit] | None = None
         self._series: Series | None = None
         self._in_backward = False
+        # Nobody but the backward itself holds what it runs at its end: dead once it has raised.
+        self._at_end: weakref.ref[Callable[[], None]] | None = None
 
     # -- units ---------------------------------------------------------------------------------------------------------
 
@@ -228,10 +230,14 @@ class Context:
     def begin_backward(self) -> None:
         """Called by every unit whose backward begins; the first call of a backward prepares its end."""
         if self._in_backward:
-            return
+            if self._at_end is not None and self._at_end() is not None:
+                return
+            self.recover()  # the one before raised, and this is of the same graph or of another that was there
         self._in_backward = True
         self.interrupt()
-        compat.on_backward_end(self._end_backward)
+        end = self._end_backward
+        self._at_end = weakref.ref(end)
+        compat.on_backward_end(end)
         self._ends_forward = self._last_forward
         if not self.reductions.begin():
             first = self._first_of_pass() if self._first_of_pass is not None else None

@@ -315,18 +315,18 @@ class Unit:
 
     def pre_backward(self, call: Call) -> None:
         """A gradient of an output is there; the call's own nodes run next, unless it returned an input as it was."""
-        if call.running or call.ended_in == compat.backward_task():
-            return
         if torch.is_grad_enabled() and any(group.placement.weight for group in self.all_groups):
             raise EngineStateError(
                 f"{self.name}: backward with create_graph=True needs these weights again later, when they are sharded; "
                 'use sharding="optim_grads" (weights stay whole) for gradients of gradients'
             )
-        call.running = True
+        self.context.begin_backward()
+        if call.begun_in == self.context.backwards_finished or call.ended_in == compat.backward_task():
+            return
+        call.begun_in = self.context.backwards_finished
         self.context.ranges.begin("backward", self.name)
         self._running += call.has_end
         self._idle = False
-        self.context.begin_backward()
         self.context.note_backward(self)
         if call.reads_weights:
             self.start_gather(call.slots, for_backward=True)
@@ -341,8 +341,8 @@ class Unit:
         call.ended_in = compat.backward_task()
         if call in self.calls:
             self.calls.remove(call)
-        if call.running:
-            call.running = False
+        if call.begun_in == self.context.backwards_finished:
+            call.begun_in = -1
             self.context.ranges.end("backward", self.name)
             self._running -= 1
         if self._running == 0:
@@ -367,8 +367,6 @@ class Unit:
         for handle in self.leaf_hooks:
             handle.remove()
         self.leaf_hooks.clear()
-        for call in self.calls:
-            call.running = False
         self.calls.clear()
         self.release()
 

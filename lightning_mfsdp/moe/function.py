@@ -84,11 +84,11 @@ class _ExpertsMLP(torch.autograd.Function):
         scaled = activation.forward(projected, of_rows, plan.live)
         output = combined(expert_products(scaled, weight_out.transpose(1, 2), plan.ends), plan.position)
         ctx.activation, ctx.saver, ctx.probability_dtype = activation, saver, probabilities.dtype
-        ctx.gathers_again = len(hidden) <= plan.rows
-        kept = saver.save(ctx, (projected,) if ctx.gathers_again else (x, projected), plan.live)
+        needs_x, ctx.gathers_again = ctx.needs_input_grad[2], len(hidden) <= plan.rows
+        kept = saver.save(ctx, (x, projected) if needs_x and not ctx.gathers_again else (projected,), plan.live)
         ctx.save_for_backward(
             *(weight_in, weight_out, of_rows, plan.token, plan.position, plan.ends, plan.live),
-            hidden if ctx.gathers_again and ctx.needs_input_grad[2] else None,
+            hidden if needs_x and ctx.gathers_again else None,
             *kept,
         )
         return output

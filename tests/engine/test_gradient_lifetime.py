@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from itertools import product
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -255,6 +257,67 @@ def a_graph_ends_with_its_loss_where_units_have_several_inputs(rank, world):
         gc.enable()
 
 
+class Returns(Join):
+    """Gives its result back in another way, or none, or raises."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> Any:
+        if self.what == "an error":
+            raise ValueError
+        result = super().forward(left, right)
+        return {"an input": (result, right), "an object": Hidden(result), "a constant": result.detach()}[self.what]
+
+
+class Around(nn.Module):
+    """Makes a sum of whatever its unit returns."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.first, self.unit = nn.Linear(4, 4), Returns(what)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        try:
+            result = self.unit(x.tanh(), x.sigmoid())
+        except ValueError:
+            return x
+        if isinstance(result, Hidden):
+            return x + result.value
+        return x + (sum(result) if isinstance(result, tuple) else result)
+
+
+def a_graph_ends_with_its_loss_whatever_units_return(rank, world):
+    for what, backwards in product(("an input", "an object", "a constant", "an error"), (1, 0)):
+        torch.manual_seed(0)
+        model = Around(what)
+        reference = copy.deepcopy(model)
+        fully_shard(model.unit)
+        fully_shard(model)
+        x = torch.randn(2, 4, requires_grad=True)
+        gc.collect()
+        gc.disable()
+        try:
+            began = Began()
+            loss = model(Begin.apply(x, began)).square().sum()
+            alive = weakref.ref(began)
+            del began
+            if backwards:
+                loss.backward()
+            del loss
+            assert alive() is None, (what, backwards)
+        finally:
+            gc.enable()
+        if backwards:
+            expected = x.grad.clone()
+            x.grad = None
+            reference(x).square().sum().backward()
+            torch.testing.assert_close(expected, x.grad)
+            assert not any(group.gathered for unit in context(model).units for group in unit.groups), what
+
+
 class Began:
     """Lives as long as the graph that it is noted in."""
 
@@ -330,6 +393,7 @@ WORLDS = {
         a_nan_norm_leaves_nothing_behind,
         an_embedding_with_a_hook_on_it_is_gathered_for_backward,
         a_graph_ends_with_its_loss_where_units_have_several_inputs,
+        a_graph_ends_with_its_loss_whatever_units_return,
         units_with_several_inputs_end_when_the_last_gradient_is_there,
         a_failure_while_a_bucket_is_filled_does_not_stop_later_steps,
     ),

@@ -36,13 +36,19 @@ class Broken(Exception):  # noqa: N818
 
 
 class RaisesInBackward(torch.autograd.Function):
+    """The first `times` times that a backward comes here."""
+
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, times: int) -> Tensor:
+        ctx.times = times
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        raise Broken
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.times -= 1
+        if ctx.times >= 0:
+            raise Broken
+        return grad, None
 
 
 def breaking(model: Chain, index: int, where: str):
@@ -58,7 +64,7 @@ def breaking(model: Chain, index: int, where: str):
         if where == "after":
             layer(x)
             raise Broken
-        return RaisesInBackward.apply(layer(x))
+        return RaisesInBackward.apply(layer(x), 1)
 
     return call
 
@@ -141,6 +147,24 @@ def evaluation_right_after_a_failed_backward(rank, world):
         break_once(model, 1, "backward", rank)
         model.load_state_dict(model.state_dict())
         assert_at_rest(model, sharding)
+
+
+def a_backward_that_raised_can_be_done_again(rank, world):
+    """Of the same graph, with no forward in between that would tell that the first one is over."""
+    expected = reference_gradients(world, [1.0])
+    for sharding, storage, index in product(STRATEGIES, STORAGES, (0, 2)):
+        case = f"{sharding} {storage} layer {index}"
+        model = sharded_chain(sharding=sharding, storage=storage)
+        optimizer, layer = adamw(model), model.layers[index]
+        model.wrap = lambda one, x, at=layer: RaisesInBackward.apply(one(x), 2) if one is at else one(x)
+        loss = loss_of(model, inputs(0, rank))
+        for _ in range(2):
+            with pytest.raises(Broken):
+                loss.backward(retain_graph=True)
+            optimizer.zero_grad()
+        loss.backward()
+        assert_gradients(model, expected, case)
+        assert_at_rest(model, case)
 
 
 def failure_in_one_microbatch_can_be_dropped_with_the_step(rank, world):
@@ -233,9 +257,10 @@ def any_number_of_forwards_and_backwards(rank, world):
 
     def retained(model: Chain, sync: str) -> None:
         for step in range(3):
-            loss = loss_of(model, inputs(step, rank)) / 2
-            with held_back(model, sync):
-                loss.backward(retain_graph=True)
+            loss = loss_of(model, inputs(step, rank)) / 3
+            for _ in range(2):
+                with held_back(model, sync):
+                    loss.backward(retain_graph=True)
             with held_back(model, sync) if step < 2 else nullcontext():
                 loss.backward()
 
@@ -335,6 +360,7 @@ CASES = (
     exception_inside_backward,
     failed_forward_is_at_rest_at_once,
     evaluation_right_after_a_failed_backward,
+    a_backward_that_raised_can_be_done_again,
     failure_in_one_microbatch_can_be_dropped_with_the_step,
     passes_without_gradients_change_nothing,
     evaluation_sees_the_weights_of_the_last_step,

@@ -211,6 +211,32 @@ def plain_call(run: Any, x: torch.Tensor) -> torch.Tensor:
         return run(x)  # type: ignore[no-any-return]
 
 
+def gradients_that_outlast_a_step_stay_where_replays_write_them(rank: int, world: int) -> None:
+    """A step that begins with clearing them, and an ordinary call between two replays."""
+    model = sharded_chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    run = capture.capture_step(step, model, [], warmup=3)
+    for index in range(4):
+        plain_call(run, inputs(index, rank))
+    assert run.is_captured
+    reducers = [one for one in context_of(model).reductions.reducers if any(face is not None for face in one.faces)]
+    for closed in (False, True):
+        optimizer.zero_grad()
+        loss_of(model, inputs(0, rank)).backward()
+        optimizer.zero_grad()
+        loss_of(model, inputs(0, rank))
+        assert {reducer.is_open for reducer in reducers} == {not closed}
+        run.close()
+
+
 def closing_lets_gradients_go(rank: int, world: int) -> None:
     model = sharded_chain()
     step = captured(lambda x: loss_of(model, x), model)
@@ -267,6 +293,7 @@ CASES = [
     state_that_a_replay_would_not_change_is_refused,
     a_step_that_fails_while_it_is_recorded_leaves_nothing_behind,
     a_recording_that_breaks_in_backward_does_not_count,
+    gradients_that_outlast_a_step_stay_where_replays_write_them,
     closing_lets_gradients_go,
     graphs_go_at_once_when_they_are_given_up,
     gradients_that_were_there_are_back_after_a_recording,

@@ -197,6 +197,12 @@ def test_the_input_is_not_saved_for_weights_that_need_no_gradient() -> None:
     with saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor):
         experts(*routed(9, 2, 5, 6)).sum().backward()
     assert activations(packed) == [(32, 16)]
+    experts = made(capacity_factor=1.0)
+    experts.weight_in.requires_grad_(False)
+    experts.saver = recorder = Recorder()
+    experts.compute(*routed(40, 2, 5, 6), average_rows=10).sum().backward()
+    assert [call.shapes for call in recorder.calls] == [[(16, 16)]], "nor rows, where they are fewer"
+    assert experts.weight_out.grad is not None
 
 
 def test_only_the_gradients_that_are_wanted_are_computed() -> None:

@@ -116,8 +116,10 @@ class RowStash:
         held = Held(layer, tensors, live_rows, pools, captured=captured)
         rows = StashedRows(self, held)
         held.previous, self._last = self._last, weakref.ref(held)
+        late, self._late = self._late, None
+        if late is not None:
+            self._store(late)
         self._run += 1
-        self._store(self._late)
         if self.config.own_stream and (self.is_recording or self._run == self._usual_run):
             self._late = held
         else:
@@ -138,10 +140,7 @@ class RowStash:
         del self._outstanding[id(held)]
         stays = self._pending or ([self._late] if self._late is not None else [])
         self._most_kept = max(self._most_kept, sum(one.nbytes for one in stays))
-        if held in self._pending:
-            self._pending.remove(held)
-        if held is self._late:
-            self._late = None
+        self._leave(held)
         self._bytes -= held.nbytes
         self._usual_run, self._run = self._run or self._usual_run, 0
         pools = held.pools
@@ -223,6 +222,8 @@ class RowStash:
                 "used wrong gradients; ask it after backward, and leave the step out where it says so"
             )
         self._drop_captured()
+        if self._late is not None:  # nobody would hear that it found no pages
+            self._leave(self._late)
         self._retire(0)
         self._reclaim()
         self._run = 0
@@ -272,6 +273,8 @@ class RowStash:
                 f'paged stash: {layer} is recorded in a CUDA graph, but overflow="keep" decides on the host, which a replay never asks; '
                 'use overflow="skip"'
             )
+        if self._late is not None and not self._late.captured:  # its copy would be recorded and not made
+            self._leave(self._late)
         if not self._outstanding:  # a replay begins with all pages, also after one that was not finished
             with self._side.fork():
                 for pool in self._pools.values():
@@ -283,20 +286,21 @@ class RowStash:
             if held.captured:
                 del self._outstanding[key]
                 self._bytes -= held.nbytes
+                self._leave(held)
                 held.forget("belong to a CUDA graph that could not be recorded")
-        self._pending = deque(held for held in self._pending if not held.gone)
-        if self._late is not None and self._late.gone:
-            self._late = None
 
-    def _store(self, held: Held | None) -> None:
+    def _store(self, held: Held) -> None:
         """Put rows into pages, if there are any; while recording, only count what they would need."""
-        if held is None:
-            return
-        if held is self._late:
-            self._late = None
         keeps = self.config.overflow == "keep"
         held.store(self._ops, self._side, copies=not self.is_recording, verdict=keeps and not self.is_recording)
         self._note(held.layer, "save", held.pools)
+
+    def _leave(self, held: Held) -> None:
+        """Keep the originals of a save where they are until it is loaded, or given up."""
+        if held in self._pending:
+            self._pending.remove(held)
+        if held is self._late:
+            self._late = None
 
     def _refuse_recomputed(self, layer: str) -> None:
         if any(held.layer == layer for held in self._outstanding.values()):
@@ -310,8 +314,6 @@ class RowStash:
         """Let go of the originals of all but the last saves."""
         while len(self._pending) > remaining:
             held = self._pending.popleft()
-            if held is self._late:
-                self._store(held)
             if self.config.overflow == "keep" and held.found_no_place():
                 self._must_grow = True
                 self._warn_of_kept(held)
@@ -338,8 +340,6 @@ class RowStash:
                 if held.fetched is None:
                     held.give_back(self._ops, self._side)
                 held.forget("belong to a step in which rows found no pages" if is_wrong else "were given up")
-                if held is self._late:
-                    self._late = None
         self._side.join(self._side.record())
 
     def _settle_pages(self) -> bool:
