@@ -342,13 +342,7 @@ class ParameterGroup:
         Args:
             keep_memory: Nobody else may use the slot before the backward has ended.
         """
-        if self.installed:
-            self.installed = False
-            self._full.retire()
-            for entry in self.entries:
-                resting = entry.resting
-                for table, key in entry.sites:
-                    table[key] = resting
+        self.hide()
         if self.gathered:
             self._planes_there.clear()
             if self.placement.weight:
@@ -356,6 +350,14 @@ class ParameterGroup:
                 self.forget_events()
                 give_back = self._pool.set_aside if keep_memory else self._pool.release
                 give_back(self.client, self.streams.record())
+
+    def hide(self) -> None:
+        """Show sharded parameters again; full ones stay where they are."""
+        if self.installed:
+            self.installed = False
+            self._full.retire()
+            for entry in self.entries:
+                entry.install(entry.resting)
 
     def forget_events(self) -> None:
         """Nobody has to wait for the gather that was started."""
@@ -373,7 +375,7 @@ class ParameterGroup:
         """Let another client have the slot if these weights were only gathered or kept in advance."""
         if not self.gathered:
             return False
-        if not self.installed:
+        if not (self.installed or self.users_live):
             self.release()
             return True
         unit = self.unit()

@@ -274,6 +274,11 @@ class Unit:
             self.release()
         else:
             self._idle = self is not context.root
+        if not (self.pinned or self.is_inside_root):
+            # Between forward and backward `parameters()` are those that have gradients: someone may clear them now.
+            for unit in context.units:
+                for group in unit.groups:
+                    group.hide()
 
     @property
     def is_inside_root(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from itertools import product
 from typing import Any
@@ -200,6 +201,36 @@ def an_embedding_with_a_hook_on_it_is_gathered_for_backward(rank, world):
                 torch.testing.assert_close(view.grad, expected)
 
 
+def gradients_may_be_cleared_between_forward_and_backward(rank, world):
+    """By the module as well as by the optimizer: what `parameters()` shows then are those that have them."""
+    for sharding, reshard in itertools.product(STRATEGIES, (True, False)):
+        model = sharded_chain(sharding=sharding, reshard_after_forward=reshard)
+        expected_model = sharded_chain(sharding=sharding, reshard_after_forward=reshard)
+        for index in range(3):
+            loss = loss_of(model, inputs(index, rank))
+            model.zero_grad()
+            loss.backward()
+            expected_model.zero_grad()
+            loss_of(expected_model, inputs(index, rank)).backward()
+        for found, expected in zip(gradients(model), gradients(expected_model), strict=True):
+            assert torch.equal(found, expected), (sharding, reshard)
+
+
+def weights_written_between_two_forwards_are_read(rank, world):
+    """The first has no backward, so full weights are kept for one that never comes."""
+    for sharding, reshard in itertools.product(STRATEGIES, (True, False)):
+        model = sharded_chain(sharding=sharding, reshard_after_forward=reshard)
+        optimizer = adamw(model)
+        loss_of(model, inputs(0, rank)).backward()
+        before = loss_of(model, inputs(1, rank)).detach()
+        optimizer.step()
+        with torch.no_grad():
+            expected = loss_of(model, inputs(1, rank))
+        found = loss_of(model, inputs(1, rank)).detach()
+        assert torch.equal(found, expected), (sharding, reshard)
+        assert not torch.equal(found, before), (sharding, reshard)
+
+
 class Join(nn.Module):
     """A unit with two inputs that need gradients."""
 
@@ -392,6 +423,8 @@ WORLDS = {
         gradients_put_back_by_hand_are_clipped,
         a_nan_norm_leaves_nothing_behind,
         an_embedding_with_a_hook_on_it_is_gathered_for_backward,
+        gradients_may_be_cleared_between_forward_and_backward,
+        weights_written_between_two_forwards_are_read,
         a_graph_ends_with_its_loss_where_units_have_several_inputs,
         a_graph_ends_with_its_loss_whatever_units_return,
         units_with_several_inputs_end_when_the_last_gradient_is_there,
