@@ -276,8 +276,8 @@ class Unit:
             self._idle = self is not context.root
         if not (self.pinned or self.is_inside_root):
             # Between forward and backward `parameters()` are those that have gradients: someone may clear them now.
-            for unit in context.units:
-                for group in unit.groups:
+            for unit in context.units if self is context.root else (self,):
+                for group in unit.all_groups:
                     group.hide()
 
     @property

@@ -3,7 +3,7 @@
 The gradient of a mean or a sum is known up to one number, the gradient of the loss itself. So it can be computed in forward, while the
 logits are there; backward multiplies it by that number. That is three products with the weight instead of four. It needs tiles that hold
 the whole vocabulary, and with them a float32 sum as large as the weight. Where tokens are fewer than token ids, four products with the
-smaller sum take a quarter less memory and hardly more time (docs/benchmarks/2026-11-21-logprobs.md).
+smaller sum take less memory and, by the figures of log-probabilities, hardly more time (docs/benchmarks/2026-11-21-logprobs.md).
 """
 
 from __future__ import annotations

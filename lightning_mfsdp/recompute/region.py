@@ -32,7 +32,7 @@ from lightning_mfsdp.recompute.offload import HostCopies, HostCopy
 from lightning_mfsdp.recompute.operators import CHOICES, keeping
 from lightning_mfsdp.recompute.precision import PrecisionSnapshot, uncached_casts
 from lightning_mfsdp.recompute.routing import KeptChoices, routers_in
-from lightning_mfsdp.recompute.statistics import counted_once
+from lightning_mfsdp.recompute.statistics import counted_once, keeps_statistics
 
 __all__ = ["Region", "can_stop_early", "refuse_operators", "region_of"]
 
@@ -93,6 +93,7 @@ class Region:
         self._routers: list[weakref.ref[Any]] | None = None
         self._traced_ops = (*config.save_ops, *(CHOICES if routers_in(module) else ()))
         self._has_engine_modules: bool | None = None
+        self._keeps_statistics: bool | None = None
         self._stops_early: bool | None = None
         self._draws = False
         module.__dict__[_REGION] = self
@@ -263,7 +264,9 @@ class Region:
     def statistics_counted_once(self) -> AbstractContextManager[None]:
         """Around a forward that runs again."""
         module = self._module()
-        return nullcontext() if module is None else counted_once(module)
+        if self._keeps_statistics is None:  # looked for once, for most have none
+            self._keeps_statistics = module is not None and keeps_statistics(module)
+        return counted_once(module) if module is not None and self._keeps_statistics else nullcontext()
 
     def snapshot(self) -> PrecisionSnapshot:
         """Of the precision at the moment."""

@@ -7,23 +7,21 @@ from contextlib import contextmanager
 
 from torch import nn
 
-__all__ = ["counted_once"]
+__all__ = ["counted_once", "keeps_statistics"]
 
-_NORMS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
+# The buffer by which PyTorch's batch and instance norms that keep statistics are known, subclasses and synchronised ones included.
+_COUNT = "num_batches_tracked"
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether it is, or has inside, a norm with running statistics."""
+    return any(part._buffers.get(_COUNT) is not None for part in module.modules())
 
 
 @contextmanager
 def counted_once(module: nn.Module) -> Iterator[None]:
     """Inside, norms in `module` write their statistics to copies."""
-    norms = [part for part in module.modules() if isinstance(part, _NORMS) and part.training]
+    norms = [part for part in module.modules() if part.training and part._buffers.get(_COUNT) is not None]
     # Copies, and not nothing: as many tensors must be saved for backward as the first time.
     before = [dict(norm._buffers) for norm in norms]
     for norm, buffers in zip(norms, before, strict=True):
