@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -36,7 +37,9 @@ ACTIVATION = pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def no_waiting() -> Iterator[None]:
     """An operation that waits for the device is an error."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype", category=UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
@@ -95,12 +98,12 @@ def on_cpu(experts: GroupedExperts, activation: str, hidden, index, probabilitie
     return output, gradients(output, *inputs)
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, share: float = 0.02) -> None:
+def close(found: torch.Tensor, expected: torch.Tensor, share: float = 0.02, case: str = "") -> None:
     """Within a share of the largest element: what bfloat16 leaves of sums that cancel."""
     found, expected = found.detach().float().cpu(), expected.detach().float().cpu()
     assert torch.isfinite(found).all()
     difference, largest = (found - expected).abs().max(), expected.abs().max()
-    assert difference <= share * largest + 1e-3, f"differs by {difference} of {largest}"
+    assert difference <= share * largest + 1e-3, f"differs by {difference} of {largest} {case}"
 
 
 @pytest.mark.gpu
@@ -260,12 +263,15 @@ def same_gradients(rank: int, world: int, ep: int, dispatcher: str) -> None:
 
 
 def train(rank: int, world: int, ep: int, *, captured: bool = False, stashed: bool = False) -> list[torch.Tensor]:
-    """Losses and whole weights of steps in bf16, whose routes change; after the first ones nothing may wait for the device."""
+    """Losses and whole weights of steps in bf16, whose routes change; after the first ones nothing may wait for the device.
+
+    With an eps as large as gradients: AdamW would otherwise make steps of full length of what rounding left of nothing.
+    """
     model = build(**WIDE).cuda()
     policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
     model = sharded(model, world, ep, "cuda", policy=policy)
     stash = stash_of(model) if stashed else None
-    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True))
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, fused=True, capturable=True))
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss = loss_of(model, ids)
@@ -314,7 +320,7 @@ def expert_parallelism(rank: int, world: int) -> None:
         for captured, stashed in product((False, True), (False, True)):
             found = train(rank, world, ep, captured=captured, stashed=stashed)
             for one, other in zip(found, expected, strict=True):
-                close(one, other, 0.05)
+                close(one, other, 0.05, f"{ep=} {captured=} {stashed=}")
 
 
 @pytest.mark.gpu

@@ -204,6 +204,7 @@ def planned(rank: int, world: int) -> None:
     steps(model, 2, rows)
     model.zero_grad()
     x = torch.randn(rows, DIM, device="cuda")
+    gc.collect()  # other cases' remains are not this step's
     with record_step(model) as recorder:
         model(x).float().square().mean().backward()
     del x
