@@ -199,7 +199,11 @@ def compiled(rank: int, world: int) -> None:
 
 
 def planned(rank: int, world: int) -> None:
-    """The peak for each number of layers is what the allocator says, within 5 %."""
+    """The peak for each number of layers is what the allocator says, within 5 %.
+
+    With all of them computed again it may be too high by one tensor besides: checkpointing lets go of each as soon as it is read, autograd
+    when the node that read it is done, which may allocate in between (the sum for a bias does).
+    """
     model, rows = sharded(None, layers=8), 4 * ROWS
     steps(model, 2, rows)
     model.zero_grad()
@@ -215,8 +219,11 @@ def planned(rank: int, world: int) -> None:
         if row.num_layers:
             apply_recompute(model, Recompute(method="block", num_layers=row.num_layers))
         measured.append(peak(model, rows))
-    wrong = [row for row, found in zip(plan.rows, measured, strict=True) if abs(found - row.peak_bytes) > 0.05 * found]
-    assert not wrong, (wrong, measured)
+    one_tensor = max(size for layer in recorder.record.layers for size in layer.saved.values())
+    for row, found in zip(plan.rows, measured, strict=True):
+        above = row.peak_bytes - found
+        most = 0.05 * found + one_tensor * (row.num_layers == len(model.layers))
+        assert -0.05 * found <= above <= most, (row, found, measured)
     assert plan.rows[-1].extra_seconds > 0
 
 
