@@ -59,6 +59,10 @@ class WeightCodec(Protocol):
     def planes(self) -> int:
         """1, or 2: the first is read by forward, the second by backward. Each has as many elements as the parameter."""
 
+    @property
+    def rows_together(self) -> int:
+        """How many consecutive rows of a parameter, from its first on, one rank has to quantize together."""
+
     def encode(self, module: nn.Module, device: torch.device) -> None:
         """Parameters inside `module` that are to be of this kind become so: new objects, in the same places.
 

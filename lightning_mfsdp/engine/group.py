@@ -28,7 +28,7 @@ from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.full_weight import FullWeight
 from lightning_mfsdp.engine.group_spec import GroupSpec
 from lightning_mfsdp.engine.host_memory import HostMemory
-from lightning_mfsdp.engine.layout import Layout, plan_layout
+from lightning_mfsdp.engine.layout import plan_layout
 from lightning_mfsdp.engine.parameter import Entry, mark_owner
 from lightning_mfsdp.engine.placement import Placement
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
@@ -80,8 +80,7 @@ class ParameterGroup:
         self.policy = policy
         self.device = device
         self.offloads = offloads
-        self.shard_axis = mesh.shard
-        self.outer_axis = mesh.outer
+        self.shard_axis, self.outer_axis = mesh.shard, mesh.outer
         self._plan([tuple(parameter.shape) for _, parameter, _ in named])
         self._allocate()
         self.entries = [self._entry(index, *item) for index, item in enumerate(named)]
@@ -103,8 +102,9 @@ class ParameterGroup:
         inner_count, inner_rank = (shard.size, shard.rank) if self.placement.main else (1, 0)
         sub_count, sub_rank = (outer.size, outer.rank) if outer and self.placement.outer_main else (1, 0)
         smallest = min(self.spec.storage_dtype.itemsize, self.spec.main_dtype.itemsize, self.policy.comm_dtype.itemsize)
-        self.layout: Layout = plan_layout(tuple(shapes), inner_count * sub_count, itemsize=smallest)
-        self.full_extent = range(inner_count * sub_count)
+        count, together = inner_count * sub_count, self.spec.rows_together
+        self.layout = plan_layout(shapes, count, itemsize=smallest, rows_together=together)
+        self.full_extent = range(count)
         self.inner_extent = range(inner_rank * sub_count, (inner_rank + 1) * sub_count)
         start = inner_rank * sub_count + sub_rank
         self.main_extent = range(start, start + 1)

@@ -40,6 +40,11 @@ class GroupSpec:
         """Numbers of the planes that the full weight consists of."""
         return range(1 if self.codec is None else self.codec.planes)
 
+    @property
+    def rows_together(self) -> int:
+        """Rows of a parameter that belong into one shard."""
+        return 1 if self.codec is None else self.codec.rows_together
+
     def plane(self, *, for_backward: bool) -> int:
         """Which of them a backward, or a forward, reads."""
         return self.planes[-1] if for_backward else 0

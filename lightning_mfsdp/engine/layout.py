@@ -10,7 +10,7 @@ full-size buffer per segment is then all it takes to gather weights and reduce g
 Three rules hold, and `Layout` proves them when it is built:
 
 * A shard boundary inside a tensor falls between two rows (a row is one index of dim 0), so every shard owns a plain
-  range of rows.
+  range of rows. Where it must fall between so many rows (`rows_together`), a tensor whose rows are no multiple is not divided.
 * The shards of a segment are equally long, in multiples of `alignment_bytes`.
 * Every tensor starts on a multiple of 16 bytes. No shape prevents that: boundaries are multiples of 16 bytes
   themselves, so a start that is congruent to one modulo lcm(row, 16 bytes) keeps this rule and the first one together.
@@ -61,6 +61,7 @@ class Layout:
         offset_of: Per tensor, its start inside that segment.
         itemsize: Bytes per element of the narrowest buffer that uses the layout.
         alignment_bytes: What the size of every shard is a multiple of, at `itemsize`.
+        rows_together: Rows that are not divided.
 
     Raises:
         ValueError: A rule of the module docstring is broken.
@@ -73,9 +74,10 @@ class Layout:
     offset_of: tuple[int, ...]
     itemsize: int = 2
     alignment_bytes: int = 128
+    rows_together: int = 1
 
     def __post_init__(self) -> None:
-        _check_arguments(self.shapes, self.num_shards, self.itemsize, self.alignment_bytes)
+        _check_arguments(self.shapes, self.num_shards, self.itemsize, self.alignment_bytes, self.rows_together)
         listed = sorted(tensor for segment in self.segments for tensor in segment.tensors)
         if listed != list(range(len(self.shapes))) or not len(listed) == len(self.segment_of) == len(self.offset_of):
             raise ValueError(f"each of {len(self.shapes)} tensors must lie in exactly one segment: got {listed}")
@@ -93,7 +95,8 @@ class Layout:
 
     def _check_tensor(self, tensor: int, lowest: int) -> int:
         """Proves the rules for one tensor that must start at or after `lowest`; returns where it ends."""
-        start, row, shard = self.offset_of[tensor], self.row_numel(tensor), self._shard_of(tensor)
+        start, shard = self.offset_of[tensor], self._shard_of(tensor)
+        row = _undivided_numel(self.shapes[tensor], self.rows_together)
         stop = start + self.numel(tensor)
         what = f"tensor {tensor} of shape {self.shapes[tensor]} at offset {start}"
         if start < lowest or stop > self.num_shards * shard:
@@ -103,7 +106,9 @@ class Layout:
         first_boundary = (start // shard + 1) * shard
         one_inside, two_inside = first_boundary < stop, first_boundary + shard < stop
         if (one_inside and (first_boundary - start) % row) or (two_inside and shard % row):
-            raise ValueError(f"{what}: a boundary between shards of {shard} elements splits a row of {row}")
+            raise ValueError(
+                f"{what}: a boundary between shards of {shard} elements splits a row of {row}, or rows that belong together"
+            )
         return stop
 
     def _shard_of(self, tensor: int) -> int:
@@ -202,7 +207,12 @@ class Layout:
 
 
 def plan_layout(
-    shapes: Sequence[Sequence[int]], num_shards: int, *, itemsize: int = 2, alignment_bytes: int = 128
+    shapes: Sequence[Sequence[int]],
+    num_shards: int,
+    *,
+    itemsize: int = 2,
+    alignment_bytes: int = 128,
+    rows_together: int = 1,
 ) -> Layout:
     """Places a group of tensors in as few segments as keep its padding small.
 
@@ -214,20 +224,23 @@ def plan_layout(
         num_shards: Size of the axis to divide over.
         itemsize: Bytes per element of the narrowest buffer that will use the layout: 1, 2, 4, 8 or 16.
         alignment_bytes: Every shard is a multiple of it; itself a positive multiple of 16.
+        rows_together: Shard boundaries inside a tensor fall on multiples of so many rows.
 
     Raises:
         ValueError: An argument is out of range.
     """
     sizes = tuple(tuple(int(size) for size in shape) for shape in shapes)
-    return _plan_cached(sizes, num_shards, itemsize, alignment_bytes)
+    return _plan_cached(sizes, num_shards, itemsize, alignment_bytes, rows_together)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan_cached(shapes: tuple[tuple[int, ...], ...], num_shards: int, itemsize: int, alignment_bytes: int) -> Layout:
-    _check_arguments(shapes, num_shards, itemsize, alignment_bytes)
+def _plan_cached(
+    shapes: tuple[tuple[int, ...], ...], num_shards: int, itemsize: int, alignment_bytes: int, rows_together: int
+) -> Layout:
+    _check_arguments(shapes, num_shards, itemsize, alignment_bytes, rows_together)
     filled = [tensor for tensor, shape in enumerate(shapes) if math.prod(shape)]
     packing = find_packing(
-        [(math.prod(shapes[tensor]), math.prod(shapes[tensor][1:])) for tensor in filled],
+        [(math.prod(shapes[tensor]), _undivided_numel(shapes[tensor], rows_together)) for tensor in filled],
         num_shards,
         unit=alignment_bytes // math.gcd(alignment_bytes, itemsize),
         start_unit=START_ALIGNMENT_BYTES // itemsize,
@@ -247,7 +260,16 @@ def _plan_cached(shapes: tuple[tuple[int, ...], ...], num_shards: int, itemsize:
         offset_of=tuple(offset for _, offset in places.values()),
         itemsize=itemsize,
         alignment_bytes=alignment_bytes,
+        rows_together=rows_together,
     )
+
+
+def _undivided_numel(shape: tuple[int, ...], rows_together: int) -> int:
+    """Elements of what stays in one shard."""
+    if not shape:
+        return 1
+    rows = rows_together if shape[0] % rows_together == 0 else shape[0]
+    return rows * math.prod(shape[1:])
 
 
 def padding_advice(layout: Layout, *, acceptable: float = 0.1) -> str:
@@ -267,7 +289,8 @@ def padding_advice(layout: Layout, *, acceptable: float = 0.1) -> str:
     tried = [layout]
     while tried[-1].num_shards % 2 == 0 and tried[-1].padding_fraction > acceptable:
         half = tried[-1].num_shards // 2
-        tried.append(plan_layout(layout.shapes, half, itemsize=itemsize, alignment_bytes=layout.alignment_bytes))
+        options = {"alignment_bytes": layout.alignment_bytes, "rows_together": layout.rows_together}
+        tried.append(plan_layout(layout.shapes, half, itemsize=itemsize, **options))
     best = min(tried, key=lambda plan: plan.padding_fraction)
     if best is layout:
         return text + " Shard over fewer ranks, or shard several modules as one unit so that each rank has more rows."
@@ -295,7 +318,9 @@ def _padding_cause(layout: Layout) -> str:
     )
 
 
-def _check_arguments(shapes: tuple[tuple[int, ...], ...], num_shards: int, itemsize: int, alignment_bytes: int) -> None:
+def _check_arguments(
+    shapes: tuple[tuple[int, ...], ...], num_shards: int, itemsize: int, alignment_bytes: int, rows_together: int
+) -> None:
     if num_shards < 1:
         raise ValueError(f"num_shards, the size of the shard axis, must be at least 1: got {num_shards}")
     if itemsize not in (1, 2, 4, 8, 16):
@@ -304,6 +329,8 @@ def _check_arguments(shapes: tuple[tuple[int, ...], ...], num_shards: int, items
         raise ValueError(
             f"alignment_bytes must be a positive multiple of {START_ALIGNMENT_BYTES}: got {alignment_bytes}"
         )
+    if rows_together < 1:
+        raise ValueError(f"rows_together must be positive: got {rows_together}")
     for tensor, shape in enumerate(shapes):
         if any(size < 0 for size in shape):
             raise ValueError(f"sizes must not be negative: got shape {shape} for tensor {tensor}")

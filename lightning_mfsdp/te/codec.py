@@ -43,6 +43,7 @@ class _Codec(ABC):
 
     storage_dtype = torch.uint8
     planes = 1
+    rows_together = 1
     kind = ""
 
     def __init__(self, keep: bool) -> None:
@@ -175,7 +176,13 @@ def _is_current(item: Fragment) -> bool:
 
 
 class _Blockwise(_Codec):
+    """The library's cast of a fragment writes whole strips of rows: beside a fragment that ends within one lie other weights' bytes.
+
+    Source: `fp8_block_scaling_partial_cast_kernel`, whose warps store 16 rows each as soon as one element of these is the fragment's.
+    """
+
     kind = "Float8BlockwiseQTensor"
+    rows_together = 16
 
     def why_not(self, parameter: nn.Parameter) -> str:
         if not parameter._is_2D_scaled:  # type: ignore[attr-defined]

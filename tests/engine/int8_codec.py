@@ -118,8 +118,8 @@ class Int8Codec:
 
     storage_dtype = torch.uint8
 
-    def __init__(self, planes: int = 1, *, keep: bool = False) -> None:
-        self.planes, self.keep = planes, keep
+    def __init__(self, planes: int = 1, *, keep: bool = False, rows_together: int = 1) -> None:
+        self.planes, self.keep, self.rows_together = planes, keep, rows_together
 
     def encode(self, module: nn.Module, device: torch.device) -> None:
         for part in module.modules():
@@ -144,6 +144,9 @@ class Int8Codec:
         amaxes = torch.stack([item.main.abs().amax() if item.main.numel() else torch.zeros(()) for item in fragments])
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
         for item, amax in zip(fragments, amaxes, strict=True):
+            strip, end = self.rows_together * item.parameter.shape[-1], item.start + item.main.numel()
+            assert item.start % strip == 0, "begins within rows that belong together"
+            assert end % strip == 0 or end == item.parameter.numel(), "ends within rows that belong together"
             item.parameter._scale.copy_(scale_of(amax))
             item.parameter._transposed = None
             raw = raw_of(item.main, item.parameter._scale)

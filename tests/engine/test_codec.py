@@ -190,6 +190,15 @@ def bit_equal_in_every_placement(rank, world):
     trained_as_in_one_process(rank, world, accumulation=2 if world < 3 else 1, reshard=False)
 
 
+def fragments_end_between_rows_that_belong_together(rank, world):
+    """What the codec asserts. Three ranks would divide a block elsewhere."""
+    for sharding in STRATEGIES:
+        model = shard(build(), Int8Codec(rows_together=4), sharding=sharding)
+        train(model, fully_shard_optimizer(adamw(model.parameters())), range(2), rank, world)
+        held = [view.rows for view in sharded_parameters(model) if view.name.split(".")[-2] in ("up", "down")]
+        assert all(rows.start % 4 == rows.stop % 4 == 0 for rows in held)
+
+
 def recomputed_weights_are_the_same(rank, world):
     for reentrant, planes, sharding in product((False, True), (1, 2), STRATEGIES[2:]):
         trained_as_in_one_process(rank, world, planes=planes, recompute=reentrant, sharding=sharding)
@@ -450,7 +459,7 @@ WORLDS = {
         weights_on_meta_become_quantized_and_stay_tied,
         a_codec_without_its_kind_changes_nothing,
     ],
-    3: [near_on_three_ranks],
+    3: [near_on_three_ranks, fragments_end_between_rows_that_belong_together],
     4: [bit_equal_with_an_outer_axis],
 }
 

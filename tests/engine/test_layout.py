@@ -48,7 +48,10 @@ def check_every_promise(layout: Layout, shapes: list[tuple[int, ...]]) -> None:
         assert not flat or flat[-1] <= layout.num_shards * segment.shard_numel
         for tensor, (start, stop) in zip(tensors, ranges, strict=True):
             assert start * layout.itemsize % 16 == 0
-            row = math.prod(shapes[tensor][1:])
+            together = (
+                layout.rows_together if shapes[tensor] and shapes[tensor][0] % layout.rows_together == 0 else None
+            )
+            row = math.prod(shapes[tensor][1:]) * together if together else math.prod(shapes[tensor])
             for boundary in range((start // segment.shard_numel + 1) * segment.shard_numel, stop, segment.shard_numel):
                 assert (boundary - start) % row == 0, f"boundary {boundary} splits a row of {shapes[tensor]}"
         gaps = layout.gaps(index, 0, layout.num_shards)
@@ -80,11 +83,18 @@ def check_ownership(layout: Layout, span: int = 1) -> None:
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
-@given(SHAPES, st.sampled_from(WORLDS), st.sampled_from([1, 2, 4, 8]), st.sampled_from([16, 128, 512]))
+@given(
+    SHAPES,
+    st.sampled_from(WORLDS),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([16, 128, 512]),
+    st.sampled_from([1, 2, 16]),
+)
 def test_any_shapes_are_covered_aligned_and_split_between_rows(
-    shapes: list[tuple[int, ...]], num_shards: int, itemsize: int, alignment_bytes: int
+    shapes: list[tuple[int, ...]], num_shards: int, itemsize: int, alignment_bytes: int, rows_together: int
 ) -> None:
-    layout = plan_layout(shapes, num_shards, itemsize=itemsize, alignment_bytes=alignment_bytes)
+    sizes = {"itemsize": itemsize, "alignment_bytes": alignment_bytes, "rows_together": rows_together}
+    layout = plan_layout(shapes, num_shards, **sizes)
     check_every_promise(layout, shapes)
     if num_shards <= 17:
         check_ownership(layout)
@@ -103,6 +113,18 @@ def test_thousands_of_random_groups_keep_the_rules(num_shards: int) -> None:
         check_every_promise(layout, shapes)
         if num_shards <= 17:
             check_ownership(layout)
+
+
+def test_rows_that_belong_together_cost_little_room() -> None:
+    """A block of 8 billion parameters, whose weights end up in strips of 16 rows."""
+    block: list[tuple[int, ...]] = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+    for num_shards in (2, 3, 4, 8, 64):
+        layout = plan_layout(block, num_shards, itemsize=1, rows_together=16)
+        check_every_promise(layout, block)
+        assert layout.padding_fraction < 0.01
+    by_row = plan_layout(block, 4, itemsize=1)
+    cuts = [by_row.owned_rows(tensor, shard).stop for tensor in range(4) for shard in range(4)]
+    assert any(cut % 16 for cut in cuts), "nothing would have to be kept together"
 
 
 def test_layout_that_split_a_row_upstream_keeps_its_rows() -> None:

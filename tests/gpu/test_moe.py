@@ -271,7 +271,9 @@ def train(rank: int, world: int, ep: int, *, captured: bool = False, stashed: bo
     policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
     model = sharded(model, world, ep, "cuda", policy=policy)
     stash = stash_of(model) if stashed else None
-    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, fused=True, capturable=True))
+    optimizer = fully_shard_optimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, fused=True, capturable=True)
+    )
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss = loss_of(model, ids)
