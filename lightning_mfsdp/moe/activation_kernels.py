@@ -2,6 +2,8 @@
 
 How many those are is read on the device, so a call costs what its live rows cost, whatever the length of the buffer. Rows that do
 not count are neither read nor written. Sums are in float32.
+
+The backward reads the projection where it is: as a tensor, or in the pages of a saver.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from lightning_mfsdp.moe.saving import PagedRows
 
 __all__ = ["scaled_activation", "scaled_activation_backward"]
 
@@ -26,15 +30,24 @@ def scaled_activation(name: str, projected: Tensor, probabilities: Tensor, live:
 
 
 def scaled_activation_backward(
-    name: str, projected: Tensor, probabilities: Tensor, grad: Tensor, live: Tensor
+    name: str, projected: Tensor | PagedRows, probabilities: Tensor, grad: Tensor, live: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`Activation.backward` on a device; all are contiguous, float32 or lower."""
     gated = name == "swiglu"
     rows, columns = grad.shape
-    result, grad_projected = torch.empty_like(grad), torch.empty_like(projected)
+    result, grad_projected = torch.empty_like(grad), grad.new_empty(projected.shape, dtype=projected.dtype)
     grad_probabilities = torch.empty(rows, dtype=torch.float32, device=grad.device)
+    # Of a tensor without pages nothing is read through the addresses that stand for its header and table.
+    source, header, table, page_rows = (
+        (projected.pages, projected.header, projected.table, projected.page_rows)
+        if isinstance(projected, PagedRows)
+        else (projected, live, live, 0)
+    )
     _backward[(rows,)](
-        projected,
+        source,
+        header,
+        table,
+        page_rows,
         probabilities,
         grad,
         live,
@@ -70,9 +83,13 @@ def _forward(projected, probabilities, live, result, columns, GATED: tl.constexp
             tl.store(result + row * columns + column, value * probability, mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# One kernel for rows in pages and for others: a graph may be recorded as soon as there are pages, and must find it compiled.
+@triton.jit(do_not_specialize=["header", "table", "page_rows"])  # type: ignore[untyped-decorator]
 def _backward(  # type: ignore[no-untyped-def]
-    projected,
+    source,
+    header,
+    table,
+    page_rows,
     probabilities,
     grad,
     live,
@@ -83,18 +100,26 @@ def _backward(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(0)
+    row = number.to(tl.int64)
     if row < tl.load(live):
         probability = tl.load(probabilities + row).to(tl.float32)
         begin = row * columns * (2 if GATED else 1)
+        is_paged = page_rows > 0
+        height = tl.maximum(page_rows, 1)
+        has_pages = tl.load(header, mask=is_paged, other=0) == 0
+        page = tl.load(table + number // height, mask=is_paged & has_pages, other=0)
+        place = tl.where(is_paged, page * height + number % height, row)
+        first = source + place * columns * (2 if GATED else 1)
+        kept = tl.where(has_pages, columns, 0)  # rows without pages read as zero
         total = tl.zeros([BLOCK], dtype=tl.float32)
         for start in range(0, columns, BLOCK):
             column = start + tl.arange(0, BLOCK)
             inside = column < columns
             from_above = tl.load(grad + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-            gate = tl.load(projected + begin + column, mask=inside, other=0.0).to(tl.float32)
+            gate = tl.load(first + column, mask=column < kept, other=0.0).to(tl.float32)
             if GATED:
-                up = tl.load(projected + begin + columns + column, mask=inside, other=0.0).to(tl.float32)
+                up = tl.load(first + columns + column, mask=column < kept, other=0.0).to(tl.float32)
                 opened = tl.sigmoid(gate)
                 value = gate * opened * up
                 grad_gate = up * opened * (1.0 + gate * (1.0 - opened))

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_mfsdp.moe.saving import PagedRows
+
 __all__ = ["ACTIVATIONS", "Activation", "ActivationName"]
 
 ActivationName: TypeAlias = Literal["swiglu", "gelu"]
@@ -50,12 +52,12 @@ class Activation:
         return (self._value(wide) * factor).to(projected.dtype)
 
     def backward(
-        self, projected: Tensor, probabilities: Tensor, grad: Tensor, live: Tensor
+        self, projected: Tensor | PagedRows, probabilities: Tensor, grad: Tensor, live: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What `forward` returned, computed again, and the gradients of its arguments.
 
         Args:
-            projected: `[rows, width * I]`.
+            projected: `[rows, width * I]`, whole or in pages.
             probabilities: `[rows]`.
             grad: Of the result, `[rows, I]`.
             live: How many rows count.
@@ -63,10 +65,11 @@ class Activation:
         Returns:
             The result, `[rows, I]`; the gradient of `projected`; that of `probabilities`, `[rows]`, float32 or better.
         """
-        if projected.is_cuda and projected.dtype is not torch.float64:
+        if projected.device.type == "cuda" and projected.dtype is not torch.float64:
             from lightning_mfsdp.moe.activation_kernels import scaled_activation_backward
 
             return scaled_activation_backward(self.name, projected, probabilities, grad, live)
+        projected = projected.whole() if isinstance(projected, PagedRows) else projected
         wide, factor = _widened(projected, probabilities)
         value, grad_value = self._value(wide), grad.to(wide.dtype)
         grad_wide = self._derivative(wide, grad_value * factor)

@@ -1,7 +1,7 @@
 """The experts' MLP as one autograd function that saves two tensors: the expert input and the first projection.
 
 x           hidden rows, sorted by expert                            gathered again in backward
-projected   x times the first weights of each row's expert
+projected   x times the first weights of each row's expert       read where the saver keeps it
 scaled      activation(projected) * probability                      computed again in backward
 output      the sum of each token's rows of scaled times the second weights
 
@@ -12,7 +12,7 @@ most choices are other ranks', x is kept instead. See docs/design/moe.md.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from lightning_mfsdp.moe.activations import Activation
 from lightning_mfsdp.moe.products import expert_products, outer_products, warn_where_it_waits
 from lightning_mfsdp.moe.rows import RowPlan, combined, gathered
-from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver
+from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver, lent, save_to_lend
 
 __all__ = ["experts_mlp", "no_choices"]
 
@@ -85,7 +85,10 @@ class _ExpertsMLP(torch.autograd.Function):
         output = combined(expert_products(scaled, weight_out.transpose(1, 2), plan.ends), plan.position)
         ctx.activation, ctx.saver, ctx.probability_dtype = activation, saver, probabilities.dtype
         needs_x, ctx.gathers_again = ctx.needs_input_grad[2], len(hidden) <= plan.rows
-        kept = saver.save(ctx, (x, projected) if needs_x and not ctx.gathers_again else (projected,), plan.live)
+        if needs_x and not ctx.gathers_again:
+            kept = saver.save(ctx, (x, projected), plan.live)  # products read x, and only whole
+        else:
+            kept = save_to_lend(saver, ctx, (projected,), plan.live)
         ctx.save_for_backward(
             *(weight_in, weight_out, of_rows, plan.token, plan.position, plan.ends, plan.live),
             hidden if needs_x and ctx.gathers_again else None,
@@ -97,17 +100,17 @@ class _ExpertsMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight_in, weight_out, of_rows, token, position, ends, live, hidden, *kept = ctx.saved_tensors
-        *xs, projected = ctx.saver.load(ctx, kept)
         needs_hidden, needs_probabilities, needs_in, needs_out, *_ = ctx.needs_input_grad
         grad_rows = gathered(grad.to(weight_out.dtype), token, live)
         grad_scaled = expert_products(grad_rows, weight_out, ends)
-        scaled, grad_projected, grad_of_rows = ctx.activation.backward(projected, of_rows, grad_scaled, live)
+        with lent(ctx.saver, ctx, kept) as (*xs, projected):
+            scaled, grad_projected, grad_of_rows = ctx.activation.backward(projected, of_rows, grad_scaled, live)
         del projected, grad_scaled
         to_out = outer_products(grad_rows, scaled, ends) if needs_out else None
         del grad_rows, scaled
         to_in = to_hidden = to_probabilities = None
         if needs_in:
-            x = gathered(hidden, token, live) if ctx.gathers_again else xs[0]
+            x = gathered(hidden, token, live) if ctx.gathers_again else cast(Tensor, xs[0])
             to_in = outer_products(grad_projected, x, ends)
             del x, xs
         if needs_hidden:

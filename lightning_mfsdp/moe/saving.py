@@ -2,12 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["ActivationSaver", "OrdinarySaver", "SavesActivations", "has_saver", "wrong_saver_because"]
+__all__ = [
+    "ActivationSaver",
+    "LendingSaver",
+    "OrdinarySaver",
+    "PagedRows",
+    "SavesActivations",
+    "has_saver",
+    "lent",
+    "save_to_lend",
+    "wrong_saver_because",
+]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PagedRows:
+    """A saved `[rows, ...]` tensor whose live rows lie in pages: row r is row `r % page_rows` of page `table[r // page_rows]`.
+
+    Attributes:
+        pages: `[pages * page_rows, ...]`, dtype and further dimensions of the tensor.
+        header: int64. The first element is 0 if there are pages; if not, all rows read as zero. The second is how many rows are live.
+        table: int64, a page for each `page_rows` rows; written as far as rows are live, if there are pages.
+        page_rows: Rows in a page.
+        rows: Of the tensor, dead ones included.
+    """
+
+    pages: Tensor
+    header: Tensor
+    table: Tensor
+    page_rows: int
+    rows: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tensor."""
+        return torch.Size((self.rows, *self.pages.shape[1:]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor."""
+        return self.pages.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        return self.pages.device
+
+    def whole(self) -> Tensor:
+        """The tensor, with zeros after its live rows: memory of its own. Nobody waits for the device."""
+        if not len(self.pages):
+            return self.pages.new_zeros(self.shape)
+        row = torch.arange(self.rows, device=self.device)
+        is_there = (row < self.header[1]) & (self.header[0] == 0)
+        place = self.table[row // self.page_rows] * self.page_rows + row % self.page_rows
+        # As bytes, whatever the dtype is.
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        pages = self.pages.view(torch.uint8).view(len(self.pages), row_bytes)
+        found = pages.index_select(0, torch.where(is_there, place, 0)).masked_fill_(~is_there[:, None], 0)
+        return found.view(-1).view(self.dtype).view(self.shape)
 
 
 class ActivationSaver(Protocol):
@@ -38,10 +99,27 @@ class ActivationSaver(Protocol):
 
 
 @runtime_checkable
+class LendingSaver(ActivationSaver, Protocol):
+    """A saver whose backward may read rows where they are kept, instead of getting tensors of its own."""
+
+    def save_to_lend(self, ctx: Any, tensors: Sequence[Tensor], live_rows: Tensor) -> Sequence[Tensor]:
+        """As `save`, with the promise that the backward will call `lend` and not `load`."""
+
+    def lend(self, ctx: Any, kept: Sequence[Tensor]) -> AbstractContextManager[Sequence[Tensor | PagedRows]]:
+        """The tensors of one call, in pages until the context ends, or whole, as they are if `save` kept them.
+
+        Args:
+            ctx: The same as in `save_to_lend`.
+            kept: What `save_to_lend` returned. What is lent is read on the stream that is current in the context.
+        """
+
+
+@runtime_checkable
 class SavesActivations(Protocol):
     """A module of experts that asks a saver, and may be given another one. `GroupedExperts` is one.
 
-    Its forward calls `self.saver.save` in an autograd function where a backward will follow, and its backward `self.saver.load`.
+    Its forward calls `self.saver.save` in an autograd function where a backward will follow, and its backward `self.saver.load`; or
+    `save_to_lend` and `lent`.
     """
 
     saver: ActivationSaver
@@ -57,6 +135,22 @@ class OrdinarySaver:
     def load(self, ctx: Any, kept: Sequence[Tensor]) -> Sequence[Tensor]:
         """All of them."""
         return kept
+
+
+def save_to_lend(saver: ActivationSaver, ctx: Any, tensors: Sequence[Tensor], live_rows: Tensor) -> Sequence[Tensor]:
+    """Keep tensors of one call for a backward that uses `lent`, by any saver. See `ActivationSaver.save`."""
+    save = saver.save_to_lend if isinstance(saver, LendingSaver) else saver.save
+    return save(ctx, tensors, live_rows)
+
+
+@contextmanager
+def lent(saver: ActivationSaver, ctx: Any, kept: Sequence[Tensor]) -> Iterator[Sequence[Tensor | PagedRows]]:
+    """The tensors of one call until the context ends, in pages if the saver lends them. See `LendingSaver.lend`."""
+    if isinstance(saver, LendingSaver):
+        with saver.lend(ctx, kept) as tensors:
+            yield tensors
+    else:
+        yield saver.load(ctx, kept)
 
 
 def has_saver(module: nn.Module) -> bool:

@@ -18,13 +18,14 @@ from torch.utils.data import DataLoader
 from lightning_mfsdp import MFSDPStrategy, capture_step, fully_shard, fully_shard_optimizer, unshard
 from lightning_mfsdp.callbacks import PagedStash
 from lightning_mfsdp.engine import EngineStateError
+from lightning_mfsdp.moe.activations import ACTIVATIONS, ActivationName
 from lightning_mfsdp.moe.stash import StashConfig, reference
-from lightning_mfsdp.moe.stash.pages import HEADER, PoolSize, ops_for
+from lightning_mfsdp.moe.stash.pages import HEADER, PoolSize, Tier, ops_for
 from tests.engine.cases import run_cases
 from tests.gpu.test_nccl import _needs
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, make_trainer
-from tests.moe.page_cases import DTYPES, History, available, make_pool, run_history
+from tests.moe.page_cases import DTYPES, History, available, in_pages, make_pool, run_history
 from tests.moe.test_stash import assert_ranks_acted_alike, one_rank_overflows
 from tests.moe.toy_experts import ToyModel, batch, build
 
@@ -448,6 +449,38 @@ def outcomes() -> dict[str, str]:
 @pytest.mark.parametrize("case", CASES)
 def test_on_one_gpu(outcomes: dict[str, str], case: str) -> None:
     assert not outcomes[case], outcomes[case]
+
+
+@pytest.mark.gpu
+@_needs(1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_the_backward_kernel_reads_rows_in_pages(activation: ActivationName, dtype: torch.dtype) -> None:
+    """It computes what it computes of a tensor; where rows found no pages, what it computes of zeros."""
+    kind, rows = ACTIVATIONS[activation], 150
+    for columns, page_rows, live in itertools.product((33, 768, 1030), (1, 16, 64), (0, 1, 101, 128, 150)):
+        projected, grad, probabilities = (
+            torch.randn(rows, width, device="cuda").to(dtype) for width in (columns * kind.width, columns, 1)
+        )
+        for one in (projected, grad, probabilities):
+            one[live:] = float("nan")
+        others = probabilities.flatten(), grad, torch.tensor(live, device="cuda")
+        nowhere = in_pages(projected, live, page_rows, tier=Tier.NOWHERE)
+        for paged, dense in (
+            (in_pages(projected, live, page_rows), projected),
+            (nowhere, torch.zeros_like(projected)),
+        ):
+            wanted = kind.backward(dense, *others)
+            poison(8)
+            with nothing_waits():
+                found = kind.backward(paged, *others)
+                whole = paged.whole()
+            for one, other in zip(found, wanted, strict=True):
+                assert (one.shape, one.dtype) == (other.shape, other.dtype)
+                assert torch.equal(one[:live], other[:live]), (columns, page_rows, live)
+                assert one[:live].isfinite().all()
+            assert torch.equal(whole[:live], dense[:live])
+            assert not whole[live:].any()
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The same random history of saves and loads, done by either implementation of the page operations."""
+"""The same random history of saves and loads, done by either implementation of the page operations; rows in pages by hand."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_mfsdp.moe.saving import PagedRows
 from lightning_mfsdp.moe.stash.pages import HEADER, Counter, PageKind, PageOps, PagePool, PoolSize, Tier, pages_in
 
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn)
@@ -105,3 +106,21 @@ def available(pool: PagePool) -> tuple[list[int], list[int]]:
         [free[at % len(free)] for at in range(count[Counter.HEAD], count[Counter.TAIL])],
         [host_free[at % len(host_free)] for at in range(count[Counter.HOST_HEAD], count[Counter.HOST_TAIL])],
     )
+
+
+def in_pages(rows: Tensor, live: int, page_rows: int, *, seed: int = 0, tier: Tier = Tier.DEVICE) -> PagedRows:
+    """Rows in shuffled pages among pages of others, all ones, a NaN in every float, wherever they are not."""
+    count, spare = pages_in(max(live, 0), page_rows), 5
+    order = torch.randperm(count + spare, generator=torch.Generator().manual_seed(seed)).to(rows.device)
+    pages = rows.new_empty((count + spare) * page_rows, *rows.shape[1:])
+    pages.view(torch.uint8).fill_(255)
+    for index, page in enumerate(order[:count].tolist()):
+        part = rows[index * page_rows : min((index + 1) * page_rows, live)]
+        if tier == Tier.DEVICE:
+            pages[page * page_rows : page * page_rows + len(part)] = part
+    # What nobody wrote is out of bounds by far.
+    table = torch.full((max(pages_in(len(rows), page_rows), 1),), 2**40, device=rows.device)
+    if tier == Tier.DEVICE:
+        table[:count] = order[:count]
+    header = torch.tensor([tier, live, count, -7], device=rows.device)
+    return PagedRows(pages=pages, header=header, table=table, page_rows=page_rows, rows=len(rows))

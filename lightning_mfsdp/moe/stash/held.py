@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_mfsdp.engine import EngineStateError
+from lightning_mfsdp.moe.saving import PagedRows
 from lightning_mfsdp.moe.stash.originals import Originals
 from lightning_mfsdp.moe.stash.pages import HEADER, Header, PageKind, PageOps, PagePool, Tier, pages_in
 from lightning_mfsdp.moe.stash.stream import Event, SideStream
@@ -17,7 +19,9 @@ from lightning_mfsdp.moe.stash.stream import Event, SideStream
 if TYPE_CHECKING:
     from lightning_mfsdp.moe.stash.stash import RowStash
 
-__all__ = ["Held", "StashedRows", "check_save"]
+__all__ = ["Held", "StashedRows", "check_recomputed", "check_save"]
+
+_LOADED = "were loaded before, and their pages belong to others now; call backward once (no retain_graph)"
 
 
 class StashedRows:
@@ -36,6 +40,14 @@ class StashedRows:
         """
         return self._stash.load(self._held)
 
+    def lend(self) -> AbstractContextManager[Sequence[Tensor | PagedRows]]:
+        """The tensors that were saved, or the pages they lie in, until the context ends; instead of `load`, and as often.
+
+        Raises:
+            EngineStateError: As `load`, when the context begins.
+        """
+        return self._stash.lend(self._held)
+
 
 class Held:
     """The tensors of one save, which share their live rows, and the record of each.
@@ -51,7 +63,14 @@ class Held:
     """
 
     def __init__(
-        self, layer: str, tensors: Sequence[Tensor], live_rows: Tensor, pools: Sequence[PagePool], *, captured: bool
+        self,
+        layer: str,
+        tensors: Sequence[Tensor],
+        live_rows: Tensor,
+        pools: Sequence[PagePool],
+        *,
+        to_lend: bool,
+        captured: bool,
     ) -> None:
         self.layer = layer
         self.captured = captured
@@ -63,6 +82,7 @@ class Held:
         self.stored: Event = None
         self.fetched: list[Tensor] | None = None
         self._fetched_at: Event = None
+        self._to_lend = to_lend
         self._originals: Originals | None = Originals(tensors)
         self._live_rows: Tensor | None = live_rows
         self.pools = list(pools)
@@ -123,8 +143,17 @@ class Held:
 
     @property
     def needs_fetch(self) -> bool:
-        """Whether rows are in pages and nobody has begun to bring them back."""
+        """Whether rows are in pages, nobody has begun to bring them back, and their reader does not come to the pages."""
+        return self._is_in_pages and not self._is_read_in_pages
+
+    @property
+    def _is_in_pages(self) -> bool:
         return not self.gone and self._originals is None and self.fetched is None
+
+    @property
+    def _is_read_in_pages(self) -> bool:
+        """On the device only: a kernel that reads rows of the host waits for the bus, and a fetch ahead of it does that beside."""
+        return self._to_lend and not any(pool.size.host_pages for pool in self.pools)
 
     @property
     def is_abandoned(self) -> bool:
@@ -153,8 +182,23 @@ class Held:
             assert self.fetched is not None
             tensors = self.fetched
             side.join(self._fetched_at)
-        self.forget("were loaded before, and their pages belong to others now; call backward once (no retain_graph)")
+        self.forget(_LOADED)
         return tensors
+
+    @contextmanager
+    def lend(self, ops: PageOps, side: SideStream) -> Iterator[Sequence[Tensor | PagedRows]]:
+        """What `take` returns, or where it lies, until the context ends; then the pages go back, after what was issued inside."""
+        if not (self._is_in_pages and self._is_read_in_pages):
+            yield self.take(ops, side)
+            return
+        self.joined(side)
+        try:
+            yield self._in_pages()
+        finally:
+            self.give_back(
+                ops, side
+            )  # the side waits for the readers, and so do the pages' next owners and the records' memory
+            self.forget(_LOADED)
 
     def give_back(self, ops: PageOps, side: SideStream) -> None:
         """Return pages, if it has any, without reading them."""
@@ -176,6 +220,18 @@ class Held:
         if self.gone:
             raise EngineStateError(f"paged stash: rows of {self.layer} {self.gone}")
 
+    def _in_pages(self) -> list[PagedRows]:
+        return [
+            PagedRows(
+                pages=pool.rows.view(dtype).view(len(pool.rows), *shape[1:]),
+                header=header,
+                table=table,
+                page_rows=pool.page_rows,
+                rows=self.capacity,
+            )
+            for (shape, dtype, _), (pool, header, table) in zip(self._like, self._records(), strict=True)
+        ]
+
     def _records(self) -> list[tuple[PagePool, Tensor, Tensor]]:
         return list(zip(self.pools, self._headers.unbind(), self._tables.unbind(), strict=True))
 
@@ -192,4 +248,14 @@ def check_save(layer: str, tensors: Sequence[Tensor], live_rows: Tensor, device:
         raise EngineStateError(
             f"paged stash: {layer} saved tensors {[(list(tensor.shape), str(tensor.device)) for tensor in tensors]}, expected the same "
             f"number of rows in all, on {device.type}; save what has other rows in a save of its own"
+        )
+
+
+def check_recomputed(layer: str, outstanding: Iterable[Held]) -> None:
+    """Raise an EngineStateError if rows of a layer that a checkpoint computes again are in the stash as well."""
+    if any(held.layer == layer for held in outstanding):
+        raise EngineStateError(
+            f"paged stash: {layer} is computed again in backward by an activation checkpoint while its rows are in the stash, so they "
+            "cost both. Checkpoint only what is around the experts (modules= of ActivationRecompute), leave this layer out of the "
+            "stash, or pass use_reentrant=True to checkpoints of your own"
         )

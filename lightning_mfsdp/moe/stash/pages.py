@@ -36,6 +36,7 @@ __all__ = [
     "host_memory",
     "ops_for",
     "pages_in",
+    "warm_up",
 ]
 
 HEADER = 4
@@ -208,6 +209,18 @@ def ops_for(device: torch.device) -> PageOps:
             f"paged stash: its kernels on CUDA are written in Triton, which cannot be imported ({error}); install triton"
         ) from error
     return kernels
+
+
+def warm_up(ops: PageOps, pool: PagePool) -> None:
+    """Have kernels compiled before a CUDA graph wants them. The pool's pages are all free, before and after."""
+    rows = torch.zeros(1, pool.kind.width, dtype=pool.kind.dtype, device=pool.rows.device)
+    header, table = torch.zeros(2, HEADER, dtype=torch.int64, device=rows.device)
+    ops.place(pool, header, table, torch.ones((), dtype=torch.int64, device=rows.device), 1)
+    ops.copy_in(pool, header, table, rows)
+    ops.copy_out(pool, header, table, rows)
+    ops.give_back(pool, header, table)
+    pool.reset()
+    pool.clear_statistics()
 
 
 def pages_in(rows: int, page_rows: int) -> int:

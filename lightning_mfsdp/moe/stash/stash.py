@@ -3,8 +3,9 @@
     save     on a stream beside, rows are copied into pages as soon as they exist. The originals live until the next layer or two
              have saved; then the caller's stream waits for the copy, which is long done, and lets go of them
     load     rows that were brought back in advance are there; those of the save before are fetched while this layer's backward runs
+    lend     instead of load, for a backward that reads rows where they lie: nothing comes back, and pages are free after that
 
-A layer whose originals are still there (the last ones of a forward) loads those. The last one of all, as far as the forward before
+A layer whose originals are still there (the last ones of a forward) loads or lends those. The last one of all, as far as the forward before
 tells, is not copied at all, unless another follows; layers that are graphs of their own cannot know, so all of them are. The save
 before is the right one to fetch next for any number of microbatches in the orders forward-backward and forward-forward-backward-
 backward; for others it costs time, never correctness. Pages come back in any order.
@@ -22,10 +23,11 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp.engine import EngineStateError, compat
+from lightning_mfsdp.moe.saving import PagedRows
 from lightning_mfsdp.moe.stash.config import StashConfig
 from lightning_mfsdp.moe.stash.flag import OverflowFlag, most_overflowed
-from lightning_mfsdp.moe.stash.held import Held, StashedRows, check_save
-from lightning_mfsdp.moe.stash.pages import HEADER, PageKind, PagePool, PoolSize, ops_for
+from lightning_mfsdp.moe.stash.held import Held, StashedRows, check_recomputed, check_save
+from lightning_mfsdp.moe.stash.pages import PageKind, PagePool, PoolSize, ops_for, warm_up
 from lightning_mfsdp.moe.stash.saver import LayerSaver
 from lightning_mfsdp.moe.stash.sizing import Demand, everyones, grown, sized
 from lightning_mfsdp.moe.stash.statistics import Occupancy, Snapshot, StashStatistics, Trace
@@ -86,13 +88,16 @@ class RowStash:
 
     # -- in a step -----------------------------------------------------------------------------------------------------
 
-    def save(self, layer: str, tensors: Sequence[Tensor], live_rows: Tensor) -> StashedRows | None:
+    def save(
+        self, layer: str, tensors: Sequence[Tensor], live_rows: Tensor, *, to_lend: bool = False
+    ) -> StashedRows | None:
         """Take the tensors of one call of a layer.
 
         Args:
             layer: Its name, for messages.
             tensors: `[rows, ...]` each, with the same number of rows, contiguous. Nobody writes to them afterwards.
             live_rows: int64, one element, on the device: how many first rows mean something. Nobody writes to it afterwards.
+            to_lend: Whether `lend` will be called and not `load`, so that nothing is to be fetched in advance.
 
         Returns:
             What they are loaded from; `None` where autograd is to keep them, because the stash is paused or a checkpoint recomputes.
@@ -105,7 +110,7 @@ class RowStash:
         if self.is_paused:
             return None
         if compat.backward_task() != -1:  # a checkpoint computes again, and will load at once
-            self._refuse_recomputed(layer)
+            check_recomputed(layer, self._outstanding.values())
             return None
         captured = is_capturing(self.device)
         if captured:
@@ -113,7 +118,7 @@ class RowStash:
         else:
             self._drop_captured()
         pools = [self._pool(PageKind.of(tensor)) for tensor in tensors]
-        held = Held(layer, tensors, live_rows, pools, captured=captured)
+        held = Held(layer, tensors, live_rows, pools, to_lend=to_lend, captured=captured)
         rows = StashedRows(self, held)
         held.previous, self._last = self._last, weakref.ref(held)
         late, self._late = self._late, None
@@ -136,6 +141,18 @@ class RowStash:
 
     def load(self, held: Held) -> list[Tensor]:
         """The tensors of a save, and the beginning of the way back for those of the save before."""
+        with self._leaving(held):
+            return held.take(self._ops, self._side)
+
+    @contextmanager
+    def lend(self, held: Held) -> Iterator[Sequence[Tensor | PagedRows]]:
+        """As `load`; in pages, if they were saved to lend and are in pages of the device. For work on the current stream, until the end."""
+        with self._leaving(held), held.lend(self._ops, self._side) as tensors:
+            yield tensors
+
+    @contextmanager
+    def _leaving(self, held: Held) -> Iterator[None]:
+        """Around what gives the rows of a save to their reader."""
         held.check()
         del self._outstanding[id(held)]
         stays = self._pending or ([self._late] if self._late is not None else [])
@@ -144,15 +161,15 @@ class RowStash:
         self._bytes -= held.nbytes
         self._usual_run, self._run = self._run or self._usual_run, 0
         pools = held.pools
-        tensors = held.take(self._ops, self._side)
+        yield
         self._note(held.layer, "load", pools)
         before = held.previous() if held.previous is not None else None
         if before is not None and before.needs_fetch and not before.is_abandoned:
             before.fetch(self._ops, self._side)
             self._note(before.layer, "fetch", before.pools)
-        if not self._outstanding:
+        # Memory of pages that were replaced goes now, and not before the side is done with them.
+        if not self._outstanding or any(pool is not self._pools.get(pool.kind) for pool in pools):
             self._side.join(self._side.record())
-        return tensors
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -302,14 +319,6 @@ class RowStash:
         if held is self._late:
             self._late = None
 
-    def _refuse_recomputed(self, layer: str) -> None:
-        if any(held.layer == layer for held in self._outstanding.values()):
-            raise EngineStateError(
-                f"paged stash: {layer} is computed again in backward by an activation checkpoint while its rows are in the stash, so they "
-                "cost both. Checkpoint only what is around the experts (modules= of ActivationRecompute), leave this layer out of the "
-                "stash, or pass use_reentrant=True to checkpoints of your own"
-            )
-
     def _retire(self, remaining: int) -> None:
         """Let go of the originals of all but the last saves."""
         while len(self._pending) > remaining:
@@ -380,18 +389,7 @@ class RowStash:
         for kind, size in sizes.items():
             self._pools[kind] = PagePool(kind, self.config.page_rows, self.device, size)
             with self._side.fork():
-                self._warm_up(self._pools[kind])
-
-    def _warm_up(self, pool: PagePool) -> None:
-        """Have kernels compiled before a CUDA graph wants them."""
-        rows = torch.zeros(1, pool.kind.width, dtype=pool.kind.dtype, device=self.device)
-        header, table = torch.zeros(2, HEADER, dtype=torch.int64, device=self.device)
-        self._ops.place(pool, header, table, torch.ones((), dtype=torch.int64, device=self.device), 1)
-        self._ops.copy_in(pool, header, table, rows)
-        self._ops.copy_out(pool, header, table, rows)
-        self._ops.give_back(pool, header, table)
-        pool.reset()
-        pool.clear_statistics()
+                warm_up(self._ops, self._pools[kind])
 
     def _note(self, layer: str, event: str, pools: Sequence[PagePool]) -> None:
         if self._trace is not None and not is_capturing(self.device):

@@ -32,7 +32,7 @@ class StashStatistics:
         kept_bytes: Most memory that saved tensors held at once beside the pages when a backward began.
         page_bytes: Memory of the pages on the device.
         host_bytes: Memory of the pages on the host.
-        moved_bytes: Copied into pages, and once more out of them.
+        moved_bytes: Copied into pages. What is not read there is copied out of them once more.
     """
 
     saves: int
@@ -109,8 +109,7 @@ class Snapshot:
             kept_bytes=self._kept_bytes,
             page_bytes=sum(size_bytes for _, _, size_bytes, _ in self._pools),
             host_bytes=sum(host_bytes for *_, host_bytes in self._pools),
-            moved_bytes=2
-            * sum(
+            moved_bytes=sum(
                 kind.row_bytes * count[Counter.STORED_ROWS]
                 for (kind, *_), count in zip(self._pools, counts, strict=True)
             ),
