@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 
 import pytest
@@ -25,25 +22,13 @@ from lightning_mfsdp.moe.activations import ACTIVATIONS
 from lightning_mfsdp.moe.rows import gathered
 from lightning_mfsdp.moe.stash import RowStash, StashConfig
 from tests.gpu.test_nccl import _needs
+from tests.gpu.waiting import nothing_waits
 from tests.helpers.distributed import run_distributed
 from tests.moe.models import batch, build, loss_of, sharded
 from tests.moe.reference import gradients, looped, routed
 
 SIZES = {"num_experts": 5, "hidden_size": 64, "intermediate_size": 48, "init_std": 0.2}
 ACTIVATION = pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """An operation that waits for the device is an error."""
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype", category=UserWarning)
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def poison() -> None:
@@ -63,7 +48,7 @@ def test_gathered_rows_equal_the_reference() -> None:
                 for live in (0, 41, 96):
                     count = torch.tensor(live, device="cuda")
                     poison()
-                    with no_waiting():
+                    with nothing_waits():
                         found = gathered(given, token, count)
                     expected = gathered(values.cpu(), token.cpu(), torch.tensor(live))
                     assert torch.equal(found[:live].cpu(), expected[:live]), (dtype, width, live)
@@ -114,7 +99,7 @@ def test_experts_equal_the_loop_and_never_wait(activation: str) -> None:
     wanted = (inputs[0], inputs[2], experts.weight_in, experts.weight_out)
     gradients(experts(*inputs), *wanted)  # compiles kernels
     poison()
-    with no_waiting():
+    with nothing_waits():
         output = experts(*inputs)
         found = gradients(output, *wanted)
     expected, expected_gradients = on_cpu(experts, activation, *inputs)
@@ -162,7 +147,7 @@ def test_a_buffer_that_is_too_short_is_flagged_without_waiting() -> None:
     wanted = (inputs[0], inputs[2], experts.weight_in, experts.weight_out)
     gradients(experts.compute(*inputs, average_rows=30), *wanted)
     poison()
-    with no_waiting():
+    with nothing_waits():
         output = experts.compute(*inputs, average_rows=30)
         found = gradients(output, *wanted)
     assert experts.over_budget
@@ -216,7 +201,7 @@ def test_a_router_and_its_experts_are_recorded_and_replayed_with_other_routes() 
         return output.detach(), routes.expert_index, *torch.autograd.grad(loss, weights)
 
     biased = TopKRouter(hidden_size=64, num_experts=5, top_k=2, balancing="bias").cuda()
-    with no_waiting():
+    with nothing_waits():
         biased(static)
         biased.statistics()
         biased.balance()

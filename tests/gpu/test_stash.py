@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -23,6 +21,7 @@ from lightning_mfsdp.moe.stash import StashConfig, reference
 from lightning_mfsdp.moe.stash.pages import HEADER, PoolSize, Tier, ops_for
 from tests.engine.cases import run_cases
 from tests.gpu.test_nccl import _needs
+from tests.gpu.waiting import nothing_waits
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, make_trainer
 from tests.moe.page_cases import DTYPES, History, available, in_pages, make_pool, run_history
@@ -32,16 +31,6 @@ from tests.moe.toy_experts import ToyModel, batch, build
 DIM = 64
 TOKENS = 512
 POOL_TENSORS = ("rows", "host_rows", "free", "host_free", "counters")
-
-
-@contextmanager
-def nothing_waits() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def poison(megabytes: int = 256) -> None:
