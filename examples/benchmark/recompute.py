@@ -11,11 +11,8 @@ memory, times alone mean something.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -27,6 +24,7 @@ from torch import Tensor, nn
 
 from examples.benchmark.engines import adamw
 from examples.benchmark.logprobs import Clock, forget
+from examples.benchmark.processes import print_table, process_group
 from examples.decoder import PRESETS, Decoder, next_token_loss
 from lightning_mfsdp import MixedPrecisionPolicy, Recompute, apply_recompute, fully_shard, fully_shard_optimizer
 from lightning_mfsdp.recompute import Plan, plan_recompute, record_step, remove_recompute
@@ -122,21 +120,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     options = parser.parse_args()
-    device = torch.device(options.device, int(os.environ.get("LOCAL_RANK", 0)) if options.device == "cuda" else None)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        meeting = Path(tempfile.mkdtemp(), "meet").as_uri()
-        dist.init_process_group(backend, init_method=meeting, rank=0, world_size=1)
-    head = ["computed again", "peak GiB", "planned", "ratio", "step ms", "planned", "ratio"]
-    lines = [head, ["--:" if index else "---" for index in range(len(head))]]
-    for row in chain(lines, rows(options.size, options.batch, options.steps, device)):
-        if dist.get_rank() == 0:
-            print(f"| {' | '.join(row)} |", flush=True)
-    dist.destroy_process_group()
+    with process_group(options.device) as device:
+        head = ["computed again", "peak GiB", "planned", "ratio", "step ms", "planned", "ratio"]
+        print_table(head, 1, rows(options.size, options.batch, options.steps, device))
 
 
 if __name__ == "__main__":

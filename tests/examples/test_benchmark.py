@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples.benchmark import logprobs, recompute
+from examples.benchmark import logprobs, multi_token, recompute
 from examples.benchmark.engines import ENGINES, Options, build
 from examples.benchmark.host_time import BASE, BLOCKS, SUBJECTS, table
 from examples.benchmark.matrix import DEFAULT_ROWS, TE_ROWS, split_row
@@ -23,6 +23,7 @@ from examples.benchmark.te_engines import TE_ENGINES, decoder
 from examples.decoder import next_token_loss
 from tests.helpers.distributed import run_distributed
 from tests.te import fake_engine
+from tests.te.test_training import kinds
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,6 +54,28 @@ def test_every_way_of_recompute_is_a_row_beside_what_was_planned() -> None:
     assert all(float(row[4]) > 0 and row[1] == recompute.NOBODY for row in rows), "nobody counts memory here"
     assert all(float(row[5]) > 0 for row in rows[:5])
     assert recompute.cells(4 * 2**30, 3 * 2**30, 2**-30, 2) == ["4.00", "3.00", "0.750"]
+
+
+def rows_of_predictors(rank: int, world: int) -> list[list[str]]:
+    return list(multi_token.rows("tiny", ["bf16"], 1, 1, torch.device("cpu")))
+
+
+def test_every_predictor_is_a_row_beside_the_decoder_alone() -> None:
+    (rows,) = run_distributed(rows_of_predictors, 1)
+    assert [row[1] for row in rows] == list(multi_token.PREDICTORS)
+    assert rows[0][3] == "1.000"
+    assert all(float(row[2]) > 0 and row[4] == "-" for row in rows), "nobody counts memory here"
+
+
+def a_predictor_in_fp8(rank: int, world: int) -> set[str | None]:
+    """Recipes in which products were computed."""
+    with fake_engine.installed():
+        multi_token.step_of("tiny", multi_token.PREDICTORS["1 token, computed again"], "fp8", 1, torch.device("cpu"))()
+        return set(kinds())
+
+
+def test_a_predictor_is_measured_in_fp8_too() -> None:
+    assert run_distributed(a_predictor_in_fp8, 1) == [{"current"}]
 
 
 def test_a_nudged_curve_is_one_of_the_same_precision() -> None:
