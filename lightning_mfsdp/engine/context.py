@@ -235,8 +235,9 @@ class Context:
             self.recover()  # the one before raised, and this is of the same graph or of another that was there
         self._in_backward = True
         self.interrupt()
-        if self.root is not None and self.root.live:
-            self.root.install()  # hidden since its forward, and its own modules may read weights in their backward
+        for unit in self.units:
+            if unit.live:  # hidden since the root's forward, and its modules may read weights in their backward
+                unit.install()
         end = self._end_backward
         self._at_end = weakref.ref(end)
         compat.on_backward_end(end)

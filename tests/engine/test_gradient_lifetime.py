@@ -259,13 +259,24 @@ class Scale(nn.Module):
         return _ReadsInBackward.apply(x, self.weight, self)
 
 
+class Hiding(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> Hidden:
+        return Hidden(super().forward(x))
+
+
+class Showing(nn.Module):
+    def forward(self, hidden: Hidden) -> torch.Tensor:
+        return hidden.value
+
+
 def modules_may_read_weights_of_their_own_in_backward(rank, world):
-    """The root's too, before any other unit's backward and after, by its forward or by a method of it that `gather_root` is around."""
+    """The root's and those of a unit whose result nobody can look into, too, by a forward or by a method that `gather_root` is around."""
     for sharding, reshard, by_method in itertools.product(STRATEGIES, (True, False), (True, False)):
         torch.manual_seed(0)
-        model = nn.Sequential(Scale(), nn.Sequential(Scale(), nn.Linear(4, 4)), nn.Sequential(Scale()), Scale())
+        inner = nn.Sequential(Scale(), nn.Linear(4, 4)), nn.Sequential(Scale()), Hiding(Scale(), nn.Linear(4, 4))
+        model = nn.Sequential(Scale(), *inner, Showing(), Scale())
         reference = copy.deepcopy(model)
-        for layer in (model[1], model[2]):
+        for layer in inner:
             fully_shard(layer, sharding=sharding, reshard_after_forward=reshard)
         fully_shard(model, sharding=sharding)
         for index in range(3):
