@@ -247,7 +247,9 @@ def same_gradients(rank: int, world: int, ep: int, dispatcher: str) -> None:
     torch.testing.assert_close(grad_norm(model), norm, rtol=1e-3, atol=1e-5)
 
 
-def train(rank: int, world: int, ep: int, *, captured: bool = False, stashed: bool = False) -> list[torch.Tensor]:
+def train(
+    rank: int, world: int, ep: int, *, captured: bool = False, stashed: bool = False, own_stream: bool = True
+) -> list[torch.Tensor]:
     """Losses and whole weights of steps in bf16, whose routes change; after the first ones nothing may wait for the device.
 
     With an eps as large as gradients: AdamW would otherwise make steps of full length of what rounding left of nothing.
@@ -255,7 +257,7 @@ def train(rank: int, world: int, ep: int, *, captured: bool = False, stashed: bo
     model = build(**WIDE).cuda()
     policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
     model = sharded(model, world, ep, "cuda", policy=policy)
-    stash = stash_of(model) if stashed else None
+    stash = stash_of(model, own_stream) if stashed else None
     optimizer = fully_shard_optimizer(
         torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, fused=True, capturable=True)
     )
@@ -288,10 +290,11 @@ def train(rank: int, world: int, ep: int, *, captured: bool = False, stashed: bo
         return [total / world, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
-def stash_of(model: torch.nn.Module) -> RowStash:
+def stash_of(model: torch.nn.Module, own_stream: bool) -> RowStash:
     """For all experts, with room for every route."""
     device = next(model.parameters()).device
-    stash = RowStash(StashConfig(page_rows=16, overflow="skip", device_factor=8.0), device)
+    config = StashConfig(page_rows=16, overflow="skip", device_factor=8.0, own_stream=own_stream)
+    stash = RowStash(config, device)
     for index, block in enumerate(model.blocks):
         block.experts.saver = stash.saver(f"blocks.{index}.experts")
     return stash
@@ -308,6 +311,22 @@ def expert_parallelism(rank: int, world: int) -> None:
             found = train(rank, world, ep, captured=captured, stashed=stashed)
             for one, other in zip(found, expected, strict=True):
                 close(one, other, 0.05, f"{ep=} {captured=} {stashed=}")
+
+
+def a_stash_changes_no_bit(rank: int, world: int) -> None:
+    """Backward reads the same rows in pages, as steps come and replayed, whether copies have a stream of their own or not."""
+    for captured in (False, True):
+        expected = train(rank, world, 1, captured=captured)
+        for own_stream in (True, False):
+            found = train(rank, world, 1, captured=captured, stashed=True, own_stream=own_stream)
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(one, other), f"{captured=} {own_stream=}"
+
+
+@pytest.mark.gpu
+@_needs(1)
+def test_a_stash_changes_no_bit_of_a_mixture() -> None:
+    run_distributed(a_stash_changes_no_bit, 1, backend="nccl")
 
 
 @pytest.mark.gpu
