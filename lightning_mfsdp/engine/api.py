@@ -136,6 +136,7 @@ def gather_root(module: nn.Module) -> Iterator[None]:
         unit.abandon()
         raise
     unit.pinned = False
+    unit.step_slots = [group.slot for group in unit.all_groups] if torch.is_grad_enabled() else unit.step_slots
     if context.backwards_finished != before:
         unit.release()
     else:

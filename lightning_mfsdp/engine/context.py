@@ -235,17 +235,38 @@ class Context:
             self.recover()  # the one before raised, and this is of the same graph or of another that was there
         self._in_backward = True
         self.interrupt()
-        for unit in self.units:
-            if unit.live:  # hidden since the root's forward, and its modules may read weights in their backward
-                unit.install()
+        self._show_for_backward()
         end = self._end_backward
-        self._at_end = weakref.ref(end)
+        self._at_end = self._watched(end)
         compat.on_backward_end(end)
         self._ends_forward = self._last_forward
         if not self.reductions.begin():
             first = self._first_of_pass() if self._first_of_pass is not None else None
             self.reductions.agree_on_order(self.units, first, self.mesh, self.device)
             self._separate_channels()
+
+    def _show_for_backward(self) -> None:
+        """Modules may read weights in their backward. Those of units that no call of its own brings are shown now, until the end."""
+        root = self.root
+        if root is not None and root.step_slots is not None and not root.calls:
+            root.start_gather(root.step_slots, for_backward=True)
+            root.install()
+        for unit in self.units:
+            if unit.live:
+                unit.start_gather(for_backward=True)
+                unit.install()
+
+    def _watched(self, end: Callable[[], None]) -> weakref.ref[Callable[[], None]]:
+        """A reference to what a backward calls at its end. If it goes without having been called, the backward raised."""
+        this = weakref.ref(self)
+
+        def gone(reference: weakref.ref[Callable[[], None]]) -> None:
+            context = this()
+            if context is not None and context._in_backward and context._at_end is reference:
+                for unit in context.units:
+                    unit.hide()
+
+        return weakref.ref(end, gone)
 
     @property
     def in_backward(self) -> bool:

@@ -10,7 +10,8 @@ full-size buffer per segment is then all it takes to gather weights and reduce g
 Three rules hold, and `Layout` proves them when it is built:
 
 * A shard boundary inside a tensor falls between two rows (a row is one index of dim 0), so every shard owns a plain
-  range of rows. Where it must fall between so many rows (`rows_together`), a tensor whose rows are no multiple is not divided.
+  range of rows; where `rows_together` is more than one, between two strips of so many rows, of which a tensor's last may be
+  shorter.
 * The shards of a segment are equally long, in multiples of `alignment_bytes`.
 * Every tensor starts on a multiple of 16 bytes. No shape prevents that: boundaries are multiples of 16 bytes
   themselves, so a start that is congruent to one modulo lcm(row, 16 bytes) keeps this rule and the first one together.
@@ -266,10 +267,7 @@ def _plan_cached(
 
 def _undivided_numel(shape: tuple[int, ...], rows_together: int) -> int:
     """Elements of what stays in one shard."""
-    if not shape:
-        return 1
-    rows = rows_together if shape[0] % rows_together == 0 else shape[0]
-    return rows * math.prod(shape[1:])
+    return min(rows_together, shape[0]) * math.prod(shape[1:]) if shape else 1
 
 
 def padding_advice(layout: Layout, *, acceptable: float = 0.1) -> str:
@@ -308,11 +306,12 @@ def _padding_cause(layout: Layout) -> str:
         for segment in layout.segments
     ]
     worst = layout.segments[wasted.index(max(wasted))]
-    tensor = max(worst.tensors, key=layout.row_numel)
+    tensor = max(worst.tensors, key=lambda tensor: _undivided_numel(layout.shapes[tensor], layout.rows_together))
     row = layout.row_numel(tensor)
     share = sum(layout.numel(tensor) for tensor in worst.tensors) / (layout.num_shards * row)
+    whole = "Rows" if layout.rows_together == 1 else f"Strips of {layout.rows_together} rows"
     return (
-        f"Rows of dim 0 stay whole and shards are equally long: with shape {layout.shapes[tensor]} a shard takes "
+        f"{whole} of dim 0 stay whole and shards are equally long: with shape {layout.shapes[tensor]} a shard takes "
         f"{worst.shard_numel} elements, {worst.shard_numel / row:.3g} of its rows, where {share:.3g} would hold the "
         "segment."
     )

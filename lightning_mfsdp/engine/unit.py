@@ -67,6 +67,7 @@ class Unit:
         may_stay: Weights stay between forward and backward if there is memory to spare (planning.py).
         hears_parameters: A backward is noticed by the gradients it leaves.
         pinned: Stays so through the end of a backward, because code around it is still running (`gather_root`).
+        step_slots: Where saved tensors of such code expect the weights, by group; it has no call.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Unit:
         self.users: list[weakref.ref[Unit]] = [weakref.ref(self)]
         self.live = False
         self.pinned = False
+        self.step_slots: list[Slot | None] | None = None
         self.next_forward: weakref.ref[Unit] | None = None
         self.previous_forward: weakref.ref[Unit] | None = None
         self.next_backward: weakref.ref[Unit] | None = None
@@ -157,6 +159,11 @@ class Unit:
             if not self.live:
                 group.users_live += 1
         self.live = True
+
+    def hide(self) -> None:
+        """Show sharded parameters; full ones stay where they are."""
+        for group in self.all_groups:
+            group.hide()
 
     def release(self) -> None:
         """Show sharded parameters and give slots back, unless they are pinned or a unit that shares a group uses it."""
@@ -277,8 +284,7 @@ class Unit:
         if not (self.pinned or self.is_inside_root):
             # Between forward and backward `parameters()` are those that have gradients: someone may clear them now.
             for unit in context.units if self is context.root else (self,):
-                for group in unit.all_groups:
-                    group.hide()
+                unit.hide()
 
     @property
     def is_inside_root(self) -> bool:

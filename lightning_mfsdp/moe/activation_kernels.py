@@ -107,11 +107,11 @@ def _backward(  # type: ignore[no-untyped-def]
         begin = row * columns * (2 if GATED else 1)
         is_paged = page_rows > 0
         height = tl.maximum(page_rows, 1)
-        has_pages = tl.load(header, mask=is_paged, other=0) == 0
+        has_pages = tl.load(header, mask=is_paged, other=0) == 0  # the tier of the device
         page = tl.load(table + number // height, mask=is_paged & has_pages, other=0)
         place = tl.where(is_paged, page * height + number % height, row)
         first = source + place * columns * (2 if GATED else 1)
-        kept = tl.where(has_pages, columns, 0)  # rows without pages read as zero
+        kept = tl.where(has_pages, columns, 0)  # rows that are nowhere read as zero
         total = tl.zeros([BLOCK], dtype=tl.float32)
         for start in range(0, columns, BLOCK):
             column = start + tl.arange(0, BLOCK)

@@ -11,8 +11,10 @@ most choices are other ranks', x is kept instead. See docs/design/moe.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from lightning_mfsdp.moe.activations import Activation
 from lightning_mfsdp.moe.products import expert_products, outer_products, warn_where_it_waits
 from lightning_mfsdp.moe.rows import RowPlan, combined, gathered
-from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver, lent, save_to_lend
+from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver, PagedRows, lent, save_to_lend
 
 __all__ = ["experts_mlp", "no_choices"]
 
@@ -85,10 +87,10 @@ class _ExpertsMLP(torch.autograd.Function):
         output = combined(expert_products(scaled, weight_out.transpose(1, 2), plan.ends), plan.position)
         ctx.activation, ctx.saver, ctx.probability_dtype = activation, saver, probabilities.dtype
         needs_x, ctx.gathers_again = ctx.needs_input_grad[2], len(hidden) <= plan.rows
-        if needs_x and not ctx.gathers_again:
-            kept = saver.save(ctx, (x, projected), plan.live)  # products read x, and only whole
-        else:
-            kept = save_to_lend(saver, ctx, (projected,), plan.live)
+        ctx.saves_x = needs_x and not ctx.gathers_again
+        # Products read x, and only whole. The activation reads what was projected, wherever that is.
+        tensors = (x, projected) if ctx.saves_x else (projected,)
+        kept = (saver.save if ctx.saves_x else partial(save_to_lend, saver))(ctx, tensors, plan.live)
         ctx.save_for_backward(
             *(weight_in, weight_out, of_rows, plan.token, plan.position, plan.ends, plan.live),
             hidden if needs_x and ctx.gathers_again else None,
@@ -103,22 +105,33 @@ class _ExpertsMLP(torch.autograd.Function):
         needs_hidden, needs_probabilities, needs_in, needs_out, *_ = ctx.needs_input_grad
         grad_rows = gathered(grad.to(weight_out.dtype), token, live)
         grad_scaled = expert_products(grad_rows, weight_out, ends)
-        with lent(ctx.saver, ctx, kept) as (*xs, projected):
+        with _saved(ctx, kept) as (x, projected):
             scaled, grad_projected, grad_of_rows = ctx.activation.backward(projected, of_rows, grad_scaled, live)
         del projected, grad_scaled
         to_out = outer_products(grad_rows, scaled, ends) if needs_out else None
         del grad_rows, scaled
         to_in = to_hidden = to_probabilities = None
         if needs_in:
-            x = gathered(hidden, token, live) if ctx.gathers_again else cast(Tensor, xs[0])
+            x = gathered(hidden, token, live) if x is None else x
             to_in = outer_products(grad_projected, x, ends)
-            del x, xs
+            del x
         if needs_hidden:
             to_hidden = combined(expert_products(grad_projected, weight_in, ends), position)
         if needs_probabilities:
             has_row = position < live
             to_probabilities = torch.where(has_row, grad_of_rows[position], 0).to(ctx.probability_dtype)
         return to_hidden, to_probabilities, to_in, to_out, None, None, None
+
+
+@contextmanager
+def _saved(ctx: Any, kept: Sequence[Tensor]) -> Iterator[tuple[Tensor | None, Tensor | PagedRows]]:
+    """The input, if it was saved, and the first projection. In the context alone, but for the input."""
+    if ctx.saves_x:
+        x, projected = ctx.saver.load(ctx, kept)
+        yield x, projected
+        return
+    with lent(ctx.saver, ctx, kept) as (projected,):
+        yield None, projected
 
 
 # Compilers take it as it is: savers are Python, and kernels are compiled already.

@@ -199,6 +199,13 @@ def fragments_end_between_rows_that_belong_together(rank, world):
         assert all(rows.start % 16 == rows.stop % 16 == 0 for rows in held)
 
 
+def strips_of_sub_shards_stay_together(rank, world):
+    """Where an outer axis divides shards further, too."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "shard"))
+    model = shard(build(), Int8Codec(rows_together=16), mesh, outer_sharding="optim")
+    train(model, fully_shard_optimizer(adamw(model.parameters())), range(2), rank, world)
+
+
 def recomputed_weights_are_the_same(rank, world):
     for reentrant, planes, sharding in product((False, True), (1, 2), STRATEGIES[2:]):
         trained_as_in_one_process(rank, world, planes=planes, recompute=reentrant, sharding=sharding)
@@ -460,7 +467,7 @@ WORLDS = {
         a_codec_without_its_kind_changes_nothing,
     ],
     3: [near_on_three_ranks, fragments_end_between_rows_that_belong_together],
-    4: [bit_equal_with_an_outer_axis],
+    4: [bit_equal_with_an_outer_axis, strips_of_sub_shards_stay_together],
 }
 
 

@@ -20,16 +20,15 @@ from lightning_mfsdp.engine import (
     buffer,
     clip_grad_norm_,
     fully_shard,
-    gather_root,
     grad_norm,
     no_sync,
     reduction,
     sharded_parameters,
     unshard,
-    watch_backward,
 )
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, sharded_chain, train
+from tests.helpers.hidden import Hidden
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -74,13 +73,6 @@ def small_gradients_add_up_where_the_optimizer_sees_rounded_ones(rank, world):
             (model(torch.ones(1, 4, dtype=torch.bfloat16)).sum() * scale).backward()
         for found in gradients(model):
             assert found.eq(1.5).all(), f"{sharding}: {found}"
-
-
-class Hidden:
-    """Nothing can look into it for tensors."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
 
 
 class HidesItsFirstResult(nn.Linear):
@@ -231,74 +223,6 @@ def weights_written_between_two_forwards_are_read(rank, world):
         found = loss_of(model, inputs(1, rank)).detach()
         assert torch.equal(found, expected), (sharding, reshard)
         assert not torch.equal(found, before), (sharding, reshard)
-
-
-class _ReadsInBackward(torch.autograd.Function):
-    """`x * module.weight`, whose backward asks the module for its weight, as layers of other libraries do."""
-
-    @staticmethod
-    def forward(ctx, x, weight, module):
-        ctx.save_for_backward(x)
-        ctx.module = module
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        weight = ctx.module.weight
-        assert type(weight) is nn.Parameter, f"a backward saw a {type(weight).__name__}"
-        return grad * weight, (grad * x).sum(0), None
-
-
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(1.0, 5.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _ReadsInBackward.apply(x, self.weight, self)
-
-
-class Hiding(nn.Sequential):
-    def forward(self, x: torch.Tensor) -> Hidden:
-        return Hidden(super().forward(x))
-
-
-class Showing(nn.Module):
-    def forward(self, hidden: Hidden) -> torch.Tensor:
-        return hidden.value
-
-
-def modules_may_read_weights_of_their_own_in_backward(rank, world):
-    """The root's and those of a unit whose result nobody can look into, too, by a forward or by a method that `gather_root` is around."""
-    for sharding, reshard, by_method in itertools.product(STRATEGIES, (True, False), (True, False)):
-        torch.manual_seed(0)
-        inner = nn.Sequential(Scale(), nn.Linear(4, 4)), nn.Sequential(Scale()), Hiding(Scale(), nn.Linear(4, 4))
-        model = nn.Sequential(Scale(), *inner, Showing(), Scale())
-        reference = copy.deepcopy(model)
-        for layer in inner:
-            fully_shard(layer, sharding=sharding, reshard_after_forward=reshard)
-        fully_shard(model, sharding=sharding)
-        for index in range(3):
-            x = torch.randn(2, 4, generator=torch.Generator().manual_seed(index))
-            if by_method:
-                with gather_root(model):
-                    y = x
-                    for layer in model:
-                        y = layer(y)
-                watch_backward(model, y)
-                model.zero_grad()
-                y.sum().backward()
-            else:
-                y = model(x)
-                model.zero_grad()
-                y.sum().backward()
-            reference.zero_grad()
-            reference(x).sum().backward()
-            expected = [parameter.grad for parameter in reference.parameters()]
-            for view, whole in zip(sharded_parameters(model), expected, strict=True):
-                if view.main.numel():
-                    torch.testing.assert_close(view.grad, whole[view.rows.start : view.rows.stop])
 
 
 class Join(nn.Module):
@@ -494,7 +418,6 @@ WORLDS = {
         a_nan_norm_leaves_nothing_behind,
         an_embedding_with_a_hook_on_it_is_gathered_for_backward,
         gradients_may_be_cleared_between_forward_and_backward,
-        modules_may_read_weights_of_their_own_in_backward,
         weights_written_between_two_forwards_are_read,
         a_graph_ends_with_its_loss_where_units_have_several_inputs,
         a_graph_ends_with_its_loss_whatever_units_return,

@@ -48,10 +48,7 @@ def check_every_promise(layout: Layout, shapes: list[tuple[int, ...]]) -> None:
         assert not flat or flat[-1] <= layout.num_shards * segment.shard_numel
         for tensor, (start, stop) in zip(tensors, ranges, strict=True):
             assert start * layout.itemsize % 16 == 0
-            together = (
-                layout.rows_together if shapes[tensor] and shapes[tensor][0] % layout.rows_together == 0 else None
-            )
-            row = math.prod(shapes[tensor][1:]) * together if together else math.prod(shapes[tensor])
+            row = math.prod(shapes[tensor][1:]) * layout.rows_together
             for boundary in range((start // segment.shard_numel + 1) * segment.shard_numel, stop, segment.shard_numel):
                 assert (boundary - start) % row == 0, f"boundary {boundary} splits a row of {shapes[tensor]}"
         gaps = layout.gaps(index, 0, layout.num_shards)
@@ -122,6 +119,11 @@ def test_rows_that_belong_together_cost_little_room() -> None:
         layout = plan_layout(block, num_shards, itemsize=1, rows_together=16)
         check_every_promise(layout, block)
         assert layout.padding_fraction < 0.01
+    odd: list[tuple[int, ...]] = [(4100, 4096), (1000, 2048), (50257, 1024)]
+    assert plan_layout(odd, 8, itemsize=1, rows_together=16).padding_fraction < 0.05, "the last strip may be short"
+    advice = padding_advice(plan_layout([(1024, 1024)], 128, itemsize=1, rows_together=16))
+    assert "Strips of 16 rows of dim 0 stay whole" in advice
+    assert "Cap the shard axis at 64 (0.0%)" in advice, "planned with strips as well"
     by_row = plan_layout(block, 4, itemsize=1)
     cuts = [by_row.owned_rows(tensor, shard).stop for tensor in range(4) for shard in range(4)]
     assert any(cut % 16 for cut in cuts), "nothing would have to be kept together"

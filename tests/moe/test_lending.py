@@ -373,6 +373,39 @@ def test_a_saver_that_only_saves_and_loads_serves_layers_that_would_borrow():
     assert isinstance(LayerSaver(None, ""), LendingSaver)
 
 
+class LendsPagesOfItsOwn:
+    """A page for each row."""
+
+    def save(self, ctx, tensors, live_rows):
+        return tensors
+
+    def load(self, ctx, kept):
+        return kept
+
+    def save_to_lend(self, ctx, tensors, live_rows):
+        ctx.live_rows = live_rows
+        return tensors
+
+    @contextmanager
+    def lend(self, ctx, kept):
+        rows = len(kept[0])
+        header, table = torch.tensor([Tier.DEVICE, int(ctx.live_rows), rows, 0]), torch.arange(rows)
+        yield [PagedRows(pages=one, header=header, table=table, page_rows=1, rows=rows) for one in kept]
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_a_saver_of_ones_own_lends_what_was_saved_to_be_lent_and_loads_the_rest(few):
+    found = []
+    for saver in (OrdinarySaver(), LendsPagesOfItsOwn()):
+        model = Layers(few=few)
+        for layer in model.experts:
+            layer.saver = saver
+        model.loss(1).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert isinstance(saver, LendingSaver)
+    assert_equal(*found)
+
+
 def test_any_saver_can_be_asked_to_lend():
     tensors, live = [torch.ones(3, 2)], torch.tensor(1)
     for saver in (OrdinarySaver(), stash_of(Layers()).saver("mine")):

@@ -195,9 +195,8 @@ class Held:
         try:
             yield self._in_pages()
         finally:
-            self.give_back(
-                ops, side
-            )  # the side waits for the readers, and so do the pages' next owners and the records' memory
+            # The side waits for the readers, and so do the pages' next owners and the records' memory.
+            self.give_back(ops, side)
             self.forget(_LOADED)
 
     def give_back(self, ops: PageOps, side: SideStream) -> None:

@@ -161,15 +161,17 @@ class RowStash:
         self._bytes -= held.nbytes
         self._usual_run, self._run = self._run or self._usual_run, 0
         pools = held.pools
-        yield
-        self._note(held.layer, "load", pools)
-        before = held.previous() if held.previous is not None else None
-        if before is not None and before.needs_fetch and not before.is_abandoned:
-            before.fetch(self._ops, self._side)
-            self._note(before.layer, "fetch", before.pools)
-        # Memory of pages that were replaced goes now, and not before the side is done with them.
-        if not self._outstanding or any(pool is not self._pools.get(pool.kind) for pool in pools):
-            self._side.join(self._side.record())
+        try:
+            yield
+            self._note(held.layer, "load", pools)
+            before = held.previous() if held.previous is not None else None
+            if before is not None and before.needs_fetch and not before.is_abandoned:
+                before.fetch(self._ops, self._side)
+                self._note(before.layer, "fetch", before.pools)
+        finally:
+            # Memory of pages that were replaced goes now, and not before the side is done with them.
+            if not self._outstanding or any(pool is not self._pools.get(pool.kind) for pool in pools):
+                self._side.join(self._side.record())
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -1,0 +1,228 @@
+"""What modules see of their weights while a backward runs, whoever ran the forward and whatever came in between."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mfsdp.engine import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    gather_root,
+    sharded_parameters,
+    unshard,
+    watch_backward,
+)
+from tests.engine.int8_codec import Int8Codec, Int8Linear
+from tests.engine.worlds import by_world, check
+from tests.helpers.chain import STRATEGIES
+from tests.helpers.hidden import Hidden
+
+
+class _ReadsInBackward(torch.autograd.Function):
+    """`x * module.weight`, whose backward asks the module for its weight, as layers of other libraries do."""
+
+    @staticmethod
+    def forward(ctx, x, weight, module):
+        ctx.save_for_backward(x)
+        ctx.module = module
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        weight = ctx.module.weight
+        assert type(weight) is nn.Parameter, f"a backward saw a {type(weight).__name__}"
+        return grad * weight, (grad * x).sum(0), None
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0, 5.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _ReadsInBackward.apply(x, self.weight, self)
+
+
+class Hiding(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> Hidden:
+        return Hidden(super().forward(x))
+
+
+class Showing(nn.Module):
+    def forward(self, hidden: Hidden) -> torch.Tensor:
+        return hidden.value
+
+
+class Failing(nn.Module):
+    """Its backward raises as long as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        if self.fails:
+            y.register_hook(self._fail)
+        return y
+
+    def _fail(self, _: torch.Tensor) -> None:
+        raise ArithmeticError("this backward fails")
+
+
+def by_method(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    """As a LightningModule's `training_step` is called: no forward hook of the root runs."""
+    with gather_root(model):
+        y = x
+        for layer in model:
+            y = layer(y)
+    watch_backward(model, y)
+    return y
+
+
+def batch(index: int) -> torch.Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(index))
+
+
+def assert_gradients(model: nn.Module, reference: nn.Module, case: object) -> None:
+    for view, parameter in zip(sharded_parameters(model), reference.parameters(), strict=True):
+        if view.main.numel():
+            expected = parameter.grad[view.rows.start : view.rows.stop]
+            torch.testing.assert_close(view.grad, expected, msg=lambda text, view=view: f"{case} {view.name}: {text}")
+
+
+def modules_may_read_weights_of_their_own(rank, world):
+    """The root's, and those of a unit whose result nobody can look into."""
+    for sharding, reshard, run in itertools.product(STRATEGIES, (True, False), (by_method, nn.Module.__call__)):
+        torch.manual_seed(0)
+        inner = nn.Sequential(Scale(), nn.Linear(4, 4)), nn.Sequential(Scale()), Hiding(Scale(), nn.Linear(4, 4))
+        model = nn.Sequential(Scale(), *inner, Showing(), Scale())
+        reference = copy.deepcopy(model)
+        for layer in inner:
+            fully_shard(layer, sharding=sharding, reshard_after_forward=reshard)
+        fully_shard(model, sharding=sharding)
+        for index in range(3):
+            y = run(model, batch(index))
+            model.zero_grad()
+            y.sum().backward()
+            reference.zero_grad()
+            reference(batch(index)).sum().backward()
+            assert_gradients(model, reference, (sharding, reshard, run.__name__))
+
+
+def evaluation_in_between(model, loss):
+    y = by_method(model, batch(7))
+    with torch.no_grad():
+        model(batch(8))
+    loss(y).backward()
+
+
+def unsharded_in_between(model, loss):
+    y = by_method(model, batch(7))
+    with unshard(model):
+        pass
+    loss(y).backward()
+
+
+def two_losses_of_a_step(model, loss):
+    with gather_root(model):
+        results = []
+        for index in (7, 8):
+            y = batch(index)
+            for layer in model:
+                y = layer(y)
+            results.append(y)
+    for y in results:
+        watch_backward(model, y)
+    for y in results:
+        loss(y).backward()
+
+
+def twice(model, loss):
+    value = loss(by_method(model, batch(7)))
+    value.backward(retain_graph=True)
+    value.backward()
+
+
+# What happens between a step and its backward, and the batches whose gradients are there afterwards.
+IN_BETWEEN = {
+    evaluation_in_between: (7,),
+    unsharded_in_between: (7,),
+    two_losses_of_a_step: (7, 8),
+    twice: (7, 7),
+}
+
+
+def weights_that_went_away_are_there_again(rank, world):
+    """In slots of their own or shared ones: what autograd saved of a step points there."""
+    for storage, (between, batches) in itertools.product(("pooled", "dynamic"), IN_BETWEEN.items()):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(4, 4), Scale(), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)
+        )
+        reference = copy.deepcopy(model)
+        fully_shard(model[3], storage=storage)
+        fully_shard(model, storage=storage)
+        for index in range(3):  # pooled slots have their places
+            by_method(model, batch(index)).sum().backward()
+        model.zero_grad()
+        between(model, lambda y: y.square().sum())
+        for index in batches:
+            reference(batch(index)).square().sum().backward()
+        assert_gradients(model, reference, (storage, between.__name__))
+
+
+def both_planes_of_the_root_are_there(rank, world):
+    """One that forward reads, and another one that backward does."""
+    for planes, run in itertools.product((1, 2), (by_method, nn.Module.__call__)):
+        found = []
+        for policy in (MixedPrecisionPolicy(weight_codecs=(Int8Codec(planes),)), None):
+            torch.manual_seed(0)
+            model = nn.Sequential(
+                nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8)), Int8Linear(8, 8, planes), nn.Linear(8, 4)
+            )
+            if policy is not None:
+                fully_shard(model[1], policy=policy)
+                fully_shard(model, policy=policy)
+            for index in range(2):
+                model.zero_grad()
+                (run(model, batch(index)) if policy is not None else model(batch(index))).square().sum().backward()
+            found.append(model)
+        assert_gradients(*found, (planes, run.__name__))
+
+
+def after_a_backward_that_raised_gradients_can_be_cleared(rank, world):
+    for sharding, run in itertools.product(STRATEGIES, (by_method, nn.Module.__call__)):
+        model = nn.Sequential(nn.Linear(4, 4), Failing(), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+        fully_shard(model[2], sharding=sharding)
+        fully_shard(model, sharding=sharding)
+        run(model, batch(0)).sum().backward()
+        model[1].fails = True
+        with pytest.raises(ArithmeticError):
+            run(model, batch(1)).sum().backward()
+        model.zero_grad()
+        left = [view.name for view in sharded_parameters(model) if view.local.grad is not None]
+        assert not left, (sharding, run.__name__, left)
+        model[1].fails = False
+        run(model, batch(2)).sum().backward()
+        assert all(view.grad is not None for view in sharded_parameters(model) if view.main.numel())
+
+
+CASES = [
+    modules_may_read_weights_of_their_own,
+    weights_that_went_away_are_there_again,
+    both_planes_of_the_root_are_there,
+    after_a_backward_that_raised_gradients_can_be_cleared,
+]
+WORLDS = {1: CASES, 2: CASES}
+
+
+@by_world(WORLDS)
+def test_weights_in_backward(world, case):
+    check(WORLDS, world, case)
