@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT_S = {"gloo": 100, "nccl": 300}  # many cases share one start of processes on GPUs
+TIMEOUT_S = {"gloo": 250, "nccl": 300}  # many cases share one start of processes on GPUs
 GRACE_S = 10  # for ranks to fail as well, once one has
 PRELOADED = ["torch.distributed.checkpoint", "torch.distributed.tensor", "lightning.pytorch", "lightning_mfsdp.fabric"]
 

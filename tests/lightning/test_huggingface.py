@@ -78,7 +78,8 @@ class Causal(LightningModule):
         return self.loss(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=0.01)
+        # A bias of attention's keys has no gradient but rounding; with the usual eps whole steps would be made of that.
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=0.01, eps=1e-4)
 
 
 def tokens(size: int) -> Tensor:
