@@ -136,7 +136,8 @@ def gather_root(module: nn.Module) -> Iterator[None]:
         unit.abandon()
         raise
     unit.pinned = False
-    unit.step_slots = [group.slot for group in unit.all_groups] if torch.is_grad_enabled() else unit.step_slots
+    if torch.is_grad_enabled():
+        unit.step_slots = [group.slot for group in unit.all_groups]
     if context.backwards_finished != before:
         unit.release()
     else:

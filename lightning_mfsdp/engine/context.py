@@ -247,13 +247,10 @@ class Context:
 
     def _show_for_backward(self) -> None:
         """Modules may read weights in their backward. Those of units that no call of its own brings are shown now, until the end."""
-        root = self.root
-        if root is not None and root.step_slots is not None and not root.calls:
-            root.start_gather(root.step_slots, for_backward=True)
-            root.install()
         for unit in self.units:
-            if unit.live:
-                unit.start_gather(for_backward=True)
+            if not unit.calls and (unit.live or unit.step_slots is not None):
+                # What was released since its step goes where autograd saved it; what stayed is there.
+                unit.start_gather(None if unit.live else unit.step_slots, for_backward=True)
                 unit.install()
 
     def _watched(self, end: Callable[[], None]) -> weakref.ref[Callable[[], None]]:

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
     fully_shard,
+    fully_shard_optimizer,
     gather_root,
     sharded_parameters,
     unshard,
@@ -178,6 +179,30 @@ def weights_that_went_away_are_there_again(rank, world):
         assert_gradients(model, reference, (storage, between.__name__))
 
 
+def backwards_inside_of_a_step_read_what_its_forward_read(rank, world):
+    """Manual optimization: weights change within a step."""
+    for storage in ("pooled", "dynamic"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), Scale(), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+        reference = copy.deepcopy(model)
+        fully_shard(model[2], storage=storage)
+        fully_shard(model, storage=storage)
+        plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(3):
+            with gather_root(model):
+                for index in range(2):
+                    y = batch(2 * step + index)
+                    for layer in model:
+                        y = layer(y)
+                    y.square().sum().backward()
+                    reference(batch(2 * step + index)).square().sum().backward()
+                    assert_gradients(model, reference, (storage, step, index))
+                    for one in (optimizer, plain):
+                        one.step()
+                        one.zero_grad()
+
+
 def both_planes_of_the_root_are_there(rank, world):
     """One that forward reads, and another one that backward does."""
     for planes, run in itertools.product((1, 2), (by_method, nn.Module.__call__)):
@@ -217,6 +242,7 @@ def after_a_backward_that_raised_gradients_can_be_cleared(rank, world):
 CASES = [
     modules_may_read_weights_of_their_own,
     weights_that_went_away_are_there_again,
+    backwards_inside_of_a_step_read_what_its_forward_read,
     both_planes_of_the_root_are_there,
     after_a_backward_that_raised_gradients_can_be_cleared,
 ]
