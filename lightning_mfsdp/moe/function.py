@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -88,9 +87,11 @@ class _ExpertsMLP(torch.autograd.Function):
         ctx.activation, ctx.saver, ctx.probability_dtype = activation, saver, probabilities.dtype
         needs_x, ctx.gathers_again = ctx.needs_input_grad[2], len(hidden) <= plan.rows
         ctx.saves_x = needs_x and not ctx.gathers_again
-        # Products read x, and only whole. The activation reads what was projected, wherever that is.
-        tensors = (x, projected) if ctx.saves_x else (projected,)
-        kept = (saver.save if ctx.saves_x else partial(save_to_lend, saver))(ctx, tensors, plan.live)
+        kept = (
+            saver.save(ctx, (x, projected), plan.live)  # products read x, and only whole
+            if ctx.saves_x
+            else save_to_lend(saver, ctx, (projected,), plan.live)
+        )
         ctx.save_for_backward(
             *(weight_in, weight_out, of_rows, plan.token, plan.position, plan.ends, plan.live),
             hidden if needs_x and ctx.gathers_again else None,

@@ -185,6 +185,16 @@ def test_pages_go_back_as_each_layer_has_read_them_and_nothing_is_fetched():
     assert used[-1] == 0
 
 
+def events_of_backward(model, plain, stash):
+    """Which layer's rows were loaded or fetched, in order. The gradients are those of ordinary saves."""
+    loss = model.loss(1)
+    stash.start_trace()
+    loss.backward()
+    plain.loss(1).backward()
+    assert_equal(model.gradients(), plain.gradients())
+    return [(one.layer, one.event) for one in stash.stop_trace()]
+
+
 def test_rows_are_fetched_ahead_for_a_layer_that_loads_among_layers_that_lend():
     model, plain = Layers(), Layers()
     stash, notes = stashed(model)
@@ -198,12 +208,7 @@ def test_rows_are_fetched_ahead_for_a_layer_that_loads_among_layers_that_lend():
             return kept.load(ctx, saved)
 
     model.experts[1].saver = Mine()
-    loss = model.loss(1)
-    stash.start_trace()
-    loss.backward()
-    plain.loss(1).backward()
-    assert_equal(model.gradients(), plain.gradients())
-    events = [(one.layer, one.event) for one in stash.stop_trace()]
+    events = events_of_backward(model, plain, stash)
     assert events[1:4] == [("experts.2", "load"), ("of my own", "fetch"), ("of my own", "load")]
     assert (in_pages_count(notes), notes.copied) == (2, 1)
 
@@ -211,12 +216,7 @@ def test_rows_are_fetched_ahead_for_a_layer_that_loads_among_layers_that_lend():
 def test_with_pages_on_the_host_rows_are_fetched_one_layer_ahead():
     model, plain = Layers(), Layers()
     stash, notes = stashed(model, device_factor=0.4, host_factor=4.0)
-    loss = model.loss(1)
-    stash.start_trace()
-    loss.backward()
-    plain.loss(1).backward()
-    assert_equal(model.gradients(), plain.gradients())
-    events = [(one.layer, one.event) for one in stash.stop_trace()]
+    events = events_of_backward(model, plain, stash)
     assert events[:3] == [("experts.3", "load"), ("experts.2", "fetch"), ("experts.2", "load")]
     assert not finish(stash)
     assert stash.statistics(wait=True).spilled > 0
