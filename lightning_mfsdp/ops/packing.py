@@ -54,9 +54,11 @@ class AlignedCollator:
         padding_id: Token id of padding.
         shift_labels: A label is the token that comes next in the same sample, ready for `linear_cross_entropy`. False: for models that
             shift by themselves, it is the token itself, and the first of each sample is ignored.
+        num_tokens: Tokens of every batch, padding included, a multiple of what the recipe wants: batches of all ranks then have one
+            size, as experts' "all_gather", CUDA graphs and compilers want. `None`: as few as the recipe allows, different on each rank.
 
     Raises:
-        ValueError: There is no such recipe.
+        ValueError: There is no such recipe, or `num_tokens` is not a positive multiple of what it wants.
         TypeError: `packed` or `shift_labels` is neither True nor False.
     """
 
@@ -65,12 +67,21 @@ class AlignedCollator:
     ignore_index: int = -100
     padding_id: int = 0
     shift_labels: bool = True
+    num_tokens: int | None = None
 
     def __post_init__(self) -> None:
         alignment_of(self.recipe)
         for name, value in (("packed", self.packed), ("shift_labels", self.shift_labels)):
             if not isinstance(value, bool):
                 raise TypeError(f"AlignedCollator: {name}={value!r}: expected True or False")
+        alignment, wanted = alignment_of(self.recipe), self.num_tokens
+        if wanted is None:
+            return
+        if type(wanted) is not int or wanted < 1 or wanted % alignment:
+            raise ValueError(
+                f"AlignedCollator: num_tokens={wanted!r}: expected None or a positive multiple of {alignment}, for "
+                f"recipe={self.recipe!r}"
+            )
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor | int]:
         """A batch.
@@ -82,7 +93,8 @@ class AlignedCollator:
             - "max_seqlen" (packed only): int, the longest of them.
 
         Raises:
-            ValueError: There is no sample, one is empty, not 1-D, padded, not made of integers, or has labels of another length.
+            ValueError: There is no sample, one is empty, not 1-D, padded, not made of integers, or has labels of another length. The
+                batch does not fit into `num_tokens`.
         """
         ids, labels, lengths = self._joined(samples)
         labels = self._shifted(labels, lengths.cumsum(0))
@@ -104,7 +116,15 @@ class AlignedCollator:
 
     def _packed(self, ids: Tensor, labels: Tensor, lengths: Tensor) -> dict[str, Tensor | int]:
         num_tokens = len(ids)
-        padding = -num_tokens % alignment_of(self.recipe)
+        if self.num_tokens is None:
+            padding = -num_tokens % alignment_of(self.recipe)
+        elif num_tokens <= self.num_tokens:
+            padding = self.num_tokens - num_tokens
+        else:
+            raise ValueError(
+                f"AlignedCollator: {len(lengths)} samples have {num_tokens} tokens, more than num_tokens={self.num_tokens}; give fewer or "
+                "shorter samples to a batch, or raise num_tokens"
+            )
         if padding:
             lengths = torch.cat((lengths, torch.tensor([padding])))
         ends = lengths.cumsum(0)
@@ -119,9 +139,8 @@ class AlignedCollator:
         }
 
     def _padded(self, ids: Tensor, labels: Tensor, lengths: Tensor) -> dict[str, Tensor | int]:
-        alignment, num_rows = alignment_of(self.recipe), len(lengths)
-        step = alignment // math.gcd(alignment, num_rows)
-        width = -(-int(lengths.max()) // step) * step
+        num_rows = len(lengths)
+        width = self._width(num_rows, int(lengths.max()))
         column = torch.arange(width)[None]
         mask = column < lengths[:, None]
         shape = (num_rows, width)
@@ -131,6 +150,21 @@ class AlignedCollator:
             "position_ids": column.where(mask, column - lengths[:, None]),
             "mask": mask,
         }
+
+    def _width(self, num_rows: int, longest: int) -> int:
+        """Columns of a padded batch."""
+        if self.num_tokens is None:
+            alignment = alignment_of(self.recipe)
+            step = alignment // math.gcd(alignment, num_rows)
+            return -(-longest // step) * step
+        width, rest = divmod(self.num_tokens, num_rows)
+        if rest or longest > width:
+            raise ValueError(
+                f"AlignedCollator: num_tokens={self.num_tokens} in {num_rows} rows, of which the longest has {longest} tokens: expected "
+                f"equally long rows of at least {longest}; give each batch as many samples as divide num_tokens "
+                "(drop_last=True), shorten samples, or raise num_tokens"
+            )
+        return width
 
 
 def _sample(index: int, sample: Any) -> tuple[Tensor, Tensor]:

@@ -137,3 +137,43 @@ def test_switches_are_true_or_false() -> None:
 def test_an_empty_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="there is no sample in this batch"):
         AlignedCollator()([])
+
+
+@settings(max_examples=40, deadline=None)
+@given(samples=SAMPLES, recipe=st.sampled_from(RECIPES), slack=st.integers(0, 3))
+def test_batches_of_one_size_are_smaller_ones_with_more_padding(
+    samples: list[list[tuple[int, bool]]], recipe: str | int | None, slack: int
+) -> None:
+    options = {"ignore_index": IGNORED, "padding_id": PADDING}
+    real = sum(map(len, samples))
+    num_tokens = (-(-real // alignment_of(recipe)) + slack) * alignment_of(recipe)
+    batch = AlignedCollator(recipe, num_tokens=num_tokens, **options)(labelled(samples))
+    # Alignment to the whole size is what the same loop makes of a recipe of that many tokens.
+    assert as_lists(batch) == packed_by_a_loop(labelled(samples), num_tokens, shift=True)
+
+    width = alignment_of(recipe) * max(map(len, samples))
+    padded = AlignedCollator(recipe, packed=False, num_tokens=width * len(samples), **options)(labelled(samples))
+    least = AlignedCollator(recipe, packed=False, **options)(labelled(samples))
+    assert padded["mask"].shape == (len(samples), width)
+    for name in ("input_ids", "labels", "position_ids"):
+        assert torch.equal(padded[name][padded["mask"]], least[name][least["mask"]])
+    assert padded["input_ids"][~padded["mask"]].eq(PADDING).all()
+    assert padded["labels"][~padded["mask"]].eq(IGNORED).all()
+
+
+@pytest.mark.parametrize("num_tokens", [0, -16, 24, True, 32.0])
+def test_a_size_that_the_recipe_cannot_take_is_refused_when_the_collator_is_made(num_tokens: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"num_tokens=.*: expected None or a positive multiple of 16, for recipe='current'"
+    ):
+        AlignedCollator("current", num_tokens=num_tokens)
+
+
+def test_a_batch_that_does_not_fit_its_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 samples have 18 tokens, more than num_tokens=16; give fewer"):
+        AlignedCollator("current", num_tokens=16)([[1] * 9, [2] * 9])
+    padded = AlignedCollator("current", packed=False, num_tokens=16)
+    with pytest.raises(ValueError, match="num_tokens=16 in 2 rows, of which the longest has 9 tokens: expected"):
+        padded([[1] * 9, [2]])
+    with pytest.raises(ValueError, match="num_tokens=16 in 3 rows"):
+        padded([[1], [2], [3]])
