@@ -93,9 +93,11 @@ class MixedPrecisionPolicy:
                 f'MixedPrecisionPolicy.direct_weight_gradients: expected True, False or "auto", got {self.direct_weight_gradients!r}'
             )
         for codec in self.weight_codecs:
-            if not isinstance(codec, WeightCodec):
+            lacking = [name for name in vars(WeightCodec) if name[0] != "_" and not hasattr(codec, name)]
+            if lacking or isinstance(codec, type):
                 raise ShardingError(
-                    f"MixedPrecisionPolicy.weight_codecs: expected objects with the methods of WeightCodec, got {codec!r}"
+                    f"MixedPrecisionPolicy.weight_codecs: expected objects with the methods of WeightCodec, got {codec!r}, which "
+                    + ("is a class" if isinstance(codec, type) else f"lacks {', '.join(lacking)}")
                 )
         if self.high_precision_reduce and self.comm_dtype not in (torch.bfloat16, torch.float16):
             raise ShardingError(

@@ -31,6 +31,7 @@ from lightning_mfsdp.engine import (
     sharded_parameters,
     unshard,
 )
+from lightning_mfsdp.engine.codec import WeightCodec
 from lightning_mfsdp.engine.inspect import context_of, units
 from tests.engine.int8_codec import (
     MASK,
@@ -434,8 +435,18 @@ def misfits_are_refused(rank, world):
         ShardingError, match=r"up\.weight is quantized, and its module is one that policy\.fp32_modules keeps"
     ):
         shard(build(), Int8Codec(), dtypes={"fp32_modules": (Int8Linear,)})
-    with pytest.raises(ShardingError, match="weight_codecs: expected objects with the methods of WeightCodec, got 8"):
+    with pytest.raises(
+        ShardingError,
+        match="weight_codecs: expected objects with the methods of WeightCodec, got 8, which lacks storage_dtype, ",
+    ):
         MixedPrecisionPolicy(weight_codecs=(8,))
+    incomplete = type(
+        "Incomplete", (), {name: None for name in dir(WeightCodec) if name[0] != "_" and name != "rows_together"}
+    )
+    with pytest.raises(ShardingError, match=r"which lacks rows_together$"):
+        MixedPrecisionPolicy(weight_codecs=(incomplete(),))
+    with pytest.raises(ShardingError, match=r"which is a class$"):
+        MixedPrecisionPolicy(weight_codecs=(Int8Codec,))
 
 
 def a_codec_without_its_kind_changes_nothing(rank, world):
