@@ -29,7 +29,14 @@ from lightning_mfsdp.lightning_api import (
     Precision,
 )
 from lightning_mfsdp.loss_scaling import agreeing_scaler, unscales_by_itself
-from lightning_mfsdp.te import Fp8Compute, Fp8Options, enter_around
+from lightning_mfsdp.te import (
+    Fp8Compute,
+    Fp8Options,
+    enter_around,
+    fuse_weight_gradients,
+    has_engine_modules,
+    refuse_prepared,
+)
 
 __all__ = ["PrecisionName", "ShardedPrecision", "default_policy", "translate"]
 
@@ -169,6 +176,7 @@ class ShardedPrecision(FabricPrecision):
     def prepare_module(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Once there are processes, before each use of a module, sharded or not: for FP8 it gets what it lacks."""
         if self.fp8 is None:
+            refuse_prepared(module, self.precision)
             return
         # A mesh of two axes covers all ranks, too.
         done = self.fp8.prepare(module, mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD)
@@ -228,9 +236,9 @@ class ShardedPrecision(FabricPrecision):
         Its calls outside of steps, from a hook or after training, run under autocast as well, because weights have the compute dtype, and
         in FP8 as in a step, also under an autocast of one's own.
         """
-        done = self.fp8.sharded(module) if self.fp8 is not None else ""
-        if done:
-            rank_zero_info(done)
+        fused = fuse_weight_gradients(module) if has_engine_modules(module) else []
+        if fused:
+            rank_zero_info(f"{len(fused)} modules write gradients of their weights by themselves")
         if self.precision not in _AUTOCAST_DTYPES:
             return
 

@@ -109,7 +109,7 @@ def fully_shard(
         check_symmetric_memory(device, resolved.shard, storage)
     ignored = {id(parameter) for parameter in ignored_parameters or ()}
     materialize(whole, device, ignored)
-    encoded = _encode(whole, policy, device)
+    encoded = _encode(whole, policy, device, ignored)
     named, borrowed = _parameters_of(whole, ignored)
     refuse_unfit(whole, named, policy)
     refuse_parts(whole, named, resolved)
@@ -238,9 +238,10 @@ def _by_spec(
 
 
 def _encode(
-    module: nn.Module, policy: MixedPrecisionPolicy, device: torch.device
+    module: nn.Module, policy: MixedPrecisionPolicy, device: torch.device, ignored: set[int]
 ) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Let codecs make quantized parameters of ordinary ones; returns those that went, each with its successor."""
+    names = {id(parameter): name for name, parameter in module.named_parameters() if id(parameter) in ignored}
     sites = [
         (child._parameters, key, parameter)
         for child in (module.modules() if policy.weight_codecs else ())
@@ -250,7 +251,14 @@ def _encode(
     for codec in policy.weight_codecs:
         codec.encode(module, device)
     now = ((parameter, table[key]) for table, key, parameter in sites)
-    return [(old, new) for old, new in now if new is not None and new is not old]
+    encoded = [(old, new) for old, new in now if new is not None and new is not old]
+    taken = dict.fromkeys(names[id(old)] for old, _ in encoded if id(old) in ignored)
+    if taken:
+        raise ShardingError(
+            f"fully_shard: {', '.join(taken)} of {type(module).__name__} are among ignored_parameters and were to be quantized by "
+            "policy.weight_codecs: only what is sharded can be. Keep their layers in high precision, or do not ignore them"
+        )
+    return encoded
 
 
 # -- around them ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from lightning_mfsdp.te.codec import weight_codecs
 from lightning_mfsdp.te.compute import Fp8Compute
 from lightning_mfsdp.te.options import Fp8Options
 from lightning_mfsdp.te.overrides import enter_around
+from lightning_mfsdp.te.prepared import refuse_prepared
 from lightning_mfsdp.te.recompute import (
     autocast_snapshot,
     checkpoint,
@@ -22,6 +23,7 @@ __all__ = [
     "fuse_weight_gradients",
     "has_engine_modules",
     "quantizes_now",
+    "refuse_prepared",
     "scales_are_delayed",
     "weight_codecs",
 ]

@@ -26,6 +26,8 @@ from lightning_mfsdp.te.weights import quantize_late
 
 __all__ = ["weight_codecs"]
 
+_ROUNDING = 2**-4 + 2**-8  # of E4M3 to nearest, and of the 16-bit numbers before and after
+
 
 def weight_codecs(*, keep_transpose_cache: bool = False) -> tuple[WeightCodec, ...]:
     """For `MixedPrecisionPolicy(weight_codecs=...)`: all kinds of quantized weights that Transformer Engine has.
@@ -62,12 +64,34 @@ class _Codec(ABC):
         return is_a(parameter, self.kind)
 
     def why_not(self, parameter: nn.Parameter) -> str:
-        if _initial_value(parameter) is None:
+        value = _initial_value(parameter)
+        if value is None:
             return (
                 "its value before quantization was not kept, and the quantized one is too coarse to start from; build the model under "
                 "quantized_model_init(preserve_high_precision_init_val=True)"
             )
+        if self._is_outdated(value, parameter):
+            return (
+                "other values were written into it after it was built (load_state_dict, torch.nn.init, ...), and of these only 8 bits "
+                "are left. Give its module an init_method, load weights once the model is sharded, or give plain layers theirs and have "
+                "them replaced (replace_layers=True)"
+            )
         return ""
+
+    def _is_outdated(self, value: Tensor, parameter: nn.Parameter) -> bool:
+        """Whether some quantized number is farther from the kept one than rounding explains: 3 bits of mantissa, or the smallest number."""
+        if not value.numel():
+            return False
+        now: Tensor = parameter.dequantize().float()
+        value = value.to(now.device).view(now.shape).float()
+        least, most = self.range_of(value, parameter)
+        value = value.clamp(-most, most)
+        return bool(((now - value).abs() > value.abs() * _ROUNDING + least).any())
+
+    def range_of(self, value: Tensor, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+        """The largest error of a number near zero, and the largest number: 0-D. Scales that follow values leave none out."""
+        most = value.abs().amax()
+        return most * 2**-17, most
 
     def initial_value(self, parameter: nn.Parameter) -> Tensor:
         weight: Any = parameter
@@ -141,6 +165,12 @@ class _PerTensor(_Codec):
         super().quantize(fragments, group)
         for quantizer in quantizers if self._keep else ():
             quantizer.set_usage(columnwise=True)
+
+    def range_of(self, value: Tensor, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+        if not is_a(parameter._quantizer, "Float8Quantizer"):  # type: ignore[attr-defined]
+            return super().range_of(value, parameter)
+        unit = parameter._scale_inv.reshape(())  # type: ignore[attr-defined]
+        return unit * 2**-10, unit * 448
 
     def source(self, item: Fragment) -> Tensor:
         return item.main.view(-1, item.parameter.shape[-1]) if _is_current(item) else item.main

@@ -28,7 +28,6 @@ from lightning_mfsdp.te.prepared import Prepared
 from lightning_mfsdp.te.recipes import make_recipe
 from lightning_mfsdp.te.recompute import quantizes_now
 from lightning_mfsdp.te.replace import replace, replaceable
-from lightning_mfsdp.te.weight_gradients import fuse_weight_gradients
 from lightning_mfsdp.te.weights import quantize_again, quantized_init, quantized_modules
 
 __all__ = ["Fp8Compute"]
@@ -92,7 +91,8 @@ class Fp8Compute:
         """Around a backward. The outer context is off, so that leaving the inner one is not taken for the end of a forward."""
         with self._autocast(None), self._autocast(self.recipe):
             yield
-        self._forget_present_amax()
+        if not _is_in_forward.get():  # under manual optimization it is, and the step's own maxima are still to count
+            self._forget_present_amax()
 
     def _forget_present_amax(self) -> None:
         for root in self._present_roots() if self._is_delayed else ():
@@ -131,11 +131,6 @@ class Fp8Compute:
         """Around code that builds modules."""
         return quantized_init(self.recipe) if self.options.fp8_weights else nullcontext()
 
-    def sharded(self, root: nn.Module) -> str:
-        """What is left to do once a model is sharded, the first time. Returns it in words."""
-        fused = fuse_weight_gradients(root)
-        return f"{len(fused)} modules write gradients of their weights by themselves" if fused else ""
-
     def prepare(self, root: nn.Module, group: dist.ProcessGroup | None) -> str:
         """Make a model ready; one that is stays as it is.
 
@@ -148,18 +143,20 @@ class Fp8Compute:
 
         Raises:
             ValueError: A pattern that matches nothing, a layer that cannot be replaced, no module that could compute in FP8, or a model
-                that an earlier run made ready in another way.
+                that an earlier run made ready in another way, or a part of.
         """
         self._group = group
         if all(known is not root for known in self._present_roots()):
             self._roots.append(weakref.ref(root))
-        wanted = Prepared(options=self.options, recipe=self.recipe, overrides=self._others)
+        overrides = self._overrides(root)
         before = Prepared.of(root)
         if before is not None:
-            before.check(root, wanted)
+            before.check(root, self._wanted(replaced=before.replaced))
+            candidates = [*outermost(root), *(replaceable(root) if before.replaced else ())]
+            before.check_knows(root, [name for name in candidates if overrides.find(name, self.recipe) is not None])
             return ""
-        overrides = self._overrides(root)
-        layers = replaceable(root) if self._replaces(root) else {}
+        replaces = self._replaces(root)
+        layers = replaceable(root) if replaces else {}
         overrides.check_all_match([*layers, *outermost(root)])
         kept = [name for name in layers if overrides.find(name, self.recipe) is None]
         chosen = {name: layer for name, layer in layers.items() if name not in kept}
@@ -189,7 +186,7 @@ class Fp8Compute:
         checks.check_devices(quantized)
         copies = self._drop_copies(inside, overrides)
         extra_state.keep_apart(root, new)
-        wanted.note(root)
+        self._wanted(replaced=replaces).note(root)
         done = (
             f"FP8 by Transformer Engine, {type(self.recipe).__name__}: {len(inside)} modules of the library, {len(new)} of them replaced "
             f"layers of torch.nn; in high precision {', '.join(kept[:6]) or 'none'}{', ...' if len(kept) > 6 else ''}"
@@ -203,8 +200,8 @@ class Fp8Compute:
         stay = 0
         for name, outer in inside.items():
             recipe = overrides.find(name, self.recipe)
-            if recipe is not None and recipe.delayed():
-                continue  # the next step's scale would be there
+            if recipe is None or recipe.delayed():
+                continue  # there is no copy, or the next step's scale would be there
             stay += sum(not quantize_again(module) for module in outer.modules())
         if not stay:
             return ""
@@ -218,6 +215,9 @@ class Fp8Compute:
                 "them of transformer_engine.pytorch modules, or let the strategy shard the model"
             )
         return bool(wanted)
+
+    def _wanted(self, *, replaced: bool) -> Prepared:
+        return Prepared(options=self.options, recipe=self.recipe, overrides=self._others, replaced=replaced)
 
     def _overrides(self, root: nn.Module) -> Overrides:
         return Overrides(root, self.options.keep_high_precision, self._others)

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.direct import gradient_memory
 from lightning_mfsdp.engine.parameter import owner_of
 
@@ -30,12 +31,20 @@ __all__ = ["fuse_weight_gradients"]
 def fuse_weight_gradients(module: nn.Module) -> list[str]:
     """Have all layers in a sharded module that were built with `fuse_wgrad_accumulation=True` write into the engine's buckets.
 
-    Call it once, after the module and all units in it were sharded.
+    Call it once, after the module and all units in it were sharded. Layers with weights that no unit owns (`ignored_parameters`) give their
+    gradients to autograd from now on, unless somebody gave them a `main_grad`: there is no memory of the engine's for them.
 
     Returns:
-        Names of those layers.
+        Names of the layers that write.
     """
-    layers = {name: layer for name, layer in module.named_modules() if getattr(layer, "fuse_wgrad_accumulation", False)}
+    layers: dict[str, Any] = {}
+    for name, layer in module.named_modules():
+        if getattr(layer, "fuse_wgrad_accumulation", False):
+            foreign = [weight for weight in _matrices(layer) if owner_of(weight) is None]
+            if not foreign:
+                layers[name] = layer
+            elif not all("main_grad" in vars(weight) for weight in foreign):
+                layer.fuse_wgrad_accumulation = False
     weights = {name: _weights_of(layer) for name, layer in layers.items()}
     uses = Counter(id(weight) for found in weights.values() for weight in found)
     for name, layer in layers.items():
@@ -45,14 +54,24 @@ def fuse_weight_gradients(module: nn.Module) -> list[str]:
     return list(layers)
 
 
+def _matrices(layer: nn.Module) -> list[nn.Parameter]:
+    """What products are made with, in whatever face it is."""
+    own = [parameter for parameter in layer._parameters.values() if parameter is not None]
+    places = [owner_of(parameter) for parameter in own]
+    shapes = [own.shape if place is None else place[1].shape for own, place in zip(own, places, strict=True)]
+    return [parameter for parameter, shape in zip(own, shapes, strict=True) if len(shape) == 2]
+
+
 def _weights_of(layer: nn.Module) -> list[nn.Parameter]:
     """The full faces of a layer's matrices."""
-    found = []
-    for parameter in layer._parameters.values():
-        owned = owner_of(parameter) if parameter is not None else None
-        if owned is not None and len(owned[1].shape) == 2:
-            found.append(owned[1].full)
-    return found
+    return [owned[1].full for weight in _matrices(layer) if (owned := owner_of(weight)) is not None]
+
+
+def _forget_memory(reference: weakref.ref[nn.Parameter]) -> None:
+    """The library leaves what it was given at the weight, which would keep a full gradient alive long after it was reduced."""
+    weight = reference()
+    if weight is not None:
+        vars(weight).pop("main_grad", None)
 
 
 class _FusedLayer:
@@ -84,4 +103,5 @@ class _FusedLayer:
         assert weight is not None, "its own backward asks"
         memory, is_own = gradient_memory(weight, overwrites=overwrites)
         self._collided = self._collided or is_own
+        compat.on_backward_end(partial(_forget_memory, self._weights[index]))
         return memory

@@ -365,6 +365,7 @@ class _Product(torch.autograd.Function):
         if ctx.fused:
             assert not hasattr(ctx.origin(), "grad_added_to_main_grad")
             memory = None if ctx.forgets_memory else ctx.memory()
+            ctx.origin().main_grad = memory
             memory.copy_(to_weight) if ctx.overwrites else memory.add_(to_weight)
             to_weight = None
             writes.append(ctx.overwrites)

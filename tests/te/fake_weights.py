@@ -38,6 +38,11 @@ class Float8Tensor(QuantizedTensor):
         as_it_is = func is torch.ops.aten.view.default and tuple(args[1]) == tuple(args[0].shape)
         if func is torch.ops.aten.detach.default or as_it_is:
             return cls(args[0]._data, args[0]._scale_inv, args[0]._quantizer, args[0].dtype)
+        if func is torch.ops.aten.copy_.default:  # quantized as it comes; what was kept from before stays as it is
+            raw = args[0]._quantizer(args[1])
+            args[0]._data.copy_(raw._data)
+            args[0]._scale_inv.copy_(raw._scale_inv)
+            return args[0]
         raise NotImplementedError(f"{func} on a quantized weight")
 
     def dequantize(self) -> Tensor:  # type: ignore[override]

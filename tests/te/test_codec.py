@@ -65,6 +65,7 @@ def weight_of(kind: type[QuantizedTensor], *, kept: bool = True) -> Any:
     made._quantizer, made._is_2D_scaled = Float8Quantizer(), True
     made._transpose = made._columnwise_data = made._columnwise_scale_inv = torch.zeros(SHAPE[::-1])
     made._transpose_invalid = False
+    made._scale_inv, made.dequantize = torch.ones(1), lambda: torch.arange(24.0).view(SHAPE)
     made.get_high_precision_init_val = lambda: torch.arange(24.0) if kept else None
     made.clear_high_precision_init_val = lambda: setattr(made, "get_high_precision_init_val", lambda: None)
     return made
@@ -126,6 +127,43 @@ def test_what_cannot_be_sharded_says_why(library: Library) -> None:
     assert "no way to gather NVFP4Tensor" in codec_of(other).why_not(other)
     grouped = GroupedTensor(torch.zeros(2, *SHAPE))
     assert "single_grouped_weight=False" in codec_of(grouped).why_not(grouped)
+
+
+def rounded(value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (value * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["delayed", "current", "block"])
+def test_rounding_is_told_from_values_that_were_written_later(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    # From far below the smallest number of the format to beyond the largest, zeros among them.
+    kept = torch.randn(64, 128) * 10 ** torch.linspace(-9, 3, 64)[:, None]
+    kept[3] = 0
+    weight = weight_of(Float8BlockwiseQTensor if kind == "block" else Float8Tensor)
+    if kind == "current":
+        weight._quantizer = Float8CurrentScalingQuantizer()
+
+    def scale_of(value: torch.Tensor) -> torch.Tensor:
+        if kind == "delayed":
+            return torch.tensor(0.7)
+        if kind == "current":
+            return 448 / value.abs().amax().clamp(min=1e-12)
+        blocks = value.view(4, 16, 128).abs().amax((1, 2)).repeat_interleave(16)[:, None]
+        return (448 / blocks.clamp(min=1e-12)).log2().floor().exp2()
+
+    weight.get_high_precision_init_val = lambda: kept.view(-1)
+    written = {
+        "nothing": kept,
+        "zeros": kept * 0,
+        "2 % less": kept * 0.98,
+        "one": kept.index_fill(0, torch.tensor(9), 0.5),
+    }
+    for what, value in written.items():
+        scale = scale_of(value)
+        now = rounded(value.to(torch.bfloat16).float(), scale).to(dtype)
+        weight._scale_inv, weight.dequantize = (1 / scale).reshape(-1)[:1], lambda now=now: now
+        assert ("init_method" in codec_of(weight).why_not(weight)) is (what != "nothing"), what
 
 
 def test_the_initial_value_is_taken_once_and_its_transpose_goes() -> None:

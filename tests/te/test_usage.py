@@ -17,7 +17,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.fused_adam import FusedAdam
 from tests.lightning.models import full_state, seeded, strict_warnings
 from tests.te import fake_engine
-from tests.te.test_training import ROWS, Net, assert_equal_states, data, fp8, kinds, trainer_for
+from tests.te.test_training import ROWS, Net, assert_equal_states, data, fp8, kinds, scales, trainer_for
 from tests.te.test_weights import outcome, quantized_names, trained
 
 LINEARS = [f"blocks.{index}.linear" for index in range(3)]
@@ -54,9 +54,9 @@ def contexts_of_ones_own(rank: int, world: int, found: dict[str, Any]) -> None:
     found["nested"] = kinds(), list(fake_engine.updates), fake_engine.state.depth
 
 
-def message_of(run: Any, *arguments: Any) -> str:
+def message_of(run: Any, *arguments: Any, **options: Any) -> str:
     try:
-        run(*arguments)
+        run(*arguments, **options)
     except ValueError as error:
         return str(error)
     return ""
@@ -78,6 +78,46 @@ def another_run_of_one_model(rank: int, world: int, found: dict[str, Any]) -> No
             trainer = trainer_for(world, fp8(**{"fp8_weights": weights, **options}), max_steps=1)
             said = message_of(trainer.fit, model, data(rank, world, 1))
             found[f"again {weights} {name}"] = said or set(kinds())
+
+
+class Manual(Net):
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__(recompute)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def manual_optimization(rank: int, world: int, found: dict[str, Any]) -> None:
+    """The backward is inside of the step then; scales follow the step's forwards all the same."""
+    states = []
+    for kind in (Net, Manual):
+        model = trained(rank, world, seeded(kind), fp8("delayed"))
+        states.append(outcome(model) | scales(model))
+    found["equal: manual"] = states[1], states[0]
+    # What is computed again finds the scales of its forward: these change when the step has ended, and not before the backward.
+    found["manual scales"] = scales(trained(rank, world, seeded(Manual, recompute=True), fp8("delayed")))
+
+
+def later_models(rank: int, world: int, found: dict[str, Any]) -> None:
+    """Parts that are known in a model that is not, and a known model in a run without FP8."""
+    known = trained(rank, world, seeded(Net), fp8(), steps=1)
+    larger = seeded(Net)
+    larger.blocks = known.blocks
+    found["larger"] = message_of(trained, rank, world, larger, fp8())
+    found["without"] = message_of(trained, rank, world, known, "bf16-mixed")
+
+
+def ignored_layers(rank: int, world: int, found: dict[str, Any]) -> None:
+    options = {"strategy_options": {"ignored_parameters": ["head.*"]}}
+    found["ignored quantized"] = message_of(trained, rank, world, seeded(Net), fp8(fp8_weights=True), **options)
+    for fused in (False, True):
+        model = trained(rank, world, seeded(Net), fp8(fuse_weight_gradients=fused), steps=2, **options)
+        found[f"ignored {fused}"] = len(fake_engine.writes), model.head.weight.grad is not None
 
 
 def adapters(rank: int, world: int, found: dict[str, Any]) -> None:
@@ -169,6 +209,9 @@ def two_ranks(rank: int, world: int) -> dict[str, Any]:
         calls_of_ones_own,
         contexts_of_ones_own,
         another_run_of_one_model,
+        manual_optimization,
+        later_models,
+        ignored_layers,
         adapters,
         ways_of_sharding,
         main_weights_in_halves,
@@ -211,6 +254,28 @@ def test_a_model_keeps_the_options_it_was_made_ready_with_and_others_are_refused
             assert f"fp8_weights={weights}, now {not weights}" in found[f"again {weights} other weights"]
 
 
+def test_a_model_with_parts_that_are_known_or_in_a_run_without_fp8_is_refused(ranks: Any) -> None:
+    for found in ranks:
+        assert (
+            "has parts that an earlier run made ready for FP8, and inputs, head, which it did not know"
+            in found["larger"]
+        )
+        assert "Net was made ready for FP8 by an earlier run, and precision='bf16-mixed' is not FP8" in found["without"]
+
+
+def test_scales_follow_under_manual_optimization(ranks: Any) -> None:
+    for found in ranks:
+        assert found["equal: manual"][0].keys() >= found["manual scales"].keys()
+        assert not torch.equal(found["manual scales"]["head.scaling_fwd.scale"], torch.ones(3))
+
+
+def test_ignored_weights_are_not_quantized_and_have_gradients_of_their_own(ranks: Any) -> None:
+    for found in ranks:
+        assert "head.weight of Net are among ignored_parameters and were to be quantized" in found["ignored quantized"]
+        assert found["ignored False"] == (0, True)
+        assert found["ignored True"] == (2 * 4, True)
+
+
 def test_adapters_train_over_frozen_layers(ranks: Any) -> None:
     for found in ranks:
         for size in (16, 4):
@@ -224,7 +289,7 @@ def test_adapters_train_over_frozen_layers(ranks: Any) -> None:
 def test_numbers_are_those_of_16_bit_weights(ranks: Any) -> None:
     for found in ranks:
         pairs = {name: pair for name, pair in found.items() if name.startswith("equal: ")}
-        assert len(pairs) == 2 + 10 + 1 + 2
+        assert len(pairs) == 1 + 2 + 10 + 1 + 2
         for pair in pairs.values():
             assert_equal_states(pair)
 

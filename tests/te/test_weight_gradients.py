@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mfsdp.engine import EngineStateError, MixedPrecisionPolicy, fully_shard, no_sync, sharded_parameters
 from lightning_mfsdp.engine.direct import DirectWrites, gradient_memory
+from lightning_mfsdp.engine.parameter import owner_of
 from lightning_mfsdp.te.weight_gradients import fuse_weight_gradients
 from tests.engine.test_direct import poisoned
 from tests.engine.worlds import by_world, check
@@ -46,6 +47,7 @@ class _Product(torch.autograd.Function):
         to_weight = grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1]) if needs_weight else None
         if ctx.fused and to_weight is not None:
             memory = ctx.memory()
+            ctx.origin().main_grad = memory
             if ctx.overwrites:
                 memory.copy_(to_weight)
             else:
@@ -109,6 +111,11 @@ def watched() -> Iterator[Counter]:
         yield seen
 
 
+def full_weights(model: nn.Module) -> list[nn.Parameter]:
+    owners = [owner_of(parameter) for parameter in model.parameters()]
+    return [owner[1].full for owner in owners if owner is not None]
+
+
 def gradients(fused, rank, world, *, sharding, waits=(), steps=2, policy=None, frozen=(), calls=(1, 1, 1), **options):
     """Gradients after each microbatch that communicates, and what layers were given."""
     torch.manual_seed(0)
@@ -129,6 +136,7 @@ def gradients(fused, rank, world, *, sharding, waits=(), steps=2, policy=None, f
                 x = torch.randn(ROWS, DIM, generator=generator).requires_grad_()
                 with no_sync(model) if held else nullcontext():
                     model(x).square().mean().backward()
+                assert not any("main_grad" in vars(weight) for weight in full_weights(model)), "it would stay alive"
         seen.append(counts)
         for view in sharded_parameters(model):
             found.append((f"{step} {view.name}", None if view.grad is None else view.grad.clone()))
@@ -184,6 +192,21 @@ def buckets_of_another_dtype(rank, world):
     same_as_through_autograd(rank, world, sharding="optim", policy=MixedPrecisionPolicy(grad_reduce=3.0))
 
 
+def weights_of_nobody(rank, world):
+    """Layers with ignored weights leave gradients to autograd, unless somebody brought memory for them."""
+    model = Net(True)
+    ignored, brought = model.layers[0], model.layers[1]
+    for name, weight in brought.named_parameters():
+        if name != "bias":
+            weight.main_grad = torch.zeros(DIM, DIM)  # type: ignore[attr-defined]
+    fully_shard(model, ignored_parameters=[*ignored.parameters(), *brought.parameters()])
+    assert fuse_weight_gradients(model) == ["layers.2"]
+    assert [layer.fuse_wgrad_accumulation for layer in model.layers] == [False, True, True]
+    brought.fuse_wgrad_accumulation = False  # its own memory is its own affair
+    model(torch.randn(ROWS, DIM)).square().mean().backward()
+    assert ignored.weight0.grad is not None
+
+
 def gradients_that_nobody_wants_are_thrown_away(rank, world):
     model = fully_shard(FusedLinear(True))
     fuse_weight_gradients(model)
@@ -203,6 +226,7 @@ WORLDS = {
         later_products_add,
         recomputed_frozen_and_unused_weights,
         buckets_of_another_dtype,
+        weights_of_nobody,
         gradients_that_nobody_wants_are_thrown_away,
     ],
 }

@@ -111,6 +111,8 @@ def copies_of_weights(rank: int, world: int, found: dict[str, Any]) -> None:
             found[f"copies, {recipe}, {keep}"] = set(fake_engine.copies)
             states.append(outcome(model))
         found[f"copied or not: {recipe}"] = states[0], states[1]
+    kept = trained(rank, world, Built(), fp8(replace_layers=False, keep_high_precision=["blocks.1"]))
+    found["copies dropped"] = [block.linear.is_fsdp2 for block in kept.blocks]
 
 
 def from_meta(rank: int, world: int, found: dict[str, Any]) -> None:
@@ -148,6 +150,15 @@ def user_built(rank: int, world: int, found: dict[str, Any]) -> None:
     found["built writes"] = len(fake_engine.writes)
     again = trainer_for(world, fp8(replace_layers=False, fp8_weights=True))
     again.validate(model, data(rank, world, 1), verbose=False)  # no warning that policies differ
+
+    class Overwritten(Built):
+        def configure_model(self) -> None:
+            super().configure_model()
+            with torch.no_grad():
+                self.blocks[0].linear.weight.copy_(torch.full((DIM, DIM), 0.5))
+
+    with pytest.raises(ShardingError, match=r"weight of .* other values were written into it after it was built"):
+        trained(rank, world, Overwritten(), fp8(replace_layers=False, fp8_weights=True))
 
 
 def high_precision_and_overrides(rank: int, world: int, found: dict[str, Any]) -> None:
@@ -278,6 +289,8 @@ def test_copies_are_kept_only_where_they_must_be_or_are_asked_for(ranks: Any) ->
     for found in ranks:
         assert found["copies, current, False"] == found["copies, block, False"] == {False}
         assert found["copies, current, True"] == found["copies, delayed, False"] == {True}
+        # The first must keep its copy to have its gradient's memory, the second has none.
+        assert found["copies dropped"] == [False, False, True]
 
 
 class TestRefusals:
