@@ -2,13 +2,13 @@
 
 Lightning's sampler for predictions repeats no sample, so some ranks run out a batch earlier than others; loaders of users may differ
 by more. A sharded forward needs all ranks. Those that are done with a loader therefore take part in the gathers of the others until
-nobody has a batch of it left; only then does Lightning put metrics of all ranks together.
+nobody has a batch of it left, and compute what experts of theirs are asked for; only then does Lightning put metrics of all ranks together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,17 @@ __all__ = ["step_with_all_ranks"]
 
 
 @contextmanager
-def step_with_all_ranks(module: LightningModule, device: torch.device) -> Iterator[None]:
+def step_with_all_ranks(
+    module: LightningModule, device: torch.device, precision: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
     """Around one step of an evaluation; after this rank's last one of a loader, it waits for the others and takes part in their gathers.
 
     Ranks that have a batch say so and do not wait for an answer; only those that have none need one.
+
+    Args:
+        module: Of the step.
+        device: Of this rank.
+        precision: What steps compute in.
     """
     loop = module.trainer._active_loop
     if loop is None or dist.get_world_size() == 1:
@@ -39,7 +46,8 @@ def step_with_all_ranks(module: LightningModule, device: torch.device) -> Iterat
         yield
     if _ends_a_loader(loop):
         while _report(False, device).item():
-            trace.repeat()
+            with precision():
+                trace.repeat()
 
 
 def _report(has_batch: bool, device: torch.device) -> torch.Tensor:

@@ -294,7 +294,8 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     @contextmanager
     def _evaluation_context(self) -> Generator[LightningModule, None, None]:
-        with step_with_all_ranks(self._module, self.root_device), self._step_context() as module:
+        precision = self.precision_plugin.forward_context
+        with step_with_all_ranks(self._module, self.root_device, precision), self._step_context() as module:
             yield module
 
     def pre_backward(self, closure_loss: Tensor) -> None:

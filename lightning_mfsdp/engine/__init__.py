@@ -29,7 +29,7 @@ from lightning_mfsdp.engine.inspect import (
 from lightning_mfsdp.engine.local_rows import LocalRowsOptimizer, RowPlacement, has_gradient, row_placement
 from lightning_mfsdp.engine.optimizer import ELEMENTWISE_OPTIMIZERS, fully_shard_optimizer
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
-from lightning_mfsdp.engine.trace import traced_step
+from lightning_mfsdp.engine.trace import note_collective, traced_step
 
 __all__ = [
     "ELEMENTWISE_OPTIMIZERS",
@@ -58,6 +58,7 @@ __all__ = [
     "has_gradient",
     "is_sharded",
     "no_sync",
+    "note_collective",
     "record_ranges",
     "reduce_pending",
     "refresh_weights",

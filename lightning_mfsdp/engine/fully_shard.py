@@ -186,8 +186,8 @@ def _parameters_of(module: nn.Module, ignored: set[int]) -> tuple[list[Named], l
                     if not inside_unit:
                         raise ShardingError(
                             f"fully_shard: parameter {name} of {type(module).__name__} on rank {dist.get_rank()} is sharded "
-                            "already, by a call on a module around it; expected a plain parameter. Shard nested units first, "
-                            "the modules around them after"
+                            "already, by a call on another module that has it; expected a plain parameter. Shard nested units first, "
+                            "the modules around them after, and modules that share parameters in one call (a list)"
                         )
                     continue
                 shared.setdefault(id(parameter), (name, parameter, []))[2].append((child._parameters, key))

@@ -28,12 +28,14 @@ class RowPlacement:
         shape: Of all rows together; under expert parallelism those of this rank's experts.
         group: The ranks that share the rows out among them; `None` where every rank has all of them.
         rows: Of dim 0, by rank of `group`; of this rank alone where there is no group. Together all of them, each once.
+        parts: How many ranks have other parts of what the parameter stands for, such as other experts.
     """
 
     name: str
     shape: torch.Size
     group: dist.ProcessGroup | None
     rows: tuple[range, ...]
+    parts: int
 
 
 class LocalRowsOptimizer(Optimizer):
@@ -65,6 +67,7 @@ def row_placement(parameter: Tensor) -> RowPlacement | None:
         shape=torch.Size(group.layout.shapes[index]),
         group=process_group,
         rows=tuple(group.layout.owned_rows(index, shard) for shard in shards),
+        parts=group.mesh.num_parts,
     )
 
 

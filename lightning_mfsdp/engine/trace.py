@@ -1,35 +1,45 @@
-"""What a forward-only step does to the units, in order, so that a rank without data can do it again without computing.
+"""What ranks do together in a forward-only step, in order, so that a rank without data can do it again without computing.
 
-Ranks issue the same gathers or wait for each other for ever. Which gathers a forward issues, also those in advance, follows from
+Ranks issue the same collectives or wait for each other for ever. Which gathers a forward issues, also those in advance, follows from
 the order in which units begin and end. A rank that has run out of batches goes through that order once for every step of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_mfsdp.engine.inspect import context_of
-from lightning_mfsdp.engine.unit import Unit
+from lightning_mfsdp.engine.parameter import owner_of
 
-__all__ = ["StepTrace", "traced_step"]
+__all__ = ["StepTrace", "note_collective", "traced_step"]
 
 
 class StepTrace:
-    """Units that began (True) and gave their weights back (False) in a step."""
+    """What was done in a step: units that began and gave their weights back, and collectives of modules."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[Unit, bool]] = []
+        self.events: list[Callable[[], object]] = []
 
     def repeat(self) -> None:
-        """Issue the gathers of the step again. Collective: on the other ranks, what the step called is called."""
-        for unit, begins in self.events:
-            if begins:
-                unit.enter()
-            else:
-                unit.release()
+        """Do it again. Collective: on the other ranks, what the step called is called."""
+        for event in self.events:
+            event()
+
+
+def note_collective(parameter: Tensor, again: Callable[[], object]) -> None:
+    """Say that a module is about to do something with other ranks, which one without data repeats by calling `again`.
+
+    Args:
+        parameter: One of the module's. Its unit's weights are there when `again` is called.
+        again: Does the same with the other ranks, and nothing of its own.
+    """
+    owned = owner_of(parameter)
+    context = owned[0].context if owned is not None else None
+    if context is not None and context.trace is not None:
+        context.trace.events.append(again)
 
 
 @contextmanager

@@ -176,7 +176,7 @@ class Unit:
             return
         self.live = False
         if self.context.trace is not None:
-            self.context.trace.events.append((self, False))
+            self.context.trace.events.append(self.release)
         for group in self.all_groups:
             group.users_live -= 1
             if group.users_live == 0:
@@ -204,7 +204,7 @@ class Unit:
             self._check_owners()
         self.context.interrupt()
         if self.context.trace is not None:
-            self.context.trace.events.append((self, True))
+            self.context.trace.events.append(self.enter)
         if compat.backward_task() != -1:
             self._recomputed = True
             self.start_gather(self._latest_slots())

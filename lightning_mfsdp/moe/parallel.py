@@ -8,6 +8,7 @@ waits for their number.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_mfsdp.engine import ShardingError
+from lightning_mfsdp.engine import ShardingError, note_collective
 from lightning_mfsdp.engine.collectives import PARTS, Axis, axis_of
 from lightning_mfsdp.engine.parameter import owner_of
 from lightning_mfsdp.moe.experts import GroupedExperts
@@ -84,8 +85,8 @@ def _expert_axis(mesh: DeviceMesh) -> Axis:
 
 
 @dataclass(frozen=True, eq=False)
-class AllGatherDispatcher:
-    """All tokens to all ranks, without waiting for the host.
+class _Dispatcher(ABC):
+    """Copies of a module share it: it holds nothing but the way to other ranks.
 
     Args:
         axis: Ranks with different experts.
@@ -95,6 +96,35 @@ class AllGatherDispatcher:
 
     def __call__(self, experts: GroupedExperts, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
         """As `GroupedExperts.forward`. Results are summed over ranks in the compute dtype."""
+        given = [(value.shape, value.dtype, value.device) for value in (hidden, expert_index, probabilities)]
+        note_collective(experts.weight_in, lambda: self._take_part(experts, given))
+        return self._dispatch(experts, hidden, expert_index, probabilities)
+
+    @abstractmethod
+    def _dispatch(self, experts: GroupedExperts, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
+        """What `__call__` returns."""
+
+    def _take_part(
+        self, experts: GroupedExperts, given: Sequence[tuple[torch.Size, torch.dtype, torch.device]]
+    ) -> None:
+        """Compute for others, with as many tokens as were given before, which choose no expert."""
+        hidden, expert_index, probabilities = (torch.zeros(size, dtype=kind, device=at) for size, kind, at in given)
+        self._dispatch(experts, hidden, expert_index.fill_(-1), probabilities)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Dispatcher:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "experts that are divided among ranks cannot be pickled: the way to the other ranks cannot be saved. Save the module's "
+            "state_dict(), or a checkpoint through the Trainer"
+        )
+
+
+class AllGatherDispatcher(_Dispatcher):
+    """All tokens to all ranks, without waiting for the host."""
+
+    def _dispatch(self, experts: GroupedExperts, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
         gather, scatter = partial(_gathered, axis=self.axis), partial(_summed, axis=self.axis)
         computed = experts.compute(
             _moved(hidden.to(experts.compute_dtype(hidden)), gather, scatter),
@@ -105,18 +135,10 @@ class AllGatherDispatcher:
         return _moved(computed, scatter, gather)
 
 
-@dataclass(frozen=True, eq=False)
-class AllToAllDispatcher:
-    """Exactly the rows that are needed, whose number the host waits for.
+class AllToAllDispatcher(_Dispatcher):
+    """Exactly the rows that are needed, whose number the host waits for."""
 
-    Args:
-        axis: Ranks with different experts.
-    """
-
-    axis: Axis
-
-    def __call__(self, experts: GroupedExperts, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
-        """As `GroupedExperts.forward`."""
+    def _dispatch(self, experts: GroupedExperts, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
         axis, choices = self.axis, expert_index.reshape(-1)
         owner = torch.div(choices, experts.num_experts // axis.size, rounding_mode="floor")
         owner = torch.where((choices >= 0) & (choices < experts.num_experts), owner, axis.size)

@@ -134,7 +134,7 @@ class Muon(LocalRowsOptimizer):
             closure: Computes the loss and gradients anew; what it returns is returned.
 
         Raises:
-            ShardingError: A parameter is a DTensor.
+            ShardingError: A parameter is a DTensor, or has this rank's experts in one matrix.
         """
         loss = None
         if closure is not None:
@@ -159,7 +159,7 @@ class Muon(LocalRowsOptimizer):
         shared: dict[dist.ProcessGroup, list[Tensor]] = {}
         for parameter in parameters:
             if parameter not in self._placements:
-                self._placements[parameter] = row_placement(parameter)
+                self._placements[parameter] = _whole_matrix(parameter)
             placement = self._placements[parameter]
             if placement is not None and placement.group is not None:
                 if placement.shape.numel():
@@ -277,6 +277,17 @@ def _check_options(group: Mapping[str, Any]) -> None:
     for name, (fits, expected) in expectations.items():
         if not fits:
             raise ValueError(f"Muon: option {name}={group[name]!r}: expected {expected}")
+
+
+def _whole_matrix(parameter: Tensor) -> RowPlacement | None:
+    """Where its rows lie. Collective for some; see `row_placement`."""
+    placement = row_placement(parameter)
+    if placement is not None and placement.parts > 1:
+        raise ShardingError(
+            f"Muon.step: parameter {placement.name} of shape {tuple(placement.shape)} has the rows of this rank's experts, one of "
+            f'{placement.parts} parts: expected whole matrices. Put it into a group with "use_muon": False, which AdamW updates'
+        )
+    return placement
 
 
 def _check_parameters(group: Mapping[str, Any]) -> None:

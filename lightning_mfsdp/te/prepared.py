@@ -61,8 +61,8 @@ class Prepared:
         if new:
             named = ", ".join(new[:6]) + ", ..." * (len(new) > 6)
             raise ValueError(
-                f"{type(root).__name__} has parts that an earlier run made ready for FP8, and {named}, which it did not know and which would "
-                "compute in high precision. Build the whole model anew and load its parts' weights from a checkpoint"
+                f"{type(root).__name__} has parts that an earlier run made ready for FP8, and {named}, which it did not know and which "
+                "would compute in high precision. Build the whole model anew and load its parts' weights from a checkpoint"
             )
 
     def _compared(self) -> dict[str, Any]:

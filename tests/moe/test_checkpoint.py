@@ -25,21 +25,21 @@ WORLD = 4
 class Trained(LightningModule):
     """A mixture whose experts are divided among `ep` ranks and sharded over the others."""
 
-    def __init__(self, ep: int, seed: int = 0) -> None:
+    def __init__(self, ep: int, seed: int = 0, dispatcher: str = "all_gather") -> None:
         super().__init__()
-        self.ep, self.seed = ep, seed
+        self.ep, self.seed, self.dispatcher = ep, seed, dispatcher
         self.model = None
 
     def configure_model(self) -> None:
         if self.model is not None:
             return
         self.model = build(self.seed)
-        dense = self.device_mesh
+        dense, policy = self.device_mesh, self.trainer.precision_plugin.policy
         mesh = init_device_mesh("cpu", (dense.size() // self.ep, self.ep), mesh_dim_names=("shard", "expert"))
         for block in self.model.blocks:
             block.router.balancing, block.router.bias_step = "bias", 0.05
-            fully_shard(expert_parallel(block.experts, mesh), mesh)
-            fully_shard(block, dense)
+            fully_shard(expert_parallel(block.experts, mesh, dispatcher=self.dispatcher), mesh, policy=policy)
+            fully_shard(block, dense, policy=policy)
 
     def training_step(self, ids: Tensor, index: int) -> Tensor:
         return loss_of(self.model, ids)

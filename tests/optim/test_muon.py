@@ -15,12 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_mfsdp import MixedPrecisionPolicy, ShardingError, fully_shard, fully_shard_optimizer, sharded_parameters
 from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.opening import locate
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
+from lightning_mfsdp.moe import GroupedExperts, expert_parallel
 from lightning_mfsdp.optim import Muon
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, sharded_chain, weights
@@ -388,6 +390,18 @@ def a_checkpoint_of_three_ranks_goes_on_on_two_to_the_bit(rank, world):
     assert wrong == []
 
 
+def experts_of_several_ranks_are_no_matrix(rank, world):
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("shard", "expert"))
+    experts = GroupedExperts(num_experts=2 * world, hidden_size=8, intermediate_size=8, flat_weights=True)
+    fully_shard(expert_parallel(experts, mesh), mesh)
+    optimizer = fully_shard_optimizer(Muon(experts.parameters(), lr=0.01))
+    experts(torch.randn(3, 8), torch.tensor([[0], [1], [3]]), torch.ones(3, 1)).sum().backward()
+    with pytest.raises(
+        ShardingError, match=rf"weight_in of shape \(32, 8\) has .* one of {world} parts: expected whole"
+    ):
+        optimizer.step()
+
+
 CASES = (
     trains_like_torch_to_the_bit,
     clearing_and_missing_gradients_are_agreed_on,
@@ -404,6 +418,7 @@ WORLDS = {
     3: (
         *CASES,
         two_exchanges_a_batch_and_bounded_bytes,
+        experts_of_several_ranks_are_no_matrix,
         a_closure_and_loss_scaling_change_nothing,
         a_checkpoint_of_three_ranks_goes_on_on_two_to_the_bit,
     ),
