@@ -78,6 +78,7 @@ class _Codec(ABC):
             )
         return ""
 
+    @torch.no_grad()
     def _is_outdated(self, value: Tensor, parameter: nn.Parameter) -> bool:
         """Whether some quantized number is farther from the kept one than rounding explains: 3 bits of mantissa, or the smallest number."""
         if not value.numel():
