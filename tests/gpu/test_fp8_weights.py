@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -378,6 +378,10 @@ def fused_gradients_are_near_and_less_rounded(rank: int, world: int) -> None:
             for micro, waits in enumerate((True, True, False)):
                 with no_sync(model) if waits else nullcontext():
                     loss_of(model, micro, rank, world).backward()
+                full = [
+                    entry.full for unit in context_of(model).units for group in unit.groups for entry in group.entries
+                ]
+                assert not any("main_grad" in vars(weight) for weight in full), "a gradient would stay alive"
             found.append([view.grad.clone() for view in sharded_parameters(model) if view.grad is not None])
         for usual, direct in zip(*found, strict=True):
             assert (usual - direct).norm() <= 0.01 * usual.norm(), (name, main)
@@ -392,11 +396,27 @@ def a_weight_without_its_first_value_is_refused(rank: int, world: int) -> None:
         fully_shard(layer, policy=MixedPrecisionPolicy(weight_codecs=weight_codecs()))
 
 
+def values_written_after_building_are_refused_and_rounded_ones_are_not(rank: int, world: int) -> None:
+    import transformer_engine.pytorch as te
+
+    policy = MixedPrecisionPolicy(weight_codecs=weight_codecs())
+    for name, dtype, std in product(RECIPES, (torch.bfloat16, torch.float32), (1e-7, 0.02, 300.0)):
+        options = {"params_dtype": dtype, "init_method": partial(nn.init.normal_, std=std)}
+        with te.quantized_model_init(recipe=recipe_of(name), preserve_high_precision_init_val=True):
+            layers = [te.Linear(DIM, 2 * DIM, **options) for _ in range(2)]
+        fully_shard(layers[0], policy=policy)
+        with torch.no_grad():
+            layers[1].weight.copy_(torch.full_like(layers[1].weight.dequantize(), 0.5))
+        with pytest.raises(ShardingError, match="other values were written into it after it was built"):
+            fully_shard(layers[1], policy=policy)
+
+
 ON_ONE = (
     one_rank_is_bit_equal,
     numbers_are_those_of_16_bit_weights,
     shared_modules_write_twice,
     a_weight_without_its_first_value_is_refused,
+    values_written_after_building_are_refused_and_rounded_ones_are_not,
 )
 ON_TWO = (
     bytes_are_those_of_the_whole_weight,
