@@ -50,9 +50,9 @@ def looped(model: Model, samples: list[Tensor], learned: list[Tensor]) -> tuple[
     return means[0], torch.stack(means[1:])
 
 
-def packed(samples: list[Tensor], learned: list[Tensor], recipe: int = 8) -> dict[str, Any]:
+def packed(samples: list[Tensor], learned: list[Tensor], **options: int) -> dict[str, Any]:
     pairs = zip(samples, learned, strict=True)
-    return AlignedCollator(recipe)([{"input_ids": ids, "labels": labels} for ids, labels in pairs])
+    return AlignedCollator(8, **options)([{"input_ids": ids, "labels": labels} for ids, labels in pairs])
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -79,6 +79,23 @@ def test_losses_and_gradients_are_those_of_a_loop_over_samples_of_a_packed_batch
     (expected_main + sum(weight * loss for loss in expected)).backward()
     for (name, found), wanted in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(found.grad, wanted.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_padding_in_pieces_and_samples_without_tokens_behind_it_change_no_target_and_no_loss() -> None:
+    model = build(depth=3).double()
+    samples, found = samples_of(LENGTHS), []
+    for options in ({}, {"num_tokens": 32}, {"num_tokens": 32, "max_length": 7}):
+        one = packed(samples, samples, **options)
+        by_lengths = documents_from_lengths(one["cu_seqlens"], one["input_ids"].numel())
+        assert torch.equal(documents_from_positions(one["position_ids"]) - 1, by_lengths)
+        targets = shifted_targets(one["labels"], 3, by_lengths)
+        found.append(
+            [targets[..., :16], *model(one["input_ids"], one["labels"], by_lengths, same_document(by_lengths))]
+        )
+        assert (targets[..., 16:] == IGNORED).all()
+    assert one["cu_seqlens"].tolist() == [0, 6, 7, 9, 13, 20, 27, 32, 32, 32]
+    for others in found[1:]:
+        torch.testing.assert_close(others, found[0])
 
 
 def test_rows_without_documents_are_one_sample_each_and_shorter_ones_than_the_depth_have_nothing_to_predict() -> None:
