@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mfsdp.ops import chunked_logprobs, linear, linear_logprobs, tiles
-from tests.ops.reference import IGNORED, eager_logits, eager_logprobs, problem
+from tests.ops.reference import IGNORED, LARGE, eager_logits, eager_logprobs, large_logits, problem
 
 T, H, V = 11, 5, 13
 CHUNKS = (1, 4, T, 100)
@@ -221,6 +221,39 @@ def test_what_is_not_a_number_is_not_hidden() -> None:
         hidden[1, 0] = torch.nan
     logprobs, entropy = linear_logprobs(hidden, weight, target, token_chunk=2, return_entropy=True)
     assert logprobs.isnan().nonzero().tolist() == entropy.isnan().nonzero().tolist() == [[1]]
+
+
+@pytest.mark.parametrize(("offset", "temperature"), LARGE)
+def test_entropies_of_large_logits_are_wrong_by_a_rounding_of_them_and_never_negative(
+    offset: float, temperature: float
+) -> None:
+    """Against float64. Probabilities that do not add up to 1, times logits, would be wrong by the logits' square."""
+    logits, target, rounding = large_logits(offset, temperature)
+    exact = logits.detach().double().requires_grad_()
+    results = chunked_logprobs(logits, target, temperature=temperature, return_entropy=True)
+    expected = eager_logprobs(exact / temperature, target)
+    assert (results[1] >= 0).all()
+    for found, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2 * rounding)
+        grads = [
+            torch.autograd.grad(each.sum(), x, retain_graph=True)[0] for each, x in ((found, logits), (wanted, exact))
+        ]
+        torch.testing.assert_close(grads[0].double(), grads[1], rtol=0, atol=2 * rounding / temperature)
+
+
+def test_gradients_of_entropies_at_a_low_temperature_are_nearly_as_good_as_those_of_plain_pytorch() -> None:
+    hidden, weight, _, target = problem(64, 32, 500, dtype=torch.float32)
+    results, errors = [], []
+    for dtype in (torch.float64, torch.float32):
+        inputs = [each.detach().to(dtype).requires_grad_() for each in (hidden, 1.5 * weight)]
+        entropy = eager_logprobs(inputs[0] @ inputs[1].T / 0.1, target)[1]
+        results.append(torch.autograd.grad(entropy.sum(), inputs))
+    entropy = linear_logprobs(*inputs, target, temperature=0.1, return_entropy=True)[1]
+    results.append(torch.autograd.grad(entropy.sum(), inputs))
+    for grads in results[1:]:
+        errors.append([float((f - e).norm() / e.norm()) for f, e in zip(grads, results[0], strict=True)])
+    for eager, own in zip(*errors, strict=True):
+        assert own < 5 * eager < 1e-3, errors
 
 
 def test_autocast_computes_in_its_dtype_and_saves_the_parameter_and_not_a_copy() -> None:
