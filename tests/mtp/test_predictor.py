@@ -151,6 +151,17 @@ def test_weights_are_shared_out_over_depths_or_given_one_by_one() -> None:
     for given, expected in ((0.3, 11.1), ((1.0, 0.5, 0.0), 6.0)):
         predictor = MultiTokenPredictor(DIM, CausalLayer, depth=3, loss_weight=given)
         assert float(predictor.weighted(losses)) == pytest.approx(expected)
+        changed = MultiTokenPredictor(DIM, CausalLayer, depth=3)
+        changed.loss_weights = given
+        assert changed.loss_weights == predictor.loss_weights == copy.deepcopy(changed).loss_weights
+
+
+@pytest.mark.parametrize("given", [(0.1,), -0.1, float("nan"), (0.1, "0.2"), "12", None, torch.ones(2)])
+def test_weights_that_do_not_fit_are_refused_when_assigned_and_the_old_ones_stay(given: Any) -> None:
+    predictor = MultiTokenPredictor(DIM, CausalLayer, depth=2, loss_weight=(0.5, 0.25))
+    with pytest.raises(ValueError, match=r"loss_weight=.*: expected a number that is not negative, or 2 of them, one"):
+        predictor.loss_weights = given
+    assert predictor.loss_weights == (0.5, 0.25)
 
 
 def test_nothing_of_one_sample_enters_the_states_of_another() -> None:
@@ -328,6 +339,7 @@ LABELS = torch.zeros(2, 5, dtype=torch.int64)
         (lambda p: p(X, X, documents=LABELS.float()), "got torch.float32 of shape"),
         (lambda _: MultiTokenPredictor(DIM, Pair)(X, X), r"Pair returned tuple; expected one tensor .* \(2, 5, 8\)"),
         (lambda p: p.losses(X[None], LABELS[:, :4], F.cross_entropy), r"of 1 depths .* \(1, 2, 5, 8\) and \(2, 4\)"),
+        (lambda p: p.weighted(torch.ones(2)), r"weighted: expected the losses of 1 depths \[D\], got shape \(2,\)"),
         (lambda _: shifted_targets(LABELS[0], 1), r"expected labels \[B, S\], got \(5,\)"),
         (lambda _: count_drafts(LABELS, LABELS, LABELS), r"expected drafts \[D, B, S\]"),
         (lambda _: documents_from_lengths(torch.tensor([0, 3]), 5), r"cu_seqlens=\[0, 3\]: .* the number of tokens, 5"),
