@@ -215,6 +215,37 @@ def test_masked_token_ids_have_no_probability_and_no_gradient() -> None:
     assert_same_gradients(results, expected, [hidden, weight])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_masked_target_has_a_probability_of_zero_and_the_gradient_of_plain_pytorch(dtype: torch.dtype) -> None:
+    hidden, weight, _, target = problem(T, H, V, dtype=dtype)
+    bias = torch.zeros(V, dtype=dtype)
+    bias[-2:] = -torch.inf
+    target[1] = V - 1
+    results, grads = [], []
+    for logprobs in (
+        linear_logprobs(hidden, weight, target, bias=bias, temperature=0.7, token_chunk=4),
+        eager_logprobs(eager_logits(hidden, weight, bias, 0.7, None), target)[0],
+    ):
+        results.append(logprobs)
+        grads.append(torch.autograd.grad(logprobs.sum(), (hidden, weight)))
+    assert results[0][1] == -torch.inf
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_without_any_probability_are_not_a_number_but_where_they_are_ignored() -> None:
+    logits = torch.randn(4, V)
+    logits[1:3] = -torch.inf
+    logits.requires_grad_()
+    target = torch.tensor([0, 1, IGNORED, 3])
+    for result in chunked_logprobs(logits, target, return_entropy=True):
+        assert result.isnan().tolist() == [False, True, False, False]
+        assert result[2] == 0
+        (grad,) = torch.autograd.grad(result.sum(), logits, retain_graph=True)
+        assert grad.isnan().all(1).tolist() == grad.isnan().any(1).tolist() == [False, True, False, False]
+        assert not grad[2].any()
+
+
 def test_what_is_not_a_number_is_not_hidden() -> None:
     hidden, weight, _, target = problem(T, H, V)
     with torch.no_grad():

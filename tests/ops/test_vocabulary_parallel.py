@@ -105,6 +105,22 @@ def entropies_of_large_logits(rank, world):
             torch.testing.assert_close(grad.double(), expected[:, ids], rtol=0, atol=4 * rounding / temperature)
 
 
+def log_probabilities_of_masked_ids(rank, world):
+    """A whole part is masked; where all of them are, results are not a number."""
+    logits, target, _ = large_logits(0.0, 1.0)
+    logits = logits.detach()
+    logits[:, : 64 // world] = -torch.inf
+    logits[:4] = -torch.inf
+    target[:2] = -100
+    own = logits[:, rank * 64 // world : (rank + 1) * 64 // world].requires_grad_()
+    found = chunked_logprobs(own, target, vocab_group=dist.group.WORLD)
+    expected = eager_logprobs(logits, target)[0]
+    assert {bool(expected.isnan().any()), bool(expected.isneginf().any())} == {True}
+    torch.testing.assert_close(found, expected.where(target >= 0, 0), equal_nan=True)
+    (grad,) = torch.autograd.grad(found.sum(), own)
+    assert grad.isnan().any(1).nonzero().tolist() == [[2], [3]]
+
+
 def losses_with_smoothing_over_the_whole_vocabulary(rank, world):
     whole, part, target, ids = whole_and_part(rank, world)
     for reduction in ("mean", "sum", "none"):
@@ -130,6 +146,7 @@ CASES = (
     log_probabilities_and_entropies_of_a_linear_layer,
     log_probabilities_of_logits,
     entropies_of_large_logits,
+    log_probabilities_of_masked_ids,
     losses_with_smoothing_over_the_whole_vocabulary,
 )
 WORLDS = {2: CASES, 4: CASES}
