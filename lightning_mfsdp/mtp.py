@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -125,10 +126,10 @@ class MultiTokenPredictor(nn.Module):
 
     Attributes:
         layers: `PredictorLayer`s, D of them, or one if shared.
-        loss_weights: One for each depth; may be changed between steps.
+        loss_weights: One for each depth. May be assigned between steps, as `loss_weight` is given.
 
     Raises:
-        ValueError: A number out of its range, or another number of weights than depths.
+        ValueError: A number out of its range, or another number of weights than depths, also when assigned.
         TypeError: `recompute` is neither True, False nor a function.
     """
 
@@ -152,12 +153,21 @@ class MultiTokenPredictor(nn.Module):
             raise ValueError(f"MultiTokenPredictor: depth={depth}: expected at least one token beyond the next one")
         if not (isinstance(recompute, bool) or callable(recompute)):
             raise TypeError(f"MultiTokenPredictor: recompute={recompute!r}: expected True, False or a function")
-        self.loss_weights = _loss_weights(loss_weight, depth)
         self.depth = depth
+        self.loss_weights = loss_weight
         self.ignore_index = ignore_index
         again = (_BY_TORCH if recompute else None) if isinstance(recompute, bool) else recompute
         make = partial(PredictorLayer, width, layer, norm or partial(nn.RMSNorm, eps=1e-5), again)
         self.layers = nn.ModuleList(make() for _ in range(1 if shared else depth))
+
+    @property
+    def loss_weights(self) -> tuple[float, ...]:
+        """One for each depth."""
+        return self._loss_weights
+
+    @loss_weights.setter
+    def loss_weights(self, given: float | Sequence[float]) -> None:
+        self._loss_weights = _loss_weights(given, self.depth)
 
     def forward(
         self, hidden: Tensor, embeddings: Tensor, *args: Any, documents: Tensor | None = None, **kwargs: Any
@@ -216,7 +226,15 @@ class MultiTokenPredictor(nn.Module):
         return torch.stack([head(*pair) for pair in zip(states, targets, strict=True)])
 
     def weighted(self, losses: Tensor) -> Tensor:
-        """What is added to the model's own loss, 0-D, of `losses` `[D]`."""
+        """What is added to the model's own loss, 0-D, of `losses` `[D]`.
+
+        Raises:
+            ValueError: Another number of losses.
+        """
+        if losses.shape != (self.depth,):
+            raise ValueError(
+                f"MultiTokenPredictor.weighted: expected the losses of {self.depth} depths [D], got shape {tuple(losses.shape)}"
+            )
         weighted = [weight * loss for weight, loss in zip(self.loss_weights, losses, strict=True)]
         return torch.stack(weighted).sum()
 
@@ -225,14 +243,16 @@ def _loss_weights(given: float | Sequence[float], depth: int) -> tuple[float, ..
     """One for each depth.
 
     Raises:
-        ValueError: Another number of them, or a negative one.
+        ValueError: Another number of them, a negative one, or what is no number.
     """
-    weights = tuple(given) if isinstance(given, Sequence) else (given / depth,) * depth
-    if len(weights) != depth or not all(0 <= weight < math.inf for weight in weights):
+    weights: tuple[Any, ...] = tuple(given) if isinstance(given, Sequence) else (given,) * depth
+    if len(weights) != depth or not all(
+        isinstance(weight, Real) and 0 <= float(weight) < math.inf for weight in weights
+    ):
         raise ValueError(
             f"MultiTokenPredictor: loss_weight={given!r}: expected a number that is not negative, or {depth} of them, one for each depth"
         )
-    return weights
+    return weights if isinstance(given, Sequence) else tuple(weight / depth for weight in weights)
 
 
 # -- which token is whose ----------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from lightning_mfsdp.ops.arguments import (
     uncompiled,
 )
 from lightning_mfsdp.ops.linear import Gradients, Projection, Tiling, Wanted
-from lightning_mfsdp.ops.statistics import describe_linear, is_token, log_probability, wanted_by
+from lightning_mfsdp.ops.statistics import counted, describe_linear, is_token, log_probability, wanted_by
 from lightning_mfsdp.ops.tiles import LSE, NUMBERS, TARGET, TOTAL, slices, wide_dtype
 
 __all__ = ["linear_cross_entropy"]
@@ -56,11 +56,11 @@ class _Loss:
 
     def factors(self, lse: Tensor, target: Tensor) -> Tensor:
         """`[4, T]`: what the sum over tokens has for a, b, c and d of the one formula in tiles.py."""
-        counted = is_token(target, self.num_ids, self.options).to(lse.dtype)
+        each = counted(lse, target, self.num_ids, self.options)
         factors = lse.new_zeros(NUMBERS, *lse.shape)
-        factors[0] = counted * (1 + 2 * self.z_loss * lse)
-        factors[2] = counted * (self.smoothing - 1)
-        factors[3] = counted * (-self.smoothing / self.num_ids)
+        factors[0] = each * (1 + 2 * self.z_loss * lse)
+        factors[2] = each * (self.smoothing - 1)
+        factors[3] = each * (-self.smoothing / self.num_ids)
         return factors
 
 

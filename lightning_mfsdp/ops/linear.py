@@ -8,7 +8,7 @@ Shapes: T tokens, H width, V vocabulary (of this rank, where it is split). A til
     gradients, T < V        all T, some of the vocabulary        to the hidden states, [T, H]
 
 Each product has one dim that is whole, so it is rounded once; only the other gradient adds up over tiles, in float32. Where one tile is
-enough there is no such sum.
+enough there is no such sum, except in float16: a gradient that is still to be scaled may be larger than float16 can say.
 """
 
 from __future__ import annotations
@@ -152,12 +152,10 @@ class Gradients:
 
     def __init__(self, projection: Projection, tiling: Tiling, wanted: Wanted) -> None:
         hidden, weight = projection.hidden, projection.weight
-        wide = wide_dtype(hidden.dtype)
-        whole_rows, whole_columns = tiling.vocabulary >= weight.shape[0], tiling.tokens >= hidden.shape[0]
         self._wanted = wanted
-        self._hidden = _Sum(hidden, wanted[0] if whole_rows else wide) if wanted[0] else None
-        self._weight = _Sum(weight, wanted[1] if whole_columns else wide) if wanted[1] else None
-        self._bias = hidden.new_zeros(weight.shape[0], dtype=wide) if wanted[2] else None
+        self._hidden = _sum_for(hidden, wanted[0], tiling.vocabulary >= weight.shape[0])
+        self._weight = _sum_for(weight, wanted[1], tiling.tokens >= hidden.shape[0])
+        self._bias = hidden.new_zeros(weight.shape[0], dtype=wide_dtype(hidden.dtype)) if wanted[2] else None
 
     def add(self, projection: Projection, rows: slice, columns: slice, tile: Tensor) -> None:
         """Add what a tile of gradients to logits gives."""
@@ -175,6 +173,16 @@ class Gradients:
         weight = self._weight.result(to_weight, scale) if self._weight is not None and to_weight else None
         bias = self._bias if self._bias is None or scale is None else self._bias * scale
         return hidden, weight, bias if bias is None else bias.to(to_bias)
+
+
+def _sum_for(like: Tensor, wanted: torch.dtype | None, is_whole: bool) -> _Sum | None:
+    """For gradients to `like`; `is_whole`: one product makes each row, which is rounded once whatever the dtype.
+
+    Not in float16: before it is divided by the number of tokens, a gradient may be larger than that can say.
+    """
+    if wanted is None:
+        return None
+    return _Sum(like, wanted if is_whole and wanted is not torch.float16 else wide_dtype(like.dtype))
 
 
 class _Sum:
@@ -196,8 +204,9 @@ class _Sum:
         part, is_first = self._total[rows], rows.start not in self._begun
         if part.dtype is left.dtype:
             torch.mm(left, right, out=part) if is_first else part.addmm_(left, right)
-        elif not part.is_cuda:  # there is no product with a wider result
-            part.copy_(left @ right) if is_first else part.add_(left @ right)
+        elif not part.is_cuda:  # there is no product with a wider result than its factors
+            product = left.to(part.dtype) @ right.to(part.dtype)
+            part.copy_(product) if is_first else part.add_(product)
         elif is_first:
             torch.mm(left, right, out_dtype=part.dtype, out=part)
         else:

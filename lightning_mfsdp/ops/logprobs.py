@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mfsdp.ops.arguments import SoftmaxOptions, flat_hidden, flat_target, refuse_integers, uncompiled
-from lightning_mfsdp.ops.statistics import describe_linear, describe_logits, is_token, log_probability
-from lightning_mfsdp.ops.tiles import LSE, MEAN
+from lightning_mfsdp.ops.statistics import describe_linear, describe_logits, entropy, log_probability
 
 __all__ = ["chunked_logprobs", "linear_logprobs"]
 
@@ -188,5 +187,4 @@ def _results(
     if not return_entropy:
         return logprobs
     numbers = found if entropy_requires_grad else found.detach()
-    entropy = numbers[LSE] - numbers[MEAN]
-    return logprobs, entropy.where(is_token(ids, num_ids, options), 0).view(target.shape)
+    return logprobs, entropy(numbers, ids, num_ids, options).view(target.shape)

@@ -55,10 +55,13 @@ class AlignedCollator:
         shift_labels: A label is the token that comes next in the same sample, ready for `linear_cross_entropy`. False: for models that
             shift by themselves, it is the token itself, and the first of each sample is ignored.
         num_tokens: Tokens of every batch, padding included, a multiple of what the recipe wants: batches of all ranks then have one
-            size, as experts' "all_gather", CUDA graphs and compilers want. `None`: as few as the recipe allows, different on each rank.
+            size, as experts' "all_gather" wants. `None`: as few as the recipe allows, different on each rank.
+        max_length: Tokens of the longest sample that may come. With `num_tokens`, batches of equally many samples then differ in
+            nothing but the contents of their tensors, as CUDA graphs and compilers want. `None`: `cu_seqlens` and `max_seqlen` of packed
+            batches vary with the samples.
 
     Raises:
-        ValueError: There is no such recipe, or `num_tokens` is not a positive multiple of what it wants.
+        ValueError: There is no such recipe, `num_tokens` is not a positive multiple of what it wants, or `max_length` not positive.
         TypeError: `packed` or `shift_labels` is neither True nor False.
     """
 
@@ -68,16 +71,17 @@ class AlignedCollator:
     padding_id: int = 0
     shift_labels: bool = True
     num_tokens: int | None = None
+    max_length: int | None = None
 
     def __post_init__(self) -> None:
         alignment_of(self.recipe)
         for name, value in (("packed", self.packed), ("shift_labels", self.shift_labels)):
             if not isinstance(value, bool):
                 raise TypeError(f"AlignedCollator: {name}={value!r}: expected True or False")
-        alignment, wanted = alignment_of(self.recipe), self.num_tokens
-        if wanted is None:
-            return
-        if type(wanted) is not int or wanted < 1 or wanted % alignment:
+        alignment, wanted, longest = alignment_of(self.recipe), self.num_tokens, self.max_length
+        if longest is not None and (type(longest) is not int or longest < 1):
+            raise ValueError(f"AlignedCollator: max_length={longest!r}: expected None or a positive number of tokens")
+        if wanted is not None and (type(wanted) is not int or wanted < 1 or wanted % alignment):
             raise ValueError(
                 f"AlignedCollator: num_tokens={wanted!r}: expected None or a positive multiple of {alignment}, for "
                 f"recipe={self.recipe!r}"
@@ -87,14 +91,17 @@ class AlignedCollator:
         """A batch.
 
         Returns:
-            - "input_ids", "labels", "position_ids": int64, `[1, N]` or `[B, S]`. Positions begin at 0 in each sample, and in the padding.
+            - "input_ids", "labels", "position_ids": int64, `[1, N]` or `[B, S]`. Positions begin at 0 in each sample, and in the padding;
+              with `num_tokens` or `max_length` also again within it, so that none is beyond those of the longest sample.
             - "mask": bool of the same shape, true at tokens.
-            - "cu_seqlens" (packed only): int32, where each sample begins, and N at the end. Padding counts as a sample, the last one.
-            - "max_seqlen" (packed only): int, the longest of them.
+            - "cu_seqlens" (packed only): int32, where each sample begins, and N at the end. Padding counts as a sample, or as several,
+              the last ones. With `num_tokens` and `max_length` there are B + ceil(N / max_length) + 1 entries for B samples: behind all
+              padding samples without tokens follow, so N is repeated.
+            - "max_seqlen" (packed only): int, the longest of them, or `max_length`.
 
         Raises:
-            ValueError: There is no sample, one is empty, not 1-D, padded, not made of integers, or has labels of another length. The
-                batch does not fit into `num_tokens`.
+            ValueError: There is no sample, one is empty, not 1-D, padded, not made of integers, longer than `max_length`, or has labels
+                of another length. The batch does not fit into `num_tokens`.
         """
         ids, labels, lengths = self._joined(samples)
         labels = self._shifted(labels, lengths.cumsum(0))
@@ -105,7 +112,13 @@ class AlignedCollator:
         if not samples:
             raise ValueError("AlignedCollator: there is no sample in this batch; expected at least one")
         ids, labels = zip(*(_sample(index, sample) for index, sample in enumerate(samples)), strict=True)
-        return torch.cat(ids), torch.cat(labels), torch.tensor([len(each) for each in ids])
+        lengths = [len(each) for each in ids]
+        if self.max_length is not None and max(lengths) > self.max_length:
+            raise ValueError(
+                f"AlignedCollator: sample {lengths.index(max(lengths))} has {max(lengths)} tokens, more than "
+                f"max_length={self.max_length}; shorten samples where the dataset is built, or raise max_length"
+            )
+        return torch.cat(ids), torch.cat(labels), torch.tensor(lengths)
 
     def _shifted(self, labels: Tensor, ends: Tensor) -> Tensor:
         if self.shift_labels:
@@ -125,8 +138,7 @@ class AlignedCollator:
                 f"AlignedCollator: {len(lengths)} samples have {num_tokens} tokens, more than num_tokens={self.num_tokens}; give fewer or "
                 "shorter samples to a batch, or raise num_tokens"
             )
-        if padding:
-            lengths = torch.cat((lengths, torch.tensor([padding])))
+        lengths = torch.cat((lengths, self._pieces(padding, int(lengths.max()))))
         ends = lengths.cumsum(0)
         places = torch.arange(num_tokens + padding)
         return {
@@ -135,19 +147,29 @@ class AlignedCollator:
             "position_ids": (places - (ends - lengths).repeat_interleave(lengths))[None],
             "mask": (places < num_tokens)[None],
             "cu_seqlens": torch.cat((ends.new_zeros(1), ends)).int(),
-            "max_seqlen": int(lengths.max()),
+            "max_seqlen": self.max_length or int(lengths.max()),
         }
 
+    def _pieces(self, padding: int, longest: int) -> Tensor:
+        """Lengths of the samples that padding counts as: full ones, the rest, and none where the batch might have had more padding."""
+        size = self._piece(longest) or max(1, padding)
+        room = padding if self.num_tokens is None or self.max_length is None else self.num_tokens
+        return (padding - torch.arange(0, room, size)).clamp(0, size)
+
+    def _piece(self, longest: int) -> int | None:
+        """Positions in padding begin anew after so many: a model may have none beyond those of its samples. `None`: they need not."""
+        return self.max_length or (None if self.num_tokens is None else longest)
+
     def _padded(self, ids: Tensor, labels: Tensor, lengths: Tensor) -> dict[str, Tensor | int]:
-        num_rows = len(lengths)
-        width = self._width(num_rows, int(lengths.max()))
+        num_rows, longest = len(lengths), int(lengths.max())
+        width = self._width(num_rows, longest)
         column = torch.arange(width)[None]
         mask = column < lengths[:, None]
         shape = (num_rows, width)
         return {
             "input_ids": ids.new_full(shape, self.padding_id).masked_scatter(mask, ids),
             "labels": labels.new_full(shape, self.ignore_index).masked_scatter(mask, labels),
-            "position_ids": column.where(mask, column - lengths[:, None]),
+            "position_ids": column.where(mask, (column - lengths[:, None]) % (self._piece(longest) or width)),
             "mask": mask,
         }
 

@@ -16,10 +16,13 @@ from torch.autograd.function import once_differentiable
 
 from lightning_mfsdp.ops.arguments import SoftmaxOptions
 from lightning_mfsdp.ops.linear import Wanted
-from lightning_mfsdp.ops.tiles import LSE, MEAN, NUMBERS, TARGET, TOTAL, math_for, slices, wide_dtype
+from lightning_mfsdp.ops.tiles import LOWEST, LSE, MEAN, NUMBERS, TARGET, TOTAL, math_for, slices, wide_dtype
 from lightning_mfsdp.ops.vocabulary import add_over_parts, whole_vocabulary
 
-__all__ = ["describe_linear", "describe_logits", "is_token", "log_probability", "wanted_by"]
+__all__ = ["counted", "describe_linear", "describe_logits", "entropy", "is_token", "log_probability", "wanted_by"]
+
+# What is lower was minus infinity before it became `LOWEST`.
+_MASKED = LOWEST / 2
 
 
 def describe_linear(
@@ -40,10 +43,25 @@ def is_token(target: Tensor, num_ids: int, options: SoftmaxOptions) -> Tensor:
     return (target >= 0) & (target < num_ids * options.num_parts) & (target != options.ignore_index)
 
 
+def counted(lse: Tensor, target: Tensor, num_ids: int, options: SoftmaxOptions) -> Tensor:
+    """`[T]`: 1 for token ids, 0 for others; not a number where there are no probabilities, for all logits are minus infinity."""
+    tokens = is_token(target, num_ids, options)
+    return tokens.to(lse.dtype).masked_fill(tokens & (lse < _MASKED), torch.nan)
+
+
 def log_probability(found: Tensor, target: Tensor, num_ids: int, options: SoftmaxOptions) -> Tensor:
     """`[T]`: 0 where ignored, and not a number where the target is a mistake."""
     ignored = torch.where(target == options.ignore_index, 0.0, torch.nan)
-    return torch.where(is_token(target, num_ids, options), found[TARGET] - found[LSE], ignored.to(found.dtype))
+    # Added and not chosen: a masked target has a gradient to the other logits.
+    masked = torch.where(found[TARGET] < _MASKED, -torch.inf, 0.0).to(found.dtype)
+    each = (found[TARGET] - found[LSE] + masked) * counted(found[LSE].detach(), target, num_ids, options)
+    return torch.where(is_token(target, num_ids, options), each, ignored.to(found.dtype))
+
+
+def entropy(found: Tensor, target: Tensor, num_ids: int, options: SoftmaxOptions) -> Tensor:
+    """`[T]`: 0 where the target is none."""
+    each = (found[LSE] - found[MEAN]) * counted(found[LSE].detach(), target, num_ids, options)
+    return each.where(is_token(target, num_ids, options), 0)
 
 
 def wanted_by(ctx: Any, tensors: tuple[Tensor, Tensor, Tensor | None]) -> Wanted:

@@ -75,12 +75,15 @@ class TorchMath:
         """See `TileMath`."""
         for rows in _blocks(logits):
             z = _shaped(logits[rows], shaping)
-            lse = z.logsumexp(-1)
             column, inside = _columns(target[rows], first_id, z.shape[1])
             out[TARGET, rows] = torch.where(inside, z.gather(1, column[:, None])[:, 0], 0)
             out[TOTAL, rows] = z.sum(-1)
-            out[MEAN, rows] = torch.linalg.vecdot((z - lse[:, None]).exp_(), z)
-            out[LSE, rows] = lse
+            # Relative to the peak, and by their own sum: probabilities of a rounded lse do not add up to 1, and z may be large.
+            peak = z.amax(-1)
+            weights = z.sub_(peak[:, None]).exp()
+            weight_sum = weights.sum(-1)
+            out[MEAN, rows] = torch.linalg.vecdot(weights, z).div_(weight_sum).add_(peak)
+            out[LSE, rows] = weight_sum.log_().add_(peak)
 
     def gradient(
         self,

@@ -26,9 +26,11 @@ def whole_vocabulary(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     gather(gathered, part, group=group)
     parts = gathered.view(num_parts, *part.shape)
     found = torch.empty_like(part)
-    found[LSE] = parts[:, LSE].logsumexp(0)
-    share = (parts[:, LSE] - found[LSE]).exp_()
-    found[MEAN] = (share * parts[:, MEAN]).sum(0)
+    peak = parts[:, LSE].amax(0)
+    shares = (parts[:, LSE] - peak).exp_()
+    share_sum = shares.sum(0)
+    found[LSE] = share_sum.log() + peak
+    found[MEAN] = (shares * (parts[:, MEAN] - peak)).sum(0) / share_sum + peak  # as in tiles.py, means may be large
     found[TARGET] = parts[:, TARGET].sum(0)  # zero but for one part
     found[TOTAL] = parts[:, TOTAL].sum(0)
     return found

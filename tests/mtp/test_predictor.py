@@ -50,9 +50,9 @@ def looped(model: Model, samples: list[Tensor], learned: list[Tensor]) -> tuple[
     return means[0], torch.stack(means[1:])
 
 
-def packed(samples: list[Tensor], learned: list[Tensor], recipe: int = 8) -> dict[str, Any]:
+def packed(samples: list[Tensor], learned: list[Tensor], **options: int) -> dict[str, Any]:
     pairs = zip(samples, learned, strict=True)
-    return AlignedCollator(recipe)([{"input_ids": ids, "labels": labels} for ids, labels in pairs])
+    return AlignedCollator(8, **options)([{"input_ids": ids, "labels": labels} for ids, labels in pairs])
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -79,6 +79,23 @@ def test_losses_and_gradients_are_those_of_a_loop_over_samples_of_a_packed_batch
     (expected_main + sum(weight * loss for loss in expected)).backward()
     for (name, found), wanted in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(found.grad, wanted.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_padding_in_pieces_and_samples_without_tokens_behind_it_change_no_target_and_no_loss() -> None:
+    model = build(depth=3).double()
+    samples, found = samples_of(LENGTHS), []
+    for options in ({}, {"num_tokens": 32}, {"num_tokens": 32, "max_length": 7}):
+        one = packed(samples, samples, **options)
+        by_lengths = documents_from_lengths(one["cu_seqlens"], one["input_ids"].numel())
+        assert torch.equal(documents_from_positions(one["position_ids"]) - 1, by_lengths)
+        targets = shifted_targets(one["labels"], 3, by_lengths)
+        found.append(
+            [targets[..., :16], *model(one["input_ids"], one["labels"], by_lengths, same_document(by_lengths))]
+        )
+        assert (targets[..., 16:] == IGNORED).all()
+    assert one["cu_seqlens"].tolist() == [0, 6, 7, 9, 13, 20, 27, 32, 32, 32]
+    for others in found[1:]:
+        torch.testing.assert_close(others, found[0])
 
 
 def test_rows_without_documents_are_one_sample_each_and_shorter_ones_than_the_depth_have_nothing_to_predict() -> None:
@@ -134,6 +151,17 @@ def test_weights_are_shared_out_over_depths_or_given_one_by_one() -> None:
     for given, expected in ((0.3, 11.1), ((1.0, 0.5, 0.0), 6.0)):
         predictor = MultiTokenPredictor(DIM, CausalLayer, depth=3, loss_weight=given)
         assert float(predictor.weighted(losses)) == pytest.approx(expected)
+        changed = MultiTokenPredictor(DIM, CausalLayer, depth=3)
+        changed.loss_weights = given
+        assert changed.loss_weights == predictor.loss_weights == copy.deepcopy(changed).loss_weights
+
+
+@pytest.mark.parametrize("given", [(0.1,), -0.1, float("nan"), (0.1, "0.2"), "12", None, torch.ones(2)])
+def test_weights_that_do_not_fit_are_refused_when_assigned_and_the_old_ones_stay(given: Any) -> None:
+    predictor = MultiTokenPredictor(DIM, CausalLayer, depth=2, loss_weight=(0.5, 0.25))
+    with pytest.raises(ValueError, match=r"loss_weight=.*: expected a number that is not negative, or 2 of them, one"):
+        predictor.loss_weights = given
+    assert predictor.loss_weights == (0.5, 0.25)
 
 
 def test_nothing_of_one_sample_enters_the_states_of_another() -> None:
@@ -311,6 +339,7 @@ LABELS = torch.zeros(2, 5, dtype=torch.int64)
         (lambda p: p(X, X, documents=LABELS.float()), "got torch.float32 of shape"),
         (lambda _: MultiTokenPredictor(DIM, Pair)(X, X), r"Pair returned tuple; expected one tensor .* \(2, 5, 8\)"),
         (lambda p: p.losses(X[None], LABELS[:, :4], F.cross_entropy), r"of 1 depths .* \(1, 2, 5, 8\) and \(2, 4\)"),
+        (lambda p: p.weighted(torch.ones(2)), r"weighted: expected the losses of 1 depths \[D\], got shape \(2,\)"),
         (lambda _: shifted_targets(LABELS[0], 1), r"expected labels \[B, S\], got \(5,\)"),
         (lambda _: count_drafts(LABELS, LABELS, LABELS), r"expected drafts \[D, B, S\]"),
         (lambda _: documents_from_lengths(torch.tensor([0, 3]), 5), r"cu_seqlens=\[0, 3\]: .* the number of tokens, 5"),

@@ -35,6 +35,18 @@ def eager_loss(logits: Tensor, target: Tensor, reduction: str, label_smoothing: 
     return {"none": each, "sum": each.sum(), "mean": each.sum() / counted.sum()}[reduction]
 
 
+def large_logits(offset: float, temperature: float) -> tuple[Tensor, Tensor, float]:
+    """Float32 logits and targets, and what a rounding of the largest `z` is worth: no error of results may grow faster than `z`."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(200, 64, generator=generator) + offset
+    rounding = torch.finfo(torch.float32).eps * float(logits.abs().max()) / temperature
+    return logits.requires_grad_(), torch.randint(64, (200,), generator=generator), rounding
+
+
+LARGE = ((0.0, 1.0), (400.0, 1.0), (-1000.0, 1.0), (1000.0, 1.0), (0.0, 0.1), (100.0, 0.1))
+"""Offsets of logits, and temperatures."""
+
+
 def problem(
     tokens: int, width: int, vocab: int, *, dtype: torch.dtype = torch.float64, seed: int = 0, device: str = "cpu"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

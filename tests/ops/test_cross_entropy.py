@@ -125,6 +125,41 @@ def test_low_precision_weights_get_sums_of_float32_rounded_once() -> None:
     assert weight.grad.tolist() == [[-512.0], [512.0]]
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("masked", [[3], range(V)], ids=["one", "all"])
+def test_losses_and_gradients_of_masked_targets_are_those_of_plain_pytorch(reduction: str, masked: list[int]) -> None:
+    """Infinite, and not a number where every token id is masked."""
+    hidden, weight, _, target = problem(T, H, V)
+    target[1] = 3
+    bias = torch.zeros(V, dtype=torch.float64).index_fill(0, torch.tensor(masked), -torch.inf)
+    loss = linear_cross_entropy(hidden, weight, target, bias=bias, reduction=reduction)
+    expected = eager_loss(eager_logits(hidden, weight, bias, 1.0, None), target, reduction, 0, 0)
+    assert not expected.isfinite().all()
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+    (grad,), (wanted,) = (torch.autograd.grad(each.sum(), hidden) for each in (loss, expected))
+    ignored = target == IGNORED  # where all is masked plain PyTorch has no numbers for them either
+    torch.testing.assert_close(grad[~ignored], wanted[~ignored], equal_nan=True)
+    assert not grad[ignored].any()
+
+
+@pytest.mark.parametrize("chunk", [None, 1024])
+def test_sums_in_float16_do_not_overflow_before_they_are_divided_by_the_number_of_tokens(chunk: int | None) -> None:
+    """The sum over tokens is larger than 65,504, in one tile and in one of two; their mean is not."""
+    hidden, weight, _, target = problem(2048, 4, 8, dtype=torch.float16)
+    with torch.no_grad():
+        hidden.add_(200)
+        weight.mul_(0.001)
+        target.fill_(3)
+    inputs = (hidden, weight)
+    found = torch.autograd.grad(linear_cross_entropy(hidden, weight, target, token_chunk=chunk), inputs)
+    assert [grad.dtype for grad in found] == [torch.float16] * 2
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    expected = torch.autograd.grad(eager_loss(exact[0] @ exact[1].T, target, "mean", 0, 0), exact)
+    assert float(expected[1].abs().max()) * 1024 > torch.finfo(torch.float16).max
+    for grad, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(grad.double(), wanted, rtol=5e-3, atol=1e-6)
+
+
 def test_a_large_gradient_is_narrowed_in_its_own_memory_without_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_NARROWING_NUMEL", 7)  # parts that end inside rows
     hidden, weight, _, target = problem(64, 6, 9, dtype=torch.bfloat16)

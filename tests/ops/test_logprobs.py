@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mfsdp.ops import chunked_logprobs, linear, linear_logprobs, tiles
-from tests.ops.reference import IGNORED, eager_logits, eager_logprobs, problem
+from tests.ops.reference import IGNORED, LARGE, eager_logits, eager_logprobs, large_logits, problem
 
 T, H, V = 11, 5, 13
 CHUNKS = (1, 4, T, 100)
@@ -215,12 +215,76 @@ def test_masked_token_ids_have_no_probability_and_no_gradient() -> None:
     assert_same_gradients(results, expected, [hidden, weight])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_masked_target_has_a_probability_of_zero_and_the_gradient_of_plain_pytorch(dtype: torch.dtype) -> None:
+    hidden, weight, _, target = problem(T, H, V, dtype=dtype)
+    bias = torch.zeros(V, dtype=dtype)
+    bias[-2:] = -torch.inf
+    target[1] = V - 1
+    results, grads = [], []
+    for logprobs in (
+        linear_logprobs(hidden, weight, target, bias=bias, temperature=0.7, token_chunk=4),
+        eager_logprobs(eager_logits(hidden, weight, bias, 0.7, None), target)[0],
+    ):
+        results.append(logprobs)
+        grads.append(torch.autograd.grad(logprobs.sum(), (hidden, weight)))
+    assert results[0][1] == -torch.inf
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_without_any_probability_are_not_a_number_but_where_they_are_ignored() -> None:
+    logits = torch.randn(4, V)
+    logits[1:3] = -torch.inf
+    logits.requires_grad_()
+    target = torch.tensor([0, 1, IGNORED, 3])
+    for result in chunked_logprobs(logits, target, return_entropy=True):
+        assert result.isnan().tolist() == [False, True, False, False]
+        assert result[2] == 0
+        (grad,) = torch.autograd.grad(result.sum(), logits, retain_graph=True)
+        assert grad.isnan().all(1).tolist() == grad.isnan().any(1).tolist() == [False, True, False, False]
+        assert not grad[2].any()
+
+
 def test_what_is_not_a_number_is_not_hidden() -> None:
     hidden, weight, _, target = problem(T, H, V)
     with torch.no_grad():
         hidden[1, 0] = torch.nan
     logprobs, entropy = linear_logprobs(hidden, weight, target, token_chunk=2, return_entropy=True)
     assert logprobs.isnan().nonzero().tolist() == entropy.isnan().nonzero().tolist() == [[1]]
+
+
+@pytest.mark.parametrize(("offset", "temperature"), LARGE)
+def test_entropies_of_large_logits_are_wrong_by_a_rounding_of_them_and_never_negative(
+    offset: float, temperature: float
+) -> None:
+    """Against float64. Probabilities that do not add up to 1, times logits, would be wrong by the logits' square."""
+    logits, target, rounding = large_logits(offset, temperature)
+    exact = logits.detach().double().requires_grad_()
+    results = chunked_logprobs(logits, target, temperature=temperature, return_entropy=True)
+    expected = eager_logprobs(exact / temperature, target)
+    assert (results[1] >= 0).all()
+    for found, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2 * rounding)
+        grads = [
+            torch.autograd.grad(each.sum(), x, retain_graph=True)[0] for each, x in ((found, logits), (wanted, exact))
+        ]
+        torch.testing.assert_close(grads[0].double(), grads[1], rtol=0, atol=2 * rounding / temperature)
+
+
+def test_gradients_of_entropies_at_a_low_temperature_are_nearly_as_good_as_those_of_plain_pytorch() -> None:
+    hidden, weight, _, target = problem(64, 32, 500, dtype=torch.float32)
+    results, errors = [], []
+    for dtype in (torch.float64, torch.float32):
+        inputs = [each.detach().to(dtype).requires_grad_() for each in (hidden, 1.5 * weight)]
+        entropy = eager_logprobs(inputs[0] @ inputs[1].T / 0.1, target)[1]
+        results.append(torch.autograd.grad(entropy.sum(), inputs))
+    entropy = linear_logprobs(*inputs, target, temperature=0.1, return_entropy=True)[1]
+    results.append(torch.autograd.grad(entropy.sum(), inputs))
+    for grads in results[1:]:
+        errors.append([float((f - e).norm() / e.norm()) for f, e in zip(grads, results[0], strict=True)])
+    for eager, own in zip(*errors, strict=True):
+        assert own < 5 * eager < 1e-3, errors
 
 
 def test_autocast_computes_in_its_dtype_and_saves_the_parameter_and_not_a_copy() -> None:

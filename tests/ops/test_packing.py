@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from lightning_mfsdp.engine.recording import _described
 from lightning_mfsdp.ops import AlignedCollator, alignment_of
 
 RECIPES = [None, "delayed", "current", "mxfp8", "block", "nvfp4", 12]
@@ -33,7 +34,10 @@ def labels_by_a_loop(labels: list[int], shift: bool) -> list[int]:
     return [*labels[1:], IGNORED] if shift else [IGNORED, *labels[1:]]
 
 
-def packed_by_a_loop(samples: list[dict[str, list[int]]], alignment: int, shift: bool) -> dict[str, Any]:
+def packed_by_a_loop(
+    samples: list[dict[str, list[int]]], alignment: int, shift: bool, piece: int | None = None
+) -> dict[str, Any]:
+    """`piece`: how much padding counts as one sample."""
     ids, labels, positions, ends = [], [], [], [0]
     for sample in samples:
         ids += sample["input_ids"]
@@ -42,9 +46,11 @@ def packed_by_a_loop(samples: list[dict[str, list[int]]], alignment: int, shift:
         ends.append(len(ids))
     real = len(ids)
     while len(ids) % alignment:
+        if piece and len(ids) > real and (len(ids) - real) % piece == 0:
+            ends.append(len(ids))
         ids.append(PADDING)
         labels.append(IGNORED)
-        positions.append(len(ids) - 1 - real)
+        positions.append(len(ids) - 1 - ends[-1])
     if len(ids) > real:
         ends.append(len(ids))
     return {
@@ -139,19 +145,32 @@ def test_an_empty_batch_is_refused() -> None:
         AlignedCollator()([])
 
 
-@settings(max_examples=40, deadline=None)
-@given(samples=SAMPLES, recipe=st.sampled_from(RECIPES), slack=st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+@given(
+    samples=SAMPLES,
+    recipe=st.sampled_from(RECIPES),
+    slack=st.integers(0, 3),
+    spare=st.one_of(st.none(), st.integers(0, 3), st.just(500)),
+)
 def test_batches_of_one_size_are_smaller_ones_with_more_padding(
-    samples: list[list[tuple[int, bool]]], recipe: str | int | None, slack: int
+    samples: list[list[tuple[int, bool]]], recipe: str | int | None, slack: int, spare: int | None
 ) -> None:
-    options = {"ignore_index": IGNORED, "padding_id": PADDING}
-    real = sum(map(len, samples))
+    """In pieces no longer than the longest sample; `spare`: how much longer samples might have been."""
+    real, longest = sum(map(len, samples)), max(map(len, samples))
     num_tokens = (-(-real // alignment_of(recipe)) + slack) * alignment_of(recipe)
-    batch = AlignedCollator(recipe, num_tokens=num_tokens, **options)(labelled(samples))
+    max_length = None if spare is None else longest + spare
+    options = {"max_length": max_length, "ignore_index": IGNORED, "padding_id": PADDING}
+    batch = as_lists(AlignedCollator(recipe, num_tokens=num_tokens, **options)(labelled(samples)))
     # Alignment to the whole size is what the same loop makes of a recipe of that many tokens.
-    assert as_lists(batch) == packed_by_a_loop(labelled(samples), num_tokens, shift=True)
+    expected = packed_by_a_loop(labelled(samples), num_tokens, shift=True, piece=max_length or longest)
+    if max_length is not None:
+        missing = len(samples) + -(-num_tokens // max_length) + 1 - len(expected["cu_seqlens"])
+        expected["cu_seqlens"] += [num_tokens] * missing
+        expected["max_seqlen"] = max_length
+    assert batch == expected
+    assert max(batch["position_ids"][0]) < batch["max_seqlen"] == (max_length or longest)
 
-    width = alignment_of(recipe) * max(map(len, samples))
+    width = alignment_of(recipe) * longest
     padded = AlignedCollator(recipe, packed=False, num_tokens=width * len(samples), **options)(labelled(samples))
     least = AlignedCollator(recipe, packed=False, **options)(labelled(samples))
     assert padded["mask"].shape == (len(samples), width)
@@ -159,6 +178,49 @@ def test_batches_of_one_size_are_smaller_ones_with_more_padding(
         assert torch.equal(padded[name][padded["mask"]], least[name][least["mask"]])
     assert padded["input_ids"][~padded["mask"]].eq(PADDING).all()
     assert padded["labels"][~padded["mask"]].eq(IGNORED).all()
+    for row, sample in zip(padded["position_ids"].tolist(), samples, strict=True):
+        assert row[len(sample) :] == [place % (max_length or longest) for place in range(width - len(sample))]
+
+
+BATCHES = [[[1] * length for length in lengths] for lengths in ((90, 70), (1, 1), (100, 100), (100, 28))]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_batches_of_equally_many_samples_are_one_input_to_a_recorded_step(packed: bool) -> None:
+    """Whose numbers and shapes must not change; without a longest sample those of packed batches do, and their tokens do not."""
+    batches = list(map(AlignedCollator("current", packed, num_tokens=256, max_length=100), BATCHES))
+    assert len({tuple(_described(batch)) for batch in batches}) == 1
+    position = torch.nn.Embedding(100, 1)
+    assert all(position(batch["position_ids"]).shape[:2] == batch["mask"].shape for batch in batches)
+
+    batches = list(map(AlignedCollator("current", packed, num_tokens=256), BATCHES))
+    assert (len({tuple(_described(batch)) for batch in batches}) == 1) is not packed
+    for batch in batches:
+        batch.pop("cu_seqlens", None)
+        batch.pop("max_seqlen", None)
+    assert len({tuple(_described(batch)) for batch in batches}) == 1
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_sample_that_is_too_long_is_refused_with_or_without_a_size(packed: bool) -> None:
+    for num_tokens in (None, 64):
+        collate = AlignedCollator("current", packed, num_tokens=num_tokens, max_length=9)
+        collate([[1], [1] * 9])
+        with pytest.raises(ValueError, match="sample 1 has 10 tokens, more than max_length=9; shorten samples"):
+            collate([[1], [1] * 10])
+
+
+def test_a_longest_sample_without_a_size_bounds_positions_in_padding() -> None:
+    batch = AlignedCollator("mxfp8", max_length=9)([[1] * 9, [1] * 3])
+    assert batch["cu_seqlens"].tolist() == [0, 9, 12, 21, 30, 32]
+    assert batch["position_ids"].max() == 8
+    assert batch["max_seqlen"] == 9
+
+
+@pytest.mark.parametrize("max_length", [0, -1, True, 8.0])
+def test_a_longest_sample_that_is_no_number_of_tokens_is_refused_when_the_collator_is_made(max_length: Any) -> None:
+    with pytest.raises(ValueError, match=r"max_length=.*: expected None or a positive number of tokens"):
+        AlignedCollator("current", max_length=max_length)
 
 
 @pytest.mark.parametrize("num_tokens", [0, -16, 24, True, 32.0])

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mfsdp.ops import chunked_logprobs, linear_cross_entropy, linear_logprobs
 from tests.engine.worlds import by_world, check
-from tests.ops.reference import eager_logits, eager_logprobs, eager_loss, problem
+from tests.ops.reference import LARGE, eager_logits, eager_logprobs, eager_loss, large_logits, problem
 
 T, H, V = 11, 5, 16
 
@@ -89,6 +89,38 @@ def log_probabilities_of_logits(rank, world):
     torch.testing.assert_close(grad, wanted[:, ids])
 
 
+def entropies_of_large_logits(rank, world):
+    """In float32 against float64: shares of parts that do not add up to 1, times means, would be wrong by the logits' square."""
+    for offset, temperature in LARGE:
+        logits, target, rounding = large_logits(offset, temperature)
+        ids = slice(rank * 64 // world, (rank + 1) * 64 // world)
+        exact, own = logits.detach().double().requires_grad_(), logits.detach()[:, ids].requires_grad_()
+        options = {"temperature": temperature, "vocab_group": dist.group.WORLD, "return_entropy": True}
+        results = chunked_logprobs(own, target, **options)
+        assert (results[1] >= 0).all()
+        for found, wanted in zip(results, eager_logprobs(exact / temperature, target), strict=True):
+            torch.testing.assert_close(found.double(), wanted, rtol=0, atol=4 * rounding)
+            (grad,) = torch.autograd.grad(found.sum(), own, retain_graph=True)
+            (expected,) = torch.autograd.grad(wanted.sum(), exact, retain_graph=True)
+            torch.testing.assert_close(grad.double(), expected[:, ids], rtol=0, atol=4 * rounding / temperature)
+
+
+def log_probabilities_of_masked_ids(rank, world):
+    """A whole part is masked; where all of them are, results are not a number."""
+    logits, target, _ = large_logits(0.0, 1.0)
+    logits = logits.detach()
+    logits[:, : 64 // world] = -torch.inf
+    logits[:4] = -torch.inf
+    target[:2] = -100
+    own = logits[:, rank * 64 // world : (rank + 1) * 64 // world].requires_grad_()
+    found = chunked_logprobs(own, target, vocab_group=dist.group.WORLD)
+    expected = eager_logprobs(logits, target)[0]
+    assert {bool(expected.isnan().any()), bool(expected.isneginf().any())} == {True}
+    torch.testing.assert_close(found, expected.where(target >= 0, 0), equal_nan=True)
+    (grad,) = torch.autograd.grad(found.sum(), own)
+    assert grad.isnan().any(1).nonzero().tolist() == [[2], [3]]
+
+
 def losses_with_smoothing_over_the_whole_vocabulary(rank, world):
     whole, part, target, ids = whole_and_part(rank, world)
     for reduction in ("mean", "sum", "none"):
@@ -113,6 +145,8 @@ def losses_with_smoothing_over_the_whole_vocabulary(rank, world):
 CASES = (
     log_probabilities_and_entropies_of_a_linear_layer,
     log_probabilities_of_logits,
+    entropies_of_large_logits,
+    log_probabilities_of_masked_ids,
     losses_with_smoothing_over_the_whole_vocabulary,
 )
 WORLDS = {2: CASES, 4: CASES}
