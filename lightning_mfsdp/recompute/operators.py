@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy
 
-__all__ = ["CHOICES", "check_save_ops", "keeping"]
+__all__ = ["CHOICES", "check_save_ops", "drawing", "keeping"]
 
 # Names without overloads.
 _KINDS: dict[str, tuple[str, ...]] = {
@@ -46,11 +48,46 @@ def check_save_ops(names: Iterable[str]) -> None:
 
 def keeping(names: Iterable[str]) -> Callable[..., CheckpointPolicy]:
     """The policy for `torch.utils.checkpoint.create_selective_checkpoint_contexts` that keeps results of these."""
-    kept = frozenset(full for name in names for full in _KINDS.get(name, (name,)))
+    is_kept = _chosen(names)
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        # What writes into memory that it is given has no result of its own to keep.
-        is_kept = str(operator.overloadpacket) in kept and not operator._schema.is_mutable
-        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
+
+
+def drawing(names: Iterable[str]) -> Callable[[Any], bool] | None:
+    """Which of the operators that these keep may draw random numbers; `None`: none of them.
+
+    PyTorch's own are marked; who wrote another library's may not have thought of it.
+    """
+    is_kept = _chosen(names)
+    if not any(_may_draw(operator) for name in _names(names) for operator in _registered(name)):
+        return None
+    return lambda operator: is_kept(operator) and _may_draw(operator)
+
+
+def _chosen(names: Iterable[str]) -> Callable[[Any], bool]:
+    """Whether the result of an operator is kept. What writes into memory that it is given has none of its own."""
+    kept = _names(names)
+    return lambda operator: (
+        isinstance(operator, OpOverload) and str(operator.overloadpacket) in kept and not operator._schema.is_mutable
+    )
+
+
+def _names(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(full for name in names for full in _KINDS.get(name, (name,)))
+
+
+def _registered(name: str) -> list[OpOverload]:
+    """Operators of a full name, by overload. Those of PyTorch's scripts are never dispatched."""
+    library, _, operator = name.partition(".")
+    packet = getattr(getattr(torch.ops, library), operator, None)
+    if not isinstance(packet, OpOverloadPacket):
+        return []
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
+    return [overload for overload in overloads if torch._C._dispatch_has_kernel(overload.name())]
+
+
+def _may_draw(operator: OpOverload) -> bool:
+    return operator.namespace != "aten" or torch.Tag.nondeterministic_seeded in operator.tags

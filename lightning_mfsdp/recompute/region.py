@@ -28,8 +28,9 @@ from lightning_mfsdp.engine import EngineStateError, gather_again, is_sharded
 from lightning_mfsdp.engine.tree import tensors_in
 from lightning_mfsdp.recompute.chunk import Chunk, Link, Linked, Results, handle
 from lightning_mfsdp.recompute.config import Recompute
+from lightning_mfsdp.recompute.draws import KeptDraws, cuda_position
 from lightning_mfsdp.recompute.offload import HostCopies, HostCopy
-from lightning_mfsdp.recompute.operators import CHOICES, keeping
+from lightning_mfsdp.recompute.operators import CHOICES, drawing, keeping
 from lightning_mfsdp.recompute.precision import PrecisionSnapshot, uncached_casts
 from lightning_mfsdp.recompute.routing import KeptChoices, routers_in
 from lightning_mfsdp.recompute.statistics import counted_once, keeps_statistics
@@ -71,6 +72,7 @@ class Region:
         enabled: Whether activations are computed again, or kept as ever.
         function: What is computed, if it is not what the module's class says.
         config: As given.
+        kept_draws: Which operators that may draw random numbers are kept; `None`: none.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Region:
         self._module = weakref.ref(module)
         self._routers: list[weakref.ref[Any]] | None = None
         self._traced_ops = (*config.save_ops, *(CHOICES if routers_in(module) else ()))
+        self.kept_draws = drawing(config.save_ops)
         self._has_engine_modules: bool | None = None
         self._keeps_statistics: bool | None = None
         self._stops_early: bool | None = None
@@ -221,9 +224,9 @@ class Region:
         """Compute, and learn whether that draws random numbers on the device."""
         if device is None or device.type != "cuda" or self._draws or torch.cuda.is_current_stream_capturing():
             return self.body(*args, **kwargs)
-        before = _position(device)
+        before = cuda_position(device)
         output = self.body(*args, **kwargs)
-        self._draws = before != _position(device)
+        self._draws = before != cuda_position(device)
         return output
 
     # -- what a run asks -----------------------------------------------------------------------------------------------
@@ -299,6 +302,7 @@ class Run:
         self._places = tuple(places.values())
         tensors = tensors_in(given)
         self.device = tensors[0].device if tensors else None
+        self._draws = KeptDraws(region.kept_draws, self.device)
         # PyTorch asks the tensors among its arguments where random numbers are drawn.
         self._marks = [tensors[0].detach().new_empty(0)] if tensors else []
         self.values = [*self._marks, *(places.get(position, one) for position, one in enumerate(given))]
@@ -317,6 +321,7 @@ class Run:
             if self._modes is not None:
                 stack.enter_context(uncached_casts())
                 stack.enter_context(self._modes[again])
+                stack.enter_context(self._draws.around(again=again))
             if self._routers:
                 stack.enter_context(self._choices.around(self._routers, again=again))
             made = handle() if self._region.is_chunked else None
@@ -359,8 +364,3 @@ def can_stop_early(module: nn.Module) -> bool:
 def _communicates(module: nn.Module) -> bool:
     """Whether ranks wait for each other in its forward."""
     return is_sharded(module) or isinstance(module, nn.SyncBatchNorm) or getattr(module, "dispatcher", None) is not None
-
-
-def _position(device: torch.device) -> int:
-    """How many random numbers were drawn on a CUDA device."""
-    return torch.cuda.default_generators[device.index or 0].get_offset()
