@@ -6,20 +6,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy
 
-__all__ = ["CHOICES", "check_save_ops", "drawing", "keeping"]
+__all__ = ["CHOICES", "check_registered", "check_save_ops", "drawing", "keeping"]
 
-# Names without overloads.
+# Names without overloads, of what reaches a dispatch mode: PyTorch's plain attention, for one, is made of others and never does.
 _KINDS: dict[str, tuple[str, ...]] = {
     "matmul": (
         "aten.mm",
         "aten.addmm",
         "aten.bmm",
         "aten.baddbmm",
-        "aten.linear",
-        "aten.matmul",
         "aten._grouped_mm",
         "aten._scaled_mm",
     ),
@@ -29,9 +28,10 @@ _KINDS: dict[str, tuple[str, ...]] = {
         "aten._scaled_dot_product_efficient_attention",
         "aten._scaled_dot_product_cudnn_attention",
         "aten._scaled_dot_product_fused_attention_overrideable",
-        "aten._scaled_dot_product_attention_math",
     ),
 }
+# Asked for by name, and made of the operators of a kind.
+_MADE_OF = {"aten.linear": "matmul", "aten.matmul": "matmul", "aten.scaled_dot_product_attention": "attention"}
 # What routers choose by. Computed again inside another kernel, a near tie might fall differently.
 CHOICES = ("aten.sort", "aten.topk")
 
@@ -43,6 +43,33 @@ def check_save_ops(names: Iterable[str]) -> None:
             raise ValueError(
                 f"Recompute: save_ops: {name!r} is neither one of {', '.join(map(repr, _KINDS))} nor the name of an operator, as in "
                 '"aten.mm": its library, a dot, and its name without an overload'
+            )
+
+
+def check_registered(names: Iterable[str]) -> None:
+    """Raise a ValueError for an operator that there is not, or one whose result can never be kept.
+
+    To be called once the model is there, for libraries register theirs when they are imported.
+    """
+    for name in names:
+        if name in _KINDS:
+            continue
+        found = _registered(name)
+        if not found:
+            raise ValueError(
+                f"Recompute: save_ops: there is no operator {name!r}, so it would keep nothing; expected a name as in torch.ops, without "
+                "an overload, of a library that was imported before"
+            )
+        results = [operator for operator in found if not operator._schema.is_mutable]
+        if not results:
+            raise ValueError(
+                f"Recompute: save_ops: {name!r} writes into memory that it is given and has no result of its own to keep; name the "
+                "operator that returns one, as in x = x.relu() for x.relu_()"
+            )
+        if all(operator.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd) for operator in results):
+            instead = repr(_MADE_OF[name]) if name in _MADE_OF else "those, as a profile of the forward shows them"
+            raise ValueError(
+                f"Recompute: save_ops: {name!r} is made of other operators and never runs itself, so it would keep nothing; give {instead}"
             )
 
 

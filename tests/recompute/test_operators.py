@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_mfsdp.recompute import Recompute, apply_recompute
-from lightning_mfsdp.recompute.operators import keeping
+from lightning_mfsdp.recompute import Recompute, apply_recompute, recomputed
+from lightning_mfsdp.recompute.operators import _KINDS, _registered, check_registered, keeping
 from tests.recompute.counting import Counting
 from tests.recompute.models import Layer, Stack, build, equal, steps
 
@@ -67,3 +67,32 @@ def test_operators_of_operators_are_not_kept() -> None:
     """Such as flex attention, which has no overloads."""
     for operator in (torch.ops.higher_order.flex_attention, torch.ops.higher_order.cond):
         assert keeping(["matmul"])(None, operator) == CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("aten.mmm", "there is no operator 'aten.mmm'"),
+        ("nosuch.thing", "there is no operator 'nosuch.thing'"),
+        ("aten.name", "there is no operator 'aten.name'"),
+        ("aten.linear", "'aten.linear' is made of other operators and never runs itself.*give 'matmul'"),
+        ("aten.scaled_dot_product_attention", "is made of other operators and never runs itself.*give 'attention'"),
+        ("aten.layer_norm", "'aten.layer_norm' is made of other operators.*give those, as a profile of the forward"),
+        ("aten.relu_", "'aten.relu_' writes into memory that it is given"),
+    ],
+)
+def test_names_that_would_keep_nothing_are_refused(name, message) -> None:
+    """When they are applied, for libraries register their operators when they are imported."""
+    model = build()
+    config = Recompute(method="selective", save_ops=["matmul", name])
+    with pytest.raises(ValueError, match=message):
+        apply_recompute(model, config)
+    assert recomputed(model) == []
+
+
+def test_no_operator_of_a_kind_is_refused_by_itself() -> None:
+    """Those that this version of PyTorch has; the common ones are in all."""
+    named = {name for names in _KINDS.values() for name in names}
+    known = [name for name in sorted(named) if _registered(name)]
+    assert {"aten.mm", "aten.addmm", "aten._scaled_dot_product_flash_attention"} <= set(known)
+    check_registered([*known, "mfsdp_recompute_tests.noise", "aten.tanh", "aten.silu"])
