@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import lightning_mfsdp.te as te
 from lightning_mfsdp.engine import EngineStateError, gather_again, is_sharded
 from lightning_mfsdp.engine.tree import tensors_in
+from lightning_mfsdp.recompute.arguments import filled, outlined
 from lightning_mfsdp.recompute.chunk import Chunk, Link, Linked, Results, handle
 from lightning_mfsdp.recompute.config import Recompute
 from lightning_mfsdp.recompute.draws import KeptDraws, cuda_position
@@ -231,12 +232,12 @@ class Region:
 
     # -- what a run asks -----------------------------------------------------------------------------------------------
 
-    def placed(self, tensors: list[Tensor | None]) -> tuple[Link | None, dict[int, Linked | HostCopy]]:
+    def placed(self, tensors: list[Tensor]) -> tuple[Link | None, dict[int, Linked | HostCopy]]:
         """Inputs that are not simply kept, by position."""
         link, found = (None, {}) if self._chunk is None else self._chunk.inputs(self._index, tensors)
         places: dict[int, Linked | HostCopy] = dict(found)
         for position, tensor in enumerate(tensors if self._copies is not None else ()):
-            if tensor is not None and position not in places and tensor.requires_grad and not tensor.is_leaf:
+            if position not in places and tensor.requires_grad and not tensor.is_leaf:
                 places[position] = HostCopy(tensor, self.name, self._copies)  # type: ignore[arg-type]
         return link, places
 
@@ -282,14 +283,13 @@ class Run:
     Whoever computes again keeps it, so it keeps no tensor itself.
 
     Attributes:
-        values: What it is to be called with: arguments, and what stands for arguments that are not simply kept.
-        device: Of the first tensor among the arguments.
+        values: What it is to be called with: tensors among its arguments, and what stands for those that are not simply kept.
+        device: Of the first of these tensors.
     """
 
     def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._region = region
-        self._names = tuple(kwargs)
-        self._is_again = False
+        self._given: tuple[Any, Any] | None = (args, kwargs)
         self._results = Results()
         self._made: Tensor | None = None
         self._precision = region.snapshot()
@@ -297,22 +297,21 @@ class Run:
         self._choices = KeptChoices(len(self._routers))
         save_ops = region.config.save_ops
         self._modes = create_selective_checkpoint_contexts(keeping(save_ops)) if save_ops else None  # type: ignore[no-untyped-call]
-        given = [*args, *kwargs.values()]
-        self._link, places = region.placed([one if isinstance(one, Tensor) else None for one in given])
-        self._places = tuple(places.values())
-        tensors = tensors_in(given)
+        tensors: list[Tensor] = []
+        self._outline = outlined((args, kwargs), tensors)
+        self._link, places = region.placed(tensors)
+        self._copies = tuple(place for place in places.values() if isinstance(place, HostCopy))
         self.device = tensors[0].device if tensors else None
         self._draws = KeptDraws(region.kept_draws, self.device)
         # PyTorch asks the tensors among its arguments where random numbers are drawn.
         self._marks = [tensors[0].detach().new_empty(0)] if tensors else []
-        self.values = [*self._marks, *(places.get(position, one) for position, one in enumerate(given))]
+        self.values = [*self._marks, *(places.get(position, one) for position, one in enumerate(tensors))]
 
     def __call__(self, *values: Any) -> Any:
         """The forward, or the forward again."""
-        again, self._is_again = self._is_again, True
-        given = [_resolved(one, again=again) for one in values[len(self._marks) :]]
-        positional = len(given) - len(self._names)
-        args, kwargs = given[:positional], dict(zip(self._names, given[positional:], strict=True))
+        given, self._given = self._given, None
+        again = given is None
+        args, kwargs = given or filled(self._outline, [_taken(one) for one in values[len(self._marks) :]])
         with ExitStack() as stack:
             if again:
                 self._settle()
@@ -342,18 +341,16 @@ class Run:
     def end(self, output: Any) -> None:
         """The forward has run."""
         made, self._made = self._made, None
-        places, self._places, self.values = self._places, (), []
-        for place in places:
-            place.send()
+        copies, self._copies, self.values = self._copies, (), []
+        for one in copies:
+            one.send()
         if self._link is not None:
             self._link.used()
         self._region.offer(output, self._results, made, self._link)
 
 
-def _resolved(value: Any, *, again: bool) -> Any:
-    if not isinstance(value, (Linked, HostCopy)):
-        return value
-    return value.take() if again else value.give()
+def _taken(value: Any) -> Tensor:
+    return value.take() if isinstance(value, (Linked, HostCopy)) else value
 
 
 def can_stop_early(module: nn.Module) -> bool:

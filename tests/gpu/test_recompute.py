@@ -24,6 +24,8 @@ from tests.gpu.test_te import EngineAgain, batches, needs
 from tests.helpers.chain import context as context_of
 from tests.lightning.models import full_state, make_trainer, seeded
 from tests.recompute.counting import Counting
+from tests.recompute.models import DIM as NARROW
+from tests.recompute.test_arguments import Flattens
 from tests.te import fake_engine
 from tests.te.test_training import fp8, scales, trainer_for
 
@@ -213,6 +215,18 @@ def copies_wait_for_one_another(rank: int, world: int) -> None:
         assert_same(found, expected, "offload")
         scratch.clear()
     assert not any(group.gathered for unit in context_of(model).units for group in unit.groups)
+
+
+def inputs_on_the_host_lie_as_they_lay(rank: int, world: int) -> None:
+    """A layer that takes columns one after the other, by a view."""
+    found = []
+    for config in (Recompute(method="none"), Recompute(offload=True)):
+        torch.manual_seed(0)
+        model = nn.Sequential(Flattens(), Flattens(), Flattens()).cuda()
+        apply_recompute(model, config)
+        model(torch.randn(NARROW, 4, device="cuda").t()).square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert_same(found[1], found[0], "strides")
 
 
 def an_input_that_is_written_in_place(rank: int, world: int) -> None:
@@ -408,6 +422,7 @@ PLAIN = {
     "attention that draws": attention_that_draws_is_kept,
     "less memory": less_memory,
     "copies": copies_wait_for_one_another,
+    "strides": inputs_on_the_host_lie_as_they_lay,
     "written in place": an_input_that_is_written_in_place,
     "compiled": compiled,
     "planned": planned,
