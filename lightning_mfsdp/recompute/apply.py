@@ -11,6 +11,7 @@ from lightning_mfsdp.recompute.choice import Layer, chunks_of, find_stacks
 from lightning_mfsdp.recompute.chunk import Chunk, Order
 from lightning_mfsdp.recompute.config import Recompute
 from lightning_mfsdp.recompute.offload import HostCopies
+from lightning_mfsdp.recompute.operators import check_registered
 from lightning_mfsdp.recompute.region import Region, refuse_operators, region_of
 
 __all__ = ["apply_recompute", "recomputed", "remove_recompute"]
@@ -30,12 +31,13 @@ def apply_recompute(root: nn.Module, config: Recompute) -> list[str]:
         Names of what is computed again, in registration order.
 
     Raises:
-        ValueError: No layers, a pattern that matches nothing, layers that checkpoint themselves already, or operators to keep inside
-            modules of Transformer Engine.
+        ValueError: No layers, a pattern that matches nothing, layers that checkpoint themselves already, operators to keep inside modules
+            of Transformer Engine, or ones that there are not or whose results cannot be kept.
     """
     if config.method == "none":
         remove_recompute(root)
         return []
+    check_registered(config.save_ops)
     chunks = chunks_of(config, find_stacks(root, config.modules))
     for name, _ in (layer for chunk in chunks for layer in chunk):
         _check(root, name, config)

@@ -74,18 +74,8 @@ class Link:
 class Linked:
     """An input that is a result of the region before."""
 
-    def __init__(self, tensor: Tensor, link: Link, index: int) -> None:
-        self._tensor: Tensor | None = tensor
-        self._link, self._index, self._needs_grad = link, index, tensor.requires_grad
-
-    def give(self) -> Tensor:
-        """The input itself, in its own forward."""
-        assert self._tensor is not None, "let_go() comes after the forward"
-        return self._tensor
-
-    def send(self) -> None:
-        """The forward has read it."""
-        self._tensor = None
+    def __init__(self, link: Link, index: int, *, needs_grad: bool) -> None:
+        self._link, self._index, self._needs_grad = link, index, needs_grad
 
     def take(self) -> Tensor:
         """The input for another forward, cut off from what computed it."""
@@ -118,7 +108,7 @@ class Chunk:
         self._outputs: list[tuple[weakref.ref[Tensor], int]] = []
         self._has_warned = False
 
-    def inputs(self, index: int, tensors: Sequence[Tensor | None]) -> tuple[Link | None, dict[int, Linked]]:
+    def inputs(self, index: int, tensors: Sequence[Tensor]) -> tuple[Link | None, dict[int, Linked]]:
         """Which inputs of layer `index` are results of the layer before it, by position, and the link they share."""
         link, outputs = self._link, self._outputs
         follows = index > 0 and self._order.last == self.names[index - 1]
@@ -130,15 +120,13 @@ class Chunk:
         for position, tensor in enumerate(tensors):
             for number, (reference, version) in enumerate(outputs):
                 output = reference()
-                if tensor is None or output is None or link is None:
-                    continue
-                if _is_same(tensor, output, version):
-                    found[position] = Linked(tensor, link, number)
+                if link is not None and output is not None and _is_same(tensor, output, version):
+                    found[position] = Linked(link, number, needs_grad=tensor.requires_grad)
         if not found and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"Recompute: {self.names[index]} is not called with what {self.names[index - 1]} returned, so its own input is kept as "
-                "well, and num_layers saves less than it could. Call layers one right after the other, or give num_layers=1",
+                f"Recompute: {self.names[index]} is given no tensor that {self.names[index - 1]} returned, as it was returned, so its own "
+                "input is kept as well, and num_layers saves less than it could. Call them one right after the other, or give num_layers=1",
                 stacklevel=2,
             )
         return (link, found) if found else (None, {})
@@ -170,14 +158,9 @@ def _is_same(tensor: Tensor, output: Tensor, version: int) -> bool:
     """Whether a tensor is another one, or a view of all of it (units pass their inputs on as views), and nobody wrote to it since."""
     if tensor is output:
         return output._version == version
-    alike = tensor.shape == output.shape and tensor.stride() == output.stride() and tensor.dtype == output.dtype
-    return (
-        alike
-        and type(tensor) is type(output) is Tensor
-        and tensor.numel() > 0
-        and tensor.data_ptr() == output.data_ptr()
-        and output._version == version
-    )
+    # Not by address: tensors without elements have none, and a rank without tokens goes the way of all others.
+    is_plain = type(tensor) is type(output) is Tensor and tensor.dtype == output.dtype
+    return is_plain and tensor.is_set_to(output) and output._version == version
 
 
 class _Handle(torch.autograd.Function):

@@ -76,20 +76,16 @@ class HostCopy:
         self._ahead: tuple[Tensor, torch.cuda.Event] | None = None
         self._before: weakref.ref[HostCopy] | None = None
 
-    def give(self) -> Tensor:
-        """The input itself, in its own forward."""
-        assert self._tensor is not None, "send() comes after the forward"
-        return self._tensor
-
     def send(self) -> None:
         """The forward has read it."""
-        tensor = self.give().detach()
+        assert self._tensor is not None, "once"
+        tensor = self._tensor.detach()
         if self._device.type != "cuda":
             self._host = tensor.clone()
             self.let_go()
             return
         side, current = self._copies.stream(self._device), torch.cuda.current_stream(self._device)
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)  # strides, too, where nothing lies between
         side.wait_stream(current)
         with torch.cuda.stream(side):
             self._host.copy_(tensor, non_blocking=True)
@@ -98,7 +94,8 @@ class HostCopy:
 
     def let_go(self) -> None:
         """The copy is there, or the present stream waits until it is."""
-        tensor = self.give()
+        tensor = self._tensor
+        assert tensor is not None, "once"
         if tensor._version != self._version:
             raise EngineStateError(
                 f"{self._name}: its input was written in place after its forward, which has to read it again in backward; write into a "
@@ -127,7 +124,7 @@ class HostCopy:
         if self._tensor is not None or self._ahead is not None or self._host is None:
             return
         side = self._copies.stream(self._device)
-        tensor = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device)
+        tensor = torch.empty_like(self._host, device=self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))  # who had that memory before
         with torch.cuda.stream(side), torch.no_grad():
             tensor.copy_(self._host, non_blocking=True)

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from torch._C import DispatchKey
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy
 
-__all__ = ["CHOICES", "check_save_ops", "keeping"]
+__all__ = ["CHOICES", "check_registered", "check_save_ops", "drawing", "keeping"]
 
-# Names without overloads.
+# Names without overloads, of what reaches a dispatch mode: PyTorch's plain attention, for one, is made of others and never does.
 _KINDS: dict[str, tuple[str, ...]] = {
     "matmul": (
         "aten.mm",
         "aten.addmm",
         "aten.bmm",
         "aten.baddbmm",
-        "aten.linear",
-        "aten.matmul",
         "aten._grouped_mm",
         "aten._scaled_mm",
     ),
@@ -27,9 +28,10 @@ _KINDS: dict[str, tuple[str, ...]] = {
         "aten._scaled_dot_product_efficient_attention",
         "aten._scaled_dot_product_cudnn_attention",
         "aten._scaled_dot_product_fused_attention_overrideable",
-        "aten._scaled_dot_product_attention_math",
     ),
 }
+# Asked for by name, and made of the operators of a kind.
+_MADE_OF = {"aten.linear": "matmul", "aten.matmul": "matmul", "aten.scaled_dot_product_attention": "attention"}
 # What routers choose by. Computed again inside another kernel, a near tie might fall differently.
 CHOICES = ("aten.sort", "aten.topk")
 
@@ -44,13 +46,75 @@ def check_save_ops(names: Iterable[str]) -> None:
             )
 
 
+def check_registered(names: Iterable[str]) -> None:
+    """Raise a ValueError for an operator that there is not, or one whose result can never be kept.
+
+    To be called once the model is there, for libraries register theirs when they are imported.
+    """
+    for name in names:
+        if name in _KINDS:
+            continue
+        found = _registered(name)
+        if not found:
+            raise ValueError(
+                f"Recompute: save_ops: there is no operator {name!r}, so it would keep nothing; expected a name as in torch.ops, without "
+                "an overload, of a library that was imported before"
+            )
+        results = [operator for operator in found if not operator._schema.is_mutable]
+        if not results:
+            raise ValueError(
+                f"Recompute: save_ops: {name!r} writes into memory that it is given and has no result of its own to keep; name the "
+                "operator that returns one, as in x = x.relu() for x.relu_()"
+            )
+        if all(operator.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd) for operator in results):
+            instead = repr(_MADE_OF[name]) if name in _MADE_OF else "those, as a profile of the forward shows them"
+            raise ValueError(
+                f"Recompute: save_ops: {name!r} is made of other operators and never runs itself, so it would keep nothing; give {instead}"
+            )
+
+
 def keeping(names: Iterable[str]) -> Callable[..., CheckpointPolicy]:
     """The policy for `torch.utils.checkpoint.create_selective_checkpoint_contexts` that keeps results of these."""
-    kept = frozenset(full for name in names for full in _KINDS.get(name, (name,)))
+    is_kept = _chosen(names)
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        # What writes into memory that it is given has no result of its own to keep.
-        is_kept = str(operator.overloadpacket) in kept and not operator._schema.is_mutable
-        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
+
+
+def drawing(names: Iterable[str]) -> Callable[[Any], bool] | None:
+    """Which of the operators that these keep may draw random numbers; `None`: none of them.
+
+    PyTorch's own are marked; who wrote another library's may not have thought of it.
+    """
+    is_kept = _chosen(names)
+    if not any(_may_draw(operator) for name in _names(names) for operator in _registered(name)):
+        return None
+    return lambda operator: is_kept(operator) and _may_draw(operator)
+
+
+def _chosen(names: Iterable[str]) -> Callable[[Any], bool]:
+    """Whether the result of an operator is kept. What writes into memory that it is given has none of its own."""
+    kept = _names(names)
+    return lambda operator: (
+        isinstance(operator, OpOverload) and str(operator.overloadpacket) in kept and not operator._schema.is_mutable
+    )
+
+
+def _names(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(full for name in names for full in _KINDS.get(name, (name,)))
+
+
+def _registered(name: str) -> list[OpOverload]:
+    """Operators of a full name, by overload. Those of PyTorch's scripts are never dispatched."""
+    library, _, operator = name.partition(".")
+    packet = getattr(getattr(torch.ops, library), operator, None)
+    if not isinstance(packet, OpOverloadPacket):
+        return []
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
+    return [overload for overload in overloads if torch._C._dispatch_has_kernel(overload.name())]
+
+
+def _may_draw(operator: OpOverload) -> bool:
+    return operator.namespace != "aten" or torch.Tag.nondeterministic_seeded in operator.tags

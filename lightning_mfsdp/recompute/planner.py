@@ -30,7 +30,7 @@ class LayerRecord:
         name: Of the module.
         stack: Name of the module around it; layers of a stack are counted together.
         saved: Memory that autograd kept for it until backward: bytes by the identity of the piece. Weights are not counted.
-        inputs: Memory of its inputs, which is what remains if it is computed again.
+        inputs: Memory of its inputs, which is what remains if it is computed again; nothing, where it has nothing to differentiate.
         seconds: Of its forward, up to the last tensor that backward needs if it ends there when it is computed again.
         forward_bytes: The most that its forward allocated at once; 0 where nobody counts.
     """

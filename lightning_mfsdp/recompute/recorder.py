@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -74,7 +75,10 @@ class StepRecorder:
     def _attach(self, name: str, layer: _Layer) -> list[Any]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._weights = _weight_storages(self._root)
-            layer.inputs.update(self._pieces(tensors_in([args, kwargs])))
+            inputs = tensors_in([args, kwargs])
+            layer.has_backward = torch.is_grad_enabled() and _any_needs_grad(inputs, module.parameters())
+            if layer.has_backward:  # otherwise nobody keeps its inputs, computed again or not
+                layer.inputs.update(self._pieces(inputs))
             self._parts.forward_begins()
             begin = self._clock.now()
             layer.calls.append([begin, begin])
@@ -82,7 +86,7 @@ class StepRecorder:
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._running.pop()
-            if not layer.stops_early:
+            if layer.has_backward and not layer.stops_early:
                 layer.calls[-1][1] = self._clock.now()
             self._weights = _weight_storages(self._root)  # what was given back may be anybody's memory now
             layer.forward_bytes = max(layer.forward_bytes, self._parts.forward_ended(name))
@@ -114,6 +118,8 @@ class StepRecorder:
             self._others.update(pieces)
             return tensor.detach()
         layer = self._running[-1]
+        if not layer.has_backward:  # a checkpoint's inputs, let go at once
+            return tensor.detach()
         layer.saved.update(pieces)
         if layer.stops_early:
             layer.calls[-1][1] = self._clock.now()  # computed again it ends with the last one
@@ -155,6 +161,7 @@ class _Layer:
 
     Attributes:
         calls: Begin and end of each, as far as it is computed again.
+        has_backward: The present call has something to differentiate: a weight or an input.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -163,6 +170,7 @@ class _Layer:
         self.saved: dict[int, int] = {}
         self.inputs: dict[int, int] = {}
         self.forward_bytes = 0
+        self.has_backward = False
         self.calls: list[list[Any]] = []
 
     def record(self, clock: _Clock) -> LayerRecord:
@@ -236,6 +244,10 @@ class _Clock:
 
     def seconds(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - begin)
+
+
+def _any_needs_grad(*tensors: Iterable[Tensor]) -> bool:
+    return any(tensor.requires_grad for tensor in chain(*tensors))
 
 
 def _weight_storages(root: nn.Module) -> set[int]:

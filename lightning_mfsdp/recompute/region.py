@@ -26,10 +26,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import lightning_mfsdp.te as te
 from lightning_mfsdp.engine import EngineStateError, gather_again, is_sharded
 from lightning_mfsdp.engine.tree import tensors_in
+from lightning_mfsdp.recompute.arguments import filled, outlined
 from lightning_mfsdp.recompute.chunk import Chunk, Link, Linked, Results, handle
 from lightning_mfsdp.recompute.config import Recompute
+from lightning_mfsdp.recompute.draws import KeptDraws, cuda_position
 from lightning_mfsdp.recompute.offload import HostCopies, HostCopy
-from lightning_mfsdp.recompute.operators import CHOICES, keeping
+from lightning_mfsdp.recompute.operators import CHOICES, drawing, keeping
 from lightning_mfsdp.recompute.precision import PrecisionSnapshot, uncached_casts
 from lightning_mfsdp.recompute.routing import KeptChoices, routers_in
 from lightning_mfsdp.recompute.statistics import counted_once, keeps_statistics
@@ -71,6 +73,7 @@ class Region:
         enabled: Whether activations are computed again, or kept as ever.
         function: What is computed, if it is not what the module's class says.
         config: As given.
+        kept_draws: Which operators that may draw random numbers are kept; `None`: none.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Region:
         self._module = weakref.ref(module)
         self._routers: list[weakref.ref[Any]] | None = None
         self._traced_ops = (*config.save_ops, *(CHOICES if routers_in(module) else ()))
+        self.kept_draws = drawing(config.save_ops)
         self._has_engine_modules: bool | None = None
         self._keeps_statistics: bool | None = None
         self._stops_early: bool | None = None
@@ -221,19 +225,19 @@ class Region:
         """Compute, and learn whether that draws random numbers on the device."""
         if device is None or device.type != "cuda" or self._draws or torch.cuda.is_current_stream_capturing():
             return self.body(*args, **kwargs)
-        before = _position(device)
+        before = cuda_position(device)
         output = self.body(*args, **kwargs)
-        self._draws = before != _position(device)
+        self._draws = before != cuda_position(device)
         return output
 
     # -- what a run asks -----------------------------------------------------------------------------------------------
 
-    def placed(self, tensors: list[Tensor | None]) -> tuple[Link | None, dict[int, Linked | HostCopy]]:
+    def placed(self, tensors: list[Tensor]) -> tuple[Link | None, dict[int, Linked | HostCopy]]:
         """Inputs that are not simply kept, by position."""
         link, found = (None, {}) if self._chunk is None else self._chunk.inputs(self._index, tensors)
         places: dict[int, Linked | HostCopy] = dict(found)
         for position, tensor in enumerate(tensors if self._copies is not None else ()):
-            if tensor is not None and position not in places and tensor.requires_grad and not tensor.is_leaf:
+            if position not in places and tensor.requires_grad and not tensor.is_leaf:
                 places[position] = HostCopy(tensor, self.name, self._copies)  # type: ignore[arg-type]
         return link, places
 
@@ -279,14 +283,13 @@ class Run:
     Whoever computes again keeps it, so it keeps no tensor itself.
 
     Attributes:
-        values: What it is to be called with: arguments, and what stands for arguments that are not simply kept.
-        device: Of the first tensor among the arguments.
+        values: What it is to be called with: tensors among its arguments, and what stands for those that are not simply kept.
+        device: Of the first of these tensors.
     """
 
     def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._region = region
-        self._names = tuple(kwargs)
-        self._is_again = False
+        self._given: tuple[Any, Any] | None = (args, kwargs)
         self._results = Results()
         self._made: Tensor | None = None
         self._precision = region.snapshot()
@@ -294,21 +297,21 @@ class Run:
         self._choices = KeptChoices(len(self._routers))
         save_ops = region.config.save_ops
         self._modes = create_selective_checkpoint_contexts(keeping(save_ops)) if save_ops else None  # type: ignore[no-untyped-call]
-        given = [*args, *kwargs.values()]
-        self._link, places = region.placed([one if isinstance(one, Tensor) else None for one in given])
-        self._places = tuple(places.values())
-        tensors = tensors_in(given)
+        tensors: list[Tensor] = []
+        self._outline = outlined((args, kwargs), tensors)
+        self._link, places = region.placed(tensors)
+        self._copies = tuple(place for place in places.values() if isinstance(place, HostCopy))
         self.device = tensors[0].device if tensors else None
+        self._draws = KeptDraws(region.kept_draws, self.device)
         # PyTorch asks the tensors among its arguments where random numbers are drawn.
         self._marks = [tensors[0].detach().new_empty(0)] if tensors else []
-        self.values = [*self._marks, *(places.get(position, one) for position, one in enumerate(given))]
+        self.values = [*self._marks, *(places.get(position, one) for position, one in enumerate(tensors))]
 
     def __call__(self, *values: Any) -> Any:
         """The forward, or the forward again."""
-        again, self._is_again = self._is_again, True
-        given = [_resolved(one, again=again) for one in values[len(self._marks) :]]
-        positional = len(given) - len(self._names)
-        args, kwargs = given[:positional], dict(zip(self._names, given[positional:], strict=True))
+        given, self._given = self._given, None
+        again = given is None
+        args, kwargs = given or filled(self._outline, [_taken(one) for one in values[len(self._marks) :]])
         with ExitStack() as stack:
             if again:
                 self._settle()
@@ -317,6 +320,7 @@ class Run:
             if self._modes is not None:
                 stack.enter_context(uncached_casts())
                 stack.enter_context(self._modes[again])
+                stack.enter_context(self._draws.around(again=again))
             if self._routers:
                 stack.enter_context(self._choices.around(self._routers, again=again))
             made = handle() if self._region.is_chunked else None
@@ -337,18 +341,16 @@ class Run:
     def end(self, output: Any) -> None:
         """The forward has run."""
         made, self._made = self._made, None
-        places, self._places, self.values = self._places, (), []
-        for place in places:
-            place.send()
+        copies, self._copies, self.values = self._copies, (), []
+        for one in copies:
+            one.send()
         if self._link is not None:
             self._link.used()
         self._region.offer(output, self._results, made, self._link)
 
 
-def _resolved(value: Any, *, again: bool) -> Any:
-    if not isinstance(value, (Linked, HostCopy)):
-        return value
-    return value.take() if again else value.give()
+def _taken(value: Any) -> Tensor:
+    return value.take() if isinstance(value, (Linked, HostCopy)) else value
 
 
 def can_stop_early(module: nn.Module) -> bool:
@@ -359,8 +361,3 @@ def can_stop_early(module: nn.Module) -> bool:
 def _communicates(module: nn.Module) -> bool:
     """Whether ranks wait for each other in its forward."""
     return is_sharded(module) or isinstance(module, nn.SyncBatchNorm) or getattr(module, "dispatcher", None) is not None
-
-
-def _position(device: torch.device) -> int:
-    """How many random numbers were drawn on a CUDA device."""
-    return torch.cuda.default_generators[device.index or 0].get_offset()

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_mfsdp import MFSDPStrategy, MixedPrecisionPolicy, Recompute, apply_recompute, fully_shard
 from lightning_mfsdp.moe import GroupedExperts, TopKRouter
@@ -22,6 +23,9 @@ from tests.engine.cases import run_cases
 from tests.gpu.test_te import EngineAgain, batches, needs
 from tests.helpers.chain import context as context_of
 from tests.lightning.models import full_state, make_trainer, seeded
+from tests.recompute.counting import Counting
+from tests.recompute.models import DIM as NARROW
+from tests.recompute.test_arguments import Flattens
 from tests.te import fake_engine
 from tests.te.test_training import fp8, scales, trainer_for
 
@@ -139,6 +143,50 @@ def random_numbers_go_on(rank: int, world: int) -> None:
     assert all(torch.equal(state, states[0]) for state in states)
 
 
+class Attends(nn.Module):
+    """Attention with dropout inside of its kernel, and dropout after it."""
+
+    def __init__(self, backend: SDPBackend) -> None:
+        super().__init__()
+        self.inputs, self.down, self.backend = nn.Linear(256, 3 * 256), nn.Linear(256, 256), backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.inputs(x).unflatten(-1, (3, 4, 64)).movedim(-3, 0).transpose(-3, -2)
+        with sdpa_kernel(self.backend):
+            heads = F.scaled_dot_product_attention(query, key, value, dropout_p=0.1, is_causal=True)
+        return x + F.dropout(self.down(heads.transpose(-3, -2).flatten(-2)), 0.1)
+
+
+class Counted(Counting):
+    """Attention kernels, not their backward."""
+
+    def __init__(self) -> None:
+        kernels = torch.ops.aten
+        super().__init__(
+            kernels._scaled_dot_product_flash_attention.default, kernels._scaled_dot_product_efficient_attention.default
+        )
+
+
+def attention_that_draws_is_kept(rank: int, world: int) -> None:
+    """It runs once, and dropout after it gets the numbers it had. Short sequences: longer ones' gradients are sums in any order."""
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        found, states = [], []
+        for config in (Recompute(method="none"), Recompute(method="selective", save_ops=["attention"])):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(256, 256), *(Attends(backend) for _ in range(3))).to("cuda", torch.bfloat16)
+            apply_recompute(model, config)
+            x = torch.randn(8, 64, 256, device="cuda", dtype=torch.bfloat16)
+            with Counted() as counting:
+                loss = model(x).float().square().mean()
+                loss.backward()
+            assert counting.count == 3, (backend, config, counting.count)
+            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            found.append([loss.detach(), *gradients])
+            states.append(torch.cuda.get_rng_state())
+        assert_same(found[1], found[0], str(backend))
+        assert torch.equal(*states), backend
+
+
 def less_memory(rank: int, world: int) -> None:
     """By as much as the layers keep: three wide tensors and two narrow ones, in bfloat16, of which the narrow input stays.
 
@@ -167,6 +215,18 @@ def copies_wait_for_one_another(rank: int, world: int) -> None:
         assert_same(found, expected, "offload")
         scratch.clear()
     assert not any(group.gathered for unit in context_of(model).units for group in unit.groups)
+
+
+def inputs_on_the_host_lie_as_they_lay(rank: int, world: int) -> None:
+    """A layer that takes columns one after the other, by a view."""
+    found = []
+    for config in (Recompute(method="none"), Recompute(offload=True)):
+        torch.manual_seed(0)
+        model = nn.Sequential(Flattens(), Flattens(), Flattens()).cuda()
+        apply_recompute(model, config)
+        model(torch.randn(NARROW, 4, device="cuda").t()).square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert_same(found[1], found[0], "strides")
 
 
 def an_input_that_is_written_in_place(rank: int, world: int) -> None:
@@ -359,8 +419,10 @@ def high_precision_stays_so(rank: int, world: int) -> None:
 PLAIN = {
     "equal to the bit": equal_to_the_bit,
     "random numbers": random_numbers_go_on,
+    "attention that draws": attention_that_draws_is_kept,
     "less memory": less_memory,
     "copies": copies_wait_for_one_another,
+    "strides": inputs_on_the_host_lie_as_they_lay,
     "written in place": an_input_that_is_written_in_place,
     "compiled": compiled,
     "planned": planned,

@@ -158,6 +158,36 @@ def test_predicted_bytes_are_those_that_autograd_keeps() -> None:
     assert found.seconds > sum(one.seconds for one in found.layers)
 
 
+def waiting(model: nn.Module) -> int:
+    """Bytes that operators of a forward left for its backward."""
+    with CountedMemory() as memory:
+        loss = loss_of(model, batch(0, rows=512))
+        found = memory.now
+    assert loss.requires_grad
+    return found
+
+
+@pytest.mark.parametrize("frozen", [(0, 1, 2), (4, 5)])
+def test_frozen_layers_before_all_that_trains_keep_nothing(frozen) -> None:
+    """What they would keep, computed again, is nothing, and no time goes into that; those after a layer that trains count as others."""
+    model = build(layers=6)
+    model.requires_grad_(False)
+    for number in {*range(6)} - {*frozen}:
+        model.layers[number].requires_grad_(True)
+    first = min({*range(6)} - {*frozen})
+    with record_step(model) as recorder:
+        loss_of(model, batch(0, rows=512)).backward()
+    plan = plan_recompute(recorder.record, 2**30)
+    plain = waiting(model)
+    for row in plan.rows:
+        assert (row.extra_seconds > 0) == (row.num_layers > first), row
+        if row.num_layers:
+            apply_recompute(model, Recompute(method="block", num_layers=row.num_layers))
+        saved = row.saved_bytes - plan.rows[0].saved_bytes
+        assert abs(waiting(model) - plain - saved) <= 0.02 * plain, (row, saved, waiting(model) - plain)
+    remove_recompute(model)
+
+
 def most(model: nn.Module, x: Tensor) -> int:
     """Bytes that operators of a step had allocated at once."""
     model.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from contextlib import nullcontext
 from itertools import product
 
@@ -132,6 +133,37 @@ def two_forwards_before_a_backward_and_lost_forwards(rank, world):
         del first
     for number, grads in enumerate(found):
         assert all(torch.equal(*pair) for pair in zip(grads, found[0], strict=True)), number
+
+
+def uneven(config: Recompute, between: bool) -> Stack:
+    """Units of different sizes. `between`: the second layer is not called with what the first one computed."""
+    model = build(layers=5)
+    for number, layer in enumerate(model.layers):
+        layer.up, layer.down = nn.Linear(8, 8 + 4 * number), nn.Linear(8 + 4 * number, 8)
+    if between:
+        model.layers[0].register_forward_hook(lambda module, args, output: torch.sin(output))
+    apply_recompute(model, config)
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def a_rank_without_tokens_goes_the_way_of_all_others(rank, world):
+    """It links layers of a chunk where others do and nowhere else, so units are gathered in one order on all ranks."""
+    for between in (False, True):
+        found = []
+        for config in (Recompute(method="none"), Recompute(num_layers=3), Recompute(num_layers=3, offload=True)):
+            model = uneven(config, between)
+            torch.manual_seed(3)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for step in range(2):
+                    model(batch(step, rank, rows=0 if rank else 4)).square().sum().backward()
+            messages = [str(one.message) for one in caught if "is given no tensor that" in str(one.message)]
+            assert len(messages) == bool(between and config.num_layers), messages
+            found.append([view.grad.clone() for view in sharded_parameters(model) if view.grad is not None])
+        for grads in found[1:]:
+            assert all(torch.equal(*pair) for pair in zip(grads, found[0], strict=True)), between
 
 
 def a_region_with_units_inside(rank, world):
@@ -275,6 +307,7 @@ TWO = (
     units_of_several_layers,
     weights_are_there_from_forward_on_where_they_stay,
     two_forwards_before_a_backward_and_lost_forwards,
+    a_rank_without_tokens_goes_the_way_of_all_others,
     a_region_with_units_inside,
     experts_on_other_ranks,
     weights_whose_backward_reads_other_bytes,
