@@ -155,6 +155,41 @@ def test_only_what_is_needed_is_held():
     assert statistics.saved_bytes == statistics.ordinary_bytes - statistics.kept_bytes - statistics.page_bytes > 0
 
 
+LAYER = 24 * (8 + 16) * 4  # bytes of one toy layer's save
+
+
+@pytest.mark.parametrize(("overflow", "layers"), [("keep", 2), ("skip", 1), ("rerun", 1)])
+def test_what_stays_beside_the_pages_is_counted_before_there_are_pages_as_after(overflow, layers):
+    model = build(layers=5)
+    stash = recorded(model, overflow=overflow, device_factor=9.0)
+    assert stash.statistics(wait=True).kept_bytes == layers * LAYER
+    for _ in range(2):
+        model.loss(batch(1)).backward()
+        loss = model.loss(batch(2))  # its backward comes in the next step
+        finish(stash)
+        assert stash.statistics(wait=True).kept_bytes == layers * LAYER
+        loss.backward()
+        finish(stash)
+        assert stash.statistics(wait=True).kept_bytes == LAYER, "the end of a step leaves the last where it is"
+
+
+def test_what_found_no_pages_and_stays_is_counted_until_it_is_loaded():
+    model = build(layers=5)
+    stash = recorded(model, overflow="keep")
+    for kind, pool in stash._pools.items():
+        stash._allocate({**{other: one.size for other, one in stash._pools.items()}, kind: type(pool.size)(1)})
+        break
+    with pytest.warns(UserWarning, match="found no pages and stay where they are"):
+        losses = [model.loss(batch(index)) for index in range(2)]
+    for loss in losses:
+        loss.backward()
+    stash.end_step()
+    statistics = stash.statistics(wait=True)
+    assert statistics.overflowed >= 8
+    assert statistics.kept_bytes == statistics.ordinary_bytes == 10 * LAYER, "one page of one kind is enough for nobody"
+    assert statistics.saved_bytes == -statistics.page_bytes < 0
+
+
 def test_the_last_layer_of_a_forward_stays_where_it_is_and_needs_no_pages():
     model, plain = build(layers=5), build(layers=5)
     stash = recorded(model, overflow="skip")

@@ -13,7 +13,6 @@ backward; for others it costs time, never correctness. Pages come back in any or
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -26,11 +25,11 @@ from lightning_mfsdp.engine import EngineStateError, compat
 from lightning_mfsdp.moe.saving import PagedRows
 from lightning_mfsdp.moe.stash.config import StashConfig
 from lightning_mfsdp.moe.stash.flag import OverflowFlag, most_overflowed
-from lightning_mfsdp.moe.stash.held import Held, StashedRows, check_recomputed, check_save
+from lightning_mfsdp.moe.stash.held import Held, StashedRows, check_recomputed, check_save, warn_of_kept
 from lightning_mfsdp.moe.stash.pages import PageKind, PagePool, PoolSize, ops_for, warm_up
 from lightning_mfsdp.moe.stash.saver import LayerSaver
 from lightning_mfsdp.moe.stash.sizing import Demand, everyones, grown, sized
-from lightning_mfsdp.moe.stash.statistics import Occupancy, Snapshot, StashStatistics, Trace
+from lightning_mfsdp.moe.stash.statistics import HeldBytes, Occupancy, Snapshot, StashStatistics, Trace
 from lightning_mfsdp.moe.stash.stream import SideStream, is_capturing
 
 __all__ = ["RowStash"]
@@ -73,8 +72,7 @@ class RowStash:
         self._last: weakref.ref[Held] | None = None
         self._must_grow = self._has_warned = False
         self._run = self._usual_run = 0
-        self._bytes = self._most_bytes = self._ordinary_bytes = 0
-        self._most_kept = self._kept_bytes = 0
+        self._bytes = HeldBytes()
         self._snapshot: Snapshot | None = None
         self._trace: Trace | None = None
 
@@ -130,8 +128,7 @@ class RowStash:
         else:
             self._store(held)
         self._outstanding[id(held)] = held
-        self._bytes += held.nbytes
-        self._most_bytes = max(self._most_bytes, self._bytes)
+        self._bytes.add(held.nbytes)
         if not self.is_recording:
             self._pending.append(held)
             self._retire(_LOOKAHEAD[self.config.overflow])
@@ -154,11 +151,11 @@ class RowStash:
     def _leaving(self, held: Held) -> Iterator[None]:
         """Around what gives the rows of a save to their reader."""
         held.check()
+        if self._bytes.has_grown:
+            self._bytes.keep(sum(one.nbytes for one in self._staying()))
         del self._outstanding[id(held)]
-        stays = self._pending or ([self._late] if self._late is not None else [])
-        self._most_kept = max(self._most_kept, sum(one.nbytes for one in stays))
         self._leave(held)
-        self._bytes -= held.nbytes
+        self._bytes.remove(held.nbytes)
         self._usual_run, self._run = self._run or self._usual_run, 0
         pools = held.pools
         try:
@@ -214,7 +211,8 @@ class RowStash:
         self._outstanding.clear()
         self._pending.clear()
         self._late = None
-        self._bytes = self._run = 0
+        self._bytes.give_up()
+        self._run = 0
         self._flag.clear()
         with self._side.fork():
             for pool in self._pools.values():
@@ -246,9 +244,7 @@ class RowStash:
         self._retire(0)
         self._reclaim()
         self._run = 0
-        if self._most_bytes:  # else the step was a replay
-            self._ordinary_bytes, self._most_bytes = self._most_bytes, self._bytes
-            self._kept_bytes, self._most_kept = self._most_kept, 0
+        self._bytes.end_step()
         self._flag.clear()
         moved = self._settle_pages()
         self._side.join(self._side.record())  # the next step may be a replay, which waits for the caller's stream alone
@@ -304,7 +300,7 @@ class RowStash:
         for key, held in list(self._outstanding.items()):
             if held.captured:
                 del self._outstanding[key]
-                self._bytes -= held.nbytes
+                self._bytes.remove(held.nbytes)
                 self._leave(held)
                 held.forget("belong to a CUDA graph that could not be recorded")
 
@@ -321,24 +317,24 @@ class RowStash:
         if held is self._late:
             self._late = None
 
+    def _staying(self) -> list[Held]:
+        """Saves whose originals are alive; while recording, those whose originals would be if there were pages."""
+        saves = list(self._outstanding.values())
+        if self.is_recording:
+            return saves[-_LOOKAHEAD[self.config.overflow] :]
+        return [held for held in saves if held.has_originals]
+
     def _retire(self, remaining: int) -> None:
         """Let go of the originals of all but the last saves."""
         while len(self._pending) > remaining:
             held = self._pending.popleft()
             if self.config.overflow == "keep" and held.found_no_place():
                 self._must_grow = True
-                self._warn_of_kept(held)
+                if not self._has_warned:
+                    warn_of_kept(held.layer)
+                self._has_warned = True
             else:
                 held.let_go(self._side)
-
-    def _warn_of_kept(self, held: Held) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"paged stash: rows of {held.layer} found no pages and stay where they are, so nothing is lost but memory; there will be "
-                "more pages from the next step on. Larger device_factor or host_factor avoid it. This is said once",
-                stacklevel=2,
-            )
 
     def _reclaim(self) -> None:
         """Take pages back from saves that nobody can load any more, or may."""
@@ -346,7 +342,7 @@ class RowStash:
         for key, held in list(self._outstanding.items()):
             if held.is_abandoned or is_wrong:
                 del self._outstanding[key]
-                self._bytes -= held.nbytes
+                self._bytes.remove(held.nbytes)
                 held.joined(self._side)
                 if held.fetched is None:
                     held.give_back(self._ops, self._side)
@@ -356,8 +352,7 @@ class RowStash:
     def _settle_pages(self) -> bool:
         """Count anew; allocate pages if that is due. Returns whether it was."""
         if self._pools:
-            sizes = (self._ordinary_bytes, self._kept_bytes)
-            self._snapshot = Snapshot(self._pools, self._side, *sizes, recorded=self.is_recording)
+            self._snapshot = Snapshot(self._pools, self._side, self._bytes, recorded=self.is_recording)
             with self._side.fork():
                 for pool in self._pools.values():
                     pool.clear_statistics()
