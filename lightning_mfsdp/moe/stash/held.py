@@ -58,6 +58,7 @@ class Held:
 
     Attributes:
         gone: Why there is nothing to load any more; empty while there is.
+        question: How many questions all ranks were asked before it was stored, or saved if it was not.
         captured: Whether it exists in a CUDA graph only.
         stored: After the copies into pages; `None` if somebody has waited for it.
         fetched: Reloaded tensors that nobody has asked for yet.
@@ -74,6 +75,7 @@ class Held:
         captured: bool,
     ) -> None:
         self.layer = layer
+        self.question = 0
         self.captured = captured
         self.gone = ""
         self.capacity = tensors[0].shape[0]

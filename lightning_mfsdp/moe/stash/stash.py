@@ -26,7 +26,7 @@ from lightning_mfsdp.moe.saving import PagedRows
 from lightning_mfsdp.moe.stash.config import StashConfig
 from lightning_mfsdp.moe.stash.flag import OverflowFlag, most_overflowed
 from lightning_mfsdp.moe.stash.held import Held, StashedRows, check_recomputed, check_save, warn_of_kept
-from lightning_mfsdp.moe.stash.pages import PageKind, PagePool, PoolSize, ops_for, warm_up
+from lightning_mfsdp.moe.stash.pages import PageKind, PagePool, PoolSize, ops_for, replace_pools
 from lightning_mfsdp.moe.stash.saver import LayerSaver
 from lightning_mfsdp.moe.stash.sizing import Demand, everyones, grown, sized
 from lightning_mfsdp.moe.stash.statistics import HeldBytes, Occupancy, Snapshot, StashStatistics, Trace
@@ -117,6 +117,7 @@ class RowStash:
             self._drop_captured()
         pools = [self._pool(PageKind.of(tensor)) for tensor in tensors]
         held = Held(layer, tensors, live_rows, pools, to_lend=to_lend, captured=captured)
+        held.question = self._flag.questions
         rows = StashedRows(self, held)
         held.previous, self._last = self._last, weakref.ref(held)
         late, self._late = self._late, None
@@ -156,6 +157,8 @@ class RowStash:
         del self._outstanding[id(held)]
         self._leave(held)
         self._bytes.remove(held.nbytes)
+        if not (held.has_originals or held.captured):
+            self._flag.note_read(held.layer, held.question)
         self._usual_run, self._run = self._run or self._usual_run, 0
         pools = held.pools
         try:
@@ -180,16 +183,24 @@ class RowStash:
             self.is_paused = before
 
     def submit_overflow(self) -> None:
-        """Begin to ask all ranks whether a tensor found no place. Collective; nobody waits. Best before backward: saves come before."""
+        """Begin to ask all ranks whether a tensor that was saved so far found no place. Collective; nobody waits.
+
+        Best before backward, and before each if there are several: a later question tells of all that came before.
+        """
         self._flag.submit(list(self._pools.values()), self._side, self.device)
 
     def overflowed(self) -> bool:
         """Whether gradients of this step are wrong on some rank, the same answer on all. Collective unless it was submitted before.
 
         Then leave the optimizer step out or do the step again under `paused()`. The host waits until the answer has arrived.
+
+        Raises:
+            EngineStateError: Rows were read in backward that had been saved after `submit_overflow`.
         """
         if not self._flag.is_submitted:
             self.submit_overflow()
+        if self.config.overflow != "keep":
+            self._flag.check()
         found = self._flag.wait() and not self.is_recording and self.config.overflow != "keep"
         self._must_grow |= found
         return found
@@ -225,19 +236,17 @@ class RowStash:
     def end_step(self) -> bool:
         """After the optimizer step, on all ranks: pages of abandoned saves come back, and where pages were too few there are more.
 
-        A save may be loaded in a later step, unless "skip" or "rerun" found too few pages in its own: nobody would ask again.
+        A save may be loaded in a later step, unless "skip" or "rerun" found too few pages in its own and all ranks were asked about it:
+        nobody would ask again. What was saved after the question is part of the next one.
 
         Returns:
             Whether pages moved, so that CUDA graphs that use them must be recorded again.
 
         Raises:
-            EngineStateError: Nobody asked `overflowed()`, so gradients may have been wrong.
+            EngineStateError: Nobody asked `overflowed()`, or not about all that was read, so gradients may have been wrong.
         """
-        if self.config.overflow != "keep" and not self.is_recording and self._pools and not self._flag.was_read:
-            raise EngineStateError(
-                f"paged stash: overflow={self.config.overflow!r} and nobody asked overflowed() before the optimizer step, which may have "
-                "used wrong gradients; ask it after backward, and leave the step out where it says so"
-            )
+        if self.config.overflow != "keep" and not self.is_recording and self._pools:
+            self._flag.check_read(self.config.overflow)
         self._drop_captured()
         if self._late is not None:  # nobody would hear that it found no pages
             self._leave(self._late)
@@ -307,6 +316,7 @@ class RowStash:
     def _store(self, held: Held) -> None:
         """Put rows into pages, if there are any; while recording, only count what they would need."""
         keeps = self.config.overflow == "keep"
+        held.question = self._flag.questions
         held.store(self._ops, self._side, copies=not self.is_recording, verdict=keeps and not self.is_recording)
         self._note(held.layer, "save", held.pools)
 
@@ -340,22 +350,24 @@ class RowStash:
         """Take pages back from saves that nobody can load any more, or may."""
         is_wrong = self._must_grow and self.config.overflow != "keep"
         for key, held in list(self._outstanding.items()):
-            if held.is_abandoned or is_wrong:
+            is_lost = is_wrong and held.question < self._flag.questions
+            if held.is_abandoned or is_lost:
                 del self._outstanding[key]
                 self._bytes.remove(held.nbytes)
                 held.joined(self._side)
                 if held.fetched is None:
                     held.give_back(self._ops, self._side)
-                held.forget("belong to a step in which rows found no pages" if is_wrong else "were given up")
+                held.forget("belong to a step in which rows found no pages" if is_lost else "were given up")
         self._side.join(self._side.record())
 
     def _settle_pages(self) -> bool:
         """Count anew; allocate pages if that is due. Returns whether it was."""
         if self._pools:
             self._snapshot = Snapshot(self._pools, self._side, self._bytes, recorded=self.is_recording)
+            nobody_asks = self.is_recording or self.config.overflow == "keep"
             with self._side.fork():
                 for pool in self._pools.values():
-                    pool.clear_statistics()
+                    pool.clear_statistics() if nobody_asks else pool.begin_step()
         if self.is_recording:
             return self._finish_recording(self._snapshot.demand() if self._snapshot is not None else {})
         if self._must_grow:
@@ -381,12 +393,7 @@ class RowStash:
 
     def _allocate(self, sizes: dict[PageKind, PoolSize]) -> None:
         """Other pools. Saves that are still to be loaded keep their own."""
-        self._side.join(self._side.record())
-        self._pools.clear()  # before new memory is asked for
-        for kind, size in sizes.items():
-            self._pools[kind] = PagePool(kind, self.config.page_rows, self.device, size)
-            with self._side.fork():
-                warm_up(self._ops, self._pools[kind])
+        replace_pools(self._pools, sizes, self.config.page_rows, self.device, self._ops, self._side)
 
     def _note(self, layer: str, event: str, pools: Sequence[PagePool]) -> None:
         if self._trace is not None and not is_capturing(self.device):

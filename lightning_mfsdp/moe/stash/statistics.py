@@ -125,7 +125,7 @@ class Snapshot:
     def demand(self) -> dict[PageKind, Demand]:
         """What tensors asked for. Waits for the device."""
         return {
-            kind: Demand(count[Counter.MOST_WANTED], count[Counter.OVERFLOWED])
+            kind: Demand(count[Counter.MOST_WANTED], count[Counter.OVERFLOWED] + count[Counter.CARRIED])
             for (kind, *_), count in zip(self._pools, self._read(), strict=True)
         }
 
