@@ -1,4 +1,4 @@
-"""What the strategy asks of callbacks beyond Lightning's own hooks, because it reads checkpoints straight into shards."""
+"""What the strategy asks of callbacks beyond Lightning's own hooks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from lightning_mfsdp.recompute import Recompute
 
-__all__ = ["ChoosesRecompute", "HasParameterState", "PreparesOptimizers"]
+__all__ = ["ChoosesRecompute", "HasParameterState", "PreparesOptimizers", "SeesTrainingSteps"]
 
 
 class ChoosesRecompute(ABC):
@@ -49,3 +49,11 @@ class PreparesOptimizers(ABC):
     @abstractmethod
     def prepare_optimizers(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
         """Bring optimizers into the shape they had when `state`, the callback's own, was saved."""
+
+
+class SeesTrainingSteps(ABC):
+    """A callback that is called right before each `training_step`, after all hooks that may change what the step will find."""
+
+    @abstractmethod
+    def before_training_step(self, arguments: tuple[Any, ...]) -> None:
+        """`arguments` are what `LightningModule.training_step` is about to get."""

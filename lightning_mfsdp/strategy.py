@@ -33,6 +33,7 @@ from lightning_mfsdp.arguments import (
     check_recompute_graph,
     recompute_option,
 )
+from lightning_mfsdp.callback_hooks import SeesTrainingSteps
 from lightning_mfsdp.checkpointing import CheckpointingStrategy
 from lightning_mfsdp.cuda_graph import GraphedTrainingStep, graphed_training_step
 from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard_optimizer, gather_root, no_sync, watch_backward
@@ -266,6 +267,9 @@ class MFSDPStrategy(CheckpointingStrategy):
         """`LightningModule.training_step` with the root unit's weights there."""
         if self._at_first_step:
             self.go_on_exactly()
+        for callback in self._module.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, SeesTrainingSteps):
+                callback.before_training_step(args)
         return (self._graphed or self._run_training_step)(*args, **kwargs)
 
     def _run_training_step(self, *args: Any, **kwargs: Any) -> Any:

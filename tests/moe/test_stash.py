@@ -155,6 +155,41 @@ def test_only_what_is_needed_is_held():
     assert statistics.saved_bytes == statistics.ordinary_bytes - statistics.kept_bytes - statistics.page_bytes > 0
 
 
+LAYER = 24 * (8 + 16) * 4  # bytes of one toy layer's save
+
+
+@pytest.mark.parametrize(("overflow", "layers"), [("keep", 2), ("skip", 1), ("rerun", 1)])
+def test_what_stays_beside_the_pages_is_counted_before_there_are_pages_as_after(overflow, layers):
+    model = build(layers=5)
+    stash = recorded(model, overflow=overflow, device_factor=9.0)
+    assert stash.statistics(wait=True).kept_bytes == layers * LAYER
+    for _ in range(2):
+        model.loss(batch(1)).backward()
+        loss = model.loss(batch(2))  # its backward comes in the next step
+        finish(stash)
+        assert stash.statistics(wait=True).kept_bytes == layers * LAYER
+        loss.backward()
+        finish(stash)
+        assert stash.statistics(wait=True).kept_bytes == LAYER, "the end of a step leaves the last where it is"
+
+
+def test_what_found_no_pages_and_stays_is_counted_until_it_is_loaded():
+    model = build(layers=5)
+    stash = recorded(model, overflow="keep")
+    for kind, pool in stash._pools.items():
+        stash._allocate({**{other: one.size for other, one in stash._pools.items()}, kind: type(pool.size)(1)})
+        break
+    with pytest.warns(UserWarning, match="found no pages and stay where they are"):
+        losses = [model.loss(batch(index)) for index in range(2)]
+    for loss in losses:
+        loss.backward()
+    stash.end_step()
+    statistics = stash.statistics(wait=True)
+    assert statistics.overflowed >= 8
+    assert statistics.kept_bytes == statistics.ordinary_bytes == 10 * LAYER, "one page of one kind is enough for nobody"
+    assert statistics.saved_bytes == -statistics.page_bytes < 0
+
+
 def test_the_last_layer_of_a_forward_stays_where_it_is_and_needs_no_pages():
     model, plain = build(layers=5), build(layers=5)
     stash = recorded(model, overflow="skip")
@@ -250,6 +285,90 @@ def test_a_step_with_wrong_gradients_is_told_and_can_be_done_again(overflow):
     assert not finish(stash)
 
 
+def crowd(model, is_crowded):
+    """All tokens go to experts, or few."""
+    for experts in model.experts:
+        experts.threshold.fill_(-9.0 if is_crowded else 1.0)
+
+
+def sparse_then(overflow, **options):
+    """A model and its stash, whose pages are enough for few tokens."""
+    model = build(layers=5)
+    crowd(model, False)
+    return model, recorded(model, overflow=overflow, **options)
+
+
+@pytest.mark.parametrize("overflow", ["skip", "rerun"])
+def test_what_overflows_after_the_question_is_part_of_the_next_steps(overflow):
+    """A forward for the next step, computed between the question and the end of the step."""
+    model, stash = sparse_then(overflow)
+    losses = []
+    for is_crowded, told, moves in ((True, False, False), (False, True, True), (False, False, False)):
+        loss = losses.pop() if losses else model.loss(batch(0))
+        stash.submit_overflow()
+        loss.backward()
+        crowd(model, is_crowded)
+        losses.append(model.loss(batch(1)))
+        assert stash.overflowed() == told
+        gradients = model.gradients()
+        assert stash.end_step() == moves
+        assert (stash.statistics(wait=True).overflowed > 0) == is_crowded, "each counts in the step that saved it"
+    plain = build(layers=5)
+    crowd(plain, False)
+    plain.loss(batch(1)).backward()
+    assert_equal(gradients, plain.gradients())  # saved in the step that was left out, and after its question
+    crowd(model, True)
+    losses.pop().backward()
+    model.loss(batch(1)).backward()
+    assert not finish(stash), "pages were made for what was wanted in the step before the question"
+    assert stash.statistics(wait=True).overflowed == 0
+
+
+def test_pages_that_were_replaced_leave_their_question_to_the_new_ones():
+    """One forward overflows before the question and one after it, for the next step."""
+    model, stash = sparse_then("skip")
+    crowd(model, True)
+    loss = model.loss(batch(0))
+    stash.submit_overflow()
+    loss.backward()
+    kept = model.loss(batch(1))
+    assert stash.overflowed()
+    assert stash.end_step()
+    kept.backward()
+    assert stash.overflowed()
+    stash.end_step()
+    assert not finish(stash)
+
+
+def test_giving_up_a_step_gives_up_what_was_to_be_asked():
+    model, stash = sparse_then("skip")
+    assert not stash.overflowed()
+    crowd(model, True)
+    model.loss(batch(1))
+    stash.end_step()
+    stash.abort()
+    assert not finish(stash)
+
+
+@pytest.mark.parametrize("overflow", ["skip", "rerun"])
+def test_a_backward_that_the_question_does_not_tell_of_is_refused_until_it_is_asked_again(overflow):
+    """Two microbatches; asked before the first backward alone, nobody knows what the second one read."""
+    model, stash = sparse_then(overflow)
+    loss = model.loss(batch(0))
+    stash.submit_overflow()
+    loss.backward()
+    crowd(model, True)
+    model.loss(batch(1)).backward()
+    for ask in (stash.overflowed, stash.end_step):
+        with pytest.raises(
+            EngineStateError, match=r"rows of experts\.0 were saved after submit_overflow\(\) and read in"
+        ):
+            ask()
+    stash.submit_overflow()
+    assert stash.overflowed()
+    assert stash.end_step()
+
+
 def test_fused_optimizers_pass_over_a_step_without_asking_the_host():
     model = build(layers=6)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
@@ -312,6 +431,28 @@ def one_rank_saves(rank, world):
         told.append(stash.overflowed())
         moved.append(stash.end_step())
     return told, moved, {kind.width: pool.size.pages for kind, pool in stash._pools.items()}
+
+
+def one_rank_overflows_after_the_question(rank, world):
+    """Forwards for the next step; the third of rank 1 is crowded."""
+    model = build(layers=5)
+    stash = model.stash_with(StashConfig(page_rows=4, overflow="skip"))
+    told, moved, loss = [], [], None
+    for step in range(5):
+        stash.submit_overflow()
+        if loss is not None:
+            loss.backward()
+        crowd(model, (rank, step) == (1, 2))
+        loss = model.loss(batch(step))
+        told.append(stash.overflowed())
+        moved.append(stash.end_step())
+    return told, moved, {kind.width: pool.size.pages for kind, pool in stash._pools.items()}
+
+
+def test_one_rank_overflows_after_the_question_and_all_ranks_hear_of_it_in_the_next_step():
+    first, second = run_distributed(one_rank_overflows_after_the_question, 2)
+    assert first == second
+    assert first[:2] == ([False, False, False, True, False], [True, False, False, True, False])
 
 
 def test_one_rank_overflows_and_all_ranks_act_alike():

@@ -17,6 +17,7 @@ from torchmetrics import MeanMetric
 
 from lightning_mfsdp import MFSDPPrecision
 from lightning_mfsdp.callbacks import PagedStash
+from lightning_mfsdp.moe import TopKRouter
 from lightning_mfsdp.moe.saving import OrdinarySaver
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import FOREIGN_WARNINGS, full_state, make_trainer, strict_warnings
@@ -239,7 +240,7 @@ class Manual(ToyModule):
 def test_manual_optimization(tmp_path):
     plain, _ = fit(tmp_path, module=Manual())
     for overflow in ("keep", "skip"):
-        stash = PagedStash(page_rows=4, overflow=overflow, device_factor=3.0)
+        stash = PagedStash(page_rows=4, overflow=overflow, device_factor=2.5)
         module, _ = fit(tmp_path, module=Manual(), stash=stash)
         assert_same(weights(module), weights(plain))
         assert stash.statistics.saves == 2 * 2 * 4
@@ -282,6 +283,57 @@ def test_a_step_is_done_again_without_microbatches_that_never_were_part_of_it(tm
     assert_same(found[1], found[0])
 
 
+class Hooked(ToyModule):
+    """Its hooks write what its steps read: a temperature, its routers' biases, random numbers, and its batch; validation counts."""
+
+    def __init__(self, *, crowded: int | None = None) -> None:
+        super().__init__(crowded=crowded)
+        self.router = TopKRouter(hidden_size=8, num_experts=4, top_k=1, balancing="bias", bias_step=0.1, init_std=0.5)
+        self.register_buffer("temperature", torch.ones(()))
+        self.register_buffer("validations", torch.zeros(()))
+        self.found: list[tuple[float, float, float]] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.temperature.fill_(1 / (1 + batch_idx))
+        self.noise = torch.rand(())
+        self.router.balance()
+        batch.add_(0.01)
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        self.found.append((float(self.temperature), float(self.validations), float(self.router.bias.sum())))
+        routed = self.router(tokens)
+        drawn = torch.rand(()) + self.noise * (self.trainer.accumulate_grad_batches == 1)
+        loss = super().training_step(tokens, batch_idx) * self.temperature * drawn
+        return loss + routed.loss + routed.probabilities.square().mean() * (1 + self.validations)
+
+    def on_validation_epoch_end(self) -> None:
+        self.validations.add_(1)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_is_done_again_from_what_hooks_and_validation_have_written_and_they_keep_it(tmp_path, accumulate):
+    """A validation lies between two microbatches."""
+    outcomes = {}
+    for overflow in ("keep", "rerun"):
+        stash = PagedStash(page_rows=4, overflow=overflow)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*found no pages.*")
+            module, _ = fit(
+                tmp_path,
+                module=Hooked(crowded=CROWDED),
+                stash=stash,
+                accumulate_grad_batches=accumulate,
+                val_check_interval=3 if accumulate == 2 else 2,
+            )
+        assert (stash.reruns > 0) == (overflow == "rerun")
+        outcomes[overflow] = module
+    keep, rerun = outcomes["keep"], outcomes["rerun"]
+    assert_same([*weights(rerun), *rerun.buffers()], [*weights(keep), *keep.buffers()])
+    assert len({temperature for temperature, _, _ in keep.found}) == len(keep.found) == STEPS * accumulate
+    assert len(rerun.found) == len(keep.found) + accumulate * stash.reruns
+    assert list(dict.fromkeys(rerun.found)) == keep.found, "steps that are done again find what they found"
+
+
 class Writing(ToyModule):
     """Changes its batch."""
 
@@ -310,7 +362,9 @@ def test_a_saver_without_the_protocol_is_named_and_left_alone(tmp_path, told):
 
 def test_two_stashes_take_layers_of_their_own_or_are_refused(tmp_path):
     def both(first: str, second: str) -> list[PagedStash]:
-        stashes = [PagedStash(page_rows=4, modules=[names]) for names in (first, second)]
+        stashes = [
+            PagedStash(page_rows=4, overflow="skip", device_factor=2.0, modules=[names]) for names in (first, second)
+        ]
         trainer = make_trainer(tmp_path, 1, callbacks=stashes, max_steps=3)
         trainer.fit(module, DataLoader([batch(index) for index in range(3)], batch_size=None))
         return stashes

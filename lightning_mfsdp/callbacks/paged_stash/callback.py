@@ -1,6 +1,6 @@
 """PagedStash: when the Trainer's hooks call the stash, and what each of its three answers to too few pages means for a step.
 
-    on_train_batch_start       "rerun" remembers the microbatch
+    before_training_step       "rerun" remembers the microbatch
     on_before_backward         all ranks are asked whether a tensor found no page; nobody waits
     on_before_optimizer_step   the answer has long arrived. "skip": gradients go. "rerun": the step is done again with ordinary saves
     on_train_batch_end         of the last microbatch: pages are counted and, where they were too few, enlarged
@@ -19,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mfsdp.callback_hooks import SeesTrainingSteps
 from lightning_mfsdp.callbacks.paged_stash.budget import BudgetWatch
 from lightning_mfsdp.callbacks.paged_stash.layers import StashedLayers, find_layers
 from lightning_mfsdp.callbacks.paged_stash.picture import check_drawing, draw
@@ -31,7 +32,7 @@ from lightning_mfsdp.strategy import MFSDPStrategy
 __all__ = ["PagedStash"]
 
 
-class PagedStash(Callback):
+class PagedStash(SeesTrainingSteps, Callback):
     """Keeps the live rows of expert layers in pages from forward to backward, instead of whole buffers.
 
     Layers are those with a `saver` (`lightning_mfsdp.moe.saving.SavesActivations`), such as `GroupedExperts`, and the experts of Hugging
@@ -138,9 +139,14 @@ class PagedStash(Callback):
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Forget microbatches that are no part of this step."""
+        if self._memory is not None and batch_idx % trainer.accumulate_grad_batches == 0:
+            self._memory.forget()  # where `on_train_batch_start` gave up the epoch before, one is left that never got there
+
+    def before_training_step(self, arguments: tuple[Any, ...]) -> None:
         """Remember what might have to be done again."""
-        if self._memory is not None:
-            self._memory.remember(batch, batch_idx)
+        if self._memory is not None and not self._is_rerunning:
+            self._memory.remember(arguments)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Ask all ranks; the answer is read before the optimizer step."""

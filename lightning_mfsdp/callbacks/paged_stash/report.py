@@ -36,7 +36,7 @@ def report_sizes(stash: RowStash, recorded: StashStatistics | None) -> None:
     share = f"{100 * recorded.live_rows / max(recorded.capacity_rows, 1):.0f} %"
     costs = (
         f"{share} of the rows are live; pages take {readable_bytes(stash.page_bytes)} on the device and {readable_bytes(stash.host_bytes)} "
-        f"on the host and the last layer {readable_bytes(recorded.kept_bytes)}, where ordinary saves take "
+        f"on the host and what stays beside them {readable_bytes(recorded.kept_bytes)}, where ordinary saves take "
         f"{readable_bytes(recorded.ordinary_bytes)}"
     )
     if saved < _WORTH * recorded.ordinary_bytes:

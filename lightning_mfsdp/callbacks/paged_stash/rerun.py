@@ -1,4 +1,8 @@
-"""Doing the microbatches of an optimizer step again, as they were: the same random numbers, the same buffers, other gradients."""
+"""Doing the microbatches of an optimizer step again, as they were: the same random numbers, the same buffers, other gradients.
+
+Each begins with what its `training_step` found, whatever hooks, or a validation between two of them, had written by then. The first
+time everything but the gradients was right, so random numbers and buffers are afterwards what they were before.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +17,10 @@ from torchmetrics import Metric
 
 from lightning_mfsdp.continuation import random_state, restore_random_state
 from lightning_mfsdp.engine.captured_loss import loss_in
-from lightning_mfsdp.lightning_api import LightningModule, Trainer, is_param_in_hook_signature
+from lightning_mfsdp.lightning_api import LightningModule, Trainer
 from lightning_mfsdp.strategy import MFSDPStrategy
 
 __all__ = ["StepMemory"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Microbatch:
-    batch: Any  # containers of its own: what the step takes out of them is still there
-    batch_idx: int
-    random_state: Mapping[str, Any]
-    tensors: Sequence[Tensor]
-    versions: Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +31,15 @@ class _Buffer:
     value: Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Microbatch:
+    arguments: tuple[Any, ...]  # containers of its own: what the step takes out of them is still there
+    random_state: Mapping[str, Any]
+    buffers: Sequence[_Buffer]
+    tensors: Sequence[Tensor]
+    versions: Sequence[int]
+
+
 class StepMemory:
     """What a step needs to be done again."""
 
@@ -44,21 +48,11 @@ class StepMemory:
         self._module = module
         self._strategy = trainer.strategy
         self._microbatches: list[_Microbatch] = []
-        self._buffers: list[_Buffer] = []
         self._metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
         self._updates: dict[str, int] = {}
-        self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
-    def remember(self, batch: Any, batch_idx: int) -> None:
-        """A microbatch is about to begin."""
-        if batch_idx % self._trainer.accumulate_grad_batches == 0:
-            self.forget()  # where `on_train_batch_start` gave up the epoch before, a microbatch is left that never ran
-        if not self._microbatches:
-            self._buffers = [
-                _Buffer(owner=owner, name=name, tensor=buffer, value=buffer.detach().clone())
-                for owner in self._module.modules()
-                for name, buffer in owner.named_buffers(recurse=False)
-            ]
+    def remember(self, arguments: tuple[Any, ...]) -> None:
+        """`training_step` is about to be called with these."""
         self._updates = {name: metric.update_count for name, metric in self._metrics.items()}
         tensors: list[Tensor] = []
 
@@ -68,9 +62,9 @@ class StepMemory:
 
         self._microbatches.append(
             _Microbatch(
-                batch=apply_to_collection(batch, Tensor, noted),
-                batch_idx=batch_idx,
+                arguments=apply_to_collection(arguments, Tensor, noted),
                 random_state=random_state(self._strategy.root_device),
+                buffers=_buffers(self._module),
                 tensors=tensors,
                 versions=[_version(tensor) for tensor in tensors],
             )
@@ -78,7 +72,7 @@ class StepMemory:
 
     def check(self) -> None:
         """Raise a RuntimeError if the microbatch did what would be done twice: update a metric, or write into its batch."""
-        moved = [name for name, metric in self._metrics.items() if metric.update_count != self._updates[name]]
+        moved = [name for name, count in self._updates.items() if self._metrics[name].update_count != count]
         if moved:
             raise RuntimeError(
                 f'PagedStash(overflow="rerun"): training_step updates the metric {moved[0]}, which would count a repeated step '
@@ -95,32 +89,45 @@ class StepMemory:
     def forget(self) -> None:
         """The step is over."""
         self._microbatches.clear()
-        self._buffers.clear()
 
     def rerun(self) -> None:
         """Forward and backward of all microbatches again, into cleared gradients. Nothing is logged twice."""
         assert isinstance(self._strategy, MFSDPStrategy), "looked at in setup"
         device = self._strategy.root_device
-        now = random_state(device)
+        now, buffers = random_state(device), _buffers(self._module)
         for optimizer in self._trainer.optimizers:
             optimizer.zero_grad()
-        for buffer in self._buffers:
-            buffer.tensor.detach().copy_(buffer.value)
-            setattr(buffer.owner, buffer.name, buffer.tensor)  # the step may have put another one there
         with _nothing_logged(self._trainer, self._module):
             for number, microbatch in enumerate(self._microbatches, start=1):
                 restore_random_state(microbatch.random_state, device)
+                _restore(microbatch.buffers)
                 is_last = number == len(self._microbatches)
                 with nullcontext() if is_last else self._strategy.block_backward_sync():
                     self._run(microbatch)
         restore_random_state(now, device)
+        _restore(buffers)
 
     def _run(self, microbatch: _Microbatch) -> None:
-        arguments = (microbatch.batch, microbatch.batch_idx) if self._takes_index else (microbatch.batch,)
-        outputs = self._strategy.training_step(*arguments)
+        outputs = self._strategy.training_step(*microbatch.arguments)
         if outputs is not None:
             loss = loss_in(outputs) / self._trainer.accumulate_grad_batches
             self._strategy.backward(loss, None)
+
+
+def _buffers(module: nn.Module) -> list[_Buffer]:
+    """All of them, as they are now."""
+    return [
+        _Buffer(owner=owner, name=name, tensor=buffer, value=buffer.detach().clone())
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
+
+
+def _restore(buffers: Sequence[_Buffer]) -> None:
+    """As they were."""
+    for buffer in buffers:
+        buffer.tensor.detach().copy_(buffer.value)
+        setattr(buffer.owner, buffer.name, buffer.tensor)  # the step may have put another one there
 
 
 def _version(tensor: Tensor) -> int:

@@ -1,4 +1,8 @@
-"""The question to all ranks whether some tensor found no place. It is asked on the side, and nobody waits until somebody wants to know."""
+"""The question to all ranks whether some tensor found no place. It is asked on the side, and nobody waits until somebody wants to know.
+
+The answer tells of saves before the question. What overflows later is left for the next question, of the next step if need be; and where
+rows of such a save were read before anybody asked again, there is no answer, but an error.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mfsdp.moe.stash.pages import Counter, PagePool
+from lightning_mfsdp.engine import EngineStateError
+from lightning_mfsdp.moe.stash.pages import PagePool
 from lightning_mfsdp.moe.stash.stream import Event, SideStream
 
 __all__ = ["OverflowFlag", "most_overflowed"]
 
 
 def most_overflowed(pools: Sequence[PagePool], device: torch.device) -> Tensor:
-    """The most tensors without a place that any pool of any rank has counted: int64, 0-D, on the device. Collective."""
-    counts = [pool.counters[Counter.OVERFLOWED] for pool in pools]
+    """The most tensors without a place that any pool of any rank has to answer for: int64, 0-D, on the device. Collective."""
+    counts = [pool.overflowed for pool in pools]
     most = torch.stack(counts).amax() if counts else torch.zeros((), dtype=torch.int64, device=device)
     if dist.is_initialized():
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -24,10 +29,18 @@ def most_overflowed(pools: Sequence[PagePool], device: torch.device) -> Tensor:
 
 
 class OverflowFlag:
-    """Of one step; later questions take the place of earlier ones, since counts only grow within a step."""
+    """Of one step; later questions take the place of earlier ones, since counts only grow within a step.
+
+    Attributes:
+        questions: How many there were, of all steps.
+        is_submitted: Whether there was one in this step.
+        was_read: Whether its answer was.
+    """
 
     def __init__(self) -> None:
+        self.questions = 0
         self.is_submitted = self.was_read = False
+        self._unasked = ""
         self._host: Tensor | None = None
         self._ready: Event = None
 
@@ -37,9 +50,34 @@ class OverflowFlag:
             self._host = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda")
         with side.fork():
             self._host.copy_(most_overflowed(pools, device), non_blocking=True)
+            for pool in pools:
+                pool.note_asked()
             self._ready = side.record()
         side.join(self._ready)  # a graph that is replayed next may use the same communicator
-        self.is_submitted, self.was_read = True, False
+        self.is_submitted, self.was_read, self._unasked = True, False, ""
+        self.questions += 1
+
+    def note_read(self, layer: str, question: int) -> None:
+        """Rows of a layer, stored after so many questions, are read where they may be missing."""
+        if self.is_submitted and question == self.questions:
+            self._unasked = layer
+
+    def check(self) -> None:
+        """Before the answer: raise an EngineStateError if rows were read that the last question does not tell of."""
+        if self._unasked:
+            raise EngineStateError(
+                f"paged stash: rows of {self._unasked} were saved after submit_overflow() and read in backward, so its answer does not "
+                "tell whether they found pages; submit it again after the last forward (under a Trainer: manual_backward for every loss)"
+            )
+
+    def check_read(self, overflow: str) -> None:
+        """At the end of a step: raise an EngineStateError if nobody asked, or not about all rows that were read."""
+        self.check()
+        if not self.was_read:
+            raise EngineStateError(
+                f"paged stash: overflow={overflow!r} and nobody asked overflowed() before the optimizer step, which may have used wrong "
+                "gradients; ask it after backward, and leave the step out where it says so"
+            )
 
     def wait(self) -> bool:
         """The answer."""
@@ -52,3 +90,4 @@ class OverflowFlag:
     def clear(self) -> None:
         """A new step begins."""
         self.is_submitted = self.was_read = False
+        self._unasked = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,7 +20,7 @@ from lightning_mfsdp.moe.stash.stream import Event, SideStream
 if TYPE_CHECKING:
     from lightning_mfsdp.moe.stash.stash import RowStash
 
-__all__ = ["Held", "StashedRows", "check_recomputed", "check_save"]
+__all__ = ["Held", "StashedRows", "check_recomputed", "check_save", "warn_of_kept"]
 
 _LOADED = "were loaded before, and their pages belong to others now; call backward once (no retain_graph)"
 
@@ -57,6 +58,7 @@ class Held:
 
     Attributes:
         gone: Why there is nothing to load any more; empty while there is.
+        question: How many questions all ranks were asked before it was stored, or saved if it was not.
         captured: Whether it exists in a CUDA graph only.
         stored: After the copies into pages; `None` if somebody has waited for it.
         fetched: Reloaded tensors that nobody has asked for yet.
@@ -73,6 +75,7 @@ class Held:
         captured: bool,
     ) -> None:
         self.layer = layer
+        self.question = 0
         self.captured = captured
         self.gone = ""
         self.capacity = tensors[0].shape[0]
@@ -145,6 +148,11 @@ class Held:
     def needs_fetch(self) -> bool:
         """Whether rows are in pages, nobody has begun to bring them back, and their reader does not come to the pages."""
         return self._is_in_pages and not self._is_read_in_pages
+
+    @property
+    def has_originals(self) -> bool:
+        """Whether the tensors are where they were."""
+        return self._originals is not None
 
     @property
     def _is_in_pages(self) -> bool:
@@ -258,3 +266,12 @@ def check_recomputed(layer: str, outstanding: Iterable[Held]) -> None:
             "cost both. Checkpoint only what is around the experts (modules= of ActivationRecompute), leave this layer out of the "
             "stash, or pass use_reentrant=True to checkpoints of your own"
         )
+
+
+def warn_of_kept(layer: str) -> None:
+    """Say that there were too few pages and nothing is wrong."""
+    warnings.warn(
+        f"paged stash: rows of {layer} found no pages and stay where they are, so nothing is lost but memory; there will be more pages "
+        "from the next step on. Larger device_factor or host_factor avoid it. This is said once",
+        stacklevel=2,
+    )

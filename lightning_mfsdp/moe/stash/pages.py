@@ -15,6 +15,7 @@ A tensor goes to one tier whole, or nowhere. Who does the work is either of two 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp.engine import EngineStateError
+from lightning_mfsdp.moe.stash.stream import SideStream
 
 __all__ = [
     "HEADER",
@@ -36,6 +38,7 @@ __all__ = [
     "host_memory",
     "ops_for",
     "pages_in",
+    "replace_pools",
     "warm_up",
 ]
 
@@ -60,7 +63,11 @@ class Header(IntEnum):
 
 
 class Counter(IntEnum):
-    """Places in a pool's counters. The first five are its state, the others are statistics of a step."""
+    """Places in a pool's counters. The first five are its state, the others are statistics of a step.
+
+    Kernels know of all but the last two: tensors without a place that all ranks were asked about, and those of steps before that nobody
+    was asked about yet.
+    """
 
     HEAD = 0
     TAIL = 1
@@ -77,6 +84,8 @@ class Counter(IntEnum):
     OVERFLOWED = 12
     OVER_CAPACITY = 13
     CAPACITY_ROWS = 14
+    ASKED = 15
+    CARRIED = 16
 
 
 STATE = 5
@@ -148,8 +157,30 @@ class PagePool:
         self.counters[:STATE].copy_(self._full)
 
     def clear_statistics(self) -> None:
-        """A new step begins."""
+        """Nothing was counted, and nothing is to be asked."""
         self.counters[STATE:].zero_()
+
+    @property
+    def overflowed(self) -> Tensor:
+        """Tensors without a place that no step has answered for yet: int64, 0-D, on the device."""
+        return self.counters[Counter.OVERFLOWED] + self.counters[Counter.CARRIED]
+
+    def note_asked(self) -> None:
+        """All ranks are asked about what has overflowed so far."""
+        self.counters[Counter.ASKED].copy_(self.overflowed)
+
+    def begin_step(self) -> None:
+        """Count anew. What overflowed after the question is left for the next one, and so is the number of pages it wanted."""
+        unasked = self.overflowed - self.counters[Counter.ASKED]
+        wanted = self.counters[Counter.MOST_WANTED] * (unasked > 0)
+        self.clear_statistics()
+        self.counters[Counter.CARRIED].copy_(unasked)
+        self.counters[Counter.MOST_WANTED].copy_(wanted)
+
+    def inherit(self, counters: Tensor) -> None:
+        """Take over what the pool that this one replaces left to be asked."""
+        for counter in (Counter.CARRIED, Counter.MOST_WANTED):
+            self.counters[counter].copy_(counters[counter])
 
     @property
     def size_bytes(self) -> int:
@@ -221,6 +252,27 @@ def warm_up(ops: PageOps, pool: PagePool) -> None:
     ops.give_back(pool, header, table)
     pool.reset()
     pool.clear_statistics()
+
+
+def replace_pools(
+    pools: dict[PageKind, PagePool],
+    sizes: Mapping[PageKind, PoolSize],
+    page_rows: int,
+    device: torch.device,
+    ops: PageOps,
+    side: SideStream,
+) -> None:
+    """Other pools in the places of `pools`, whose memory goes before new memory is asked for. What is to be asked is still to be asked."""
+    side.join(side.record())
+    before = {kind: pool.counters for kind, pool in pools.items()}
+    pools.clear()
+    for kind, size in sizes.items():
+        pools[kind] = PagePool(kind, page_rows, device, size)
+        with side.fork():
+            warm_up(ops, pools[kind])
+            if kind in before:
+                pools[kind].inherit(before[kind])
+    side.join(side.record())
 
 
 def pages_in(rows: int, page_rows: int) -> int:

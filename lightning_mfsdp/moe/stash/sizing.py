@@ -20,7 +20,10 @@ _LEAST_GROWTH = 1.25
 
 @dataclass(frozen=True)
 class Demand:
-    """What tensors of one kind asked for in a step: most pages at once, found or not, and how many tensors found none."""
+    """What tensors of one kind asked for in a step: most pages at once, found or not, and how many tensors found none.
+
+    What overflowed in a step before and was not asked about then is part of both.
+    """
 
     most_wanted: int = 0
     overflowed: int = 0

@@ -13,7 +13,6 @@ backward; for others it costs time, never correctness. Pages come back in any or
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -26,11 +25,11 @@ from lightning_mfsdp.engine import EngineStateError, compat
 from lightning_mfsdp.moe.saving import PagedRows
 from lightning_mfsdp.moe.stash.config import StashConfig
 from lightning_mfsdp.moe.stash.flag import OverflowFlag, most_overflowed
-from lightning_mfsdp.moe.stash.held import Held, StashedRows, check_recomputed, check_save
-from lightning_mfsdp.moe.stash.pages import PageKind, PagePool, PoolSize, ops_for, warm_up
+from lightning_mfsdp.moe.stash.held import Held, StashedRows, check_recomputed, check_save, warn_of_kept
+from lightning_mfsdp.moe.stash.pages import PageKind, PagePool, PoolSize, ops_for, replace_pools
 from lightning_mfsdp.moe.stash.saver import LayerSaver
 from lightning_mfsdp.moe.stash.sizing import Demand, everyones, grown, sized
-from lightning_mfsdp.moe.stash.statistics import Occupancy, Snapshot, StashStatistics, Trace
+from lightning_mfsdp.moe.stash.statistics import HeldBytes, Occupancy, Snapshot, StashStatistics, Trace
 from lightning_mfsdp.moe.stash.stream import SideStream, is_capturing
 
 __all__ = ["RowStash"]
@@ -73,8 +72,7 @@ class RowStash:
         self._last: weakref.ref[Held] | None = None
         self._must_grow = self._has_warned = False
         self._run = self._usual_run = 0
-        self._bytes = self._most_bytes = self._ordinary_bytes = 0
-        self._most_kept = self._kept_bytes = 0
+        self._bytes = HeldBytes()
         self._snapshot: Snapshot | None = None
         self._trace: Trace | None = None
 
@@ -119,6 +117,7 @@ class RowStash:
             self._drop_captured()
         pools = [self._pool(PageKind.of(tensor)) for tensor in tensors]
         held = Held(layer, tensors, live_rows, pools, to_lend=to_lend, captured=captured)
+        held.question = self._flag.questions
         rows = StashedRows(self, held)
         held.previous, self._last = self._last, weakref.ref(held)
         late, self._late = self._late, None
@@ -130,8 +129,7 @@ class RowStash:
         else:
             self._store(held)
         self._outstanding[id(held)] = held
-        self._bytes += held.nbytes
-        self._most_bytes = max(self._most_bytes, self._bytes)
+        self._bytes.add(held.nbytes)
         if not self.is_recording:
             self._pending.append(held)
             self._retire(_LOOKAHEAD[self.config.overflow])
@@ -154,11 +152,13 @@ class RowStash:
     def _leaving(self, held: Held) -> Iterator[None]:
         """Around what gives the rows of a save to their reader."""
         held.check()
+        if self._bytes.has_grown:
+            self._bytes.keep(sum(one.nbytes for one in self._staying()))
         del self._outstanding[id(held)]
-        stays = self._pending or ([self._late] if self._late is not None else [])
-        self._most_kept = max(self._most_kept, sum(one.nbytes for one in stays))
         self._leave(held)
-        self._bytes -= held.nbytes
+        self._bytes.remove(held.nbytes)
+        if not (held.has_originals or held.captured):
+            self._flag.note_read(held.layer, held.question)
         self._usual_run, self._run = self._run or self._usual_run, 0
         pools = held.pools
         try:
@@ -183,16 +183,24 @@ class RowStash:
             self.is_paused = before
 
     def submit_overflow(self) -> None:
-        """Begin to ask all ranks whether a tensor found no place. Collective; nobody waits. Best before backward: saves come before."""
+        """Begin to ask all ranks whether a tensor that was saved so far found no place. Collective; nobody waits.
+
+        Best before backward, and before each if there are several: a later question tells of all that came before.
+        """
         self._flag.submit(list(self._pools.values()), self._side, self.device)
 
     def overflowed(self) -> bool:
         """Whether gradients of this step are wrong on some rank, the same answer on all. Collective unless it was submitted before.
 
         Then leave the optimizer step out or do the step again under `paused()`. The host waits until the answer has arrived.
+
+        Raises:
+            EngineStateError: Rows were read in backward that had been saved after `submit_overflow`.
         """
         if not self._flag.is_submitted:
             self.submit_overflow()
+        if self.config.overflow != "keep":
+            self._flag.check()
         found = self._flag.wait() and not self.is_recording and self.config.overflow != "keep"
         self._must_grow |= found
         return found
@@ -214,7 +222,8 @@ class RowStash:
         self._outstanding.clear()
         self._pending.clear()
         self._late = None
-        self._bytes = self._run = 0
+        self._bytes.give_up()
+        self._run = 0
         self._flag.clear()
         with self._side.fork():
             for pool in self._pools.values():
@@ -227,28 +236,24 @@ class RowStash:
     def end_step(self) -> bool:
         """After the optimizer step, on all ranks: pages of abandoned saves come back, and where pages were too few there are more.
 
-        A save may be loaded in a later step, unless "skip" or "rerun" found too few pages in its own: nobody would ask again.
+        A save may be loaded in a later step, unless "skip" or "rerun" found too few pages in its own and all ranks were asked about it:
+        nobody would ask again. What was saved after the question is part of the next one.
 
         Returns:
             Whether pages moved, so that CUDA graphs that use them must be recorded again.
 
         Raises:
-            EngineStateError: Nobody asked `overflowed()`, so gradients may have been wrong.
+            EngineStateError: Nobody asked `overflowed()`, or not about all that was read, so gradients may have been wrong.
         """
-        if self.config.overflow != "keep" and not self.is_recording and self._pools and not self._flag.was_read:
-            raise EngineStateError(
-                f"paged stash: overflow={self.config.overflow!r} and nobody asked overflowed() before the optimizer step, which may have "
-                "used wrong gradients; ask it after backward, and leave the step out where it says so"
-            )
+        if self.config.overflow != "keep" and not self.is_recording and self._pools:
+            self._flag.check_read(self.config.overflow)
         self._drop_captured()
         if self._late is not None:  # nobody would hear that it found no pages
             self._leave(self._late)
         self._retire(0)
         self._reclaim()
         self._run = 0
-        if self._most_bytes:  # else the step was a replay
-            self._ordinary_bytes, self._most_bytes = self._most_bytes, self._bytes
-            self._kept_bytes, self._most_kept = self._most_kept, 0
+        self._bytes.end_step()
         self._flag.clear()
         moved = self._settle_pages()
         self._side.join(self._side.record())  # the next step may be a replay, which waits for the caller's stream alone
@@ -304,13 +309,14 @@ class RowStash:
         for key, held in list(self._outstanding.items()):
             if held.captured:
                 del self._outstanding[key]
-                self._bytes -= held.nbytes
+                self._bytes.remove(held.nbytes)
                 self._leave(held)
                 held.forget("belong to a CUDA graph that could not be recorded")
 
     def _store(self, held: Held) -> None:
         """Put rows into pages, if there are any; while recording, only count what they would need."""
         keeps = self.config.overflow == "keep"
+        held.question = self._flag.questions
         held.store(self._ops, self._side, copies=not self.is_recording, verdict=keeps and not self.is_recording)
         self._note(held.layer, "save", held.pools)
 
@@ -321,46 +327,47 @@ class RowStash:
         if held is self._late:
             self._late = None
 
+    def _staying(self) -> list[Held]:
+        """Saves whose originals are alive; while recording, those whose originals would be if there were pages."""
+        saves = list(self._outstanding.values())
+        if self.is_recording:
+            return saves[-_LOOKAHEAD[self.config.overflow] :]
+        return [held for held in saves if held.has_originals]
+
     def _retire(self, remaining: int) -> None:
         """Let go of the originals of all but the last saves."""
         while len(self._pending) > remaining:
             held = self._pending.popleft()
             if self.config.overflow == "keep" and held.found_no_place():
                 self._must_grow = True
-                self._warn_of_kept(held)
+                if not self._has_warned:
+                    warn_of_kept(held.layer)
+                self._has_warned = True
             else:
                 held.let_go(self._side)
-
-    def _warn_of_kept(self, held: Held) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"paged stash: rows of {held.layer} found no pages and stay where they are, so nothing is lost but memory; there will be "
-                "more pages from the next step on. Larger device_factor or host_factor avoid it. This is said once",
-                stacklevel=2,
-            )
 
     def _reclaim(self) -> None:
         """Take pages back from saves that nobody can load any more, or may."""
         is_wrong = self._must_grow and self.config.overflow != "keep"
         for key, held in list(self._outstanding.items()):
-            if held.is_abandoned or is_wrong:
+            is_lost = is_wrong and held.question < self._flag.questions
+            if held.is_abandoned or is_lost:
                 del self._outstanding[key]
-                self._bytes -= held.nbytes
+                self._bytes.remove(held.nbytes)
                 held.joined(self._side)
                 if held.fetched is None:
                     held.give_back(self._ops, self._side)
-                held.forget("belong to a step in which rows found no pages" if is_wrong else "were given up")
+                held.forget("belong to a step in which rows found no pages" if is_lost else "were given up")
         self._side.join(self._side.record())
 
     def _settle_pages(self) -> bool:
         """Count anew; allocate pages if that is due. Returns whether it was."""
         if self._pools:
-            sizes = (self._ordinary_bytes, self._kept_bytes)
-            self._snapshot = Snapshot(self._pools, self._side, *sizes, recorded=self.is_recording)
+            self._snapshot = Snapshot(self._pools, self._side, self._bytes, recorded=self.is_recording)
+            nobody_asks = self.is_recording or self.config.overflow == "keep"
             with self._side.fork():
                 for pool in self._pools.values():
-                    pool.clear_statistics()
+                    pool.clear_statistics() if nobody_asks else pool.begin_step()
         if self.is_recording:
             return self._finish_recording(self._snapshot.demand() if self._snapshot is not None else {})
         if self._must_grow:
@@ -386,12 +393,7 @@ class RowStash:
 
     def _allocate(self, sizes: dict[PageKind, PoolSize]) -> None:
         """Other pools. Saves that are still to be loaded keep their own."""
-        self._side.join(self._side.record())
-        self._pools.clear()  # before new memory is asked for
-        for kind, size in sizes.items():
-            self._pools[kind] = PagePool(kind, self.config.page_rows, self.device, size)
-            with self._side.fork():
-                warm_up(self._ops, self._pools[kind])
+        replace_pools(self._pools, sizes, self.config.page_rows, self.device, self._ops, self._side)
 
     def _note(self, layer: str, event: str, pools: Sequence[PagePool]) -> None:
         if self._trace is not None and not is_capturing(self.device):

@@ -12,7 +12,7 @@ from lightning_mfsdp.moe.stash.pages import Counter, PageKind, PagePool
 from lightning_mfsdp.moe.stash.sizing import Demand
 from lightning_mfsdp.moe.stash.stream import Event, SideStream
 
-__all__ = ["Occupancy", "Snapshot", "StashStatistics", "Trace"]
+__all__ = ["HeldBytes", "Occupancy", "Snapshot", "StashStatistics", "Trace"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,8 @@ class StashStatistics:
         overflowed: Tensors that found no place; 0 in recorded steps, which have none.
         over_capacity: Tensors whose number of live rows was negative or above their capacity.
         ordinary_bytes: Most memory that ordinary saves would have held at once.
-        kept_bytes: Most memory that saved tensors held at once beside the pages when a backward began.
+        kept_bytes: Most memory that saved tensors held at once beside the pages when a backward began; in recorded steps, which have no
+            pages, what they would have held.
         page_bytes: Memory of the pages on the device.
         host_bytes: Memory of the pages on the host.
         moved_bytes: Copied into pages. What is not read there is copied out of them once more.
@@ -55,6 +56,47 @@ class StashStatistics:
         return self.ordinary_bytes - self.kept_bytes - self.page_bytes
 
 
+class HeldBytes:
+    """Memory of saves, which the host knows by itself.
+
+    Attributes:
+        ordinary: Of the last step: most that ordinary saves would have held at once.
+        kept: Of the last step: most that stayed where it was when a backward began.
+        has_grown: Whether a backward is the first since there was one more save, or since the step began.
+    """
+
+    def __init__(self) -> None:
+        self.ordinary = self.kept = 0
+        self.has_grown = False
+        self._now = self._most = self._most_kept = 0
+
+    def add(self, nbytes: int) -> None:
+        """There is one more save."""
+        self.has_grown = True
+        self._now += nbytes
+        self._most = max(self._most, self._now)
+
+    def remove(self, nbytes: int) -> None:
+        """It was loaded, or nobody can load it any more."""
+        self._now -= nbytes
+
+    def keep(self, nbytes: int) -> None:
+        """So much stays as a backward begins."""
+        self.has_grown = False
+        self._most_kept = max(self._most_kept, nbytes)
+
+    def end_step(self) -> None:
+        """The next one begins with what is still there. One without saves was a replay, and tells nothing."""
+        self.has_grown = True
+        if self._most:
+            self.ordinary, self._most = self._most, self._now
+            self.kept, self._most_kept = self._most_kept, 0
+
+    def give_up(self) -> None:
+        """There are no saves any more."""
+        self._now = 0
+
+
 class Snapshot:
     """A step's counters on their way to the host."""
 
@@ -62,13 +104,12 @@ class Snapshot:
         self,
         pools: Mapping[PageKind, PagePool],
         side: SideStream,
-        ordinary_bytes: int,
-        kept_bytes: int,
+        held_bytes: HeldBytes,
         *,
         recorded: bool,
     ) -> None:
         self._pools = [(kind, pool.size, pool.size_bytes, pool.host_bytes) for kind, pool in pools.items()]
-        self._ordinary_bytes, self._kept_bytes = ordinary_bytes, kept_bytes
+        self._ordinary_bytes, self._kept_bytes = held_bytes.ordinary, held_bytes.kept
         self._recorded = recorded
         with side.fork():
             counters = torch.stack([pool.counters for pool in pools.values()])
@@ -84,7 +125,7 @@ class Snapshot:
     def demand(self) -> dict[PageKind, Demand]:
         """What tensors asked for. Waits for the device."""
         return {
-            kind: Demand(count[Counter.MOST_WANTED], count[Counter.OVERFLOWED])
+            kind: Demand(count[Counter.MOST_WANTED], count[Counter.OVERFLOWED] + count[Counter.CARRIED])
             for (kind, *_), count in zip(self._pools, self._read(), strict=True)
         }
 
