@@ -6,7 +6,7 @@ configurations, which needs no GPU:
     python examples/moe.py fit --config examples/configs/moe/cpu.yaml
     python examples/moe.py fit --config examples/configs/moe/cpu.yaml --model.expert_parallel_size 1 --trainer.devices 1
     python examples/moe.py fit --config examples/configs/moe/cpu.yaml --trainer.callbacks+=lightning_mfsdp.callbacks.PagedStash \
-        --trainer.callbacks.picture pages.png
+        --trainer.callbacks.picture pages.png --trainer.callbacks.page_rows 16 --model.layers 6
     python examples/moe.py fit --config examples/configs/moe/cpu.yaml --trainer.accelerator gpu --trainer.devices 4 \
         --trainer.precision bf16-mixed --model.dim 1024 --model.layers 12 --model.experts 64 --model.top_k 8 --model.expert_width 512
 """

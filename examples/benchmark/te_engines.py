@@ -128,7 +128,7 @@ def mfsdp_te(
         model = decoder(te, options, device, fused=fused)
     compute.prepare(model, dist.group.WORLD)
     engine = sharded_by_mfsdp(model, options, compute.policy(policy), symmetric=symmetric)
-    compute.sharded(model)
+    fuse_weight_gradients(model)
 
     def backward(loss: Tensor) -> None:
         with compute.backward():

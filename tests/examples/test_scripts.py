@@ -235,7 +235,8 @@ def test_the_command_line_trains_from_a_yaml_file(tmp_path: Path) -> None:
 def test_a_mixture_of_experts_trains_with_experts_on_two_ranks(tmp_path: Path) -> None:
     options = ["--trainer.limit_train_batches=8", "--data.batch_size=2", "--data.seq=32", "--data.held_out_windows=4"]
     options += ["--trainer.callbacks+=lightning_mfsdp.callbacks.PagedStash", "--trainer.callbacks.picture=pages.png"]
-    options += ["--trainer.accumulate_grad_batches=2"]
+    # Of fewer layers too many stay where they are, and larger pages would be emptier, so that the callback would warn.
+    options += ["--trainer.accumulate_grad_batches=2", "--model.layers=6", "--trainer.callbacks.page_rows=16"]
     call = ("moe.py", "fit", f"--config={ROOT / 'examples/configs/moe/cpu.yaml'}", *options)
     (printed,) = run_on_two_ranks(call, folder=tmp_path)
     (found,) = re.findall(r"held-out text +([0-9.]+) bits", printed)  # printed once
