@@ -56,10 +56,12 @@ def fuse_weight_gradients(module: nn.Module) -> list[str]:
 
 def _matrices(layer: nn.Module) -> list[nn.Parameter]:
     """What products are made with, in whatever face it is."""
-    own = [parameter for parameter in layer._parameters.values() if parameter is not None]
-    places = [owner_of(parameter) for parameter in own]
-    shapes = [own.shape if place is None else place[1].shape for own, place in zip(own, places, strict=True)]
-    return [parameter for parameter, shape in zip(own, shapes, strict=True) if len(shape) == 2]
+    found = []
+    for parameter in layer.parameters(recurse=False):
+        owned = owner_of(parameter)
+        if len(parameter.shape if owned is None else owned[1].shape) == 2:
+            found.append(parameter)
+    return found
 
 
 def _weights_of(layer: nn.Module) -> list[nn.Parameter]:
