@@ -4,10 +4,11 @@
     python examples/benchmark/logprobs.py --tokens 8192,131072 --vocab 128256 --engines mfsdp,liger,cce --work loss
 
 Two kinds of work: "loss" is the mean cross-entropy; "logprobs" the log-probability of each target and the entropy, both with gradients.
-Engines: `mfsdp` (this package), `eager` and `compiled` (all logits, float32 softmax), `torch` (F.linear_cross_entropy, where PyTorch has
-it), `liger` and `liger-fp32` (fused linear cross-entropy, sums in bfloat16 and in float32), `cce` and `cce-exact` (cut cross-entropy, which
-leaves out small gradients, and without that). Each is measured in this process after the memory of the one before it was given back. What
-runs out of memory or is not installed is a row as well. Prints a JSON line for each row, starting with RESULT, then a table.
+Engines: `mfsdp` and `mfsdp-bf16` (this package, sums in float32 and in bfloat16), `eager` and `compiled` (all logits, float32 softmax),
+`torch` (F.linear_cross_entropy, where PyTorch has it), `liger-fp32` and `liger` (fused linear cross-entropy, sums in float32 and in
+bfloat16), `cce` and `cce-exact` (cut cross-entropy, which leaves out small gradients, and without that). Each is measured in this process
+after the memory of the one before it was given back. What runs out of memory or is not installed is a row as well. Prints a JSON line for
+each row, starting with RESULT, then a table.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def cut_cross_entropy(implementation: str) -> Maker:
 ENGINES: dict[str, dict[str, Maker]] = {
     "loss": {
         "mfsdp": calling(linear_cross_entropy),
+        "mfsdp-bf16": calling(linear_cross_entropy, sum_dtype=torch.bfloat16),
         "eager": calling(eager_loss),
         "compiled": compiled(eager_loss),
         "torch": torch_loss,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mfsdp.ops.linear import Projection
-from lightning_mfsdp.ops.tiles import Shaping
+from lightning_mfsdp.ops.tiles import Shaping, wide_dtype
 
 __all__ = [
     "SoftmaxOptions",
@@ -38,6 +38,7 @@ class SoftmaxOptions:
         temperature: Positive.
         softcap: Positive, or `None`.
         token_chunk: Positive, or `None` for an automatic choice.
+        sum_dtype: Of gradients that are added up over tiles; `None`: float32, or float64 for float64.
         ignore_index: Of targets.
         vocab_group: Ranks that have the vocabulary in equal parts, in the order of their ranks; `None`: this rank has it all.
 
@@ -48,6 +49,7 @@ class SoftmaxOptions:
     temperature: float = 1.0
     softcap: float | None = None
     token_chunk: int | None = None
+    sum_dtype: torch.dtype | None = None
     ignore_index: int = -100
     vocab_group: dist.ProcessGroup | None = None
 
@@ -79,7 +81,18 @@ class SoftmaxOptions:
         return 0 if self.vocab_group is None else dist.get_rank(self.vocab_group) * num_ids
 
     def projection(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Projection:
-        """Of a weight in any dtype; it computes in that of `hidden`."""
+        """Of a weight in any dtype; it computes in that of `hidden`.
+
+        Raises:
+            ValueError: `sum_dtype` is neither the wide one nor bfloat16 for products in bfloat16.
+        """
+        sum_dtype = wide = wide_dtype(hidden.dtype)
+        if self.sum_dtype is not None:
+            sum_dtype = self.sum_dtype
+        # Not float16: what is still to be divided by the number of tokens may be larger than it can say.
+        if sum_dtype is not wide and not (sum_dtype is hidden.dtype is torch.bfloat16):
+            narrow = " or torch.bfloat16" if hidden.dtype is torch.bfloat16 else ""
+            raise ValueError(f"sum_dtype={sum_dtype}: for products in {hidden.dtype} expected {wide}{narrow}, or None")
         return Projection(
             hidden=hidden,
             weight=weight.to(hidden.dtype),
@@ -87,6 +100,7 @@ class SoftmaxOptions:
             target=target,
             shaping=self.shaping,
             first_id=self.first_id(weight.shape[0]),
+            sum_dtype=sum_dtype,
         )
 
 

@@ -2,8 +2,9 @@
 
 The gradient of a mean or a sum is known up to one number, the gradient of the loss itself. So it can be computed in forward, while the
 logits are there; backward multiplies it by that number. That is three products with the weight instead of four. It needs tiles that hold
-the whole vocabulary, and with them a float32 sum as large as the weight. Where tokens are fewer than token ids, four products with the
-smaller sum take less memory and, by the figures of log-probabilities, hardly more time (docs/benchmarks/2026-11-21-logprobs.md).
+the whole vocabulary, and with them a sum as large as the weight. In bfloat16 that is the gradient to the weight itself. In float32 it is
+twice that, so where tokens are fewer than token ids, four products with the smaller sum are the leaner way
+(docs/benchmarks/2026-11-22-logprobs.md has both).
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def linear_cross_entropy(
     temperature: float = 1.0,
     softcap: float | None = None,
     token_chunk: int | None = None,
+    sum_dtype: torch.dtype | None = None,
     ignore_index: int = -100,
     vocab_group: dist.ProcessGroup | None = None,
     reduction: Literal["mean", "sum", "none"] = "mean",
@@ -83,8 +85,8 @@ def linear_cross_entropy(
     """Cross-entropy of `softmax(hidden @ weight.T + bias)`, without ever having all logits.
 
     A mean or sum of no fewer tokens than token ids has its gradients computed in forward, tile by tile of tokens; so has one whose logits
-    fit into one tile. Anything else (fewer tokens, a second backward by `retain_graph=True`, `reduction="none"`, a split vocabulary)
-    computes logits again in backward, as `linear_logprobs` does.
+    fit into one tile, and one with `token_chunk` or sums in bfloat16. Anything else (fewer tokens, a second backward by
+    `retain_graph=True`, `reduction="none"`, a split vocabulary) computes logits again in backward, as `linear_logprobs` does.
 
     Args:
         hidden: As in `linear_logprobs`, as are the others that are not explained here.
@@ -94,6 +96,7 @@ def linear_cross_entropy(
         temperature: Logits are divided by it.
         softcap: Before that, logits become `softcap * tanh(logits / softcap)`.
         token_chunk: Tokens of a tile; `None`: tiles of 64 MiB, or of a quarter of the memory of `hidden` and `weight` if that is more.
+        sum_dtype: In which a gradient is added up over tiles; see `linear_logprobs`.
         ignore_index: Targets with this value count neither for the loss nor for the mean.
         vocab_group: Its ranks have equal parts of the vocabulary, in order.
         reduction: "mean" over the tokens that count, "sum", or "none" for the loss of each token.
@@ -113,13 +116,15 @@ def linear_cross_entropy(
         temperature=temperature,
         softcap=softcap,
         token_chunk=token_chunk,
+        sum_dtype=sum_dtype,
         ignore_index=ignore_index,
         vocab_group=vocab_group,
     )
     tokens = flat_hidden(hidden, weight, bias, "linear_cross_entropy")
     ids = flat_target(target, hidden.shape[:-1], weight.shape[0], options, "linear_cross_entropy")
     loss = _Loss(options=options, smoothing=label_smoothing, z_loss=z_loss, num_ids=weight.shape[0])
-    makes_logits_once = Tiling.for_gradients(tokens, weight, token_chunk).vocabulary >= weight.shape[0]
+    has_whole_rows = Tiling.for_gradients(tokens, weight, token_chunk).vocabulary >= weight.shape[0]
+    makes_logits_once = has_whole_rows or sum_dtype is torch.bfloat16
     if reduction == "none" or vocab_group is not None or not (makes_logits_once and torch.is_grad_enabled()):
         each = loss.of_tokens(describe_linear(tokens, weight, bias, ids, options), ids)
         if reduction == "none":

@@ -29,9 +29,10 @@ class LinearLossHead(nn.Linear):
         in_features: Width H.
         out_features: Size of the vocabulary V.
         bias: Whether there is one.
-        temperature: As in `linear_logprobs`, as are the next three.
+        temperature: As in `linear_logprobs`, as are the next four.
         softcap: See there.
         token_chunk: See there.
+        sum_dtype: See there.
         ignore_index: See there.
         reduction: Of losses, as in `linear_cross_entropy`, as are the next two.
         label_smoothing: See there.
@@ -52,6 +53,7 @@ class LinearLossHead(nn.Linear):
         temperature: float = 1.0,
         softcap: float | None = None,
         token_chunk: int | None = None,
+        sum_dtype: torch.dtype | None = None,
         ignore_index: int = -100,
         reduction: Literal["mean", "sum", "none"] = "mean",
         label_smoothing: float = 0.0,
@@ -64,7 +66,11 @@ class LinearLossHead(nn.Linear):
         check_fraction("label_smoothing", label_smoothing)
         check_not_negative("z_loss", z_loss)
         self.options = SoftmaxOptions(
-            temperature=temperature, softcap=softcap, token_chunk=token_chunk, ignore_index=ignore_index
+            temperature=temperature,
+            softcap=softcap,
+            token_chunk=token_chunk,
+            sum_dtype=sum_dtype,
+            ignore_index=ignore_index,
         )
         self.reduction: Literal["mean", "sum", "none"] = reduction
         self.label_smoothing = label_smoothing
@@ -113,6 +119,7 @@ class LinearLossHead(nn.Linear):
                 temperature=options.temperature,
                 softcap=options.softcap,
                 token_chunk=options.token_chunk,
+                sum_dtype=options.sum_dtype,
                 ignore_index=options.ignore_index,
                 reduction=self.reduction,
                 label_smoothing=self.label_smoothing,
@@ -126,6 +133,7 @@ class LinearLossHead(nn.Linear):
             temperature=options.temperature,
             softcap=options.softcap,
             token_chunk=options.token_chunk,
+            sum_dtype=options.sum_dtype,
             ignore_index=options.ignore_index,
             return_entropy=True,
         )

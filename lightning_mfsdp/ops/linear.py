@@ -2,13 +2,13 @@
 
 Shapes: T tokens, H width, V vocabulary (of this rank, where it is split). A tile is `[t, v]`, in the dtype of the hidden states.
 
-    what                    tiles                                sums in float32
+    what                    tiles                                sums, in float32 unless told otherwise
     statistics              some tokens, all V                   none
     gradients, T >= V       some tokens, all V                   to the weight, [V, H]
     gradients, T < V        all T, some of the vocabulary        to the hidden states, [T, H]
 
-Each product has one dim that is whole, so it is rounded once; only the other gradient adds up over tiles, in float32. Where one tile is
-enough there is no such sum, except in float16: a gradient that is still to be scaled may be larger than float16 can say.
+Each product has one dim that is whole, so it is rounded once; only the other gradient adds up over tiles. Where one tile is enough there
+is no such sum, except in float16: a gradient that is still to be scaled may be larger than float16 can say.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class Projection:
         target: `[T]`, token ids of the whole vocabulary.
         shaping: Temperature and softcap.
         first_id: Token id of the weight's first row.
+        sum_dtype: Of gradients that are added up over tiles.
     """
 
     hidden: Tensor
@@ -97,6 +98,7 @@ class Projection:
     target: Tensor
     shaping: Shaping
     first_id: int
+    sum_dtype: torch.dtype
 
     def memory(self, tiling: Tiling) -> Tensor:
         """For one tile after the other."""
@@ -153,8 +155,8 @@ class Gradients:
     def __init__(self, projection: Projection, tiling: Tiling, wanted: Wanted) -> None:
         hidden, weight = projection.hidden, projection.weight
         self._wanted = wanted
-        self._hidden = _sum_for(hidden, wanted[0], tiling.vocabulary >= weight.shape[0])
-        self._weight = _sum_for(weight, wanted[1], tiling.tokens >= hidden.shape[0])
+        self._hidden = _sum_for(hidden, wanted[0], projection.sum_dtype, tiling.vocabulary >= weight.shape[0])
+        self._weight = _sum_for(weight, wanted[1], projection.sum_dtype, tiling.tokens >= hidden.shape[0])
         self._bias = hidden.new_zeros(weight.shape[0], dtype=wide_dtype(hidden.dtype)) if wanted[2] else None
 
     def add(self, projection: Projection, rows: slice, columns: slice, tile: Tensor) -> None:
@@ -175,14 +177,14 @@ class Gradients:
         return hidden, weight, bias if bias is None else bias.to(to_bias)
 
 
-def _sum_for(like: Tensor, wanted: torch.dtype | None, is_whole: bool) -> _Sum | None:
+def _sum_for(like: Tensor, wanted: torch.dtype | None, sum_dtype: torch.dtype, is_whole: bool) -> _Sum | None:
     """For gradients to `like`; `is_whole`: one product makes each row, which is rounded once whatever the dtype.
 
     Not in float16: before it is divided by the number of tokens, a gradient may be larger than that can say.
     """
     if wanted is None:
         return None
-    return _Sum(like, wanted if is_whole and wanted is not torch.float16 else wide_dtype(like.dtype))
+    return _Sum(like, wanted if is_whole and wanted is not torch.float16 else sum_dtype)
 
 
 class _Sum:
@@ -215,14 +217,16 @@ class _Sum:
 
     def result(self, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
         """The sum in its final dtype. A narrower one lies in the same memory: a copy beside it would be the peak of a step."""
-        if not self._begun:
-            self._total.zero_()
+        total = self._total if self._begun else self._total.zero_()
+        if dtype.itemsize > total.dtype.itemsize:
+            total = total.to(dtype)
         if scale is not None:
-            self._total.mul_(scale)
-        if dtype.itemsize >= self._total.dtype.itemsize:
-            return self._total.to(dtype)
-        flat = self._total.view(-1)
+            # As a vector, which keeps its dtype: a number would be rounded to that of the sum first, and all gradients be off by that.
+            torch.mul(total, scale.view(1), out=total)
+        if dtype.itemsize == total.dtype.itemsize:
+            return total.to(dtype)
+        flat = total.view(-1)
         narrow = flat.view(dtype)[: flat.numel()]
         for part in slices(flat.numel(), _NARROWING_NUMEL):
             narrow[part] = flat[part].to(dtype)  # written below what is still to be read
-        return narrow.view(self._total.shape)
+        return narrow.view(total.shape)

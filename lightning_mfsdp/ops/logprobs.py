@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,6 +27,7 @@ def linear_logprobs(
     temperature: float = ...,
     softcap: float | None = ...,
     token_chunk: int | None = ...,
+    sum_dtype: torch.dtype | None = ...,
     ignore_index: int = ...,
     vocab_group: dist.ProcessGroup | None = ...,
     return_entropy: Literal[False] = ...,
@@ -41,6 +43,7 @@ def linear_logprobs(
     temperature: float = ...,
     softcap: float | None = ...,
     token_chunk: int | None = ...,
+    sum_dtype: torch.dtype | None = ...,
     ignore_index: int = ...,
     vocab_group: dist.ProcessGroup | None = ...,
     return_entropy: Literal[True],
@@ -56,6 +59,7 @@ def linear_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
     token_chunk: int | None = None,
+    sum_dtype: torch.dtype | None = None,
     ignore_index: int = -100,
     vocab_group: dist.ProcessGroup | None = None,
     return_entropy: bool = False,
@@ -75,6 +79,8 @@ def linear_logprobs(
         softcap: Before that, logits become `softcap * tanh(logits / softcap)`.
         token_chunk: Tokens of a tile; one tile if there are no more. `None`: tiles of 64 MiB, or of a quarter of the memory of `hidden`
             and `weight` if that is more; in backward they are parts of the vocabulary if there are fewer tokens than token ids.
+        sum_dtype: In which the gradient to `weight` or, with such parts, to `hidden` is added up over tiles. `None`: float32 (float64 for
+            float64), rounded once. `torch.bfloat16`, for products in it: rounded once a tile, in half the memory.
         ignore_index: Targets with this value have log-probability 0, entropy 0, and no gradient.
         vocab_group: Its ranks have equal parts of the vocabulary, in order, and the same `hidden` and `target`. One all-gather of four
             numbers a token in forward; one all-reduce of the gradient to `hidden` in backward.
@@ -91,6 +97,7 @@ def linear_logprobs(
         temperature=temperature,
         softcap=softcap,
         token_chunk=token_chunk,
+        sum_dtype=sum_dtype,
         ignore_index=ignore_index,
         vocab_group=vocab_group,
     )

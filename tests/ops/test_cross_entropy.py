@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mfsdp.ops import linear, linear_cross_entropy, tiles
+from lightning_mfsdp.ops import linear, linear_cross_entropy, linear_logprobs, tiles
 from tests.ops.reference import IGNORED, eager_logits, eager_loss, problem
 from tests.ops.test_logprobs import Sizes
 
@@ -53,16 +54,25 @@ class Costs(Sizes):
         self.multiplications = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
-            self.multiplications += args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm_.default):
+            left, right = args[-2:]
+            self.multiplications += left.numel() * right.shape[1]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-@pytest.mark.parametrize(("tokens", "ids", "products"), [(256, 64, 3), (64, 256, 4)])
+@pytest.mark.parametrize(
+    ("tokens", "ids", "sum_dtype", "products"),
+    [
+        (256, 64, None, 3),
+        (64, 256, None, 4),
+        (256, 64, torch.bfloat16, 3),
+        (64, 256, torch.bfloat16, 3),
+    ],
+)
 def test_the_sum_over_tiles_is_that_of_the_smaller_side(
-    tokens: int, ids: int, products: int, monkeypatch: pytest.MonkeyPatch
+    tokens: int, ids: int, sum_dtype: torch.dtype | None, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With fewer tokens than token ids logits are made twice, and no sum is as large as the weight."""
+    """With fewer tokens than token ids logits are made twice, and no sum is as large as the weight. In bfloat16 that is the gradient."""
     width, tile = 32, 1024
     monkeypatch.setattr(linear, "_TILE_BYTES", 2 * tile)
     monkeypatch.setattr(linear, "_TILE_SHARE", 1000)
@@ -70,14 +80,14 @@ def test_the_sum_over_tiles_is_that_of_the_smaller_side(
     monkeypatch.setattr(tiles, "_BLOCK_NUMEL", 1)
     hidden, weight, _, target = problem(tokens, width, ids, dtype=torch.bfloat16)
     with Costs() as costs:
-        linear_cross_entropy(hidden, weight, target).backward()
+        linear_cross_entropy(hidden, weight, target, sum_dtype=sum_dtype).backward()
     assert costs.multiplications == products * tokens * width * ids
     assert costs.largest[torch.bfloat16] == 256 * width, "a gradient"
-    assert costs.largest[torch.float32] == 64 * width, "the sum"
+    assert costs.largest[torch.float32] == (64 * width if sum_dtype is None else 4 * tokens), "the sum, or statistics"
     logits = (hidden @ weight.T).double()
     factors = torch.autograd.grad(eager_loss(logits, target, "mean", 0, 0), logits)[0]
     for found, expected in ((weight.grad, factors.T @ hidden.double()), (hidden.grad, factors @ weight.double())):
-        torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.002)
+        torch.testing.assert_close(found.double(), expected, rtol=0.02 if sum_dtype is None else 0.1, atol=0.002)
 
 
 @pytest.mark.parametrize("tokens", [T, 2 * V])
@@ -123,6 +133,39 @@ def test_low_precision_weights_get_sums_of_float32_rounded_once() -> None:
     assert weight.grad is not None
     assert weight.grad.is_contiguous()
     assert weight.grad.tolist() == [[-512.0], [512.0]]
+
+
+def test_sums_are_in_bfloat16_where_that_is_asked_for() -> None:
+    """Which shows by what is lost: 256 and 1 are 256. So in both ways, by logits made once and made again."""
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.ones(1024, 1, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.zeros(1024, dtype=torch.int64)
+    options: dict[str, Any] = {"token_chunk": 1, "sum_dtype": torch.bfloat16}
+    losses = (
+        linear_cross_entropy(hidden, weight, target, reduction="sum", **options),
+        linear_cross_entropy(hidden, weight, target, reduction="none", **options).sum(),
+        -linear_logprobs(hidden, weight, target, **options).sum(),
+    )
+    for loss in losses:
+        assert torch.autograd.grad(loss, weight)[0].tolist() == [[-128.0], [128.0]]
+
+
+def test_gradients_to_weights_in_float32_are_scaled_in_float32() -> None:
+    hidden, weight, _, target = problem(7 * 64, 8, 11, dtype=torch.bfloat16)
+    target.fill_(3)
+    wide = weight.detach().float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        for dtype in (None, torch.bfloat16):
+            sums, means = (
+                torch.autograd.grad(
+                    linear_cross_entropy(hidden, wide, target, token_chunk=128, sum_dtype=dtype, reduction=reduction),
+                    (hidden, wide),
+                )
+                for reduction in ("sum", "mean")
+            )
+            assert [grad.dtype for grad in means] == [torch.bfloat16, torch.float32]
+            for total, mean in zip(sums, means, strict=True):
+                assert torch.equal(mean, (total.float() * torch.tensor(1 / len(target))).to(mean.dtype))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

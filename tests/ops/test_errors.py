@@ -25,6 +25,14 @@ HIDDEN, WEIGHT, TARGET = torch.zeros(3, 2), torch.zeros(5, 2), torch.zeros(3, dt
         ({"softcap": -1.0}, "softcap=-1.0: expected a positive number or None"),
         ({"token_chunk": 0}, "token_chunk=0: expected at least one token, or None"),
         (
+            {"sum_dtype": torch.bfloat16},
+            "sum_dtype=torch.bfloat16: for products in torch.float32 expected torch.float32, or None",
+        ),
+        (
+            {"hidden": HIDDEN.bfloat16(), "weight": WEIGHT.bfloat16(), "sum_dtype": torch.float16},
+            "sum_dtype=torch.float16: for products in torch.bfloat16 expected torch.float32 or torch.bfloat16, or None",
+        ),
+        (
             {"hidden": torch.zeros(3, 4)},
             r"expected hidden states \[..., H\] and a weight \[V, H\], got \(3, 4\) and \(5, 2\)",
         ),
