@@ -236,9 +236,8 @@ class ShardedPrecision(FabricPrecision):
         Its calls outside of steps, from a hook or after training, run under autocast as well, because weights have the compute dtype, and
         in FP8 as in a step, also under an autocast of one's own.
         """
-        fused = fuse_weight_gradients(module) if has_engine_modules(module) else []
-        if fused:
-            rank_zero_info(f"{len(fused)} modules write gradients of their weights by themselves")
+        if has_engine_modules(module):
+            _fuse_weight_gradients(module)
         if self.precision not in _AUTOCAST_DTYPES:
             return
 
@@ -352,3 +351,14 @@ def _fp8_options(plugin: FabricTransformerEnginePrecision) -> dict[str, Any]:
             'plugins=[MFSDPPrecision("transformer-engine", recipe="delayed", replace_layers="auto")]'
         )
     return {"recipe": recipe, "replace_layers": "auto" if plugin.replace_layers is None else plugin.replace_layers}
+
+
+def _fuse_weight_gradients(module: nn.Module) -> None:
+    """Where layers are built for it; what came of it is said."""
+    built = [name for name, layer in module.named_modules() if getattr(layer, "fuse_wgrad_accumulation", False)]
+    fused = fuse_weight_gradients(module)
+    if fused:
+        rank_zero_info(f"{len(fused)} modules write gradients of their weights by themselves")
+    left = [name for name in built if not module.get_submodule(name).fuse_wgrad_accumulation]
+    if left:
+        rank_zero_info(f"{', '.join(left)} leave gradients of their weights to autograd: these are ignored_parameters")

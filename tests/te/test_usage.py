@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mfsdp import MixedPrecisionPolicy
+from lightning_mfsdp import MixedPrecisionPolicy, dtypes
 from lightning_mfsdp.te import Fp8Compute, Fp8Options
 from tests.helpers.distributed import run_distributed
 from tests.helpers.fused_adam import FusedAdam
@@ -116,8 +117,11 @@ def ignored_layers(rank: int, world: int, found: dict[str, Any]) -> None:
     options = {"strategy_options": {"ignored_parameters": ["head.*"]}}
     found["ignored quantized"] = message_of(trained, rank, world, seeded(Net), fp8(fp8_weights=True), **options)
     for fused in (False, True):
-        model = trained(rank, world, seeded(Net), fp8(fuse_weight_gradients=fused), steps=2, **options)
+        said: list[str] = []
+        with mock.patch.object(dtypes, "rank_zero_info", said.append):
+            model = trained(rank, world, seeded(Net), fp8(fuse_weight_gradients=fused), steps=2, **options)
         found[f"ignored {fused}"] = len(fake_engine.writes), model.head.weight.grad is not None
+        found[f"said {fused}"] = said
 
 
 def adapters(rank: int, world: int, found: dict[str, Any]) -> None:
@@ -274,6 +278,8 @@ def test_ignored_weights_are_not_quantized_and_have_gradients_of_their_own(ranks
         assert "head.weight of Net are among ignored_parameters and were to be quantized" in found["ignored quantized"]
         assert found["ignored False"] == (0, True)
         assert found["ignored True"] == (2 * 4, True)
+        message = "head leave gradients of their weights to autograd: these are ignored_parameters"
+        assert (message in found["said False"], message in found["said True"]) == (False, True)
 
 
 def test_adapters_train_over_frozen_layers(ranks: Any) -> None:
