@@ -344,6 +344,7 @@ def test_expert_parallelism_on_two_gpus() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.gpus4
-@_needs(4)
-def test_expert_parallelism_on_four_gpus() -> None:
+@_needs(2)
+def test_expert_parallelism_on_four_ranks() -> None:
+    """On two GPUs as on two hosts of two."""
     run_distributed(expert_parallelism, 4, backend="nccl")

@@ -175,6 +175,7 @@ def test_two_gpus_train_like_one_process():
 
 @pytest.mark.gpu
 @pytest.mark.gpus4
-@_needs(4)
-def test_four_gpus_train_like_one_process():
+@_needs(2)
+def test_four_ranks_train_like_one_process():
+    """On two GPUs as on two hosts of two."""
     run_distributed(everything, 4, backend="nccl")

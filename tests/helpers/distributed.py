@@ -1,7 +1,8 @@
 """Run a function on several gloo processes and bring back what each rank returned.
 
 Processes are forked from a server that has imported the heavy packages and started no thread, which saves seconds for each. On
-CUDA they start from nothing: a driver does not survive a fork.
+CUDA they start from nothing: a driver does not survive a fork. Where there are fewer GPUs than ranks, NCCL is told of a host for each
+round of GPUs: it refuses two ranks on one GPU of a host, and joins hosts by sockets.
 """
 
 from __future__ import annotations
@@ -101,8 +102,13 @@ def _main(
     torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    device = None
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        host, gpu = divmod(rank, torch.cuda.device_count())
+        if world_size > torch.cuda.device_count():
+            os.environ.update(LOCAL_RANK=str(gpu), NCCL_HOSTID=f"host {host}", NCCL_SOCKET_IFNAME="lo")
+        device = torch.device("cuda", gpu)
+        torch.cuda.set_device(device)
     try:
         dist.init_process_group(
             backend,
@@ -110,7 +116,7 @@ def _main(
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=TIMEOUT_S[backend] - 10),
-            device_id=torch.device("cuda", rank) if backend == "nccl" else None,
+            device_id=device,
         )
         result = function(rank, world_size, *args)
         torch.save(result, Path(folder, f"result-{rank}"))
