@@ -359,6 +359,6 @@ def _fuse_weight_gradients(module: nn.Module) -> None:
     fused = fuse_weight_gradients(module)
     if fused:
         rank_zero_info(f"{len(fused)} modules write gradients of their weights by themselves")
-    left = [name for name in built if not module.get_submodule(name).fuse_wgrad_accumulation]
+    left = [name or type(module).__name__ for name in built if not module.get_submodule(name).fuse_wgrad_accumulation]
     if left:
-        rank_zero_info(f"{', '.join(left)} leave gradients of their weights to autograd: these are ignored_parameters")
+        rank_zero_info(f"{len(left)} modules leave gradients of ignored_parameters to autograd: {', '.join(left)}")

@@ -29,6 +29,9 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Not float16: what is still to be divided by the number of tokens may be larger than it can say.
+_SUM_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxOptions:
@@ -43,7 +46,7 @@ class SoftmaxOptions:
         vocab_group: Ranks that have the vocabulary in equal parts, in the order of their ranks; `None`: this rank has it all.
 
     Raises:
-        ValueError: A number out of its range, or a rank outside the group.
+        ValueError: A number out of its range, another dtype than float32, float64 and bfloat16, or a rank outside the group.
     """
 
     temperature: float = 1.0
@@ -60,6 +63,10 @@ class SoftmaxOptions:
         if self.token_chunk is not None and self.token_chunk < 1:
             raise ValueError(
                 f"token_chunk={self.token_chunk}: expected at least one token, or None for an automatic choice"
+            )
+        if self.sum_dtype not in _SUM_DTYPES:
+            raise ValueError(
+                f"sum_dtype={self.sum_dtype}: expected torch.bfloat16, torch.float32, torch.float64, or None"
             )
         if self.vocab_group is not None and dist.get_group_rank(self.vocab_group, dist.get_rank()) < 0:
             raise ValueError(
@@ -80,19 +87,20 @@ class SoftmaxOptions:
         """Token id of the first of this rank's `num_ids`."""
         return 0 if self.vocab_group is None else dist.get_rank(self.vocab_group) * num_ids
 
-    def projection(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Projection:
-        """Of a weight in any dtype; it computes in that of `hidden`.
+    def check_sums(self, dtype: torch.dtype) -> None:
+        """Refuse sums that do not fit products in `dtype`; where nothing is differentiated there are none.
 
         Raises:
-            ValueError: `sum_dtype` is neither the wide one nor bfloat16 for products in bfloat16.
+            ValueError: They are neither in the wide dtype nor in bfloat16, as the products.
         """
-        sum_dtype = wide = wide_dtype(hidden.dtype)
-        if self.sum_dtype is not None:
-            sum_dtype = self.sum_dtype
-        # Not float16: what is still to be divided by the number of tokens may be larger than it can say.
-        if sum_dtype is not wide and not (sum_dtype is hidden.dtype is torch.bfloat16):
-            narrow = " or torch.bfloat16" if hidden.dtype is torch.bfloat16 else ""
-            raise ValueError(f"sum_dtype={sum_dtype}: for products in {hidden.dtype} expected {wide}{narrow}, or None")
+        wide = wide_dtype(dtype)
+        fitting = (None, wide, dtype) if dtype is torch.bfloat16 else (None, wide)
+        if self.sum_dtype not in fitting and torch.is_grad_enabled():
+            names = ", ".join(str(each) for each in fitting[1:])
+            raise ValueError(f"sum_dtype={self.sum_dtype}: for products in {dtype} expected {names}, or None")
+
+    def projection(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Projection:
+        """Of a weight in any dtype; it computes in that of `hidden`."""
         return Projection(
             hidden=hidden,
             weight=weight.to(hidden.dtype),
@@ -100,7 +108,7 @@ class SoftmaxOptions:
             target=target,
             shaping=self.shaping,
             first_id=self.first_id(weight.shape[0]),
-            sum_dtype=sum_dtype,
+            sum_dtype=self.sum_dtype or wide_dtype(hidden.dtype),
         )
 
 

@@ -2,7 +2,7 @@
 
 The gradient of a mean or a sum is known up to one number, the gradient of the loss itself. So it can be computed in forward, while the
 logits are there; backward multiplies it by that number. That is three products with the weight instead of four. It needs tiles that hold
-the whole vocabulary, and with them a sum as large as the weight. In bfloat16 that is the gradient to the weight itself. In float32 it is
+the whole vocabulary, and with them a sum as large as the weight. In bfloat16 that is the gradient to such a weight itself. In float32 it is
 twice that, so where tokens are fewer than token ids, four products with the smaller sum are the leaner way
 (docs/benchmarks/2026-11-22-logprobs.md has both).
 """
@@ -121,6 +121,7 @@ def linear_cross_entropy(
         vocab_group=vocab_group,
     )
     tokens = flat_hidden(hidden, weight, bias, "linear_cross_entropy")
+    options.check_sums(tokens.dtype)
     ids = flat_target(target, hidden.shape[:-1], weight.shape[0], options, "linear_cross_entropy")
     loss = _Loss(options=options, smoothing=label_smoothing, z_loss=z_loss, num_ids=weight.shape[0])
     has_whole_rows = Tiling.for_gradients(tokens, weight, token_chunk).vocabulary >= weight.shape[0]

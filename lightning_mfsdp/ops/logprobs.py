@@ -80,7 +80,7 @@ def linear_logprobs(
         token_chunk: Tokens of a tile; one tile if there are no more. `None`: tiles of 64 MiB, or of a quarter of the memory of `hidden`
             and `weight` if that is more; in backward they are parts of the vocabulary if there are fewer tokens than token ids.
         sum_dtype: In which the gradient to `weight` or, with such parts, to `hidden` is added up over tiles. `None`: float32 (float64 for
-            float64), rounded once. `torch.bfloat16`, for products in it: rounded once a tile, in half the memory.
+            float64), rounded once. `torch.bfloat16`, for products in it: rounded once a tile, and for arguments in it half the memory.
         ignore_index: Targets with this value have log-probability 0, entropy 0, and no gradient.
         vocab_group: Its ranks have equal parts of the vocabulary, in order, and the same `hidden` and `target`. One all-gather of four
             numbers a token in forward; one all-reduce of the gradient to `hidden` in backward.
@@ -102,6 +102,7 @@ def linear_logprobs(
         vocab_group=vocab_group,
     )
     tokens = flat_hidden(hidden, weight, bias, "linear_logprobs")
+    options.check_sums(tokens.dtype)
     ids = flat_target(target, hidden.shape[:-1], weight.shape[0], options, "linear_logprobs")
     found = describe_linear(tokens, weight, bias, ids, options)
     return _results(found, ids, target, weight.shape[0], options, return_entropy, entropy_requires_grad)

@@ -106,7 +106,9 @@ def _main(
     if backend == "nccl":
         host, gpu = divmod(rank, torch.cuda.device_count())
         if world_size > torch.cuda.device_count():
-            os.environ.update(LOCAL_RANK=str(gpu), NCCL_HOSTID=f"host {host}", NCCL_SOCKET_IFNAME="lo")
+            os.environ.update(
+                LOCAL_RANK=str(gpu), NCCL_HOSTID=f"host {host}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1"
+            )
         device = torch.device("cuda", gpu)
         torch.cuda.set_device(device)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -150,7 +151,29 @@ def test_sums_are_in_bfloat16_where_that_is_asked_for() -> None:
         assert torch.autograd.grad(loss, weight)[0].tolist() == [[-128.0], [128.0]]
 
 
+def test_sums_to_hidden_states_are_in_bfloat16_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token and a tile for each token id: 1 / 1024 is lost once the sum is 1 / 4."""
+    monkeypatch.setattr(linear, "_TILE_BYTES", 2)
+    monkeypatch.setattr(linear, "_TILE_SHARE", 1 << 20)
+    monkeypatch.setattr(linear, "_ALIGNMENT", 1)
+    hidden = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(1024, 1, dtype=torch.bfloat16).index_fill(0, torch.tensor(0), 0)
+    target = torch.zeros(1, dtype=torch.int64)
+    for dtype, expected in ((None, 1.0), (torch.bfloat16, 0.25)):
+        for function, sign in ((partial(linear_cross_entropy, reduction="none"), 1), (linear_logprobs, -1)):
+            (grad,) = torch.autograd.grad(function(hidden, weight, target, sum_dtype=dtype), hidden)
+            assert grad.item() == sign * expected
+
+
+def test_without_gradients_nothing_is_said_of_sums() -> None:
+    hidden, weight, _, target = problem(T, H, V, dtype=torch.float32)
+    with torch.no_grad():
+        found = linear_cross_entropy(hidden, weight, target, sum_dtype=torch.bfloat16)
+        assert torch.equal(found, linear_cross_entropy(hidden, weight, target))
+
+
 def test_gradients_to_weights_in_float32_are_scaled_in_float32() -> None:
+    """After the sum became as wide. That the scale itself is not rounded shows on CUDA only: tests/gpu/test_ops.py."""
     hidden, weight, _, target = problem(7 * 64, 8, 11, dtype=torch.bfloat16)
     target.fill_(3)
     wide = weight.detach().float().requires_grad_()

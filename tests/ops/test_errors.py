@@ -30,7 +30,11 @@ HIDDEN, WEIGHT, TARGET = torch.zeros(3, 2), torch.zeros(5, 2), torch.zeros(3, dt
         ),
         (
             {"hidden": HIDDEN.bfloat16(), "weight": WEIGHT.bfloat16(), "sum_dtype": torch.float16},
-            "sum_dtype=torch.float16: for products in torch.bfloat16 expected torch.float32 or torch.bfloat16, or None",
+            "sum_dtype=torch.float16: expected torch.bfloat16, torch.float32, torch.float64, or None",
+        ),
+        (
+            {"hidden": HIDDEN.bfloat16(), "weight": WEIGHT.bfloat16(), "sum_dtype": torch.float64},
+            "sum_dtype=torch.float64: for products in torch.bfloat16 expected torch.float32, torch.bfloat16, or None",
         ),
         (
             {"hidden": torch.zeros(3, 4)},

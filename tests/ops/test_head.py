@@ -56,6 +56,18 @@ def eager(model: Model, ids: Tensor, target: Tensor) -> Tensor:
     return first + nn.functional.cross_entropy(last.flatten(0, 1), target.flatten())
 
 
+@pytest.mark.parametrize("output", ["loss", "logprobs"])
+def test_sums_are_in_the_dtype_that_the_head_was_given(output: str) -> None:
+    """256 and 1 are 256 in bfloat16."""
+    hidden = torch.ones(1024, 1, dtype=torch.bfloat16)
+    target = torch.zeros(1024, dtype=torch.int64)
+    for dtype, expected in ((None, 512.0), (torch.bfloat16, 128.0)):
+        head = LinearLossHead(1, 2, token_chunk=1, sum_dtype=dtype, reduction="sum", dtype=torch.bfloat16)
+        nn.init.zeros_(head.weight)
+        head(hidden, target, output).sum().backward()
+        assert head.weight.grad.abs().flatten().tolist() == [expected, expected]
+
+
 def batch(rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rank)
     ids, target = torch.randint(VOCAB, (2, 2, 5), generator=generator)

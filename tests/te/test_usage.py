@@ -278,7 +278,7 @@ def test_ignored_weights_are_not_quantized_and_have_gradients_of_their_own(ranks
         assert "head.weight of Net are among ignored_parameters and were to be quantized" in found["ignored quantized"]
         assert found["ignored False"] == (0, True)
         assert found["ignored True"] == (2 * 4, True)
-        message = "head leave gradients of their weights to autograd: these are ignored_parameters"
+        message = "1 modules leave gradients of ignored_parameters to autograd: head"
         assert (message in found["said False"], message in found["said True"]) == (False, True)
 
 
