@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["leaves_in", "map_tensors", "tensors_in"]
+__all__ = ["leaves_in", "map_tensors", "renewed", "tensors_in"]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -49,16 +49,30 @@ def leaves_in(value: Any, path: str = "") -> list[tuple[str, Any]]:
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """`value` with every tensor replaced by `function(tensor)`. Containers in which something changed are rebuilt, never written to."""
+    return _mapped(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value, renews=False)
+
+
+def renewed(function: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with `function(leaf)` for all in it that is no container, in containers that nobody else has.
+
+    Mappings that are no dicts are leaves, for they may not take what `function` returns.
+    """
+    return _mapped(function, value, renews=True)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any, *, renews: bool) -> Any:
+    """Containers are rebuilt where something changed; with `renews` all that somebody could write to."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (tuple, list)):
-        items = [map_tensors(function, item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        items = [_mapped(function, item, renews=renews) for item in value]
+        may_stay = not renews or isinstance(value, tuple)
+        if may_stay and all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, Mapping):
-        changed = {key: map_tensors(function, item) for key, item in value.items()}
-        if all(changed[key] is item for key, item in value.items()):
+    if isinstance(value, dict if renews else Mapping):
+        changed = {key: _mapped(function, item, renews=renews) for key, item in value.items()}
+        if not renews and all(changed[key] is item for key, item in value.items()):
             return value
         if type(value) is dict:
             return changed
@@ -66,13 +80,14 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         for key, item in changed.items():
             rebuilt[key] = item  # type: ignore[index]
         return rebuilt
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module)):
         fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-        mapped = {name: map_tensors(function, item) for name, item in fields.items()}
-        if all(mapped[name] is item for name, item in fields.items()):
+        mapped = {name: _mapped(function, item, renews=renews) for name, item in fields.items()}
+        if not renews and all(mapped[name] is item for name, item in fields.items()):
             return value
-        renewed = copy.copy(value)
+        again = copy.copy(value)
         for name, item in mapped.items():
-            object.__setattr__(renewed, name, item)  # frozen dataclasses too
-        return renewed
-    return value
+            if item is not fields[name]:
+                object.__setattr__(again, name, item)  # frozen dataclasses too
+        return again
+    return function(value)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_mfsdp.engine.tree import map_tensors, tensors_in
+from lightning_mfsdp.engine.tree import map_tensors, renewed, tensors_in
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -54,3 +54,12 @@ def test_find_and_replace_agree_on_dataclass_fields_outside_the_constructor():
     numbers = iter(range(10))
     mapped = map_tensors(lambda tensor: torch.tensor(float(next(numbers))), value)
     assert [tensor.item() for tensor in tensors_in(mapped)] == [0.0, 1.0]
+
+
+def test_whatever_somebody_could_write_to_is_new_and_the_rest_is_what_it_was():
+    one, module, other = torch.ones(1), nn.Linear(1, 1), UserDict(a=torch.ones(1))
+    value = ({"a": one}, [one], Output(one), OrderedDict(b=one), (one, "text"), module, other)
+    again = renewed(lambda leaf: leaf, value)
+    assert [new is old for new, old in zip(again, value, strict=True)] == [False] * 4 + [True] * 3
+    assert [type(new) for new in again] == [type(old) for old in value]
+    assert all(new is old for new, old in zip(tensors_in(again), tensors_in(value), strict=True))

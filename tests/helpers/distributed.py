@@ -127,6 +127,6 @@ def _main(
             dist.destroy_process_group()
         # The result is written. Threads that gloo still winds down can abort the interpreter's own exit, now and then.
         os._exit(0)
-    except BaseException:
+    except BaseException:  # whatever ends a rank, a skip or a timeout of pytest too, is told, and goes on
         Path(folder, f"error-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         raise
