@@ -36,7 +36,14 @@ from lightning_mfsdp.arguments import (
 from lightning_mfsdp.callback_hooks import SeesTrainingSteps
 from lightning_mfsdp.checkpointing import CheckpointingStrategy
 from lightning_mfsdp.cuda_graph import GraphedTrainingStep, graphed_training_step
-from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard_optimizer, gather_root, no_sync, watch_backward
+from lightning_mfsdp.engine import (
+    MixedPrecisionPolicy,
+    fully_shard_optimizer,
+    gather_root,
+    no_sync,
+    refuse_unsharded,
+    watch_backward,
+)
 from lightning_mfsdp.evaluation import step_with_all_ranks
 from lightning_mfsdp.lightning_api import MockOptimizer, StrategyRegistry, TrainerFn
 from lightning_mfsdp.precision import MFSDPPrecision, translate_precision
@@ -168,6 +175,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         self._cuda_graph = cuda_graph
         self._graphed: GraphedTrainingStep | None = None
         self._free_gradients = free_gradients
+        self._is_first_step = True
 
     # -- where we are --------------------------------------------------------------------------------------------------
 
@@ -254,6 +262,7 @@ class MFSDPStrategy(CheckpointingStrategy):
             for optimizer in self.optimizers:
                 if not isinstance(optimizer, MockOptimizer):
                     fully_shard_optimizer(optimizer, grad_scaler=self.precision_plugin.scaler)
+        self._is_first_step = True
         if fitting and self._cuda_graph:
             self._graphed = graphed_training_step(self._run_training_step, self._module, trainer)
 
@@ -265,6 +274,9 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """`LightningModule.training_step` with the root unit's weights there."""
+        if self._is_first_step:
+            refuse_unsharded(self._module)  # hooks such as on_train_start may have added some
+            self._is_first_step = False
         if self._at_first_step:
             self.go_on_exactly()
         for callback in self._module.trainer.callbacks:  # type: ignore[attr-defined]

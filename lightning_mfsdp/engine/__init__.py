@@ -23,6 +23,7 @@ from lightning_mfsdp.engine.inspect import (
     UnitView,
     flat_gradients,
     is_sharded,
+    refuse_unsharded,
     sharded_parameters,
     units,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "record_ranges",
     "reduce_pending",
     "refresh_weights",
+    "refuse_unsharded",
     "row_placement",
     "sharded_parameters",
     "traced_step",

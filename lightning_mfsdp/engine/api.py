@@ -16,10 +16,10 @@ from lightning_mfsdp.engine.collectives import resolve_mesh
 from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.fully_shard import fully_shard, mesh_device
 from lightning_mfsdp.engine.group import ParameterGroup
-from lightning_mfsdp.engine.inspect import context_of, units_of_own
+from lightning_mfsdp.engine.inspect import context_of, units_in, units_of_own
 from lightning_mfsdp.engine.materialize import Replaced, children_first, materialize_module
 from lightning_mfsdp.engine.reduction_schedule import Sync
-from lightning_mfsdp.engine.rows import join_parts, own_part
+from lightning_mfsdp.engine.rows import gather_rows, join_parts, own_part
 from lightning_mfsdp.engine.unit import Unit, unit_of
 
 __all__ = [
@@ -67,27 +67,30 @@ def unshard(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
     It is meant for looking and for surgery. A forward inside works as usual, on compute weights.
 
     Args:
-        module: A sharded module or one that contains some; everything in it is gathered at once.
+        module: A sharded module, one that contains some, or a part of one; everything in it is gathered at once.
         writeback: Take over what was written to the full tensors. Every rank keeps its own rows, so write the same on
             all.
     """
-    groups: dict[int, ParameterGroup] = {}
-    for child in module.modules():
-        unit = unit_of(child)
-        if unit is not None:
-            unit.release()
-            groups.update({id(group): group for group in unit.all_groups})
-    if not groups:
+    tables = {id(child._parameters) for child in module.modules()}
+    wanted: dict[ParameterGroup, list[int]] = {}
+    for unit in units_in(module):
+        unit.release()
+        for group in unit.all_groups:
+            inside = [any(id(table) in tables for table, _ in entry.sites) for entry in group.entries]
+            if any(inside):
+                wanted[group] = [index for index, is_inside in enumerate(inside) if is_inside]
+    if not wanted:
         raise ShardingError(
             f"unshard: {type(module).__name__} has no sharded parameter; expected a module that fully_shard was "
             "called on"
         )
-    shown = [_show_full(group) for group in groups.values()]
+    shown = [_show_full(group, indices) for group, indices in wanted.items()]
     try:
         yield
     finally:
-        for group, parameters in zip(groups.values(), shown, strict=True):
-            for index, (entry, parameter) in enumerate(zip(group.entries, parameters, strict=True)):
+        for (group, indices), parameters in zip(wanted.items(), shown, strict=True):
+            for index, parameter in zip(indices, parameters, strict=True):
+                entry = group.entries[index]
                 if writeback:
                     with torch.no_grad():
                         group.write(index, own_part(parameter.detach(), group.mesh))
@@ -99,36 +102,46 @@ def unshard(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
             refresh_weights(module)
 
 
-def _show_full(group: ParameterGroup) -> list[nn.Parameter]:
-    """Gather a group's main weights into memory of their own and show them in the module."""
+def _show_full(group: ParameterGroup, indices: list[int]) -> list[nn.Parameter]:
+    """Gather main weights of a group into memory of their own and show them in the module."""
+    entries = [group.entries[index] for index in indices]
     with torch.inference_mode(False), torch.no_grad():
-        full = FlatBuffer.empty(group.layout, group.full_extent, group.spec.main_dtype, group.device)
-        for own, piece in zip(full.part(group.main_extent).segments, group.main.segments, strict=True):
-            own.copy_(piece)
-        if group.placement.outer_main and group.outer_axis is not None:
-            group.outer_axis.gather(full.part(group.inner_extent).segments, full.part(group.main_extent).segments)
-        if group.placement.main:
-            group.shard_axis.gather(full.segments, full.part(group.inner_extent).segments)
         parameters = [
-            nn.Parameter(join_parts(view, group.mesh), requires_grad=entry.full.requires_grad)
-            for entry, view in zip(group.entries, full.views(), strict=True)
+            nn.Parameter(value, requires_grad=entry.full.requires_grad)
+            for entry, value in zip(entries, _gathered(group, indices), strict=True)
         ]
-    for entry, parameter in zip(group.entries, parameters, strict=True):
+    for entry, parameter in zip(entries, parameters, strict=True):
         entry.resting = parameter
         entry.install(parameter)
     return parameters
 
 
+def _gathered(group: ParameterGroup, indices: list[int]) -> list[Tensor]:
+    """Whole main weights: all of a group in one buffer, some of it one by one."""
+    if len(indices) < len(group.entries):
+        return [gather_rows(group, index, group.entries[index].local.detach()) for index in indices]
+    full = FlatBuffer.empty(group.layout, group.full_extent, group.spec.main_dtype, group.device)
+    for own, piece in zip(full.part(group.main_extent).segments, group.main.segments, strict=True):
+        own.copy_(piece)
+    if group.placement.outer_main and group.outer_axis is not None:
+        group.outer_axis.gather(full.part(group.inner_extent).segments, full.part(group.main_extent).segments)
+    if group.placement.main:
+        group.shard_axis.gather(full.segments, full.part(group.inner_extent).segments)
+    return [join_parts(view, group.mesh) for view in full.views()]
+
+
 @contextmanager
 def gather_root(module: nn.Module) -> Iterator[None]:
-    """Show the full parameters of `module`'s own unit while code calls its methods directly (a LightningModule's `training_step`).
+    """Have the weights of `module`'s own unit there while code calls its methods directly (a LightningModule's `training_step`).
 
-    Its forward hooks do not run then. In grad mode the weights stay until the backward of what was computed has ended.
+    Its forward hooks do not run then. The code sees sharded parameters: what it writes to them lasts, and gradients are theirs. Modules
+    inside show unsharded ones during their forward, and what is computed from a parameter directly gets it unsharded (outside.py).
+    In grad mode the weights stay until the backward of what was computed has ended.
     """
     unit = _unit(module, "gather_root")
     context = unit.context
     before = context.backwards_finished
-    unit.enter()
+    unit.enter(shows=False)
     unit.pinned = True
     try:
         yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ __all__ = [
     "all_gather_coalesced",
     "all_gather_flat",
     "all_reduce_coalesced",
+    "as_kind",
     "averages",
     "backward_task",
     "before_other_hooks",
@@ -39,6 +40,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_zero_",
+    "get_data",
     "grouped_mm",
     "has_accumulation_hooks",
     "has_global_hooks",
@@ -49,6 +51,7 @@ __all__ = [
     "premul_sum",
     "reduce_scatter_coalesced",
     "reduce_scatter_flat",
+    "set_data",
     "sets_data",
     "storage_users",
     "symmetric_memory",
@@ -58,6 +61,7 @@ __all__ = [
     "zero_cta_group",
 ]
 
+TensorT = TypeVar("TensorT", bound=Tensor)
 DispatchMode = TorchDispatchMode  # sees every operation before it runs, of subclasses too (torch 2.11 to 2.13)
 
 
@@ -102,6 +106,15 @@ def without_torch_function() -> AbstractContextManager[Any]:
 def sets_data(function: Any) -> bool:
     """Whether a torch function is the assignment `tensor.data = value`."""
     return bool(function == torch.Tensor.data.__set__)  # type: ignore[attr-defined]
+
+
+get_data: Callable[[Tensor], Tensor] = torch.Tensor.data.__get__  # type: ignore[attr-defined] # `parameter.data` of a plain parameter
+set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined] # `parameter.data = value`
+
+
+def as_kind(kind: type[TensorT], tensor: Tensor) -> TensorT:
+    """A tensor of a subclass of `Tensor` over the memory of another one, without history (torch 2.11 to 2.13: `_make_subclass`)."""
+    return torch.Tensor._make_subclass(kind, tensor)
 
 
 def all_gather_flat(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> None:

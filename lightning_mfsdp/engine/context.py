@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.channels import Channels
@@ -40,6 +41,7 @@ class Context:
         weights_ready: After the last write to a main or held weight; `None` once the gather stream has waited for it.
         ranges: Names for what happens, for a profiler.
         gathers_started: Collectives issued for weights so far, for inspection.
+        ignored: Parameters that were to be left as they are, by identity.
         trace: Of the step that is running, if somebody will repeat its gathers.
     """
 
@@ -53,6 +55,7 @@ class Context:
         self._planner = MemoryPlanner(self.pool, self.channels, mesh, device)
         self.reductions = ReductionSchedule(self.streams, self.ranges)
         self._covered: set[int] = set()
+        self.ignored: dict[int, weakref.ref[nn.Parameter]] = {}
         self._uncovered: list[weakref.ref[Entry]] = []
         self._known_units = -1  # for which `_uncovered` holds
         self.weights_ready: Event = None
@@ -99,6 +102,7 @@ class Context:
     def take_over(self, other: Context) -> None:
         """Keep what is known about optimizers in a context whose units move into this one."""
         self._covered |= other._covered
+        self.ignored.update(other.ignored)
         self._known_units = -1
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -140,7 +144,7 @@ class Context:
         for unit in self.units:
             if unit.live:
                 for group in unit.all_groups:
-                    group.refill(self.weights_ready)
+                    self.gathers_started += group.refill(self.weights_ready)
 
     def _gather_whole_weights(self) -> None:
         """Weights that stay whole are gathered once after a change, all of them now, in an order that all ranks share.

@@ -25,7 +25,7 @@ from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.buffer import FlatBuffer
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.group import ParameterGroup
-from lightning_mfsdp.engine.parameter import place_of
+from lightning_mfsdp.engine.parameter import UnshardedParameter, place_of
 
 __all__ = ["DirectWrites", "gradient_memory", "write_directly"]
 
@@ -172,7 +172,7 @@ def _forward_of(this: weakref.ref[nn.Linear]) -> Callable[[Tensor], Tensor]:
 
 def _can_be_direct(weight: Tensor) -> bool:
     return (
-        type(weight) is nn.Parameter  # a sharded face outside its unit
+        type(weight) is UnshardedParameter
         and weight.requires_grad
         and torch.is_grad_enabled()
         and not weight._backward_hooks

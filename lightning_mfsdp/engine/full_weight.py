@@ -10,7 +10,9 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
+from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.buffer import FlatBuffer, buffer_numel
 from lightning_mfsdp.engine.codec import WeightCodec
 from lightning_mfsdp.engine.layout import Layout
@@ -59,7 +61,7 @@ class FullWeight:
         full = self._entries[index].full
         full.grad = None
         if self._codec is None:
-            full.data = torch.empty(0, dtype=self._dtype, device=self._device)
+            compat.set_data(full, torch.empty(0, dtype=self._dtype, device=self._device))
         else:  # its shape is that of what it reads
             nothing = torch.empty(1, dtype=self._dtype, device=self._device).expand(full.shape)
             self._codec.bind(full, [nothing] * self._num_planes)
@@ -84,12 +86,22 @@ class FullWeight:
         if self._codec is None:
             with torch.inference_mode(False):
                 for entry, view in zip(self._entries, planes[0].views(), strict=True):
-                    entry.full.data = view
+                    compat.set_data(entry.full, view)
             return
         with torch.inference_mode(False), torch.no_grad():
             for entry, *views in zip(self._entries, *(plane.views() for plane in planes), strict=True):
                 # `data`: a version counter of its own, so that a gather does not disturb tensors saved for backward.
                 self._codec.bind(entry.full, [view.data for view in views])
+
+    def take_back(self, index: int) -> Tensor:
+        """Whatever a parameter holds now, in the memory it was pointed at before somebody set its `data`."""
+        assert self._bound is not None, "only parameters that were shown are written"
+        full, view = self._entries[index].full, self._bound[0].views()[index]
+        with torch.inference_mode(False), torch.no_grad():
+            if full.untyped_storage().data_ptr() != view.untyped_storage().data_ptr():
+                view.copy_(full)
+                compat.set_data(full, view)
+        return view
 
     def prepare(self) -> None:
         """What was gathered is about to be shown."""

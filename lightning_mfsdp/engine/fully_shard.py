@@ -137,8 +137,11 @@ def fully_shard(
         policy = replace(policy, cast_forward_inputs=False)
     write_directly(members, groups)
     unit = Unit(members, groups, policy, reshard_after_forward=reshard_after_forward)
-    _join(whole, unit, Context(unit, resolved, device, pooled=storage == "pooled", symmetric=symmetric_memory))
+    context = Context(unit, resolved, device, pooled=storage == "pooled", symmetric=symmetric_memory)
+    context.ignored = {id(one): weakref.ref(one) for one in whole.parameters() if id(one) in ignored}
+    _join(whole, unit, context)
     _borrow(unit, borrowed)
+    unit.hook_inside()
     return module
 
 
@@ -300,6 +303,7 @@ def _join(module: nn.Module, unit: Unit, context: Context) -> None:
             names.setdefault(nested, []).append(name)
     for nested, found in names.items():
         nested.rename(found)
+        nested.unhook_inside()
         refuse_other_mesh(nested, context)
         context.take_over(nested.context)
         context.add(nested)

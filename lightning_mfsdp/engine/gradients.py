@@ -99,6 +99,7 @@ def local_gradients(group: ParameterGroup, entries: list[int] | None = None) -> 
     Cells between parameters are zero in the segments, so norms and finite checks may read them.
     """
     context = group.context
+    _reduce_held_back(group)
     reducer = context.reductions.known(group) if context is not None else None
     grads = [entry.local.grad for entry in group.entries]
     if entries is None:
@@ -134,6 +135,7 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
             group, index = place
             if group not in axes_of:
                 axes_of[group] = _sharded_axes(group)
+                _reduce_held_back(group)
             if axes_of[group]:
                 wanted.setdefault(group, []).append(index)
                 continue
@@ -149,6 +151,13 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
             part.dtype = torch.float64  # from what all ranks know: a rank may own no gradient here
         part.tensors += local_gradients(group, sorted(indices))
     return list(parts.values())
+
+
+def _reduce_held_back(group: ParameterGroup) -> None:
+    """Reduce what `no_sync` holds back in the root of a group, before anybody looks. Collective, and known to all ranks."""
+    context = group.context
+    if context is not None and context.reductions.holds_back:
+        context.reductions.reduce_pending(context.units)
 
 
 def _sharded_axes(group: ParameterGroup) -> tuple[Axis, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from lightning_mfsdp.engine.full_weight import FullWeight
 from lightning_mfsdp.engine.group_spec import GroupSpec
 from lightning_mfsdp.engine.host_memory import HostMemory
 from lightning_mfsdp.engine.layout import plan_layout
-from lightning_mfsdp.engine.parameter import Entry, mark_owner
+from lightning_mfsdp.engine.parameter import Entry, UnshardedParameter, mark_owner
 from lightning_mfsdp.engine.placement import Placement
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.rows import whole_shape
@@ -56,6 +56,9 @@ class ParameterGroup:
         held: What stays in memory in the storage dtype, by plane: extent `inner`, or everything; empty where each gather casts.
         stale: The held weight does not show yet what the optimizer wrote.
         installed: The module shows full parameters.
+        lost_writes: Unsharded parameters that a forward wrote to, though main weights of another dtype cannot take that over.
+        gradients_outside: Whole gradients, by index, of parameters that were used outside of a forward (outside.py).
+        advised: It was said that this costs a gather each time.
         users_live: How many units are using the full weights.
     """
 
@@ -89,6 +92,9 @@ class ParameterGroup:
         self._gathered_event: Event = None
         self._planes_there: list[int] = []
         self.installed = False
+        self.lost_writes: list[Entry] = []
+        self.gradients_outside: dict[int, torch.Tensor] = {}
+        self.advised = False
         self.users_live = 0
         self.stale = True
         if not self.placement.weight:
@@ -142,7 +148,11 @@ class ParameterGroup:
         for face in (parameter, sharded, local):
             mark_owner(face, self, index)
         shape = whole_shape(parameter.shape, self.mesh)
-        return Entry(name=name, full=parameter, sites=sites, shape=shape, sharded=sharded, local=local)
+        if type(parameter) is nn.Parameter:
+            parameter.__class__ = UnshardedParameter
+        full = cast("UnshardedParameter", parameter)
+        full.data_was_asked_for = False  # always so where a class of the user's or of a codec keeps its own `data`
+        return Entry(name=name, full=full, sites=sites, shape=shape, sharded=sharded, local=local)
 
     @property
     def dtensor_placements(self) -> list[DTensorPlacement]:
@@ -167,8 +177,7 @@ class ParameterGroup:
         """Keep this rank's rows of a full `value` (the shape it has in its module, any dtype) as the main weight."""
         local = self.entries[index].local
         if local.numel():
-            rows = self.layout.owned_rows(index, self.main_extent.start, len(self.main_extent))
-            local.copy_(value[rows.start : rows.stop] if value.dim() else value)
+            local.copy_(self._rows(value, index, self.main_extent))
         self.stale = True
 
     def _full_weight(self) -> FullWeight:
@@ -312,10 +321,14 @@ class ParameterGroup:
         compat.foreach_copy_(own.segments, self.main.segments)
         return own
 
-    def install(self) -> None:
-        """Wait for the gather and show full parameters in the module."""
+    def wait(self) -> None:
+        """Let what comes next on this stream wait for the gather."""
         self.streams.wait(self._gathered_event)
         self.forget_events()
+
+    def install(self) -> None:
+        """Wait for the gather and show full parameters in the module."""
+        self.wait()
         if not self.installed:
             self.installed = True
             self._full.prepare()
@@ -346,30 +359,81 @@ class ParameterGroup:
         if self.gathered:
             self._planes_there.clear()
             if self.placement.weight:
-                self.streams.wait(self._gathered_event)
-                self.forget_events()
+                self.wait()
                 give_back = self._pool.set_aside if keep_memory else self._pool.release
                 give_back(self.client, self.streams.record())
 
-    def hide(self) -> None:
-        """Show sharded parameters again; full ones stay where they are."""
+    def hide(self, *, takes_over: bool = True) -> None:
+        """Show sharded parameters again; unsharded ones stay where they are.
+
+        Args:
+            takes_over: What was written to them becomes main weights; else these were written later.
+        """
         if self.installed:
             self.installed = False
             self._full.retire()
-            for entry in self.entries:
+            for index, entry in enumerate(self.entries):
                 entry.install(entry.resting)
+                full = entry.full
+                if full._version != entry.version or full.data_was_asked_for:
+                    self._take_over(index) if takes_over else entry.forget_writes()
+
+    def _take_over(self, index: int) -> None:
+        """Make a parameter's unsharded values, which a forward has or may have written, those of the main weight and the compute shard.
+
+        All ranks compute the same, so each keeps its own rows and nothing is communicated: a rank may have asked for `data` alone, to log.
+        Where dtypes differ, values that nobody changed keep their precision, and a forward that surely wrote is refused: what it adds up
+        would be lost in rounding.
+        """
+        entry = self.entries[index]
+        is_written = entry.forget_writes()
+        if self.spec.codec is not None:
+            return
+        value = self._full.take_back(index)
+        if is_written and self.spec.main_dtype != self.spec.compute_dtype:
+            self.lost_writes.append(entry)
+            return
+        with torch.no_grad():
+            for buffer in (self.main, *self.held):
+                rows, own = buffer.view(index), self._rows(value, index, buffer.extent)
+                if not rows.numel() or own.data_ptr() == rows.data_ptr():
+                    continue
+                if own.dtype == rows.dtype:
+                    rows.copy_(own)
+                else:
+                    rows.copy_(torch.where(rows.to(own.dtype) == own, rows, own.to(rows.dtype)))
+        if self.context is not None:
+            self.context.weights_ready = self.streams.record()
+
+    def _rows(self, value: torch.Tensor, index: int, extent: range) -> torch.Tensor:
+        """What the shards of `extent` have of a whole parameter."""
+        rows = self.layout.owned_rows(index, extent.start, len(extent))
+        return value[rows.start : rows.stop] if value.dim() else value
+
+    def refuse_lost_writes(self) -> NoReturn:
+        """Name what a forward wrote to in vain."""
+        names = ", ".join(entry.name for entry in self.lost_writes)
+        self.lost_writes.clear()
+        raise EngineStateError(
+            f"{self.name}: a forward wrote to its own parameter {names}, which it sees in {self.spec.compute_dtype}, while the main "
+            f"weight is {self.spec.main_dtype}, so the write would be lost. Write outside of the module's forward (in training_step or a "
+            "hook, where parameters are main weights), keep the module in float32 (MixedPrecisionPolicy(fp32_modules=...)), or use "
+            'precision="32-true"'
+        )
 
     def forget_events(self) -> None:
         """Nobody has to wait for the gather that was started."""
         self._gathered_event = None
 
-    def refill(self, weights_ready: Event) -> None:
-        """Show what the optimizer wrote in weights that are in use."""
-        planes = list(self._planes_there) or [0]
+    def refill(self, weights_ready: Event) -> int:
+        """Have what was written to main weights in unsharded ones that are in use. Returns how many collectives that took."""
+        planes, shown = list(self._planes_there) or [0], self.installed
+        self.hide(takes_over=False)
         self.release()
-        for plane in planes:
-            self.start_gather(weights_ready, for_backward=plane > 0)
-        self.install()
+        started = sum(self.start_gather(weights_ready, for_backward=plane > 0) for plane in planes)
+        if shown:
+            self.install()
+        return started
 
     def give_up_prefetch(self) -> bool:
         """Let another client have the slot if these weights were only gathered or kept in advance."""
@@ -384,15 +448,22 @@ class ParameterGroup:
     @property
     def has_full_gradients(self) -> bool:
         """Whether autograd left gradients that nobody has taken."""
-        for entry in self.entries:  # noqa: SIM110 - a generator costs host time, in every unit
+        for entry in self.entries:
             if entry.full.grad is not None:
                 return True
-        return False
+        return bool(self.gradients_outside)
+
+    def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        """Add to the whole gradient of a parameter, in the main weight's dtype, beside what autograd leaves."""
+        if self.entries[index].is_trained:
+            known = self.gradients_outside.get(index)
+            self.gradients_outside[index] = gradient if known is None else known + gradient
 
     def drop_full_gradients(self) -> None:
         """Forget what autograd left: the backward failed, or nobody wants it."""
         for entry in self.entries:
             entry.full.grad = None
+        self.gradients_outside.clear()
 
     @property
     def slot(self) -> Slot | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.series import Series
@@ -18,7 +19,27 @@ from lightning_mfsdp.engine.series import Series
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.unit import Unit
 
-__all__ = ["attach", "is_plain_lookup"]
+__all__ = ["UNIT", "Shown", "attach", "attach_inside", "is_plain_lookup", "is_unit"]
+
+
+UNIT = "_mfsdp_unit"  # where a module keeps its unit
+
+
+class Shown:
+    """Whether modules show the unsharded parameters of their unit now, and which module inside it made them.
+
+    Attributes:
+        now: They do.
+        by: The module inside whose forward they do so; `None` in the unit's own forward and in a backward.
+        depth: How often that module is running.
+    """
+
+    __slots__ = ("by", "depth", "now")
+
+    def __init__(self) -> None:
+        self.now = False
+        self.by: nn.Module | None = None
+        self.depth = 0
 
 
 def attach(unit: Unit, modules: Sequence[nn.Module]) -> None:
@@ -63,6 +84,76 @@ def _attach_one(this: weakref.ref[Unit], module: nn.Module, index: int, series: 
     module.register_state_dict_pre_hook(rest)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(rest)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_post_hook(weights_changed)  # type: ignore[no-untyped-call]
+
+
+def attach_inside(unit: Unit, root: nn.Module) -> list[RemovableHandle]:
+    """Register hooks on modules inside the outermost unit that have parameters of it: called by themselves, they show those.
+
+    A training step calls such modules while its own unit has no forward: outside of theirs it sees sharded parameters, so what it writes
+    lasts. Nested units have hooks of their own, and so does `root`.
+
+    Returns:
+        What takes the hooks away again.
+    """
+    this = weakref.ref(unit)
+    handles: list[RemovableHandle] = []
+    for module in _modules_inside(root, {id(table) for table in unit.tables}):
+        handles += _attach_inside_one(this, unit.shown, module)
+    return handles
+
+
+def _modules_inside(module: nn.Module, tables: set[int]) -> list[nn.Module]:
+    """Modules below `module` and outside of nested units that hold parameters in one of the tables, or contain such a module."""
+    found: dict[nn.Module, bool] = {}
+    _find_inside(module, tables, found)
+    del found[module]
+    return [child for child, has_some in found.items() if has_some and not isinstance(child, torch.jit.ScriptModule)]
+
+
+def _find_inside(module: nn.Module, tables: set[int], found: dict[nn.Module, bool]) -> bool:
+    if module not in found:
+        found[module] = False  # in case it contains itself
+        below = [_find_inside(child, tables, found) for child in module.children() if not is_unit(child)]
+        found[module] = id(module._parameters) in tables or any(below)
+    return found[module]
+
+
+def _attach_inside_one(this: weakref.ref[Unit], shown: Shown, module: nn.Module) -> list[RemovableHandle]:
+    # What a compiler looks into are the two quick ways out; inside the unit's own forward they are all that happens.
+    def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not shown.now:
+            return enter(module, args, kwargs)
+        if shown.by is module:
+            shown.depth += 1
+        return None
+
+    def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if shown.by is not module:
+            return
+        shown.depth -= 1
+        if not shown.depth:
+            leave(module, args, output)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unit = this()
+        return None if unit is None else unit.enter_inside(module, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        unit = this()
+        if unit is not None:
+            unit.leave_inside(module, args, output)
+
+    return [
+        module.register_forward_pre_hook(pre_forward, with_kwargs=True, prepend=True),
+        module.register_forward_hook(post_forward, always_call=True),
+    ]
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on this very module."""
+    return UNIT in module.__dict__
 
 
 def is_plain_lookup(module: nn.Module) -> bool:

@@ -22,8 +22,10 @@ __all__ = [
     "context_of",
     "flat_gradients",
     "is_sharded",
+    "refuse_unsharded",
     "sharded_parameters",
     "units",
+    "units_in",
     "units_of_own",
 ]
 
@@ -108,7 +110,7 @@ def context_of(module: nn.Module) -> Context:
     """
     found = {id(unit.context): unit.context for child in module.modules() if (unit := unit_of(child)) is not None}
     if not found:  # all its parameters may belong to a unit around it
-        found = {id(unit.context): unit.context for unit in _units_in(module)}
+        found = {id(unit.context): unit.context for unit in units_in(module)}
     if len(found) == 1:
         return next(iter(found.values()))
     problem = "no part of it was given to fully_shard" if not found else f"its parts belong to {len(found)} roots"
@@ -128,7 +130,7 @@ def sharded_parameters(module: nn.Module) -> list[ParameterView]:
     names = _names(module)
     found = [
         (group, entry)
-        for unit in _units_in(module)
+        for unit in units_in(module)
         for group in unit.groups
         for entry in group.entries
         if id(entry) in names
@@ -137,6 +139,27 @@ def sharded_parameters(module: nn.Module) -> list[ParameterView]:
     return [
         _view(group, entry, names[id(entry)]) for group, entry in sorted(found, key=lambda pair: order[id(pair[1])])
     ]
+
+
+def refuse_unsharded(module: nn.Module) -> None:
+    """Refuse parameters that came into a sharded module later: nobody shards or reduces them.
+
+    Raises:
+        ShardingError: With their names. Those in `ignored_parameters` are meant to be so.
+    """
+    ignored = context_of(module).ignored
+    names = [
+        name
+        for name, parameter in module.named_parameters()
+        if place_of(parameter) is None and (id(parameter) not in ignored or ignored[id(parameter)]() is not parameter)
+    ]
+    if names:
+        raise ShardingError(
+            f"{type(module).__name__}: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''} came into the model after it was sharded, "
+            "by a new, replaced or wrapped layer, so they would be neither sharded nor reduced and ranks would drift apart; expected the "
+            "parameters that were sharded. Build such layers before fit, in __init__, setup or configure_model; for another fit, build the "
+            "model anew and load the checkpoint into it"
+        )
 
 
 def units(module: nn.Module) -> list[UnitView]:
@@ -164,7 +187,7 @@ def flat_gradients(module: nn.Module) -> list[FlatGradient]:
     ]
 
 
-def _units_in(module: nn.Module) -> list[Unit]:
+def units_in(module: nn.Module) -> list[Unit]:
     """Units whose parameters may show inside `module`: nested ones, those they borrow from, and those around it."""
     found: dict[int, Unit] = {}
     for child in module.modules():
@@ -201,7 +224,7 @@ def units_of_own(module: nn.Module) -> list[Unit]:
 def _names(module: nn.Module) -> dict[int, tuple[str, ...]]:
     """Names inside `module` by entry (its id), in module order."""
     by_site: dict[tuple[int, str], Entry] = {}
-    for unit in _units_in(module):
+    for unit in units_in(module):
         for group in unit.groups:
             for entry in group.entries:
                 for table, key in entry.sites:

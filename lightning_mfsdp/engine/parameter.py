@@ -17,14 +17,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.sharded_parameter import ShardedParameter
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.group import ParameterGroup
 
-__all__ = ["Entry", "mark_owner", "owner_of", "place_of"]
+__all__ = ["Entry", "UnshardedParameter", "mark_owner", "owner_of", "place_of"]
 
 _OWNER = "_owner"
+
+
+class UnshardedParameter(nn.Parameter):
+    """The module's own parameter, which says whether somebody asked for its `data` or replaced it.
+
+    What is written through `data` leaves no trace in the version counter.
+    """
+
+    data_was_asked_for = False
+
+    @property
+    def data(self) -> Tensor:
+        """As of any parameter."""
+        self.data_was_asked_for = True
+        return compat.get_data(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.data_was_asked_for = True
+        compat.set_data(self, value)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -38,24 +59,33 @@ class Entry:
             sites.
         sharded: Rows of the main weight as a DTensor of the global shape.
         local: The same rows, plain.
+        version: Of `full` when it was last looked at.
         resting: What the module shows when its unit is not running: `sharded`, or a stand-in under `unshard`.
     """
 
     name: str
-    full: nn.Parameter
+    full: UnshardedParameter
     sites: list[tuple[dict[str, Any], str]]
     shape: torch.Size
     sharded: ShardedParameter
     local: nn.Parameter
     resting: Any = field(init=False)
+    version: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.resting = self.sharded
+        self.version = self.full._version
 
     @property
     def is_trained(self) -> bool:
         """Whether a gradient is wanted now. What an optimizer holds may be frozen by itself (`toggle_optimizer`)."""
         return self.full.requires_grad and self.local.requires_grad
+
+    def forget_writes(self) -> bool:
+        """Whether somebody has surely written to `full`, and has not only asked for its `data`. Asked again, the answer is no."""
+        version, self.version = self.version, self.full._version
+        self.full.data_was_asked_for = False
+        return version != self.version
 
     def install(self, parameter: Any) -> None:
         """Show `parameter` under all names."""

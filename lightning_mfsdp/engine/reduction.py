@@ -29,6 +29,7 @@ from lightning_mfsdp.engine.buffer import Filling, FlatBuffer, accumulate_segmen
 from lightning_mfsdp.engine.decoupled import gradient_dtype
 from lightning_mfsdp.engine.direct import DirectWrites
 from lightning_mfsdp.engine.group import ParameterGroup
+from lightning_mfsdp.engine.held_back import HeldBackGradient, stand_in
 from lightning_mfsdp.engine.storage import Slot
 
 __all__ = ["GradientReducer"]
@@ -71,11 +72,43 @@ class GradientReducer:
         self._bucket_buffer: FlatBuffer | None = None
         self.holds_bucket = False
         self.writes = DirectWrites()
+        self._stand_ins: list[HeldBackGradient] = []
+        self._behind: list[Tensor | None] | None = None
 
     # -- on the compute stream -----------------------------------------------------------------------------------------
 
+    def show_held_back(self) -> None:
+        """A backward has ended: `.grad` stands for what is held back, so that clearing it is noticed (held_back.py)."""
+        if self.is_alone or self._behind is not None:
+            return
+        entries = self.group.entries
+        if not self._stand_ins:
+            self._stand_ins = [stand_in(self.group, index) for index in range(len(entries))]
+        self._behind = [local.grad for local in self._locals]
+        for entry, standing in zip(entries, self._stand_ins, strict=True):
+            if entry.is_trained:
+                entry.local.grad = standing
+
+    def settle_held_back(self) -> None:
+        """Something is about to be added: drop what is held back of parameters whose `.grad` was cleared or replaced meanwhile."""
+        if self._behind is None:
+            return
+        behind, self._behind = self._behind, None
+        changed: list[int] = []
+        for index, (local, standing, before) in enumerate(zip(self._locals, self._stand_ins, behind, strict=True)):
+            if local.grad is standing:
+                local.grad = before
+            elif self.group.entries[index].is_trained:
+                changed.append(index)
+        if len(changed) == sum(entry.is_trained for entry in self.group.entries):
+            self._unreduced = self._partial = None
+        for buffer in (self._unreduced, self._partial):
+            if buffer is not None and changed:
+                compat.foreach_zero_([buffer.views()[index] for index in changed])
+
     def drop(self) -> None:
         """Forget everything that is not reduced: the backward it belongs to failed."""
+        self.settle_held_back()
         self._unreduced = self._partial = None
         self.writes.end()
 
@@ -165,6 +198,11 @@ class GradientReducer:
                 elif grad.is_sparse:
                     grad = grad.to_dense()
             taken.append(grad)
+        if self.group.gradients_outside:
+            for index, outside in self.group.gradients_outside.items():
+                grad = taken[index]
+                taken[index] = outside if grad is None else outside + grad
+            self.group.gradients_outside.clear()
         return taken
 
     def accumulate(self) -> None:

@@ -51,12 +51,14 @@ class ReductionSchedule:
 
     Attributes:
         sync: How far the gradients of the current microbatch are reduced.
+        holds_back: The last backward left gradients unreduced; the same on all ranks, whatever they computed.
         started: Collectives issued for gradients so far, for inspection.
     """
 
     def __init__(self, streams: Streams, ranges: Ranges) -> None:
         self.sync = Sync.ALL
         self.started = 0
+        self.holds_back = False
         self._streams = streams
         self._ranges = ranges
         self._order: list[weakref.ref[Unit]] = []
@@ -105,6 +107,8 @@ class ReductionSchedule:
     def begin(self) -> bool:
         """A backward begins. Returns whether there is an order yet."""
         self._turn = 0
+        for reducer in self._reducers.values():
+            reducer.settle_held_back()
         return bool(self._order)
 
     def agree_on_order(self, units: Sequence[Unit], first: Unit | None, mesh: Mesh, device: torch.device) -> None:
@@ -206,14 +210,21 @@ class ReductionSchedule:
                 self._collect(unit)
         self._wait()
         self._done.clear()
+        self.holds_back = self.sync is not Sync.ALL
+        if self.holds_back:
+            for reducer in self._reducers.values():
+                reducer.show_held_back()
 
     def reduce_pending(self, units: Sequence[Unit]) -> None:
         """Between backwards: reduce what was kept unreduced, as a backward that communicates would."""
+        for reducer in self._reducers.values():
+            reducer.settle_held_back()
         with self.synchronizing(Sync.ALL):
             for unit in self.in_order(units):
                 if not all(self.reducer(group).is_alone for group in unit.groups):
                     self._collect(unit)
         self._wait()
+        self.holds_back = False
 
     def _wait(self) -> None:
         """Have the compute stream wait for all reductions, and show their results."""

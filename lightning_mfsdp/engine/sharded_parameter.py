@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.held_back import HeldBackGradient, HeldBackRows
 from lightning_mfsdp.engine.rows import owned_rows, whole_shape
 from lightning_mfsdp.engine.sharded_tensor import Rows, as_dtensor
 
@@ -70,19 +71,28 @@ class ShardedParameter(Rows):
                 return None
             grad = self._local_face.detach()
         if self._grad_face is None or self._grad_face._local_tensor is not grad:
-            self._grad_face = Rows.over(grad, self)
+            self._grad_face = (HeldBackRows if isinstance(grad, HeldBackGradient) else Rows).over(grad, self)
         return self._grad_face
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if value is not None and not isinstance(value, DTensor):
-            raise EngineStateError(
-                f"{self._name}.grad: expected a DTensor of shape {tuple(self.shape)} or None, got a plain tensor of "
-                f"shape {tuple(value.shape)}"
-            )
+        if value is not None and not isinstance(value, Rows):
+            value = self._rows_of(value)
         self._local_face.grad = None if value is None or not value._local_tensor.numel() else value._local_tensor
         self.has_empty_grad = value is not None and not value._local_tensor.numel()
         self._grad_face = value if isinstance(value, Rows) else None
+
+    def _rows_of(self, value: Tensor) -> Rows:
+        """This rank's rows of a gradient that is whole on every rank."""
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if value.shape != self.shape:
+            raise EngineStateError(
+                f"{self.described}: its gradient was set to a tensor of shape {tuple(value.shape)}; expected {tuple(self.shape)}, the "
+                "shape of the whole parameter, with the same values on every rank"
+            )
+        rows = value[self._rows.start : self._rows.stop] if value.dim() else value
+        return Rows.over(rows.detach().to(self._local_face).clone(), self)
 
     def forget_grad_face(self) -> None:
         """Do not keep a cleared gradient's memory alive for its DTensor."""

@@ -23,6 +23,15 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.outside import (
+    assign_data,
+    computes,
+    needs_whole,
+    use_whole,
+    write_rows,
+    writes_by_position,
+    writes_in_place,
+)
 from lightning_mfsdp.engine.rows import gather_rows
 from lightning_mfsdp.engine.tree import map_tensors, tensors_in
 
@@ -62,6 +71,10 @@ _ELEMENTWISE_FAMILIES = ("_foreach_", "_fused_adam", "_fused_adagrad", "_fused_s
 _REDUCTIONS = frozenset(("all", "any", "linalg_vector_norm", "norm", "sum", "_foreach_norm"))
 
 
+class _LayoutError(EngineStateError):
+    """An operation would look at rows by their position."""
+
+
 class Rows(DTensor):
     """This rank's rows of a tensor of a parameter's shape. Rows are whole; their number may differ between ranks or be zero."""
 
@@ -75,6 +88,21 @@ class Rows(DTensor):
         made = cls(local, plain._spec, requires_grad=False)
         made._owner, made._rows = like._owner, like._rows
         return made
+
+    @property
+    def place(self) -> tuple[ParameterGroup, int]:
+        """The group of its parameter, and which one of it."""
+        return self._group("sharded tensor"), self._owner[1]
+
+    @property
+    def local_rows(self) -> Tensor:
+        """The rows that lie here, `[len(row_range), *shape[1:]]`; the same memory, without history."""
+        return self._local_tensor
+
+    @property
+    def row_range(self) -> range:
+        """Which rows of dim 0 those are."""
+        return self._rows
 
     def _group(self, what: str) -> ParameterGroup:
         group = self._owner[0]()
@@ -141,17 +169,26 @@ class Rows(DTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if compat.sets_data(func):
-            raise EngineStateError(
-                f"parameter {args[0].described}: its data cannot be replaced, because it is part of a buffer; copy values in place"
-            )
-        tensors = tensors_in((args, kwargs or {}))
-        if any(tensor.dim() > 0 for tensor in tensors if not isinstance(tensor, DTensor)):
-            _refuse_mixing(getattr(func, "__name__", str(func)), tensors)
-        with compat.without_torch_function(), _Checked():  # type: ignore[no-untyped-call]
-            return func(*args, **(kwargs or {}))
+            return assign_data(args[0], args[1])
+        if computes(func):
+            tensors = tensors_in((args, kwargs))
+            in_place = writes_in_place(func, args)
+            mixes = any(tensor.dim() for tensor in tensors if not isinstance(tensor, DTensor))
+            if in_place and (mixes or writes_by_position(func)):
+                return write_rows(func, args, kwargs)
+            if not in_place and needs_whole(tensors):
+                return use_whole(func, args, kwargs)
+        try:
+            with compat.without_torch_function(), _Checked():  # type: ignore[no-untyped-call]
+                return func(*args, **kwargs)
+        except _LayoutError:
+            if not torch.is_grad_enabled() or writes_in_place(func, args):
+                raise
+        return use_whole(func, args, kwargs)  # of frozen parameters, where others would be whole as well
 
-    def _note_write(self) -> None:
+    def note_write(self) -> None:
         """Main weights may have been written: forward must see it."""
         group = self._owner[0]()
         context = group.context if group is not None else None
@@ -180,7 +217,7 @@ class _Checked(compat.DispatchMode):  # type: ignore[no-untyped-call]
         result = func(*map_tensors(_as_plain, args), **map_tensors(_as_plain, kwargs))
         if func._schema.is_mutable:
             for operand in operands:
-                operand._note_write()
+                operand.note_write()
             return kwargs.get("out", args[0]) if isinstance(result, DTensor) else result
         if reduces:
             return map_tensors(_on_every_rank, result)
@@ -231,13 +268,14 @@ def _as_rows(value: Any, like: Rows) -> Any:
     """A result of the operand's shape is shared out as the operand is."""
     if isinstance(value, DTensor) and (value.shape, value.placements) == (like.shape, like.placements):
         return Rows.over(value._local_tensor, like)
-    return value
+    return _on_every_rank(value) if isinstance(value, DTensor) and not value.dim() else value
 
 
 def _on_every_rank(value: Tensor) -> Tensor:
-    """A number of which each rank has its part becomes the same on all."""
+    """A number of which each rank may have its part becomes the same on all; plain in grad mode, where it may join a loss."""
     if isinstance(value, DTensor):
-        return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+        value = value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+        return value.to_local() if torch.is_grad_enabled() else value
     return value
 
 
@@ -250,22 +288,10 @@ def _refuse_partners(name: str, partners: Sequence[Rows]) -> NoReturn:
 
 
 def _refuse_layout(name: str, operand: Rows) -> NoReturn:
-    raise EngineStateError(
+    raise _LayoutError(
         f"{name}: parameter {operand.described} is sharded by rows in parts that differ in length, which this operation would mix up; "
         "call it on value.full_tensor(), the whole tensor, on all ranks, use the weight inside its unit's forward, or change it under "
         "unshard(module, writeback=True)"
-    )
-
-
-def _refuse_mixing(name: str, tensors: Sequence[Tensor]) -> NoReturn:
-    names = ", ".join(tensor.described for tensor in tensors if isinstance(tensor, Rows))
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    raise EngineStateError(
-        f"{name} on rank {rank}: parameter {names} is sharded and was used outside its "
-        "unit's forward, where only this rank's rows "
-        "are there. Call the module that fully_shard was given (not its weight), use the weight inside that module's "
-        "forward, or read it "
-        "under unshard(module)"
     )
 
 

@@ -33,7 +33,7 @@ from lightning_mfsdp.engine.calls import (
 )
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.group import ParameterGroup
-from lightning_mfsdp.engine.hooks import attach, is_plain_lookup
+from lightning_mfsdp.engine.hooks import UNIT, Shown, attach, attach_inside, is_plain_lookup
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.storage import Slot
 from lightning_mfsdp.engine.tree import tensors_in
@@ -43,12 +43,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Unit", "unit_of"]
 
-_UNIT = "_mfsdp_unit"
-
 
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit made by `fully_shard(module)`, or `None`."""
-    return module.__dict__.get(_UNIT)
+    return module.__dict__.get(UNIT)
 
 
 class Unit:
@@ -63,10 +61,12 @@ class Unit:
         calls: Those whose backward has not come through their inputs since the last backward ended.
         hears_end: Some call had an input that needs a gradient, so the end of its backward is noticed.
         leaf_hooks: On results that nothing computed; taken away when a backward has ended.
-        live: Shows full parameters.
+        live: Uses unsharded parameters.
+        shown: Whether its modules show them.
         may_stay: Weights stay between forward and backward if there is memory to spare (planning.py).
         hears_parameters: A backward is noticed by the gradients it leaves.
         pinned: Stays so through the end of a backward, because code around it is still running (`gather_root`).
+        awaits_outside: Parameters of it were used outside of a forward (outside.py); their gradients may come at any time of a backward.
         step_slots: Where saved tensors of such code expect the weights, by group; it has no call.
     """
 
@@ -88,6 +88,8 @@ class Unit:
         self.context: Context
         self.users: list[weakref.ref[Unit]] = [weakref.ref(self)]
         self.live = False
+        self.shown = Shown()
+        self.awaits_outside = False
         self.pinned = False
         self.step_slots: list[Slot | None] | None = None
         self.next_forward: weakref.ref[Unit] | None = None
@@ -98,12 +100,15 @@ class Unit:
         self._running = 0
         self._idle = False
         self._recomputed = False
+        self._is_called_inside = False
         self._is_series = len(modules) > 1
         self.leaf_hooks: list[RemovableHandle] = []
         self.hears_parameters = False
         self.hears_end = False
         for module in modules:
-            module.__dict__[_UNIT] = self
+            module.__dict__[UNIT] = self
+        self._modules = [weakref.ref(module) for module in modules]
+        self._inside: list[RemovableHandle] = []
         attach(self, modules)
 
     def rename(self, names: Sequence[str]) -> None:
@@ -119,6 +124,25 @@ class Unit:
         self.all_groups.append(group)
 
     @property
+    def tables(self) -> list[dict[str, Any]]:
+        """The `_parameters` tables of the modules that show its parameters."""
+        return [table for group in self.all_groups for entry in group.entries for table, _ in entry.sites]
+
+    def hook_inside(self) -> None:
+        """Have modules inside the outermost unit show its parameters where they are called by themselves."""
+        self.unhook_inside()
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                self._inside += attach_inside(self, module)
+
+    def unhook_inside(self) -> None:
+        """It is no outermost unit any more."""
+        for handle in self._inside:
+            handle.remove()
+        self._inside.clear()
+
+    @property
     def is_trainable(self) -> bool:
         """Whether any parameter it owns wants a gradient now."""
         return any(entry.is_trained for group in self.groups for entry in group.entries)
@@ -126,6 +150,8 @@ class Unit:
     @property
     def is_done(self) -> bool:
         """Whether no call of it, or of a module that shares its parameters, is waiting for its backward."""
+        if self.awaits_outside:
+            return False
         return all((user := reference()) is None or user.pending == 0 for reference in self.users)
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -153,22 +179,48 @@ class Unit:
             self.context.gather(group, needed, apart=apart, for_backward=for_backward)
 
     def install(self) -> None:
-        """Wait for the gathers and show full parameters."""
+        """Wait for the gathers and show unsharded parameters."""
         for group in self.all_groups:
             group.install()
-            if not self.live:
+        self.shown.now = True
+        self.hold()
+
+    def has_at_hand(self, group: ParameterGroup) -> bool:
+        """Whether unsharded parameters of one of its groups equal the main weights and stay where they are until a backward has ended."""
+        spec = group.spec
+        stays = not group.placement.weight or (self is self.context.root and (self.pinned or bool(self._open_calls)))
+        if not stays or spec.codec is not None or spec.main_dtype != spec.compute_dtype:
+            return False
+        self.start_gather()
+        group.wait()
+        return True
+
+    def hold(self) -> None:
+        """Keep the memory of unsharded parameters, shown or not."""
+        if not self.live:
+            self.live = True
+            for group in self.all_groups:
                 group.users_live += 1
-        self.live = True
 
     def hide(self) -> None:
-        """Show sharded parameters; full ones stay where they are."""
+        """Show sharded parameters; unsharded ones stay where they are."""
+        self.shown.now, self.shown.by = False, None
         for group in self.all_groups:
+            self._hide(group)
+
+    def _hide(self, group: ParameterGroup) -> None:
+        """Show sharded parameters of a group, unless another unit that shares it shows the others."""
+        owner = group.unit()
+        if owner is None or len(owner.users) == 1 or not any((one := user()) and one.shown.now for user in owner.users):
             group.hide()
 
     def release(self) -> None:
         """Show sharded parameters and give slots back, unless they are pinned or a unit that shares a group uses it."""
         if self.pinned:
+            if self.shown.by is None:
+                self.hide()
             return
+        self.shown.now, self.shown.by = False, None
         if not self.live:
             for group in self.all_groups:
                 if group.users_live == 0:
@@ -181,6 +233,8 @@ class Unit:
             group.users_live -= 1
             if group.users_live == 0:
                 group.release(keep_memory=self._recomputed and self.pending > 0)
+            else:
+                self._hide(group)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -197,8 +251,12 @@ class Unit:
             args, kwargs = listen_to_inputs(self, call, args, kwargs)
         return args, kwargs
 
-    def enter(self) -> None:
-        """Have full parameters there, and the next unit's on their way."""
+    def enter(self, *, shows: bool = True) -> None:
+        """Have unsharded parameters there, and the next unit's on their way.
+
+        Args:
+            shows: Modules show them; else each does during its own forward (`enter_inside`).
+        """
         self._idle = False
         if self.borrowed:
             self._check_owners()
@@ -211,10 +269,36 @@ class Unit:
         else:
             self.context.note_forward(self)
             self.start_gather()
-        self.install()
+        if shows:
+            self.install()
+        else:
+            self.hold()
         following = self.next_forward() if self.next_forward is not None else None
         if following is not None and compat.backward_task() == -1:
             following.start_gather()
+
+    def enter_inside(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """A module with parameters of this unit, the outermost one, runs outside the unit's own forward: they are shown while it does."""
+        self._is_called_inside = not (self.pinned or self._open_calls)
+        if self._is_called_inside:
+            args, kwargs = self.pre_forward(module, args, kwargs)
+        else:
+            self.start_gather()  # takes in what was written since
+            self.install()
+        self.shown.by, self.shown.depth = module, 1
+        return args, kwargs
+
+    def leave_inside(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Its forward has ended, or raised with `output` None."""
+        self.shown.by = None
+        if self._is_called_inside:
+            self._is_called_inside = False
+            self.post_forward(module, args, output)
+        else:
+            self.hide()
+            self.refuse_lost_writes()
 
     def enter_again(self) -> None:
         """Have there what a forward reads: a part of it is computed again inside a backward, and no hook of it runs."""
@@ -281,10 +365,15 @@ class Unit:
             self.release()
         else:
             self._idle = self is not context.root
-        if not (self.pinned or self.is_inside_root):
-            # Between forward and backward `parameters()` are those that have gradients: someone may clear them now.
-            for unit in context.units if self is context.root else (self,):
-                unit.hide()
+            # Outside of forwards `parameters()` are those that have gradients and take what is written.
+            self.hide()
+        self.refuse_lost_writes()
+
+    def refuse_lost_writes(self) -> None:
+        """Raise where a forward wrote to weights that cannot take it over; see `ParameterGroup.hide`."""
+        for group in self.all_groups:
+            if group.lost_writes and not sys.exc_info()[0]:
+                group.refuse_lost_writes()
 
     @property
     def is_inside_root(self) -> bool:
@@ -379,7 +468,9 @@ class Unit:
             handle.remove()
         self.leaf_hooks.clear()
         self.calls.clear()
-        self.release()
+        self.awaits_outside = False
+        if not self._open_calls:  # else the backward ran inside its forward, which goes on
+            self.release()
 
     def release_if_idle(self) -> bool:
         """Give weights back that were only kept because their backward was thought to come next."""

@@ -253,6 +253,6 @@ def _any_needs_grad(*tensors: Iterable[Tensor]) -> bool:
 def _weight_storages(root: nn.Module) -> set[int]:
     """Where weights are at the moment, whole ones of sharded units too."""
     units = [unit for module in root.modules() if (unit := unit_of(module)) is not None]
-    parameters = [entry.full for unit in units for group in unit.groups for entry in group.entries]
+    parameters: list[nn.Parameter] = [entry.full for unit in units for group in unit.groups for entry in group.entries]
     parameters += [one for module in root.modules() for one in module._parameters.values() if type(one) is nn.Parameter]
     return {parameter.untyped_storage().data_ptr() for parameter in parameters} - {0}

@@ -22,7 +22,6 @@ from lightning_mfsdp.engine import (
     unshard,
 )
 from tests.engine.cases import run_cases
-from tests.helpers.models import Decoder, batch
 
 
 def says(error: type[Exception], *parts: str):
@@ -187,24 +186,13 @@ def optimizers_that_cannot(rank: int, world: int) -> None:
         fully_shard_optimizer(torch.optim.LBFGS(fully_shard(model()).parameters()))
 
 
-def used_outside_its_unit(rank: int, world: int) -> None:
-    decoder = Decoder(tied=False)
-    fully_shard(decoder.blocks[1])
-    fully_shard(decoder)
-    sharded = decoder.blocks[1].up
-    for use in (
-        lambda: sharded(torch.ones(2, 10)),
-        lambda: torch.nn.functional.linear(torch.ones(2, 10), sharded.weight),
-        lambda: torch.ones(2, 21) @ sharded.weight,
-        lambda: decoder.head(torch.ones(1, 10)),
-        lambda: torch.cat([torch.ones(2, 10), sharded.weight]),
-        lambda: torch.nn.functional.linear(input=torch.ones(2, 10), weight=sharded.weight),
-    ):
-        with says(EngineStateError, f"rank {rank}", "outside its unit", "unshard"):
-            use()
-    with says(EngineStateError, "up.weight"):
-        sharded(torch.ones(2, 10))
-    decoder(batch(0, 2)[0])  # still works
+def values_of_another_kind(rank: int, world: int) -> None:
+    sharded = fully_shard(model())[0].weight
+    for value in (torch.zeros(3, 5), torch.zeros(3, 4, dtype=torch.float64)):
+        with says(EngineStateError, "0.weight", "its own shape and dtype", r"expected \(3, 4\) torch.float32"):
+            sharded.data = value
+    with says(EngineStateError, "0.weight", "needs a gradient", "torch.no_grad"):
+        sharded.add_(torch.ones(3, 4))
 
 
 def shared_across_meshes(rank: int, world: int) -> None:
@@ -222,10 +210,10 @@ def deep_copy(rank: int, world: int) -> None:
         copy.deepcopy(fully_shard(model()))
 
 
-def plain_gradient(rank: int, world: int) -> None:
+def a_gradient_of_another_shape(rank: int, world: int) -> None:
     sharded = fully_shard(model())
-    with says(EngineStateError, "0.weight.grad", "expected a DTensor", "got a plain tensor"):
-        sharded[0].weight.grad = torch.ones(3, 4)
+    with says(EngineStateError, "0.weight", r"shape \(4, 3\)", r"expected \(3, 4\)", "same values on every rank"):
+        sharded[0].weight.grad = torch.ones(4, 3)
 
 
 def not_sharded(rank: int, world: int) -> None:
@@ -294,10 +282,10 @@ CASES = {
     "a DTensor of another engine": somebody_elses_dtensor,
     "float16 without a scaler": fp16_without_a_scaler,
     "optimizers that cannot": optimizers_that_cannot,
-    "used outside its unit": used_outside_its_unit,
+    "values of another kind": values_of_another_kind,
     "shared by units on different meshes": shared_across_meshes,
     "deep copy": deep_copy,
-    "a plain gradient": plain_gradient,
+    "a gradient of another shape": a_gradient_of_another_shape,
     "functions on a module that is not sharded": not_sharded,
     "a norm that is not finite": not_finite,
     "ranks differ in a shape": partial(differing, other_shape, r"0.weight: \(3, 4\)", r"0.weight: \(4, 4\)"),

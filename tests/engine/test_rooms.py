@@ -254,8 +254,3 @@ def test_every_engine_file_names_what_it_offers(path):
     )
     if offered is not None:
         assert set(offered) <= names
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_files_stay_small_enough_to_read(path):
-    assert len(path.read_text().splitlines()) <= 400
