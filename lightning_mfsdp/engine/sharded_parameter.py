@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.placed_tensor import as_dtensor
 from lightning_mfsdp.engine.rows import owned_rows, whole_shape
-from lightning_mfsdp.engine.sharded_tensor import Rows, as_dtensor
+from lightning_mfsdp.engine.sharded_tensor import Rows
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.group import ParameterGroup
@@ -26,6 +27,7 @@ class ShardedParameter(Rows):
     outside its unit, it says so.
     """
 
+    shows_weight = True
     _local_face: nn.Parameter
     _full_face: nn.Parameter
     _name: str
