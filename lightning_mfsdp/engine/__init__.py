@@ -27,6 +27,7 @@ from lightning_mfsdp.engine.inspect import (
     sharded_parameters,
     units,
 )
+from lightning_mfsdp.engine.lerp import lerp_
 from lightning_mfsdp.engine.local_rows import LocalRowsOptimizer, RowPlacement, has_gradient, row_placement
 from lightning_mfsdp.engine.optimizer import ELEMENTWISE_OPTIMIZERS, fully_shard_optimizer
 from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
@@ -58,6 +59,7 @@ __all__ = [
     "grad_norm",
     "has_gradient",
     "is_sharded",
+    "lerp_",
     "no_sync",
     "note_collective",
     "record_ranges",

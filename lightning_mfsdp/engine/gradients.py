@@ -20,6 +20,7 @@ from lightning_mfsdp.engine.collectives import Axis
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.parameter import place_of
+from lightning_mfsdp.engine.rows import sharded_axes
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "grad_norm", "local_gradients", "scale_gradients_"]
 
@@ -134,7 +135,7 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
         if place is not None:
             group, index = place
             if group not in axes_of:
-                axes_of[group] = _sharded_axes(group)
+                axes_of[group] = sharded_axes(group)
                 _reduce_held_back(group)
             if axes_of[group]:
                 wanted.setdefault(group, []).append(index)
@@ -158,17 +159,6 @@ def _reduce_held_back(group: ParameterGroup) -> None:
     context = group.context
     if context is not None and context.reductions.holds_back:
         context.reductions.reduce_pending(context.units)
-
-
-def _sharded_axes(group: ParameterGroup) -> tuple[Axis, ...]:
-    axes = []
-    if group.placement.main:
-        axes.append(group.shard_axis)
-    if group.placement.outer_main and group.outer_axis is not None:
-        axes.append(group.outer_axis)
-    if group.mesh.parts is not None:
-        axes.append(group.mesh.parts)
-    return tuple(axes)
 
 
 def _norm(parts: list[_Owned], norm_type: float) -> Tensor:

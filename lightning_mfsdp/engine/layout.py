@@ -156,6 +156,12 @@ class Layout:
             return range(0 if shard == 0 else num_rows, num_rows)
         return range((start - offset) // row, (stop - offset) // row)
 
+    @functools.cached_property
+    def rows_by_shard(self) -> tuple[tuple[range, ...], ...]:
+        """Of each tensor, the rows in each shard: `owned_rows`, looked up once."""
+        shards = range(self.num_shards)
+        return tuple(tuple(self.owned_rows(tensor, shard) for shard in shards) for tensor in range(len(self.shapes)))
+
     def gaps(self, segment: int, first_shard: int, last_shard: int) -> tuple[tuple[int, int], ...]:
         """Ranges of the shards `[first_shard, last_shard)` of one segment that belong to no tensor.
 

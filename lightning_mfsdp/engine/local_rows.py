@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.parameter import owner_of
+from lightning_mfsdp.engine.rows import holders
 
 __all__ = ["LocalRowsOptimizer", "RowPlacement", "has_gradient", "row_placement"]
 
@@ -61,7 +61,7 @@ def row_placement(parameter: Tensor) -> RowPlacement | None:
         return None
     group, entry = owner
     index = group.entries.index(entry)
-    process_group, shards = _holders(group)
+    process_group, shards = holders(group)
     return RowPlacement(
         name=entry.name,
         shape=torch.Size(group.layout.shapes[index]),
@@ -78,19 +78,3 @@ def has_gradient(parameter: Tensor) -> bool:
         return parameter.grad is not None
     entry = owner[1]
     return entry.is_trained and (entry.local.grad is not None or entry.sharded.has_empty_grad)
-
-
-def _holders(group: ParameterGroup) -> tuple[dist.ProcessGroup | None, list[int]]:
-    """The ranks that hold different shards of a group's main weights, and the shard of each."""
-    placement, mesh, outer = group.placement, group.mesh, group.outer_axis
-    if not placement.outer_main or outer is None:
-        return (group.shard_axis.group, list(range(group.shard_axis.size))) if placement.main else (None, [0])
-    if not placement.main:
-        return outer.group, list(range(outer.size))
-    context = group.context
-    assert context is not None, "a group in use belongs to a root"
-    both = context.channels.over_both_axes(mesh)
-    shard_comes_first = mesh.outer_dim is None or mesh.shard_dim < mesh.outer_dim
-    ranks_by_shard = mesh.data_ranks if shard_comes_first else mesh.data_ranks.T
-    shard_of = {int(rank): shard for shard, rank in enumerate(ranks_by_shard.flatten())}
-    return both, [shard_of[rank] for rank in dist.get_process_group_ranks(both)]

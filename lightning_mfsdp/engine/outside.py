@@ -2,9 +2,9 @@
 
     scale * x, penalty(weight)      the whole main weight takes the parameter's place, gathered for this use unless it is there; its
                                     gradient joins those of the unit
-    p.copy_(value), p[rows] = ...   values of the whole parameter's shape are cut to this rank's rows
-    p.data = value                  the same, and never another memory
-    p.data.mul_(0.9), p.norm()      nothing of the whole is needed, so DTensor does it on rows (sharded_tensor.py)
+    p[rows] = value                 written in the gathered whole, of which each rank keeps its rows
+    p.copy_(value), p.data = value, p.data.mul_(0.9), p.norm() under no_grad
+                                    nothing of the whole is needed: done on rows (sharded_arithmetic.py)
 
 Using a parameter of a unit directly costs a gather each time and is right under every sharding, where a forward of the unit's module
 costs one for all of them.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_mfsdp.engine.group import ParameterGroup
     from lightning_mfsdp.engine.sharded_tensor import Rows
 
-__all__ = ["assign_data", "computes", "needs_whole", "use_whole", "write_rows", "writes_by_position", "writes_in_place"]
+__all__ = ["computes", "needs_whole", "use_whole", "write_in_whole", "writes_by_position", "writes_in_place"]
 
 _WORTH_SAYING_BYTES = 1 << 20
 _VIEWS = frozenset((Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__))  # type: ignore[attr-defined]
@@ -72,13 +72,6 @@ _KEEPS_ROWS = frozenset(
         ),
     )
 )
-_ROW_BY_ROW = frozenset(
-    (
-        *("copy_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "pow_", "fmod_", "remainder_"),
-        *("clamp_", "clamp_min_", "clamp_max_", "masked_fill_", "logical_and_", "logical_or_", "atan2_", "__iadd__"),
-        *("__isub__", "__imul__", "__itruediv__"),
-    )
-)
 # Where in the whole parameter they write is said by position.
 _BY_POSITION = frozenset(
     (
@@ -99,7 +92,7 @@ def computes(function: Any) -> bool:
 def writes_in_place(function: Any, args: tuple[Any, ...]) -> bool:
     """Whether a torch function writes to its first argument, a sharded tensor or a list that has some."""
     name = getattr(function, "__name__", "")
-    is_in_place = name in _BY_POSITION or name in _ROW_BY_ROW or (name.endswith("_") and not name.endswith("__"))
+    is_in_place = name in _BY_POSITION or (name.endswith("_") and not name.endswith("__"))
     return is_in_place and bool(args) and any(isinstance(one, DTensor) for one in tensors_in(args[0]))
 
 
@@ -111,14 +104,14 @@ def writes_by_position(function: Any) -> bool:
 def needs_whole(tensors: list[Tensor]) -> bool:
     """Whether what is computed from these, sharded tensors among them, needs more than this rank's rows.
 
-    It does where a plain tensor takes part, and where autograd would have to lead back to a sharded parameter.
+    It does where a plain tensor takes part, such as an activation, and where autograd would have to lead back to a sharded parameter.
     """
     records = torch.is_grad_enabled()
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             if records and tensor.is_leaf and tensor.requires_grad:
                 return True
-        elif tensor.dim():
+        elif tensor.dim() or (records and tensor.requires_grad):
             return True
     return False
 
@@ -227,73 +220,20 @@ def _advise(tensor: Rows, group: ParameterGroup) -> None:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write_rows(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write to sharded tensors what a torch function writes in place, where plain tensors of the whole shape take part.
-
-    Row by row where the function works so, else in the gathered whole, of which each rank keeps its rows. Returns what was written to.
-    """
-    targets = [one for one in tensors_in(args[0]) if isinstance(one, DTensor)]
-    for target in targets:
-        if torch.is_grad_enabled() and target.requires_grad:
-            raise EngineStateError(
-                f"{function.__name__} on parameter {cast('Rows', target).described}: it needs a gradient, and autograd cannot follow a "
-                "write in place; write under torch.no_grad(), or to its data"
-            )
-    name = function.__name__
-    with torch.no_grad():
-        if isinstance(args[0], (list, tuple)):
-            lists = [_cut_list(arg, args[0]) for arg in args]
-            function(*lists, **{key: _cut_list(value, args[0]) for key, value in kwargs.items()})
-        elif name in _ROW_BY_ROW:
-            target = cast("Rows", args[0])
-            cut = map_tensors(lambda tensor: _cut(tensor, target), (args, kwargs))
-            if target.local_rows.numel():
-                function(*cut[0], **cut[1])
-        else:
-            target = cast("Rows", args[0])
-            whole, *others = map_tensors(
-                lambda tensor: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, list(args)
-            )
-            function(whole, *others, **kwargs)
-            target.local_rows.copy_(_cut(whole, target))
-    for target in targets:
-        cast("Rows", target).note_write()
-    return args[0]
-
-
-def assign_data(target: Rows, value: Tensor) -> None:
-    """`target.data = value`: the values are copied, and the memory stays that of the buffer.
-
-    Raises:
-        EngineStateError: The shapes or dtypes differ.
-    """
-    if value.shape != target.shape or value.dtype != target.dtype:
+def write_in_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write to a sharded tensor where positions say where: in the gathered whole, of which each rank keeps its rows. Collective."""
+    target = cast("Rows", args[0])
+    if torch.is_grad_enabled() and target.requires_grad:
         raise EngineStateError(
-            f"parameter {target.described}: its data is part of a buffer, so it can only be replaced by values of its own shape and dtype; "
-            f"expected {tuple(target.shape)} {target.dtype}, got {tuple(value.shape)} {value.dtype}"
+            f"{function.__name__} on parameter {target.described}: it needs a gradient, and autograd cannot follow a write in place; write "
+            "under torch.no_grad(), or to its data"
         )
+
+    def whole(tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
     with torch.no_grad():
-        target.local_rows.copy_(_cut(value, target))
-    target.note_write()
-
-
-def _cut_list(value: Any, targets: Any) -> Any:
-    """The tensors of a list cut as the targets at the same places are."""
-    if not isinstance(value, (list, tuple)):
-        return value
-    return [_cut(one, target) if isinstance(one, Tensor) else one for one, target in zip(value, targets, strict=True)]
-
-
-def _cut(tensor: Tensor, target: Tensor) -> Tensor:
-    """Of a tensor, whole or sharded, the rows that `target` has here; what is broadcast over rows stays as it is."""
-    if not isinstance(target, DTensor):
-        return cast("Rows", tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
-    like = cast("Rows", target)
-    if isinstance(tensor, DTensor):
-        rows = cast("Rows", tensor)
-        if rows.row_range == like.row_range and rows.shape[:1] == like.shape[:1]:
-            return rows.local_rows
-        tensor = rows.full_tensor()
-    if tensor.dim() and tensor.dim() == like.dim() and tensor.shape[0] == like.shape[0]:
-        return tensor[like.row_range.start : like.row_range.stop]
-    return tensor
+        written, *others = map_tensors(whole, list(args))
+        function(written, *others, **map_tensors(whole, kwargs))
+        target.copy_(written)
+    return target

@@ -9,14 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mfsdp.engine.collectives import Mesh
+from lightning_mfsdp.engine.collectives import Axis, Mesh
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.group import ParameterGroup
 
-__all__ = ["gather_rows", "join_parts", "own_part", "owned_rows", "whole_shape"]
+__all__ = ["gather_rows", "holders", "join_parts", "own_part", "owned_rows", "sharded_axes", "whole_shape"]
 
 
 def whole_shape(shape: torch.Size, mesh: Mesh) -> torch.Size:
@@ -32,22 +33,51 @@ def owned_rows(group: ParameterGroup, index: int) -> range:
     return range(before + rows.start, before + rows.stop)
 
 
+def sharded_axes(group: ParameterGroup) -> tuple[Axis, ...]:
+    """The mesh axes along which ranks hold different rows of a group's main weights."""
+    axes = []
+    if group.placement.main:
+        axes.append(group.shard_axis)
+    if group.placement.outer_main and group.outer_axis is not None:
+        axes.append(group.outer_axis)
+    if group.mesh.parts is not None:
+        axes.append(group.mesh.parts)
+    return tuple(axes)
+
+
+def holders(group: ParameterGroup) -> tuple[dist.ProcessGroup | None, list[int]]:
+    """The ranks that hold different shards of a group's main weights, and the shard of each; `None` where each has all of them.
+
+    The first call for a group that is split over both axes of a mesh is collective: it may make a process group.
+    """
+    placement, mesh, outer = group.placement, group.mesh, group.outer_axis
+    if not placement.outer_main or outer is None:
+        return (group.shard_axis.group, list(range(group.shard_axis.size))) if placement.main else (None, [0])
+    if not placement.main:
+        return outer.group, list(range(outer.size))
+    context = group.context
+    assert context is not None, "a group in use belongs to a root"
+    both = context.channels.over_both_axes(mesh)
+    shard_comes_first = mesh.outer_dim is None or mesh.shard_dim < mesh.outer_dim
+    ranks_by_shard = mesh.data_ranks if shard_comes_first else mesh.data_ranks.T
+    shard_of = {int(rank): shard for shard, rank in enumerate(ranks_by_shard.flatten())}
+    return both, [shard_of[rank] for rank in dist.get_process_group_ranks(both)]
+
+
 def gather_rows(group: ParameterGroup, index: int, rows: Tensor) -> Tensor:
-    """The whole of something shaped like one parameter, from every rank's rows of it. Collective.
+    """The whole of something whose rows are shared out as those of one parameter, from every rank's rows of it. Collective.
 
     Args:
         group: Of the parameter.
         index: Which parameter.
-        rows: This rank's rows, `[len(owned), *shape[1:]]`.
+        rows: This rank's rows, `[len(owned), ...]`; a row may have another shape than the parameter's.
 
     Returns:
-        A new tensor of the parameter's global shape on every rank.
+        A new tensor with all rows on every rank.
     """
     layout, shape = group.layout, group.entries[index].shape
-    counts = [
-        len(layout.owned_rows(index, shard)) * layout.row_numel(index) if shape else 1
-        for shard in range(layout.num_shards)
-    ]
+    row_shape = rows.shape[1:]
+    counts = [len(owned) * row_shape.numel() if shape else 1 for owned in layout.rows_by_shard[index]]
     piece = rows.new_zeros(max(counts))
     piece[: rows.numel()].copy_(rows.flatten())
     for axis, split in ((group.outer_axis, group.placement.outer_main), (group.shard_axis, group.placement.main)):
@@ -57,7 +87,7 @@ def gather_rows(group: ParameterGroup, index: int, rows: Tensor) -> Tensor:
             piece = gathered
     pieces = piece.view(layout.num_shards, -1)
     whole = torch.cat([pieces[shard, :count] for shard, count in enumerate(counts)])
-    return join_parts(whole.view(torch.Size(layout.shapes[index])), group.mesh)
+    return join_parts(whole.view(torch.Size([*layout.shapes[index][:1], *row_shape])), group.mesh)
 
 
 def join_parts(part: Tensor, mesh: Mesh) -> Tensor:

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.held_back import HeldBackGradient, HeldBackRows
+from lightning_mfsdp.engine.placed_tensor import as_dtensor
 from lightning_mfsdp.engine.rows import owned_rows, whole_shape
-from lightning_mfsdp.engine.sharded_tensor import Rows, as_dtensor
+from lightning_mfsdp.engine.sharded_tensor import Rows
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.group import ParameterGroup
@@ -27,6 +28,7 @@ class ShardedParameter(Rows):
     outside its unit, it says so.
     """
 
+    shows_weight = True
     _local_face: nn.Parameter
     _full_face: nn.Parameter
     _name: str
@@ -71,7 +73,8 @@ class ShardedParameter(Rows):
                 return None
             grad = self._local_face.detach()
         if self._grad_face is None or self._grad_face._local_tensor is not grad:
-            self._grad_face = (HeldBackRows if isinstance(grad, HeldBackGradient) else Rows).over(grad, self)
+            is_held_back = isinstance(grad, HeldBackGradient)
+            self._grad_face = Rows.over(grad, self, kind=HeldBackRows if is_held_back else Rows)
         return self._grad_face
 
     @grad.setter
@@ -92,7 +95,8 @@ class ShardedParameter(Rows):
                 "shape of the whole parameter, with the same values on every rank"
             )
         rows = value[self._rows.start : self._rows.stop] if value.dim() else value
-        return Rows.over(rows.detach().to(self._local_face).clone(), self)
+        made: Rows = Rows.over(rows.detach().to(self._local_face).clone(), self)
+        return made
 
     def forget_grad_face(self) -> None:
         """Do not keep a cleared gradient's memory alive for its DTensor."""

@@ -9,125 +9,40 @@ runs: DTensor would silently take the wrong rows, or wait for ranks that have no
 from __future__ import annotations
 
 import copy
-import math
-import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.outside import (
-    assign_data,
     computes,
     needs_whole,
     use_whole,
-    write_rows,
+    write_in_whole,
     writes_by_position,
     writes_in_place,
 )
-from lightning_mfsdp.engine.rows import gather_rows
-from lightning_mfsdp.engine.tree import map_tensors, tensors_in
+from lightning_mfsdp.engine.placed_tensor import PlacedTensor
+from lightning_mfsdp.engine.sharded_arithmetic import LayoutError, assign_data, refuse_layout, run
+from lightning_mfsdp.engine.tree import tensors_in
 
-if TYPE_CHECKING:
-    from lightning_mfsdp.engine.group import ParameterGroup
-
-__all__ = ["Rows", "as_dtensor"]
-
-# Elementwise operations that PyTorch does not tag as such.
-_ELEMENTWISE = frozenset(
-    (
-        *(
-            "_to_copy",
-            "alias",
-            "copy_",
-            "detach",
-            "empty_like",
-            "equal",
-            "fill_",
-            "full_like",
-            "is_same_size",
-            "isclose",
-        ),
-        *(
-            "lift_fresh",
-            "masked_fill",
-            "masked_fill_",
-            "ones_like",
-            "zero_",
-            "zeros_like",
-            "_amp_foreach_non_finite_check_and_unscale_",
-        ),
-    )
-)
-_ELEMENTWISE_FAMILIES = ("_foreach_", "_fused_adam", "_fused_adagrad", "_fused_sgd")
-# To one number, of all rows: right also where a rank has none.
-_REDUCTIONS = frozenset(("all", "any", "linalg_vector_norm", "norm", "sum", "_foreach_norm"))
+__all__ = ["Rows"]
 
 
-class _LayoutError(EngineStateError):
-    """An operation would look at rows by their position."""
-
-
-class Rows(DTensor):
-    """This rank's rows of a tensor of a parameter's shape. Rows are whole; their number may differ between ranks or be zero."""
-
-    _owner: tuple[weakref.ref[ParameterGroup], int]
-    _rows: range  # of dim 0, that lie here
-
-    @classmethod
-    def over(cls, local: Tensor, like: Rows) -> Rows:
-        """Rows `local` of a tensor that is shared out as `like` is; no copy, no history."""
-        plain = as_dtensor(local, like.shape, like.device_mesh, like.placements)
-        made = cls(local, plain._spec, requires_grad=False)
-        made._owner, made._rows = like._owner, like._rows
-        return made
+class Rows(PlacedTensor):
+    """This rank's rows of a tensor, with arithmetic, saving and copying that know where they lie."""
 
     @property
-    def place(self) -> tuple[ParameterGroup, int]:
-        """The group of its parameter, and which one of it."""
-        return self._group("sharded tensor"), self._owner[1]
-
-    @property
-    def local_rows(self) -> Tensor:
-        """The rows that lie here, `[len(row_range), *shape[1:]]`; the same memory, without history."""
-        return self._local_tensor
-
-    @property
-    def row_range(self) -> range:
-        """Which rows of dim 0 those are."""
-        return self._rows
-
-    def _group(self, what: str) -> ParameterGroup:
-        group = self._owner[0]()
-        if group is None:
-            raise EngineStateError(f"{what}: the module of this {tuple(self.shape)} tensor is gone; keep it alive")
-        return group
-
-    @property
-    def described(self) -> str:
-        """Name and unit, for messages."""
-        group = self._owner[0]()
-        if group is None:
-            return f"of shape {tuple(self.shape)}"
-        unit = group.unit()
-        name = group.entries[self._owner[1]].name
-        return f"{name} of unit {unit.name}" if unit is not None else name
-
-    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The whole tensor, plain and without history: a loss computed from it has no gradient. Collective."""
-        with torch.no_grad(), compat.without_torch_function():
-            return gather_rows(self._group("full_tensor"), self._owner[1], self._local_tensor.detach())
+    def _derived(self) -> type[Rows]:
+        return Rows
 
     def redistribute(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: rows cannot be moved as DTensor would."""
-        _refuse_layout("redistribute", self)
+        refuse_layout("redistribute", self)
 
     # -- saving and copying --------------------------------------------------------------------------------------------
 
@@ -154,7 +69,7 @@ class Rows(DTensor):
         """For torch.distributed.checkpoint: the memory it reads from and writes to."""
         return self._local_tensor
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return Rows.over(copy.deepcopy(self._local_tensor.detach(), memo), self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -169,39 +84,26 @@ class Rows(DTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if compat.sets_data(func):
             return assign_data(args[0], args[1])
+        kwargs = kwargs or {}
         if computes(func):
-            tensors = tensors_in((args, kwargs))
             in_place = writes_in_place(func, args)
-            mixes = any(tensor.dim() for tensor in tensors if not isinstance(tensor, DTensor))
-            if in_place and (mixes or writes_by_position(func)):
-                return write_rows(func, args, kwargs)
-            if not in_place and needs_whole(tensors):
+            if in_place and writes_by_position(func):
+                return write_in_whole(func, args, kwargs)
+            if not in_place and needs_whole(tensors_in((args, kwargs))):
                 return use_whole(func, args, kwargs)
         try:
             with compat.without_torch_function(), _Checked():  # type: ignore[no-untyped-call]
                 return func(*args, **kwargs)
-        except _LayoutError:
+        except LayoutError:
             if not torch.is_grad_enabled() or writes_in_place(func, args):
                 raise
         return use_whole(func, args, kwargs)  # of frozen parameters, where others would be whole as well
 
-    def note_write(self) -> None:
-        """Main weights may have been written: forward must see it."""
-        group = self._owner[0]()
-        context = group.context if group is not None else None
-        if context is not None:
-            context.weights_changed()
-
-    @property
-    def _is_sharded(self) -> bool:
-        return any(placement.is_shard() for placement in self.placements)
-
 
 class _Checked(compat.DispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, every operation on rows is checked before it runs, also those that a larger function is made of.
+    """Inside, every operation on rows is ours, also those that a larger function is made of.
 
     A mode and not `Rows.__torch_dispatch__`, which DTensor's own dispatch in torch 2.11 passes by.
     """
@@ -211,91 +113,4 @@ class _Checked(compat.DispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         operands = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Rows)]
-        if not operands:
-            return func(*args, **kwargs)
-        reduces = _check_operation(func, func.overloadpacket.__name__, args, kwargs, operands)
-        result = func(*map_tensors(_as_plain, args), **map_tensors(_as_plain, kwargs))
-        if func._schema.is_mutable:
-            for operand in operands:
-                operand.note_write()
-            return kwargs.get("out", args[0]) if isinstance(result, DTensor) else result
-        if reduces:
-            return map_tensors(_on_every_rank, result)
-        if isinstance(result, (list, tuple)) and len(result) == len(operands):  # a foreach operation
-            return type(result)(_as_rows(value, like) for value, like in zip(result, operands, strict=True))
-        return map_tensors(lambda value: _as_rows(value, operands[0]), result)
-
-
-def _check_operation(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Rows]
-) -> bool:
-    """Whether an operation gives one number for all rows; refuses those that would look at rows by their position."""
-    sharded = [operand for operand in operands if operand._is_sharded]
-    if not sharded:
-        return False
-    for partners in _partners(args, kwargs, sharded):
-        if len({(partner.shape[0], partner._rows) for partner in partners}) > 1:
-            _refuse_partners(name, partners)
-    if name in _REDUCTIONS:
-        order = args[1] if len(args) > 1 and name != "sum" else kwargs.get("ord", 2)
-        of_all = (
-            func._overloadname in ("default", "Scalar") and not (len(args) > 2 and args[2]) and not kwargs.get("dim")
-        )
-        finite = isinstance(order, Tensor) or name in ("all", "any", "sum") or math.isfinite(order)
-        if of_all and finite:
-            return True
-    elif torch.Tag.pointwise in func.tags or name in _ELEMENTWISE or name.startswith(_ELEMENTWISE_FAMILIES):
-        return False
-    return _refuse_layout(name, sharded[0])
-
-
-def _partners(args: tuple[Any, ...], kwargs: dict[str, Any], sharded: Sequence[Rows]) -> list[list[Rows]]:
-    """Tensors whose elements meet: all operands, or those at the same place of a foreach operation's lists."""
-    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and tensors_in(value)]
-    if not lists:
-        return [list(sharded)]
-    return [[one for one in met if isinstance(one, Rows) and one._is_sharded] for met in zip(*lists, strict=False)]
-
-
-def _as_plain(tensor: Tensor) -> Tensor:
-    """As DTensor itself sees it; the same memory."""
-    if not isinstance(tensor, Rows):
-        return tensor
-    return DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
-def _as_rows(value: Any, like: Rows) -> Any:
-    """A result of the operand's shape is shared out as the operand is."""
-    if isinstance(value, DTensor) and (value.shape, value.placements) == (like.shape, like.placements):
-        return Rows.over(value._local_tensor, like)
-    return _on_every_rank(value) if isinstance(value, DTensor) and not value.dim() else value
-
-
-def _on_every_rank(value: Tensor) -> Tensor:
-    """A number of which each rank may have its part becomes the same on all; plain in grad mode, where it may join a loss."""
-    if isinstance(value, DTensor):
-        value = value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
-        return value.to_local() if torch.is_grad_enabled() else value
-    return value
-
-
-def _refuse_partners(name: str, partners: Sequence[Rows]) -> NoReturn:
-    described = ", ".join(dict.fromkeys(partner.described for partner in partners))
-    raise EngineStateError(
-        f"{name}: parameters {described} have their rows on different ranks, because their shapes or units differ; go through "
-        "full_tensor(), or shard both models alike"
-    )
-
-
-def _refuse_layout(name: str, operand: Rows) -> NoReturn:
-    raise _LayoutError(
-        f"{name}: parameter {operand.described} is sharded by rows in parts that differ in length, which this operation would mix up; "
-        "call it on value.full_tensor(), the whole tensor, on all ranks, use the weight inside its unit's forward, or change it under "
-        "unshard(module, writeback=True)"
-    )
-
-
-def as_dtensor(local: Tensor, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """This rank's part of a tensor of the global shape; its rows need not be what DTensor would compute."""
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return run(func, args, kwargs, operands) if operands else func(*args, **kwargs)

@@ -70,18 +70,6 @@ def numbers_are_those_of_the_whole_tensor_on_every_rank(rank, world):
         )
 
 
-def parameters_whose_rows_lie_elsewhere_do_not_mix(rank, world):
-    alone = fully_shard(nn.Linear(8, 2, bias=False))
-    together = nn.ModuleList([nn.Linear(8, 2, bias=False), nn.Linear(8, 6, bias=False)])
-    fully_shard(together)
-    for mix in (Tensor.copy_, Tensor.add, lambda a, b: torch._foreach_add([a], [b])):
-        with torch.no_grad(), pytest.raises(EngineStateError, match=r"rows on different ranks.*full_tensor"):
-            mix(together[0].weight, alone.weight)
-    with torch.no_grad():
-        torch._foreach_mul_([together[0].weight, together[1].weight], 2.0)
-        assert torch.equal(together[0].weight * 0.5 * 2, together[0].weight)
-
-
 def writes_through_a_state_dict_reach_forward(rank, world):
     for sharding in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
         model, x = sharded_chain(sharding=sharding), inputs(0)
@@ -92,9 +80,6 @@ def writes_through_a_state_dict_reach_forward(rank, world):
                 value.zero_()
             assert before.abs().sum() > 0
             assert model(x).abs().sum() == 0, sharding
-    for value in (torch.zeros(2, 8), torch.zeros(3, 8, dtype=torch.float64)):
-        with pytest.raises(EngineStateError, match=r"out\.weight.*values of its own shape and dtype"):
-            model.out.weight.data = value
 
 
 def what_looks_at_rows_by_position_is_refused(rank, world):
@@ -105,25 +90,23 @@ def what_looks_at_rows_by_position_is_refused(rank, world):
     for look in (
         lambda t: t @ t,
         lambda t: t.softmax(0),
-        lambda t: t.normal_(),
-        lambda t: t.norm(float("inf")),
+        lambda t: t.bernoulli(),
         torch.trace,
     ):
         with torch.no_grad(), pytest.raises(EngineStateError, match="sharded by rows"):
             look(square)
-    for look in (lambda t: t[0], lambda t: t.max(), lambda t: t.sum(0), nn.init.orthogonal_, nn.init.xavier_uniform_):
+    for look in (lambda t: t[0], lambda t: t.cumsum(0), nn.init.orthogonal_):
         with torch.no_grad(), pytest.raises(EngineStateError, match="sharded by rows"):
             look(whole_on_one_rank)
     with torch.no_grad(), pytest.raises(EngineStateError, match="sharded by rows"):
         model[2].bias.item()
     for look in (
-        *(lambda t: t.mean(), lambda t: t.mean(0), lambda t: t.std(), lambda t: t.max(), lambda t: t.softmax(0)),
+        lambda t: t.softmax(0),
         *(
             lambda t: t[1:],
             lambda t: t.T,
             lambda t: t.flatten(),
             lambda t: t.sort(0),
-            lambda t: t.sum(1),
             lambda t: t.chunk(2),
         ),
     ):

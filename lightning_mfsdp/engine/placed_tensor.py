@@ -1,0 +1,88 @@
+"""PlacedTensor: a tensor of which each rank holds whole rows, as a parameter's layout says. What is known of it, without arithmetic."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from lightning_mfsdp.engine import compat
+from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.rows import gather_rows
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.group import ParameterGroup
+
+__all__ = ["PlacedTensor", "as_dtensor"]
+
+
+class PlacedTensor(DTensor):
+    """This rank's rows of a tensor with as many rows as a parameter. Rows are whole; ranks may have different numbers of them, or none."""
+
+    _owner: tuple[weakref.ref[ParameterGroup], int]
+    _rows: range  # of dim 0, that lie here
+    shows_weight: bool = False  # in its memory is a main weight
+
+    @property
+    def _derived(self) -> type[PlacedTensor]:
+        """What is made of it by arithmetic."""
+        return PlacedTensor
+
+    @staticmethod
+    def over(
+        local: Tensor, like: PlacedTensor, shape: torch.Size | None = None, kind: type[PlacedTensor] | None = None
+    ) -> Any:
+        """Rows `local` of a tensor of `like`'s shape, or another with as many rows, shared out as `like` is; no copy, no history."""
+        plain = as_dtensor(local, like.shape if shape is None else shape, like.device_mesh, like.placements)
+        made = (kind or like._derived)(local, plain._spec, requires_grad=False)
+        made._owner, made._rows = like._owner, like._rows
+        return made
+
+    def _group(self, what: str) -> ParameterGroup:
+        group = self._owner[0]()
+        if group is None:
+            raise EngineStateError(f"{what}: the module of this {tuple(self.shape)} tensor is gone; keep it alive")
+        return group
+
+    @property
+    def place(self) -> tuple[ParameterGroup, int]:
+        """The group and the index in it of the parameter whose rows lie where these do."""
+        return self._group("arithmetic"), self._owner[1]
+
+    @property
+    def described(self) -> str:
+        """Name and unit, for messages."""
+        group = self._owner[0]()
+        if group is None:
+            return f"of shape {tuple(self.shape)}"
+        unit = group.unit()
+        name = group.entries[self._owner[1]].name
+        return f"{name} of unit {unit.name}" if unit is not None else name
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks hold different rows; all ranks agree."""
+        return any(placement.is_shard() for placement in self.placements)
+
+    def note_write(self) -> None:
+        """Main weights may have been written: forward must see it."""
+        group = self._owner[0]()
+        context = group.context if group is not None else None
+        if context is not None:
+            context.weights_changed()
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The whole tensor, plain and without history: a loss computed from it has no gradient. Collective."""
+        with torch.no_grad(), compat.without_torch_function():
+            return gather_rows(self._group("full_tensor"), self._owner[1], self._local_tensor.detach())
+
+
+def as_dtensor(local: Tensor, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """This rank's part of a tensor of the global shape; its rows need not be what DTensor would compute."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
