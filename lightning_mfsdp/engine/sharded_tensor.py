@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.number import Number
 from lightning_mfsdp.engine.placed_tensor import PlacedTensor
-from lightning_mfsdp.engine.sharded_arithmetic import assign_data, refuse_layout, run
+from lightning_mfsdp.engine.sharded_arithmetic import assign_data, refuse_gradient, refuse_layout, run
 from lightning_mfsdp.engine.tree import tensors_in
 
 __all__ = ["Rows"]
@@ -33,6 +34,15 @@ class Rows(PlacedTensor):
     @property
     def _derived(self) -> type[Rows]:
         return Rows
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refused: NumPy knows no ranks."""
+        raise EngineStateError(
+            f"numpy() of parameter {self.described}: this rank has only some of its rows; call value.full_tensor().numpy(), on all ranks"
+        )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self.numpy()
 
     def redistribute(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: rows cannot be moved as DTensor would."""
@@ -84,7 +94,11 @@ class Rows(PlacedTensor):
         if any(tensor.dim() > 0 for tensor in tensors if not isinstance(tensor, DTensor)):
             _refuse_mixing(getattr(func, "__name__", str(func)), tensors)
         with compat.without_torch_function(), _Checked():  # type: ignore[no-untyped-call]
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        if isinstance(result, Number) and result.requires_grad:
+            described = next(tensor.described for tensor in tensors if isinstance(tensor, Rows))
+            result.register_hook(lambda _: refuse_gradient(described))  # type: ignore[no-untyped-call]
+        return result
 
 
 class _Checked(compat.DispatchMode):  # type: ignore[no-untyped-call]
