@@ -57,6 +57,7 @@ __all__ = [
     "reset_seed",
     "set_rng_states",
     "sync_if_available",
+    "to_uncompiled",
 ]
 
 NAMESPACE = os.environ.get("LIGHTNING_MFSDP_NAMESPACE", "lightning.pytorch")
@@ -107,6 +108,7 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as Launcher
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities import GradClipAlgorithmType
+    from lightning.pytorch.utilities.compile import to_uncompiled
     from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary as Summary
     from lightning.pytorch.utilities.model_summary.model_summary import (
         get_formatted_model_size,
@@ -153,6 +155,7 @@ else:
     from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher as Launcher
     from pytorch_lightning.trainer.states import TrainerFn
     from pytorch_lightning.utilities import GradClipAlgorithmType
+    from pytorch_lightning.utilities.compile import to_uncompiled
     from pytorch_lightning.utilities.model_summary.model_summary import ModelSummary as Summary
     from pytorch_lightning.utilities.model_summary.model_summary import (
         get_formatted_model_size,

@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -35,6 +36,7 @@ from lightning_mfsdp.arguments import (
 )
 from lightning_mfsdp.callback_hooks import SeesTrainingSteps
 from lightning_mfsdp.checkpointing import CheckpointingStrategy
+from lightning_mfsdp.compilation import compile_options
 from lightning_mfsdp.cuda_graph import GraphedTrainingStep, graphed_training_step
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
@@ -45,7 +47,7 @@ from lightning_mfsdp.engine import (
     watch_backward,
 )
 from lightning_mfsdp.evaluation import step_with_all_ranks
-from lightning_mfsdp.lightning_api import MockOptimizer, StrategyRegistry, TrainerFn
+from lightning_mfsdp.lightning_api import MockOptimizer, StrategyRegistry, TrainerFn, to_uncompiled
 from lightning_mfsdp.precision import MFSDPPrecision, translate_precision
 from lightning_mfsdp.recompute import Recompute
 from lightning_mfsdp.sharding import REGISTERED, ShardingOptions, move_rest_to_device
@@ -80,7 +82,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         offload: "optimizer": main weights and optimizer state rest in host memory and visit the device a few at a time in the optimizer's
             step. Takes elementwise optimizers, and no `cuda_graph`.
         compile: `torch.compile` the forward of every unit that has modules inside; a mapping holds options for it, such as
-            {"mode": "max-autotune-no-cudagraphs"}.
+            {"mode": "max-autotune-no-cudagraphs"}. A compiled LightningModule (`torch.compile(model)`) is taken as True.
         recompute: Which activations are computed again in backward instead of being kept: a `Recompute`, or a mapping of its options.
         cuda_graph: Record training_step and its backward as CUDA graphs after a few steps and replay them: hardly any host time. For
             fixed shapes. Every backward is reduced, also with `accumulate_grad_batches`. What cannot be recorded is named and runs as ever.
@@ -215,6 +217,23 @@ class MFSDPStrategy(CheckpointingStrategy):
         self._precision_plugin = (
             None if precision_plugin is None else translate_precision(precision_plugin, self._options.policy)
         )
+
+    @property
+    def _lightning_module(self) -> LightningModule | None:
+        """What the Trainer trains; it sets it before it asks whether a compiled one is supported."""
+        return self._connected
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: LightningModule | None) -> None:
+        self._connected = module
+        if module is not None and module._compiler_ctx is not None:
+            to_uncompiled(module)
+            if compile_options(self._options.compile) is None:
+                self._options = replace(self._options, compile=True)
+            rank_zero_info(
+                "mfsdp: a compiled LightningModule was given, and is taken as MFSDPStrategy(compile=True): the forward of every unit is "
+                "compiled, without the hooks that gather and reduce around it. Options of torch.compile go there: compile={...}"
+            )
 
     # -- the mesh ------------------------------------------------------------------------------------------------------
 

@@ -52,16 +52,19 @@ def select_units(root: nn.Module, units: UnitsArgument) -> list[nn.Module]:
     Args:
         root: The whole model, not sharded yet.
         units: "auto": repeated blocks of `ModuleList` and `Sequential`, classes a Hugging Face model names in `_no_split_modules`, and
-            large embeddings and heads. Class names, classes or a callable: exactly those.
+            large embeddings and heads. Class names, classes or a callable: exactly those. Modules that several of them have inside, which
+            are no part of any one of them, become units of their own.
 
     Raises:
         ValueError: A name or class that matches no module with parameters.
     """
     if callable(units):
-        return [module for module in _inside(root) if units(module) and _numel(module)]
-    if units == "auto":
-        return _select_automatically(root)
-    return _select_by_class(root, units)
+        chosen = [module for module in _inside(root) if units(module) and _numel(module)]
+    elif units == "auto":
+        chosen = _select_automatically(root)
+    else:
+        chosen = _select_by_class(root, units)
+    return _with_shared(root, chosen)
 
 
 def join_blocks(
@@ -157,6 +160,35 @@ def _select_automatically(root: nn.Module) -> list[nn.Module]:
     visit(root)
     # A module registered twice is visited twice.
     return list(dict.fromkeys(chosen))
+
+
+def _with_shared(root: nn.Module, chosen: Sequence[nn.Module]) -> list[nn.Module]:
+    """The chosen modules, and what some of them share with others or with the rest: the outermost modules that can be called."""
+    taken = {id(module) for module in chosen}
+    at = {id(module): number for number, module in enumerate(chosen)}
+    owners: dict[int, set[int]] = {}  # of each module, the chosen ones nearest above it; -1 is the root
+
+    def visit(module: nn.Module, owner: int) -> None:
+        known = owners.setdefault(id(module), set())
+        if owner in known:
+            return
+        known.add(owner)
+        for child in module.children():
+            visit(child, at.get(id(module), owner))
+
+    visit(root, -1)
+    shared: list[nn.Module] = []
+
+    def collect(module: nn.Module) -> None:
+        callable_ = type(module).forward is not nn.Module.forward
+        if id(module) not in taken and len(owners[id(module)]) > 1 and callable_ and _numel(module):
+            shared.append(module)
+        else:
+            for child in module.children():
+                collect(child)
+
+    collect(root)
+    return [*chosen, *(module for module in dict.fromkeys(shared) if id(module) not in taken)]
 
 
 def _is_table(module: nn.Module, parent: nn.Module) -> bool:

@@ -296,6 +296,7 @@ class Context:
         self._rest()
         units, event = self.units_in_backward_order, self.streams.record()
         self._planner.after_backward(self.backwards_finished, units, event, has_stepped=self._has_stepped)
+        self.reductions.run_hooks(units)
 
     def _rest(self) -> None:
         """Nobody holds weights, nobody waits."""

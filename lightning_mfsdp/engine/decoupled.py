@@ -55,7 +55,7 @@ def show_gradients(group: ParameterGroup, held: Sequence[Entry], *, decoupled: b
         ShardingError: The dtype would change for parameters that the optimizer does not hold, or amid unreduced gradients.
     """
     main = group.spec.main_dtype
-    dtype = group.policy.main_grads_dtype if decoupled and main.is_floating_point else main
+    dtype = group.policy.sum_dtype(main) if decoupled and main.is_floating_point else main
     if gradient_dtype(group) is not dtype:
         _change_dtype(group, held, dtype)
     kind = _DecoupledRows if decoupled else nn.Parameter

@@ -245,7 +245,7 @@ def gradient_memory(weight: Tensor, *, overwrites: bool) -> tuple[Tensor, bool]:
     group, index = place
     if not (group.entries[index].is_trained and compat.accumulates(weight)):
         return torch.zeros(
-            weight.shape, dtype=group.policy.main_grads_dtype, device=group.device
+            weight.shape, dtype=group.policy.sum_dtype(group.spec.main_dtype), device=group.device
         ), False  # nobody wants it
     context.begin_backward()
     return context.reductions.required_writes(group).memory(index, overwrites=overwrites)

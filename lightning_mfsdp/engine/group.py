@@ -107,7 +107,7 @@ class ParameterGroup:
         shard, outer = self.shard_axis, self.outer_axis
         inner_count, inner_rank = (shard.size, shard.rank) if self.placement.main else (1, 0)
         sub_count, sub_rank = (outer.size, outer.rank) if outer and self.placement.outer_main else (1, 0)
-        smallest = min(self.spec.storage_dtype.itemsize, self.spec.main_dtype.itemsize, self.policy.comm_dtype.itemsize)
+        smallest = self.policy.smallest_itemsize(self.spec.storage_dtype, self.spec.main_dtype)
         count, together = inner_count * sub_count, self.spec.rows_together
         self.layout = plan_layout(shapes, count, itemsize=smallest, rows_together=together)
         self.full_extent = range(count)

@@ -24,8 +24,8 @@ class MixedPrecisionPolicy:
     Attributes:
         main_params_dtype: What the optimizer updates. `None`: the native weight, as the module was built, is the main
             weight.
-        main_grads_dtype: What gradients are accumulated in over microbatches.
-        grad_comm_dtype: What gradients are in on the wire. `None`: `main_grads_dtype`. A lower precision gets a bucket
+        main_grads_dtype: What gradients are accumulated in over microbatches. `None`: as each main weight, which is how FSDP2 keeps them.
+        grad_comm_dtype: What gradients are in on the wire. `None`: as they are accumulated. A lower precision gets a bucket
             of its own that exists only around the reduction.
         compute_dtype: What forward and backward see, and what is gathered. `None`: as the module was built.
         fp32_modules: Modules whose own parameters stay in float32: classes, or `fnmatch` patterns of the module's name
@@ -54,7 +54,7 @@ class MixedPrecisionPolicy:
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
-    main_grads_dtype: torch.dtype = torch.float32
+    main_grads_dtype: torch.dtype | None = torch.float32
     grad_comm_dtype: torch.dtype | None = None
     compute_dtype: torch.dtype | None = None
     fp32_modules: tuple[type[nn.Module] | str, ...] = ()
@@ -68,9 +68,8 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for field in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype", "compute_dtype"):
             value = getattr(self, field)
-            optional = field != "main_grads_dtype"
-            if not (value in _FLOATS or (optional and value is None)):
-                names = ", ".join(str(dtype) for dtype in _FLOATS) + (" or None" if optional else "")
+            if value is not None and value not in _FLOATS:
+                names = ", ".join(str(dtype) for dtype in _FLOATS) + " or None"
                 raise ShardingError(f"MixedPrecisionPolicy.{field}: expected one of {names}, got {value!r}")
         self._check_float16()
         if not isinstance(self.fp32_modules, tuple):
@@ -99,11 +98,12 @@ class MixedPrecisionPolicy:
                     f"MixedPrecisionPolicy.weight_codecs: expected objects with the methods of WeightCodec, got {codec!r}, which "
                     + ("is a class" if isinstance(codec, type) else f"lacks {', '.join(lacking)}")
                 )
-        if self.high_precision_reduce and self.comm_dtype not in (torch.bfloat16, torch.float16):
+        comm_dtype = self.grad_comm_dtype or self.main_grads_dtype
+        if self.high_precision_reduce and comm_dtype not in (torch.bfloat16, torch.float16):
             raise ShardingError(
                 "MixedPrecisionPolicy.high_precision_reduce: it sends low precision and sums in float32, so "
                 "grad_comm_dtype must be "
-                f"torch.bfloat16 or torch.float16, got {self.comm_dtype}; set grad_comm_dtype or leave "
+                f"torch.bfloat16 or torch.float16, got {comm_dtype}; set grad_comm_dtype or leave "
                 "high_precision_reduce off"
             )
 
@@ -116,10 +116,17 @@ class MixedPrecisionPolicy:
                     "small gradients become zero and large ones infinite; expected torch.bfloat16, which has float32's range"
                 )
 
-    @property
-    def comm_dtype(self) -> torch.dtype:
-        """Dtype of gradients on the wire."""
-        return self.grad_comm_dtype or self.main_grads_dtype
+    def sum_dtype(self, main_dtype: torch.dtype) -> torch.dtype:
+        """Dtype that gradients of main weights of `main_dtype` are accumulated in."""
+        return self.main_grads_dtype or main_dtype
+
+    def wire_dtype(self, main_dtype: torch.dtype) -> torch.dtype:
+        """Dtype of those gradients on the wire."""
+        return self.grad_comm_dtype or self.sum_dtype(main_dtype)
+
+    def smallest_itemsize(self, storage_dtype: torch.dtype, main_dtype: torch.dtype) -> int:
+        """Bytes of an element in the narrowest buffer of weights that are stored and kept in these dtypes."""
+        return min(dtype.itemsize for dtype in (storage_dtype, main_dtype, self.wire_dtype(main_dtype)))
 
     def codec_for(self, parameter: nn.Parameter) -> WeightCodec | None:
         """The first codec whose kind a parameter is of; `None` for ordinary ones."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.engine.context import Context
 from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.gradient_hooks import has_gradient_hooks
 from lightning_mfsdp.engine.inspect import context_of
 from lightning_mfsdp.engine.parameter import owner_of
 from lightning_mfsdp.engine.tree import leaves_in, map_tensors, tensors_in
@@ -62,6 +63,9 @@ class Recording:
     def _is_due(self, inputs: Any) -> bool:
         """Whether to record now: enough calls ran as they are, and this one is like the last. Counts them."""
         if self.failure:
+            return False
+        if self._has_hooks():
+            self._refuse("Replays would not run the hooks that register_post_accumulate_grad_hook was given")
             return False
         self._remaining -= 1
         last, self._last = self._last, _described(inputs)
@@ -156,8 +160,8 @@ class Recording:
             )
         elif self._state != self._described_state():
             warnings.warn(
-                f"{self._caller}: since the step was recorded, parameters were frozen or unfrozen, or a module changed between train() "
-                "and eval(); this call runs as it is. Do that before the recording",
+                f"{self._caller}: since the step was recorded, parameters were frozen or unfrozen or given hooks, or a module changed "
+                "between train() and eval(); this call runs as it is. Do that before the recording",
                 stacklevel=3,
             )
         else:
@@ -167,7 +171,11 @@ class Recording:
     def _described_state(self) -> list[bool]:
         """Which modules are in training mode, and which parameters are trained."""
         trained = [entry.is_trained for unit in self._context.units for group in unit.groups for entry in group.entries]
-        return [module.training for module in self._modules] + trained
+        return [module.training for module in self._modules] + trained + [self._has_hooks()]
+
+    def _has_hooks(self) -> bool:
+        groups = (group for unit in self._context.units for group in unit.groups)
+        return has_gradient_hooks() and any(map(has_gradient_hooks, groups))
 
 
 def _capturable_context(caller: str, module: nn.Module) -> Context:

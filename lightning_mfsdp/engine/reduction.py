@@ -49,8 +49,8 @@ class GradientReducer:
     def __init__(self, group: ParameterGroup) -> None:
         self.group = group
         policy, layout, mesh = group.policy, group.layout, group.mesh
-        self.comm_dtype = policy.comm_dtype
-        self.main_dtype = policy.main_grads_dtype
+        self.comm_dtype = policy.wire_dtype(group.spec.main_dtype)
+        self.main_dtype = policy.sum_dtype(group.spec.main_dtype)
         self._factor = policy.reduction_factor(mesh.num_ranks)
         self.is_alone = not mesh.axes
         self.main_memory, self.main = transient(layout, group.main_extent, self.main_dtype, group.device)
@@ -416,6 +416,11 @@ class GradientReducer:
         if self.exposed is not self.main and self._fresh:
             compat.foreach_copy_(self.exposed.segments, self.main.segments)
         self._fresh = False
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether gradients were reduced since `finish`."""
+        return self._fresh
 
     def _references(self) -> int:
         """How many hold the optimizer's gradients: Python objects, and tensors that share their memory."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning_mfsdp.engine.buffer import Filling
 from lightning_mfsdp.engine.collectives import Mesh
 from lightning_mfsdp.engine.direct import DirectWrites
+from lightning_mfsdp.engine.gradient_hooks import has_gradient_hooks, run_gradient_hooks
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.ranges import Ranges
 from lightning_mfsdp.engine.reduction import GradientReducer
@@ -64,6 +65,7 @@ class ReductionSchedule:
         self._order: list[weakref.ref[Unit]] = []
         self._turn = 0
         self._done: set[int] = set()
+        self._with_news: list[ParameterGroup] = []  # whose hooks are to run
         self._in_flight: deque[_InFlight] = deque()
         self._reducers: weakref.WeakKeyDictionary[ParameterGroup, GradientReducer] = weakref.WeakKeyDictionary()
 
@@ -225,13 +227,22 @@ class ReductionSchedule:
                     self._collect(unit)
         self._wait()
         self.holds_back = False
+        self.run_hooks(units)
 
     def _wait(self) -> None:
         """Have the compute stream wait for all reductions, and show their results."""
         while self._in_flight:
             self._retire()
+        if has_gradient_hooks():
+            self._with_news = [reducer.group for reducer in self._reducers.values() if reducer.is_fresh]
         for reducer in self._reducers.values():
             reducer.finish()
+
+    def run_hooks(self, units: Sequence[Unit]) -> None:
+        """Those of parameters whose gradients were reduced last, in an order that all ranks share."""
+        fresh, self._with_news = {id(group) for group in self._with_news}, []
+        if fresh:
+            run_gradient_hooks([group for unit in self.in_order(units) for group in unit.groups if id(group) in fresh])
 
     def _was_written(self, group: ParameterGroup) -> bool:
         known = self._reducers.get(group)

@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.number import Number
 from lightning_mfsdp.engine.placed_tensor import PlacedTensor
 from lightning_mfsdp.engine.rows_exchange import lie_alike, rows_where
 from lightning_mfsdp.engine.sharded_reductions import REDUCTIONS, foreach_norms, reduce_rows
 from lightning_mfsdp.engine.tree import map_tensors, tensors_in
 
-__all__ = ["LayoutError", "assign_data", "refuse_layout", "run"]
+__all__ = ["LayoutError", "assign_data", "refuse_gradient", "refuse_layout", "run"]
 
 # Elementwise operations that PyTorch does not tag as such.
 _ELEMENTWISE = frozenset(
@@ -285,9 +286,9 @@ def _rows(local: Tensor, like: PlacedTensor) -> Any:
 
 
 def _number(value: Tensor, like: PlacedTensor) -> Tensor:
-    """The same on every rank; plain in grad mode, where it may join a loss."""
-    if torch.is_grad_enabled():
-        return value
+    """The same on every rank."""
+    if not value.dim():
+        return value.as_subclass(Number)
     mesh = like.device_mesh
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
@@ -298,7 +299,9 @@ def _as_rows(value: Any, like: PlacedTensor, *, shows_weight: bool = False) -> A
         made = like.over(value._local_tensor, like)
         made.shows_weight = shows_weight
         return made
-    return value.to_local() if isinstance(value, DTensor) and torch.is_grad_enabled() else value
+    if isinstance(value, DTensor) and not value.dim() and all(one.is_replicate() for one in value.placements):
+        return value._local_tensor.as_subclass(Number)
+    return value
 
 
 def _shared_out(value: Tensor, like: PlacedTensor | None, any_rows: PlacedTensor, *, shows_weight: bool = False) -> Any:
@@ -327,4 +330,13 @@ def refuse_layout(name: str, operand: PlacedTensor) -> NoReturn:
         f"{name}: parameter {operand.described} is sharded by rows in parts that differ in length, which this operation would mix up; "
         "call it on value.full_tensor(), the whole tensor, on all ranks, use the weight inside its unit's forward, or change it under "
         "unshard(module, writeback=True)"
+    )
+
+
+def refuse_gradient(described: str) -> NoReturn:
+    """Raise: a backward came to sharded rows, which autograd knows nothing of."""
+    raise EngineStateError(
+        f"parameter {described}: a loss was computed from its sharded rows, outside its unit's forward, and the gradient would be lost. "
+        "Compute penalties on weights in the forward of the module that owns them, or use the optimizer's weight_decay; to look at "
+        "values, use torch.no_grad()"
     )

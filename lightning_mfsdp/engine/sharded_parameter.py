@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.gradient_hooks import add_gradient_hook
 from lightning_mfsdp.engine.held_back import HeldBackGradient, HeldBackRows
 from lightning_mfsdp.engine.placed_tensor import as_dtensor
 from lightning_mfsdp.engine.rows import owned_rows, whole_shape
+from lightning_mfsdp.engine.sharded_arithmetic import refuse_gradient
 from lightning_mfsdp.engine.sharded_tensor import Rows
 
 if TYPE_CHECKING:
@@ -69,7 +73,7 @@ class ShardedParameter(Rows):
         """The reduced gradient of these rows; `None` until a synchronised backward."""
         grad = self._local_face.grad
         if grad is None:
-            if not (self.has_empty_grad and self.requires_grad):
+            if not self.has_empty_grad:  # also of one frozen since: ranks that have rows keep its gradient, too
                 return None
             grad = self._local_face.detach()
         if self._grad_face is None or self._grad_face._local_tensor is not grad:
@@ -143,17 +147,23 @@ class ShardedParameter(Rows):
 
     def register_hook(self, hook: Any) -> NoReturn:
         """Refused: autograd never sees this tensor."""
-        self._refuse_hook("register_hook")
-
-    def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
-        """Refused: autograd never sees this tensor."""
-        self._refuse_hook("register_post_accumulate_grad_hook")
-
-    def _refuse_hook(self, what: str) -> NoReturn:
         raise EngineStateError(
-            f"{what} on parameter {self.described}: it would never run, because gradients are computed for full parameters and reduced "
-            "into shards. Look at gradients after backward (on_after_backward in Lightning), or register the hook before fully_shard"
+            f"register_hook on parameter {self.described}: it would never run, because gradients are computed for full parameters and "
+            "reduced into shards. Use register_post_accumulate_grad_hook, which runs after the reduction, look at gradients after backward "
+            "(on_after_backward in Lightning), or register the hook before fully_shard"
         )
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
+        """Call `hook(parameter)` at the end of each backward that reduced its gradient; `.grad` is set then, and may be cleared.
+
+        Raises:
+            EngineStateError: The parameter is frozen.
+        """
+        if not self.requires_grad:
+            raise EngineStateError(
+                f"register_post_accumulate_grad_hook on parameter {self.described}: it is frozen and gets no gradient; unfreeze it first"
+            )
+        return add_gradient_hook(*self.place, hook)
 
     def share_memory_(self) -> NoReturn:
         """Refused: its memory is part of a buffer."""
@@ -165,8 +175,4 @@ class ShardedParameter(Rows):
 def _refuse_gradient(reference: weakref.ref[ShardedParameter], _: Tensor) -> NoReturn:
     parameter = reference()
     described = parameter.described if parameter is not None else "of a deleted module"
-    raise EngineStateError(
-        f"parameter {described}: a loss was computed from its sharded rows, outside its unit's forward, and the gradient would be lost. "
-        "Compute penalties on weights in the forward of the module that owns them, or use the optimizer's weight_decay; to look at "
-        "values, use torch.no_grad()"
-    )
+    refuse_gradient(described)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.number import Number
 from lightning_mfsdp.engine.outside import (
     computes,
     needs_whole,
@@ -27,7 +28,7 @@ from lightning_mfsdp.engine.outside import (
     writes_in_place,
 )
 from lightning_mfsdp.engine.placed_tensor import PlacedTensor
-from lightning_mfsdp.engine.sharded_arithmetic import LayoutError, assign_data, refuse_layout, run
+from lightning_mfsdp.engine.sharded_arithmetic import LayoutError, assign_data, refuse_gradient, refuse_layout, run
 from lightning_mfsdp.engine.tree import tensors_in
 
 __all__ = ["Rows"]
@@ -39,6 +40,15 @@ class Rows(PlacedTensor):
     @property
     def _derived(self) -> type[Rows]:
         return Rows
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refused: NumPy knows no ranks."""
+        raise EngineStateError(
+            f"numpy() of parameter {self.described}: this rank has only some of its rows; call value.full_tensor().numpy(), on all ranks"
+        )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self.numpy()
 
     def redistribute(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: rows cannot be moved as DTensor would."""
@@ -95,11 +105,15 @@ class Rows(PlacedTensor):
                 return use_whole(func, args, kwargs)
         try:
             with compat.without_torch_function(), _Checked():  # type: ignore[no-untyped-call]
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
         except LayoutError:
             if not torch.is_grad_enabled() or writes_in_place(func, args):
                 raise
-        return use_whole(func, args, kwargs)  # of frozen parameters, where others would be whole as well
+            return use_whole(func, args, kwargs)  # of frozen parameters, where others would be whole as well
+        if isinstance(result, Number) and result.requires_grad:
+            described = next(one.described for one in tensors_in((args, kwargs)) if isinstance(one, Rows))
+            result.register_hook(lambda _: refuse_gradient(described))  # type: ignore[no-untyped-call]
+        return result
 
 
 class _Checked(compat.DispatchMode):  # type: ignore[no-untyped-call]

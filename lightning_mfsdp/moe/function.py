@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_mfsdp.moe.activations import Activation
+from lightning_mfsdp.moe.once import differentiable_once
 from lightning_mfsdp.moe.products import expert_products, outer_products, warn_where_it_waits
 from lightning_mfsdp.moe.rows import RowPlan, combined, gathered
 from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver, PagedRows, lent, save_to_lend
@@ -100,7 +100,7 @@ class _ExpertsMLP(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight_in, weight_out, of_rows, token, position, ends, live, hidden, *kept = ctx.saved_tensors
         needs_hidden, needs_probabilities, needs_in, needs_out, *_ = ctx.needs_input_grad

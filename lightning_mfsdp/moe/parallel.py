@@ -17,13 +17,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_mfsdp.engine import ShardingError, note_collective
 from lightning_mfsdp.engine.collectives import PARTS, Axis, axis_of
 from lightning_mfsdp.engine.parameter import owner_of
 from lightning_mfsdp.moe.experts import GroupedExperts
+from lightning_mfsdp.moe.once import differentiable_once
 
 __all__ = ["AllGatherDispatcher", "AllToAllDispatcher", "expert_parallel", "take_over_budget"]
 
@@ -195,7 +195,7 @@ class _Moved(torch.autograd.Function):
         return there(tensor)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.back(grad), None, None
 

@@ -85,6 +85,21 @@ def test_a_block_listed_twice_is_one_unit() -> None:
     assert names(nn.ModuleList([block, Block(), block])) == ["0", "1"]
 
 
+def test_a_module_that_blocks_share_is_a_unit_of_its_own() -> None:
+    shared = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), shared) for _ in range(3))
+    root = nn.Sequential(nn.Linear(2, 4), nn.Sequential(*blocks))
+    assert select_units(root, "auto") == [*blocks, shared]
+    assert select_units(root, lambda module: module is blocks[0]) == [blocks[0], shared], (
+        "shared with the root's own part"
+    )
+    holder = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])  # cannot be called
+    holding = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Identity()) for _ in range(2))
+    for block in holding:
+        block.held = holder
+    assert select_units(nn.Sequential(holding), "auto") == [*holding, *holder]
+
+
 def test_classes_hugging_face_models_name_are_units() -> None:
     class Layer(Block):
         pass

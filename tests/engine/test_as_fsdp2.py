@@ -1,0 +1,153 @@
+"""What users of FSDP2 do with sharded parameters: hooks after the reduction, gradients that all ranks see alike, FSDP2's dtypes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_mfsdp.engine import (
+    EngineStateError,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_optimizer,
+    no_sync,
+    reduce_pending,
+)
+from tests.engine.cases import Problems
+from tests.engine.worlds import by_world, check
+from tests.helpers.chain import STRATEGIES, inputs, loss_of, plain_chain, sharded_chain, weights
+
+
+class NormScaled(torch.optim.Optimizer):
+    """Divides by the norm of each gradient: on a rank without rows, too."""
+
+    def __init__(self, parameters, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / (p.grad.norm() + 1), alpha=group["lr"])
+
+
+def optimizers_step_in_hooks_after_the_reduction(rank, world):
+    """One optimizer for each parameter, stepped and cleared by its hook, as in PyTorch's tutorial."""
+    problems = Problems()
+    for sharding in STRATEGIES:
+        plain, model = plain_chain(), sharded_chain(sharding=sharding)
+        order: list[str] = []
+        for net, wrap in ((plain, lambda o: o), (model, fully_shard_optimizer)):
+            optimizers = {p: wrap(torch.optim.AdamW([p], lr=1e-2)) for p in net.parameters()}
+            names = {p: name for name, p in net.named_parameters()}
+
+            def hook(p: Tensor, optimizers=optimizers, names=names, order=order if net is model else None) -> None:
+                assert p.grad is not None
+                if order is not None:
+                    order.append(f"{names[p]} {p.grad.norm().item():.4f}")
+                optimizers[p].step()
+                optimizers[p].zero_grad()
+
+            for p in net.parameters():
+                p.register_post_accumulate_grad_hook(hook)
+            for step in range(3):
+                loss_of(net, inputs(step)).backward()
+        everyone = [None] * world
+        torch.distributed.all_gather_object(everyone, order)
+        problems.expect(all(one == order for one in everyone), "ranks run hooks in different orders")
+        problems.expect(len(order) == 3 * len(list(plain.parameters())), f"{sharding}: {len(order)} calls")
+        for name, value in weights(model).items():
+            problems.close(value, plain.get_parameter(name).detach(), f"{sharding} {name}", rtol=1e-4, atol=1e-5)
+    problems.finish()
+
+
+def hooks_run_when_gradients_are_reduced_and_not_before(rank, world):
+    model, calls = sharded_chain(), []
+    parameter = model.out.weight
+    handle = parameter.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.full_tensor()))
+    with no_sync(model):
+        loss_of(model, inputs(0)).backward()
+    assert len(calls) == (1 if world == 1 else 0), "without communication there is nothing to see yet"
+    loss_of(model, inputs(0)).backward()
+    assert torch.allclose(calls[-1], 2 * plain_gradient(), atol=1e-6)
+    with no_sync(model):
+        loss_of(model, inputs(0)).backward()
+    before = len(calls)
+    reduce_pending(model)
+    assert len(calls) == before + (world > 1)
+    handle.remove()
+    loss_of(model, inputs(0)).backward()
+    assert len(calls) == before + (world > 1)
+    model.layers[0].weight.requires_grad_(False)
+    with pytest.raises(EngineStateError, match=r"register_post_accumulate_grad_hook on parameter .*it is frozen"):
+        model.layers[0].weight.register_post_accumulate_grad_hook(print)
+
+
+def plain_gradient() -> Tensor:
+    plain = plain_chain()
+    loss_of(plain, inputs(0)).backward()
+    return plain.out.weight.grad
+
+
+def gradients_are_there_on_all_ranks_or_on_none(rank, world):
+    """Frozen in mid-run, cleared to zero, and read by an optimizer that communicates: a rank without rows must not stand aside."""
+    problems = Problems()
+    for sharding in STRATEGIES:
+        plain, model = plain_chain(), sharded_chain(sharding=sharding)
+        optimizers = NormScaled(plain.parameters()), fully_shard_optimizer(NormScaled(model.parameters()))
+        for net, optimizer in zip((plain, model), optimizers, strict=True):
+            for step in range(4):
+                loss_of(net, inputs(step)).backward()
+                optimizer.step()
+                if step == 1:
+                    net.out.requires_grad_(False)
+                optimizer.zero_grad(set_to_none=step == 2)
+        there = {name: p.grad is not None for name, p in model.named_parameters()}
+        expected = {name: p.grad is not None for name, p in plain.named_parameters()}
+        problems.expect(there == expected, f"{sharding}: {there}, expected {expected}")
+        for name, value in weights(model).items():
+            problems.close(value, plain.get_parameter(name).detach(), f"{sharding} {name}", rtol=1e-4, atol=1e-5)
+    problems.finish()
+
+
+def gradients_may_follow_the_main_weights(rank, world):
+    """`main_grads_dtype=None`: bfloat16 main weights have bfloat16 gradients, float32 ones float32."""
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        plain = plain_chain().to(dtype)
+        model = fully_shard(
+            plain_chain().to(dtype), policy=MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=None)
+        )
+        for net in (plain, model):
+            loss_of(net, inputs(0).to(dtype)).backward()
+        for name, parameter in plain.named_parameters():
+            grad = model.get_parameter(name).grad
+            assert grad.dtype is dtype
+            assert torch.allclose(grad.full_tensor(), parameter.grad, rtol=0.02 if dtype is torch.bfloat16 else 1e-5)
+    mixed = fully_shard(plain_chain(), policy=MixedPrecisionPolicy(compute_dtype=torch.bfloat16, main_grads_dtype=None))
+    loss_of(mixed, inputs(0)).backward()
+    assert mixed.out.weight.grad.dtype is torch.float32
+
+
+def numpy_says_what_to_call(rank, world):
+    model = sharded_chain()
+    for convert in (lambda t: t.numpy(), lambda t: t.detach().cpu().numpy(), np.asarray):
+        with pytest.raises(EngineStateError, match=r"numpy\(\) of parameter .*full_tensor\(\)\.numpy\(\)"):
+            convert(model.out.weight)
+
+
+CASES = (
+    gradients_are_there_on_all_ranks_or_on_none,
+    gradients_may_follow_the_main_weights,
+    hooks_run_when_gradients_are_reduced_and_not_before,
+    numpy_says_what_to_call,
+    optimizers_step_in_hooks_after_the_reduction,
+)
+WORLDS = {1: CASES, 2: CASES, 3: CASES}
+
+
+@by_world(WORLDS)
+def test_as_under_fsdp2(world, case):
+    check(WORLDS, world, case)
