@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import NamedTuple
@@ -52,11 +52,13 @@ class ReductionSchedule:
     Attributes:
         sync: How far the gradients of the current microbatch are reduced.
         started: Collectives issued for gradients so far, for inspection.
+        watches: Called with a unit whose gradients are there and not reduced yet, mostly none (gradient_watch.py).
     """
 
     def __init__(self, streams: Streams, ranges: Ranges) -> None:
         self.sync = Sync.ALL
         self.started = 0
+        self.watches: list[Callable[[Unit], None]] = []
         self._streams = streams
         self._ranges = ranges
         self._order: list[weakref.ref[Unit]] = []
@@ -146,6 +148,8 @@ class ReductionSchedule:
 
     def _collect(self, unit: Unit) -> None:
         """Take a unit's gradients and start their reduction."""
+        for watch in self.watches:
+            watch(unit)
         groups = []
         for group in unit.groups:
             if any(entry.is_trained for entry in group.entries):
