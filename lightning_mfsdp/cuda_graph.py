@@ -109,6 +109,7 @@ class GraphedTrainingStep:
         self._captured = CapturedLoss("cuda_graph=True", self._step, module)
         self._metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
         self._rest: tuple[Any, ...] = ()
+        self._is_left = False
         self._logs = LogRecorder(module.device.type)
 
     @property
@@ -128,6 +129,9 @@ class GraphedTrainingStep:
 
     def __call__(self, batch: Any, *rest: Any) -> Any:
         """One `training_step`. Its other arguments, such as `batch_idx`, stay what they were when it was recorded."""
+        if self._is_left:
+            self._rest = rest
+            return self._captured.outside(batch)
         was_captured = self.is_captured
         updates = {name: metric.update_count for name, metric in self._metrics.items()}
         self._rest = rest
@@ -143,6 +147,15 @@ class GraphedTrainingStep:
                 "memory belong to the graphs"
             )
         return outputs
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Inside, steps run as they are; what was recorded stays. On all ranks alike."""
+        self._is_left = True
+        try:
+            yield
+        finally:
+            self._is_left = False
 
     def record_again(self) -> None:
         """Record anew in the next step: memory that the graphs use has moved."""

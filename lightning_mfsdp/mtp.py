@@ -22,12 +22,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+
+from lightning_mfsdp.recompute import Recompute
+from lightning_mfsdp.recompute.region import Region
 
 __all__ = [
     "DraftCounts",
@@ -43,9 +45,6 @@ __all__ = [
 RecomputeFunction: TypeAlias = Callable[..., Tensor]
 """Calls `function(*args, **kwargs)`, keeps its inputs only, and calls it again in backward: `recompute(function, *args, **kwargs)`."""
 
-# No early stop: the layer may hold collectives (experts on other ranks), and all ranks must come to the same ones.
-_BY_TORCH: RecomputeFunction = partial(checkpoint, use_reentrant=False, early_stop=False)
-
 
 class PredictorLayer(nn.Module):
     """One depth: norms, projection, the layer, and the norm before the head. It is one unit, and one region to compute again.
@@ -54,15 +53,19 @@ class PredictorLayer(nn.Module):
         width: H.
         layer: Makes the layer.
         norm: Makes a norm of a width.
-        recompute: Calls what is to be computed again in backward; `None`: everything is kept.
+        recompute: Calls what is to be computed again in backward; True: as `Recompute()` does; `None`: everything is kept.
+        is_shared: Whether it is called for several depths.
     """
+
+    _region: Region | None
 
     def __init__(
         self,
         width: int,
         layer: Callable[[], nn.Module],
         norm: Callable[[int], nn.Module],
-        recompute: RecomputeFunction | None = None,
+        recompute: RecomputeFunction | Literal[True] | None = None,
+        is_shared: bool = False,
     ) -> None:
         super().__init__()
         self.hidden_norm = norm(width)
@@ -71,6 +74,31 @@ class PredictorLayer(nn.Module):
         self.layer = layer()
         self.norm = norm(width)
         self.recompute = recompute
+        self.is_shared = is_shared
+        self._make_region()
+
+    def _make_region(self) -> None:
+        # No early stop: the layer may hold collectives (experts on other ranks), and all ranks must come to the same ones.
+        self._region = (
+            Region(
+                "MultiTokenPredictor",
+                self,
+                Recompute(),
+                function=self._states,
+                stops_early=False,
+                is_shared=self.is_shared,
+            )
+            if self.recompute is True
+            else None
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles compute themselves again, and not this layer."""
+        return {**self.__dict__, "_region": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._make_region()
 
     @property
     def recomputes_itself(self) -> bool:
@@ -92,6 +120,10 @@ class PredictorLayer(nn.Module):
         # Inside of the unit, so that its weights are gathered once for both: the gradients and what is computed again.
         if self.recompute is None or not torch.is_grad_enabled():
             return self._states(hidden, embedding, *args, **kwargs)
+        if self._region is not None:
+            states: Tensor = self._region(hidden, embedding, *args, **kwargs)
+            return states
+        assert callable(self.recompute), "True has a region"
         return self.recompute(self._states, hidden, embedding, *args, **kwargs)
 
     def _states(self, hidden: Tensor, embedding: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -120,8 +152,8 @@ class MultiTokenPredictor(nn.Module):
         shared: One layer is used for all depths; False: each has its own.
         norm: Makes a norm of a width; `None`: `nn.RMSNorm` with eps 1e-5.
         loss_weight: Of the mean of all depths' losses, as lambda in the paper (0.3, later 0.1); or D weights, one for each depth.
-        recompute: True: layers are computed again in backward, by `torch.utils.checkpoint` without reentrance. A function does it its own
-            way, such as `functools.partial(transformer_engine.pytorch.checkpoint, use_reentrant=False)`.
+        recompute: True: layers are computed again in backward as `Recompute()` does it, by Transformer Engine's own checkpoint where its
+            modules quantize. A function does it its own way.
         ignore_index: Label of what is not learned.
 
     Attributes:
@@ -156,8 +188,8 @@ class MultiTokenPredictor(nn.Module):
         self.depth = depth
         self.loss_weights = loss_weight
         self.ignore_index = ignore_index
-        again = (_BY_TORCH if recompute else None) if isinstance(recompute, bool) else recompute
-        make = partial(PredictorLayer, width, layer, norm or partial(nn.RMSNorm, eps=1e-5), again)
+        norm = norm or partial(nn.RMSNorm, eps=1e-5)
+        make = partial(PredictorLayer, width, layer, norm, recompute or None, is_shared=shared and depth > 1)
         self.layers = nn.ModuleList(make() for _ in range(1 if shared else depth))
 
     @property

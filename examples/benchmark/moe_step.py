@@ -62,6 +62,7 @@ class Mixture(nn.Module):
             hidden_size=sizes.dim,
             intermediate_size=sizes.width,
             capacity_factor=capacity_factor,
+            over_capacity="drop",
         )
         self.idle, self.recompute = idle, recompute
 

@@ -16,6 +16,7 @@ from lightning_mfsdp.engine.capture import CapturedStep, capture_step
 from lightning_mfsdp.engine.captured_loss import CapturedLoss, capture_loss
 from lightning_mfsdp.engine.errors import EngineStateError, ShardingError
 from lightning_mfsdp.engine.fully_shard import fully_shard
+from lightning_mfsdp.engine.gradient_watch import GradientWatch, NonFiniteGradients, NonFiniteParameter
 from lightning_mfsdp.engine.gradients import clip_grad_norm_, clip_grad_value_, grad_norm
 from lightning_mfsdp.engine.inspect import (
     FlatGradient,
@@ -40,8 +41,11 @@ __all__ = [
     "CapturedStep",
     "EngineStateError",
     "FlatGradient",
+    "GradientWatch",
     "LocalRowsOptimizer",
     "MixedPrecisionPolicy",
+    "NonFiniteGradients",
+    "NonFiniteParameter",
     "ParameterView",
     "RowPlacement",
     "ShardingError",

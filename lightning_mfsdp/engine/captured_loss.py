@@ -97,9 +97,7 @@ class CapturedLoss(Recording):
             self._record(inputs)
         self.replayed = self._forward is not None and self._fits(inputs)
         if self._forward is None or not self.replayed:
-            if self._forward is not None:
-                self._context.weights_changed()  # the collectives of a replay, which always gathers whole weights
-            return self._step(*inputs)
+            return self.outside(*inputs)
         self._fill(inputs)
         self._forward.replay()
         self._awaited = token = object()
@@ -108,6 +106,13 @@ class CapturedLoss(Recording):
             return _Replay.apply(static, self._anchor, self, token) if static is self._loss else static.clone()  # type: ignore[no-untyped-call]
 
         return map_tensors(fresh, self._outputs)
+
+    def outside(self, *inputs: Any) -> Any:
+        """One forward as it is, whatever was recorded."""
+        self.replayed = False
+        if self._forward is not None:
+            self._context.weights_changed()  # the collectives of a replay, which always gathers whole weights
+        return self._step(*inputs)
 
     def _refuse_held_back(self) -> None:
         """What `no_sync` holds back would be reduced in the recording and never again."""

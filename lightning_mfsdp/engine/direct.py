@@ -79,6 +79,14 @@ class DirectWrites:
             view.zero_()
         return view, False
 
+    def pieces(self) -> dict[int, Tensor]:
+        """What was written and is not reduced yet, by tensor of the layout."""
+        if self.target is None:
+            return {}
+        self._add_aside()
+        views = self.target.views()
+        return {index: views[index] for index in sorted(self.written)}
+
     def _add_aside(self) -> None:
         """Add what layers wrote beside the buffer since."""
         for view, piece in self._aside:

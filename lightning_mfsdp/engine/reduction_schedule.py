@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import NamedTuple
@@ -54,12 +54,14 @@ class ReductionSchedule:
         sync: How far the gradients of the current microbatch are reduced.
         holds_back: The last backward left gradients unreduced; the same on all ranks, whatever they computed.
         started: Collectives issued for gradients so far, for inspection.
+        watches: Called with a unit whose gradients are there and not reduced yet, mostly none (gradient_watch.py).
     """
 
     def __init__(self, streams: Streams, ranges: Ranges) -> None:
         self.sync = Sync.ALL
         self.started = 0
         self.holds_back = False
+        self.watches: list[Callable[[Unit], None]] = []
         self._streams = streams
         self._ranges = ranges
         self._order: list[weakref.ref[Unit]] = []
@@ -152,6 +154,8 @@ class ReductionSchedule:
 
     def _collect(self, unit: Unit) -> None:
         """Take a unit's gradients and start their reduction."""
+        for watch in self.watches:
+            watch(unit)
         groups = []
         for group in unit.groups:
             if any(entry.is_trained for entry in group.entries):

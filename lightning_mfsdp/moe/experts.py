@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from lightning_mfsdp.engine import EngineStateError
 from lightning_mfsdp.moe.activations import ACTIVATIONS, ActivationName
+from lightning_mfsdp.moe.capacity import CapacityWatch, rounded_up
 from lightning_mfsdp.moe.function import experts_mlp, no_choices
 from lightning_mfsdp.moe.products import compute_dtype
-from lightning_mfsdp.moe.rows import plan_rows
+from lightning_mfsdp.moe.rows import RowPlan, plan_rows
 from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver
 
 __all__ = ["Dispatcher", "GroupedExperts"]
@@ -37,9 +40,11 @@ class GroupedExperts(nn.Module):
         hidden_size: H, of tokens.
         intermediate_size: I, inside an expert.
         activation: "swiglu" (gated by SiLU) or "gelu".
-        capacity_factor: Under expert parallelism by "all_gather" the buffer of rows holds so many times the average of a rank, and rows
-            beyond it are left out and flagged (`over_budget`). `None`: as many as there can be. Elsewhere buffers hold exactly the
-            rows there are, and this changes nothing.
+        capacity_factor: Under expert parallelism by "all_gather" the buffer of rows holds so many times the average of a rank.
+            `None`: as many as there can be. Elsewhere buffers hold exactly the rows there are, and this changes nothing.
+        over_capacity: What happens to rows beyond that. "grow": the call gets a larger buffer, and a warning says which factor would have
+            been enough. To know, the host waits for the device in each call, unless `capacity_watch` asks. "drop": they are left
+            out and flagged (`over_budget`), and nothing waits.
         flat_weights: Keep weights as matrices, `[E * rows, columns]`, so that they are shared out by rows of those and not by whole
             experts. For more ranks than experts.
         init_std: Standard deviation of initial weights.
@@ -52,6 +57,8 @@ class GroupedExperts(nn.Module):
         live_rows: How many rows the last call computed, int64, 0-D.
         over_budget: Whether any call since this was last cleared had more rows than its buffer, bool, 0-D. Clear it with `zero_()`.
         capacity: Rows of the last call's buffer; 0 before the first one.
+        capacity_watch: Somebody who asks, before a step is taken, whether rows were left out, and does not take it then
+            (`PagedStash`, `RowStash.watch`). Under "grow" calls in training mode leave rows out for it and do not wait.
         saver: Keeps activations for backward.
         first_expert: Number of this rank's first expert.
         dispatcher: `None`, or what expert parallelism set.
@@ -73,6 +80,7 @@ class GroupedExperts(nn.Module):
         intermediate_size: int,
         activation: ActivationName = "swiglu",
         capacity_factor: float | None = None,
+        over_capacity: Literal["grow", "drop"] = "grow",
         flat_weights: bool = False,
         init_std: float = 0.02,
         device: torch.device | str | None = None,
@@ -87,7 +95,12 @@ class GroupedExperts(nn.Module):
         _check_capacity_factor(capacity_factor)
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
         self.activation = ACTIVATIONS[activation]
+        if over_capacity not in ("grow", "drop"):
+            raise ValueError(f'GroupedExperts: over_capacity: expected "grow" or "drop", got {over_capacity!r}')
         self.capacity_factor = capacity_factor
+        self.over_capacity = over_capacity
+        self.capacity_watch: CapacityWatch | None = None
+        self._told_factor = 0.0
         self.flat_weights = flat_weights
         self.init_std = init_std
         self.saver: ActivationSaver = OrdinarySaver()
@@ -162,8 +175,7 @@ class GroupedExperts(nn.Module):
             self.capacity = 0
             self.live_rows.zero_()
             return no_choices(hidden.to(dtype), probabilities, weight_in, weight_out)
-        budget = self._budget(expert_index.numel(), average_rows)
-        plan = plan_rows(expert_index, len(weight_in), budget)
+        plan = self._planned(expert_index, len(weight_in), average_rows)
         self.capacity = plan.rows
         self.live_rows.copy_(plan.live)
         self.over_budget.logical_or_(plan.over_budget)
@@ -182,10 +194,35 @@ class GroupedExperts(nn.Module):
         """What products are computed in: what autocast says, else the dtype of the weights."""
         return compute_dtype(hidden, self.weight_in)
 
-    def _budget(self, choices: int, average_rows: int | None) -> int:
+    def _planned(self, expert_index: Tensor, num_experts: int, average_rows: int | None) -> RowPlan:
+        choices = expert_index.numel()
         if self.capacity_factor is None or average_rows is None:
-            return choices
-        return min(choices, math.ceil(average_rows * self.capacity_factor))
+            return plan_rows(expert_index, num_experts, choices)
+        budget = min(choices, math.ceil(average_rows * self.capacity_factor))
+        plan, watch = plan_rows(expert_index, num_experts, budget), self.capacity_watch
+        if budget == choices:
+            return plan
+        if self.over_capacity == "drop" or (watch is not None and watch.asks(self)):
+            if watch is not None:
+                watch.note(self, plan.over_budget, plan.wanted.double() / average_rows)
+            return plan
+        if expert_index.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise EngineStateError(
+                f"GroupedExperts: capacity_factor={self.capacity_factor} in a recorded step: rows beyond it would get a larger buffer, "
+                'which a CUDA graph cannot do; use PagedStash(overflow="rerun"), capacity_factor=None, or over_capacity="drop" to lose them'
+            )
+        wanted = int(plan.wanted)
+        if wanted <= budget:
+            return plan
+        factor = wanted / average_rows
+        if watch is None and factor > self._told_factor:
+            self._told_factor = factor
+            warnings.warn(
+                f"GroupedExperts: {wanted} rows where capacity_factor={self.capacity_factor} has room for {budget}, so this call takes a "
+                f"larger buffer; capacity_factor={rounded_up(factor)} would have been enough",
+                stacklevel=2,
+            )
+        return plan_rows(expert_index, num_experts, wanted)
 
     def _check(self, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> None:
         if hidden.dim() != 2 or hidden.shape[1] != self.hidden_size:
@@ -210,7 +247,7 @@ class GroupedExperts(nn.Module):
         """Sizes, for `print(module)`."""
         return (
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
-            f"activation={self.activation.name}, capacity_factor={self.capacity_factor}"
+            f"activation={self.activation.name}, capacity_factor={self.capacity_factor}, over_capacity={self.over_capacity}"
         )
 
 

@@ -32,7 +32,8 @@ class RowPlan:
         position: Row of each choice, int64 `[T, K]`; the last row where it has none.
         ends: Where the rows of each expert end, int32 `[E]`.
         live: How many rows are computed, int64, 0-D.
-        over_budget: Whether more were asked for than the buffer holds, bool, 0-D. Those of the last experts are left out then.
+        wanted: How many were asked for, int64, 0-D. Those of the last experts are left out where it is more than the buffer holds.
+        over_budget: Whether it is, bool, 0-D.
     """
 
     choice: Tensor
@@ -40,6 +41,7 @@ class RowPlan:
     position: Tensor
     ends: Tensor
     live: Tensor
+    wanted: Tensor
     over_budget: Tensor
 
     @property
@@ -73,6 +75,7 @@ def plan_rows(expert_index: Tensor, num_experts: int, budget: int) -> RowPlan:
         position=position.view(expert_index.shape),
         ends=ends.to(torch.int32),
         live=live,
+        wanted=wanted[-1],
         over_budget=wanted[-1] > budget,
     )
 

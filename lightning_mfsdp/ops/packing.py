@@ -14,17 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["AlignedCollator", "alignment_of"]
+from lightning_mfsdp.alignment import ALIGNMENTS
 
-# What the rows of a product must be a multiple of, by recipe, as Transformer Engine pads them.
-_ALIGNMENTS = {"delayed": 16, "current": 16, "mxfp8": 32, "block": 128, "nvfp4": 128}
+__all__ = ["AlignedCollator", "alignment_of"]
 
 
 def alignment_of(recipe: str | int | None) -> int:
     """Of what a slab's number of tokens must be a multiple.
 
     Args:
-        recipe: "delayed" and "current" (16), "mxfp8" (32), "block" and "nvfp4" (128), a number of your own, or `None` (1).
+        recipe: "delayed", "current" and "block" (16), "mxfp8" (32), "nvfp4" (128), a number of your own, or `None` (1).
 
     Raises:
         ValueError: There is no such recipe, or the number is not positive.
@@ -33,11 +32,11 @@ def alignment_of(recipe: str | int | None) -> int:
         return recipe
     if recipe is None:
         return 1
-    if not isinstance(recipe, str) or recipe not in _ALIGNMENTS:
+    if not isinstance(recipe, str) or recipe not in ALIGNMENTS:
         raise ValueError(
-            f"recipe={recipe!r}: expected one of {', '.join(map(repr, _ALIGNMENTS))}, a positive number of tokens, or None"
+            f"recipe={recipe!r}: expected one of {', '.join(map(repr, ALIGNMENTS))}, a positive number of tokens, or None"
         )
-    return _ALIGNMENTS[recipe]
+    return ALIGNMENTS[recipe].tokens
 
 
 @dataclass(frozen=True)

@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from lightning_mfsdp.ops.packing import alignment_of
 
 __all__ = ["remove_left_padding", "restore_left_padding"]
 
 
 def remove_left_padding(
-    values: Tensor, mask: Tensor, *, width: int | None = None, fill: float = 0
+    values: Tensor, mask: Tensor, *, width: int | None = None, recipe: str | int | None = None, fill: float = 0
 ) -> tuple[Tensor, Tensor]:
     """Move each row's tokens to its beginning, and cut off columns that are left without any.
 
     Args:
         values: `[B, S, ...]`, padded on the left.
         mask: bool or integer `[B, S]`, true at tokens.
-        width: Columns W of the result, at least the length of the longest row. `None`: exactly that, for which the host waits for the
-            device.
+        width: Columns W of the result, at least the length of the longest row. `None`: exactly that, or the few more that the recipe
+            wants, for which the host waits for the device.
+        recipe: Of low-precision products that see B * W tokens at once, as in `alignment_of`.
         fill: Stands where there are no tokens.
 
     Returns:
         Values `[B, W, ...]` and their mask, bool `[B, W]`.
 
     Raises:
-        ValueError: Shapes that do not fit; on the CPU also padding elsewhere than on the left, or a width that would lose tokens.
+        ValueError: Shapes that do not fit, an unknown recipe, or a width that does not suit it; on the CPU also padding elsewhere than on
+            the left, or a width that would lose tokens.
     """
     lengths = _lengths(values, mask, "remove_left_padding", values.shape[:2])
+    num_rows, alignment = values.shape[0], alignment_of(recipe)
+    if width is not None and num_rows * width % alignment:
+        raise ValueError(
+            f"remove_left_padding: {num_rows} rows of width={width} are {num_rows * width} tokens, and recipe={recipe!r} wants a multiple "
+            f"of {alignment}; give width={_suiting(width, num_rows, alignment)}, or none"
+        )
     if width is None:
-        width = int(lengths.max()) if lengths.numel() else 0
+        width = _suiting(int(lengths.max()), num_rows, alignment) if lengths.numel() else 0
     elif not lengths.is_cuda and bool((lengths > width).any()):
         raise ValueError(
             f"remove_left_padding: width={width} would cut tokens off, the longest row has {int(lengths.max())}; give at least that"
@@ -60,6 +72,12 @@ def restore_left_padding(values: Tensor, mask: Tensor, *, fill: float = 0) -> Te
         )
     column = torch.arange(mask.shape[1], device=values.device)[None]
     return _taken(values, column - (mask.shape[1] - lengths)[:, None], mask.bool(), fill)
+
+
+def _suiting(width: int, num_rows: int, alignment: int) -> int:
+    """The least number of columns from `width` on with which `num_rows` rows are a multiple of `alignment` tokens."""
+    step = alignment // math.gcd(alignment, num_rows)
+    return -(-width // step) * step
 
 
 def _lengths(values: Tensor, mask: Tensor, where: str, shape: torch.Size) -> Tensor:

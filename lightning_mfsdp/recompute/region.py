@@ -62,11 +62,14 @@ class Region:
 
     Args:
         name: Of the module, for messages.
-        module: Gets the region in the place of its forward.
+        module: Gets the region in the place of its forward, unless
+        function: is given, a method of it that is computed. The module calls the region by itself then.
         config: What made it one.
         copies: Where inputs go, if they go to host memory.
         chunk: Of which it is one layer.
         index: Which one.
+        stops_early: As the attribute, which is found out if it is `None`.
+        is_shared: Whether it is called several times before its backward.
 
     Attributes:
         name: As given.
@@ -85,11 +88,14 @@ class Region:
         copies: HostCopies | None = None,
         chunk: Chunk | None = None,
         index: int = 0,
+        function: Callable[..., Any] | None = None,
+        stops_early: bool | None = None,
+        is_shared: bool = False,
     ) -> None:
         self.name = name
         self.enabled = True
         self.config = config
-        self.function: Callable[..., Any] | None = vars(module).get("forward")
+        self.function: Callable[..., Any] | None = function or vars(module).get("forward")
         self.__signature__ = inspect.signature(module.forward)
         self._copies, self._chunk, self._index = copies, chunk, index
         self._module = weakref.ref(module)
@@ -98,10 +104,12 @@ class Region:
         self.kept_draws = drawing(config.save_ops)
         self._has_engine_modules: bool | None = None
         self._keeps_statistics: bool | None = None
-        self._stops_early: bool | None = None
+        self._stops_early = stops_early
+        self._is_shared = is_shared
         self._draws = False
-        module.__dict__[_REGION] = self
-        module.__dict__["forward"] = self
+        if function is None:
+            module.__dict__[_REGION] = self
+            module.__dict__["forward"] = self
 
     def remove(self) -> None:
         """Give the module its own forward back."""
@@ -172,6 +180,8 @@ class Region:
         if self.has_engine_modules and te.quantizes_now():
             self._check_scales()
             output = te.checkpoint(run, *run.values)
+            if te.scales_are_delayed():
+                te.keep_scales_in_backward(tensors_in(output))
         else:
             output = checkpoint(
                 run,
@@ -208,6 +218,11 @@ class Region:
             raise EngineStateError(
                 f"{self.name}: with delayed scaling Transformer Engine keeps the scales of one region at a time, and layers of a chunk are "
                 'computed again together; give num_layers=1, or recipe="current"'
+            )
+        if self._is_shared and te.scales_are_delayed():
+            raise EngineStateError(
+                f"{self.name}: with delayed scaling Transformer Engine hands the scales of several calls of a layer to their backwards in "
+                'the wrong order, and this layer is called for all depths; give recipe="current", shared=False, or recompute=False'
             )
 
     def _keeps_random_state(self, device: torch.device | None) -> bool:

@@ -9,6 +9,7 @@ from lightning_mfsdp.te.recompute import (
     autocast_snapshot,
     checkpoint,
     has_engine_modules,
+    keep_scales_in_backward,
     quantizes_now,
     scales_are_delayed,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "enter_around",
     "fuse_weight_gradients",
     "has_engine_modules",
+    "keep_scales_in_backward",
     "quantizes_now",
     "refuse_prepared",
     "scales_are_delayed",

@@ -163,6 +163,10 @@ class _PerTensor(_Codec):
         quantizers = [item.parameter._quantizer for item in fragments]  # type: ignore[attr-defined]
         for quantizer in quantizers if self._keep else ():
             quantizer.set_usage(columnwise=False)
+        # Delayed scaling: what was noted since the last step is of weights that are gone, such as an average shown in an evaluation.
+        for quantizer in quantizers:
+            if is_a(quantizer, "Float8Quantizer"):
+                quantizer.amax.zero_()
         super().quantize(fragments, group)
         for quantizer in quantizers if self._keep else ():
             quantizer.set_usage(columnwise=True)

@@ -46,6 +46,7 @@ class Fp8Compute:
         self.options = options
         self._group: dist.ProcessGroup | None = None
         self._roots: list[weakref.ref[nn.Module]] = []
+        self._was_interrupted = False
 
     @cached_property
     def _library(self) -> Any:
@@ -69,10 +70,16 @@ class Fp8Compute:
     @contextmanager
     def forward(self) -> Generator[None, None, None]:
         """Around forwards, of training and of evaluation."""
+        if self._was_interrupted:
+            self._was_interrupted = False
+            self._forget_present_amax()
         token = _is_in_forward.set(True)
         try:
             with self._autocast(self.recipe):
                 yield
+        except BaseException:  # an interrupt, too: the maxima of this forward are not the next one's
+            self._was_interrupted = True
+            raise
         finally:
             _is_in_forward.reset(token)
         if not torch.is_grad_enabled():
@@ -89,8 +96,12 @@ class Fp8Compute:
     @contextmanager
     def backward(self) -> Generator[None, None, None]:
         """Around a backward. The outer context is off, so that leaving the inner one is not taken for the end of a forward."""
-        with self._autocast(None), self._autocast(self.recipe):
-            yield
+        try:
+            with self._autocast(None), self._autocast(self.recipe):
+                yield
+        except BaseException:
+            self._was_interrupted = True
+            raise
         if not _is_in_forward.get():  # under manual optimization it is, and the step's own maxima are still to count
             self._forget_present_amax()
 
@@ -98,13 +109,22 @@ class Fp8Compute:
         for root in self._present_roots() if self._is_delayed else ():
             extra_state.forget_present_amax(root)
 
-    def _autocast(self, recipe: Any) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self._library.autocast(
+    @contextmanager
+    def _autocast(self, recipe: Any) -> Generator[None, None, None]:
+        context = self._library.autocast(
             enabled=recipe is not None,
             recipe=self.recipe if recipe is None else recipe,  # without one it would ask the device
             amax_reduction_group=self._group,
         )
-        return context
+        context.__enter__()
+        try:
+            yield
+        except BaseException:
+            # In grad mode leaving the outermost one sets scales from the maxima of all ranks, and an interrupt may be this rank's alone.
+            with torch.no_grad():
+                context.__exit__(None, None, None)
+            raise
+        context.__exit__(None, None, None)
 
     # -- the model -----------------------------------------------------------------------------------------------------
 

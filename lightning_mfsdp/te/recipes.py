@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lightning_mfsdp.alignment import ALIGNMENTS
 from lightning_mfsdp.te import library
 
 __all__ = ["RECIPES", "alignment", "check_recipe", "make_recipe"]
@@ -64,13 +65,10 @@ def make_recipe(recipe: Any) -> Any:
 
 
 def alignment(recipe: Any, *, quantized: bool = False) -> int:
-    """What both sizes of a weight must be a multiple of: rows of its 8-bit copy and of its transpose begin at multiples of 16 bytes.
-
-    Of a `quantized` weight, one kept in 8 bits, blocks are whole.
-    """
-    if quantized and recipe.float8_block_scaling():
-        return 128
-    return 32 if recipe.mxfp8() or recipe.nvfp4() else 16
+    """What both sizes of a weight must be a multiple of, or of a `quantized` one, which is kept in 8 bits."""
+    kinds = {"block": recipe.float8_block_scaling, "mxfp8": recipe.mxfp8, "nvfp4": recipe.nvfp4}
+    known = ALIGNMENTS[next((name for name, is_it in kinds.items() if is_it()), "current")]  # "delayed" has the same
+    return known.quantized_weights or known.weights if quantized else known.weights
 
 
 def _why_not(recipe: Any) -> str:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_mfsdp.engine import compat
 from lightning_mfsdp.te import library
 
-__all__ = ["autocast_snapshot", "checkpoint", "has_engine_modules", "quantizes_now", "scales_are_delayed"]
+__all__ = [
+    "autocast_snapshot",
+    "checkpoint",
+    "has_engine_modules",
+    "keep_scales_in_backward",
+    "quantizes_now",
+    "scales_are_delayed",
+]
 
 
 def has_engine_modules(module: nn.Module) -> bool:
@@ -41,6 +50,36 @@ def checkpoint(function: Callable[..., Any], *values: Any) -> Any:
     PyTorch's own does not know these, and may find another number of saved tensors.
     """
     return library.load("pytorch").checkpoint(function, *values, use_reentrant=False)
+
+
+def keep_scales_in_backward(outputs: Sequence[Tensor]) -> None:
+    """Of what is computed again under delayed scaling: its backward sets no scales, also where it runs outside of every context.
+
+    The library enters one around what it computes again, and would take leaving the outermost for the end of a forward.
+    """
+    recipe = _manager().get_fp8_recipe()
+
+    def enter_around_the_backward(_: Tensor) -> None:
+        task = compat.backward_task()
+        if quantizes_now() or task in _HELD:
+            return
+        stack = ExitStack()
+        stack.enter_context(library.load("pytorch").autocast(enabled=False, recipe=recipe))
+        stack.callback(_HELD.discard, task)
+        _HELD.add(task)
+
+        def end() -> None:
+            stack.close()
+
+        weakref.finalize(end, stack.close)  # it goes without having been called where the backward raised
+        compat.on_backward_end(end)
+
+    for output in outputs:
+        if output.requires_grad:
+            output.register_hook(enter_around_the_backward)  # type: ignore[no-untyped-call]
+
+
+_HELD = set[int]()  # backwards with such a context around them
 
 
 def _manager() -> Any:

@@ -20,11 +20,11 @@ ENGINE = sorted((PACKAGE / "engine").rglob("*.py"))
 # What each room may import besides the standard library. Rooms not listed are upper ones and may import everything.
 ALLOWED = {
     "engine": {"torch", "lightning_mfsdp.engine"},
-    "ops": {"torch", "triton", "lightning_mfsdp.ops"},
+    "ops": {"torch", "triton", "lightning_mfsdp.ops", "lightning_mfsdp.alignment"},
     # It finds the library by name, in one file (tests/te/test_library.py).
-    "te": {"torch", "lightning_mfsdp.te", "lightning_mfsdp.engine"},
+    "te": {"torch", "lightning_mfsdp.te", "lightning_mfsdp.engine", "lightning_mfsdp.alignment"},
     "moe": {"torch", "triton", "lightning_mfsdp.moe", "lightning_mfsdp.engine", "lightning_mfsdp.ops"},
-    "mtp": {"torch", "lightning_mfsdp.mtp"},
+    "mtp": {"torch", "lightning_mfsdp.mtp", "lightning_mfsdp.recompute"},
     "checkpoint": {
         "torch",
         "fsspec",

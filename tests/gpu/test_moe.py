@@ -143,7 +143,7 @@ def test_where_each_call_waits_it_says_so_and_computes_the_same() -> None:
 @pytest.mark.gpu
 @_needs(1)
 def test_a_buffer_that_is_too_short_is_flagged_without_waiting() -> None:
-    experts, inputs = made("swiglu", capacity_factor=1.0), on_gpu()
+    experts, inputs = made("swiglu", capacity_factor=1.0, over_capacity="drop"), on_gpu()
     wanted = (inputs[0], inputs[2], experts.weight_in, experts.weight_out)
     gradients(experts.compute(*inputs, average_rows=30), *wanted)
     poison()

@@ -19,9 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from examples import grpo_logprobs
 from examples.decoder import DecoderConfig
 from examples.lightning_decoder import LightningDecoder, TextDataModule, generate
+from lightning_mfsdp.alignment import ALIGNMENTS
 from lightning_mfsdp.engine.materialize import materialize
 from lightning_mfsdp.engine.parameter import owner_of
 from lightning_mfsdp.te import Fp8Compute, Fp8Options, library
+from lightning_mfsdp.te.recipes import RECIPES
 from tests.engine.cases import run_cases
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, seeded
@@ -137,6 +139,29 @@ def odd_sizes(recipe: str, rank: int, world: int) -> None:
     with compute.backward():
         y.float().square().mean().backward()
     assert all(bool(tensor.grad.isfinite().all()) for tensor in (x, *model.parameters()))  # type: ignore[union-attr]
+
+
+def the_table_of_sizes_is_the_librarys(rank: int, world: int) -> None:
+    """Tokens by its own function, where it has one; and products of the least sizes, forward and backward, as far as this device can."""
+    sizes_for = getattr(library.load("pytorch.quantization"), "get_align_size_for_quantization", None)
+    recipes = library.load("common.recipe")
+    for name, sizes in ALIGNMENTS.items():
+        recipe = getattr(recipes, RECIPES[name])()
+        if sizes_for is not None:
+            assert sizes_for(recipe) == sizes.tokens, name
+        if name not in HOPPER:
+            continue
+        width = sizes.weights
+        model = nn.Sequential(nn.Linear(width, 3 * width, bias=False), nn.Linear(3 * width, width)).cuda()
+        compute = Fp8Compute(Fp8Options(recipe=name, replace_layers=True))
+        compute.prepare(model, dist.group.WORLD)
+        x = torch.randn(sizes.tokens, width, device="cuda", requires_grad=True)
+        with torch.autocast("cuda", torch.bfloat16), compute.forward():
+            y = model(x)
+        with compute.backward():
+            y.float().square().mean().backward()
+        assert x.grad is not None, name
+        assert x.grad.isfinite().all(), name
 
 
 def refused_sizes_fail_in_the_library(rank: int, world: int) -> None:
@@ -375,6 +400,7 @@ ONE = {
     **{f"near bfloat16: {recipe}": partial(near_bfloat16, recipe) for recipe in HOPPER},
     **{f"odd sizes: {recipe}": partial(odd_sizes, recipe) for recipe in HOPPER},
     "replaced layers compute alike": replaced_layers_compute_alike,
+    "the table of sizes is the library's": the_table_of_sizes_is_the_librarys,
     "refused sizes fail in the library": refused_sizes_fail_in_the_library,
     **{
         f"computed again by torch: {recipe}": partial(computed_again, TorchAgain, recipe)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy
+from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy, fully_shard_optimizer
 from lightning_mfsdp.callbacks import NaNGradientReporter
 from lightning_mfsdp.engine.inspect import context_of
 from tests.helpers.distributed import run_distributed
@@ -97,22 +97,25 @@ class TestTwoGpus:
 
 
 def check_without_waiting(rank: int, world_size: int) -> bool:
-    """Everything the callback does while gradients are finite, with host waits turned into errors."""
+    """Everything the callback does with "warn", with host waits turned into errors."""
     strict_warnings()
     model = seeded()
-    reporter = NaNGradientReporter("raise")
+    reporter = NaNGradientReporter("warn")
     trainer = cuda_trainer(world_size, callbacks=[reporter])
     trainer.fit(model, loader(8, 8 * STEPS))
     context = context_of(model)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    reporter.on_train_start(trainer, model)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
             reporter.on_after_backward(trainer, model)
-            reporter.on_before_backward(trainer, model, torch.zeros(()))
+            reporter.on_before_optimizer_step(trainer, model, optimizer)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+        reporter.on_train_end(trainer, model)
     return context.device.type == "cuda"
 
 

@@ -101,7 +101,7 @@ def test_tokens_that_chose_nobody_get_zeros_whatever_the_weights_hold() -> None:
 
 @pytest.mark.usefixtures("_poisoned")
 def test_a_buffer_that_is_too_short_is_flagged_and_the_rest_is_right() -> None:
-    experts = made(capacity_factor=1.0)
+    experts = made(capacity_factor=1.0, over_capacity="drop")
     hidden, index, probabilities = routed(9, 2, 5, 6)
     inputs = (hidden, probabilities, experts.weight_in, experts.weight_out)
     output = experts.compute(hidden, index, probabilities, average_rows=11)
@@ -119,6 +119,24 @@ def test_a_buffer_that_is_too_short_is_flagged_and_the_rest_is_right() -> None:
     experts.over_budget.zero_()
     experts(hidden, index, probabilities)
     assert not experts.over_budget
+
+
+@pytest.mark.usefixtures("_poisoned")
+def test_rows_beyond_the_capacity_get_a_larger_buffer_unless_they_may_be_dropped() -> None:
+    experts = made(capacity_factor=1.1)
+    hidden, index, probabilities = routed(9, 2, 5, 6)
+    inputs = (hidden, probabilities, experts.weight_in, experts.weight_out)
+    message = r"18 rows where capacity_factor=1.1 has room for 13, .* capacity_factor=1.64 would have been enough"
+    with pytest.warns(UserWarning, match=message):
+        output = experts.compute(hidden, index, probabilities, average_rows=11)
+    expected = looped(hidden, index, probabilities, *experts.stacked_weights(), "swiglu")
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(gradients(output, *inputs), gradients(expected, *inputs))
+    assert not experts.over_budget
+    assert experts.live_rows == 18
+    experts.compute(hidden, index, probabilities, average_rows=11)  # it is said once; a warning would be an error
+    enough = made(capacity_factor=1.64)
+    torch.testing.assert_close(enough.compute(hidden, index, probabilities, average_rows=11).shape, output.shape)
 
 
 class Recorder(OrdinarySaver):
@@ -197,7 +215,7 @@ def test_the_input_is_not_saved_for_weights_that_need_no_gradient() -> None:
     with saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor):
         experts(*routed(9, 2, 5, 6)).sum().backward()
     assert activations(packed) == [(32, 16)]
-    experts = made(capacity_factor=1.0)
+    experts = made(capacity_factor=1.0, over_capacity="drop")
     experts.weight_in.requires_grad_(False)
     experts.saver = recorder = Recorder()
     experts.compute(*routed(40, 2, 5, 6), average_rows=10).sum().backward()
@@ -250,6 +268,7 @@ def test_autocast_decides_the_dtype_of_products_and_gradients_keep_their_own() -
         ({"capacity_factor": "2"}, "capacity_factor: expected a number of at least 1, .* got '2'"),
         ({"capacity_factor": 0.5}, "capacity_factor: expected a number of at least 1, .* got 0.5"),
         ({"capacity_factor": float("inf")}, "capacity_factor: expected a number of at least 1, .* got inf"),
+        ({"over_capacity": "clip"}, 'over_capacity: expected "grow" or "drop", got \'clip\''),
         ({"activation": "relu"}, "activation: expected one of swiglu, gelu, got 'relu'"),
     ],
 )

@@ -126,7 +126,8 @@ def a_full_buffer_is_flagged_on_all_ranks(rank: int, world: int) -> None:
     _, mesh = meshes(world, 4)
     torch.manual_seed(0)
     experts = expert_parallel(
-        GroupedExperts(num_experts=8, hidden_size=4, intermediate_size=3, capacity_factor=1.5), mesh
+        GroupedExperts(num_experts=8, hidden_size=4, intermediate_size=3, capacity_factor=1.5, over_capacity="drop"),
+        mesh,
     )
     hidden = torch.randn(6, 4, requires_grad=True)
     even = torch.arange(12).view(6, 2) % 8

@@ -7,17 +7,19 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lightning_mfsdp import EngineStateError
 from lightning_mfsdp.te import Fp8Compute, Fp8Options
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, make_trainer, seeded, strict_warnings
 from tests.mtp.models import Model, batch
 from tests.mtp.test_checkpoint import Net, data
 from tests.te import fake_engine
-from tests.te.test_training import fp8, kinds
+from tests.te.test_training import fp8, kinds, scales
 
 DIM = 32
 FP4 = {"model.predictor": "nvfp4"}
@@ -86,7 +88,7 @@ def test_a_function_of_ones_own_enters_contexts_where_only_the_forward_has_one()
     """A loop without a strategy: the backward runs outside of every context."""
     found = []
     with fake_engine.installed():
-        for recompute in (False, as_the_library):
+        for recompute in (False, as_the_library, True):
             fake_engine.forget()
             torch.manual_seed(0)
             model = Model(dim=DIM, recompute=recompute)
@@ -97,4 +99,37 @@ def test_a_function_of_ones_own_enters_contexts_where_only_the_forward_has_one()
             loss.backward()
             assert kinds() == ["current"] * (10 if recompute else 7)
             found.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert all(torch.equal(*grads) for grads in zip(found[0], found[1], strict=True))
+    assert all(torch.equal(*grads) for grads in zip(found[0], found[2], strict=True))
+
+
+def test_delayed_scaling_trains_to_the_bit_as_without_recompute() -> None:
+    """With the scales of the forward, and nothing noted twice. In a loop without a strategy."""
+    found = []
+    with fake_engine.installed():
+        for recompute in (False, True):
+            fake_engine.forget()
+            torch.manual_seed(0)
+            model = Model(dim=DIM, depth=2, dropout=0.2, recompute=recompute)
+            compute = Fp8Compute(Fp8Options(recipe=fake_engine.DelayedScaling(amax_history_len=3), replace_layers=True))
+            compute.prepare(model, None)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(4):
+                with torch.autocast("cpu", torch.bfloat16), compute.forward():
+                    loss = model.loss(*batch(step, length=8))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([*model.parameters(), *scales(model).values()])
+            assert bool(fake_engine.checkpoints) == recompute
+        assert len(found[0]) > len(list(model.parameters()))
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_one_layer_for_all_depths_is_refused_where_its_scales_would_be_mixed_up() -> None:
+    with fake_engine.installed():
+        model = Model(dim=DIM, depth=2, shared=True, recompute=True)
+        compute = Fp8Compute(Fp8Options(recipe="delayed", replace_layers=True))
+        compute.prepare(model, None)
+        with compute.forward(), pytest.raises(EngineStateError, match=r"in the wrong order.*shared=False"):
+            model.loss(*batch(0, length=8))

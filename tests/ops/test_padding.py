@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_mfsdp.ops import remove_left_padding, restore_left_padding
+from lightning_mfsdp.ops import alignment_of, remove_left_padding, restore_left_padding
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
@@ -37,6 +37,21 @@ def test_both_ways_do_what_a_loop_over_rows_does(
         assert (moved[row, length:] == -1).all()
         assert torch.equal(restored[row, width - length :], values[row, width - length :])
         assert (restored[row, : width - length] == -2).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, recipe=st.sampled_from(["current", "mxfp8", "nvfp4", 6, None]))
+def test_columns_suit_a_recipe_with_as_few_as_it_takes(lengths: list[int], recipe: str | int | None) -> None:
+    values, mask = left_padded(lengths, max(lengths) + 1, (2,))
+    moved, kept = remove_left_padding(values, mask, recipe=recipe)
+    width, alignment = moved.shape[1], alignment_of(recipe)
+    suiting = (each for each in range(max(lengths), 10**6) if len(lengths) * each % alignment == 0)
+    assert width == kept.shape[1] == next(suiting)
+    assert torch.equal(restore_left_padding(moved, mask), values * mask[..., None])
+    remove_left_padding(values, mask, width=width, recipe=recipe)
+    if alignment > len(lengths):
+        with pytest.raises(ValueError, match=rf"wants a multiple of {alignment}; give width=\d+, or none"):
+            remove_left_padding(values, mask, width=width + 1, recipe=recipe)
 
 
 def test_gradients_go_back_to_where_the_tokens_were() -> None:

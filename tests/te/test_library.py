@@ -15,6 +15,7 @@ from torch import nn
 
 import lightning_mfsdp
 from lightning_mfsdp import MFSDPPrecision
+from lightning_mfsdp.alignment import ALIGNMENTS
 from lightning_mfsdp.te import library
 from lightning_mfsdp.te.recipes import RECIPES, alignment, make_recipe
 from tests.te import fake_engine
@@ -106,6 +107,7 @@ class TestRecipes:
         assert type(recipe).__name__ == RECIPES[name]
         assert recipe.kind == name
         assert alignment(recipe) == {"mxfp8": 32, "nvfp4": 32}.get(name, 16)
+        assert alignment(recipe, quantized=True) == {"mxfp8": 32, "nvfp4": 32, "block": 128}.get(name, 16)
 
     def test_a_recipe_object_stays_as_it_is(self) -> None:
         recipe = fake_engine.DelayedScaling(amax_history_len=3)
@@ -151,3 +153,11 @@ def test_options_of_fp8_need_fp8() -> None:
     for overrides in wrong:
         with pytest.raises(TypeError, match=rf"overrides={re.escape(repr(overrides))}: expected recipes by names"):
             MFSDPPrecision("transformer-engine", overrides=overrides)
+
+
+def test_the_documented_sizes_are_those_of_the_one_table() -> None:
+    assert ALIGNMENTS.keys() == RECIPES.keys()
+    page = (Path(__file__).parents[2] / "docs/fp8.md").read_text()
+    for name, sizes in ALIGNMENTS.items():
+        row = f'| `"{name}"` | {sizes.tokens} | {sizes.weights} | {sizes.quantized_weights or "refused"} |'
+        assert row in page, row

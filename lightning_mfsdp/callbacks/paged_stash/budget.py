@@ -1,4 +1,4 @@
-"""Whether experts had more rows than their buffers: their flags, read on the host when they have arrived there."""
+"""Which experts drop rows, as their user asked for: read on the host when the numbers have arrived there."""
 
 from __future__ import annotations
 
@@ -6,48 +6,50 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_mfsdp.moe import GroupedExperts
+from lightning_mfsdp.moe.capacity import CapacityWatch
 
 __all__ = ["BudgetWatch"]
 
 
 class BudgetWatch:
-    """Looks at the flags of experts with a capacity factor, and leaves them as they are.
+    """Looks at experts with `over_capacity="drop"`.
 
     Args:
-        layers: By name; others than `GroupedExperts` with a capacity factor are passed over.
+        layers: By name.
+        device: Where they are.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        self._experts = {
-            name: layer
-            for name, layer in layers.items()
-            if isinstance(layer, GroupedExperts) and layer.capacity_factor is not None
-        }
-        self._flags: Tensor | None = None
+    def __init__(self, layers: Mapping[str, GroupedExperts], device: torch.device) -> None:
+        self._watch = CapacityWatch(layers, device, lambda: False)
+        self._factors: Tensor | None = None
         self._ready: Any = None  # torch.cuda.Event, or None on CPU
 
+    def close(self) -> None:
+        """Leave the layers alone."""
+        self._watch.close()
+
     def look(self) -> None:
-        """Send the flags as they are now on their way, unless others are under way. Nobody waits."""
-        if not self._experts or not self._has_arrived:
+        """Send what was found so far on its way, unless something is under way. Nobody waits."""
+        if not self._watch.names or not self._has_arrived:
             return
-        flags = torch.stack([experts.over_budget for experts in self._experts.values()])
-        if self._flags is None:
-            self._flags = torch.zeros(flags.shape, dtype=torch.bool, pin_memory=flags.is_cuda)
-        self._flags.copy_(flags, non_blocking=True)
-        if flags.is_cuda:
+        found = self._watch.found
+        if self._factors is None:
+            self._factors = torch.zeros(found.shape, dtype=found.dtype, pin_memory=found.is_cuda)
+        self._factors.copy_(found, non_blocking=True)
+        if found.is_cuda:
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record()
 
-    def seen(self, *, wait: bool = False) -> list[str]:
-        """Names of layers whose flag was set when they were last looked at; none while that is under way, unless `wait`."""
-        if self._flags is None or not (wait or self._has_arrived):
-            return []
+    def seen(self, *, wait: bool = False) -> dict[str, float]:
+        """Capacity factors that layers which left rows out would have needed, as last looked at; none while that is under way."""
+        if self._factors is None or not (wait or self._has_arrived):
+            return {}
         if self._ready is not None:
             self._ready.synchronize()
-        return [name for name, flag in zip(self._experts, self._flags.tolist(), strict=True) if flag]
+        return {name: factor for name, factor in zip(self._watch.names, self._factors.tolist(), strict=True) if factor}
 
     @property
     def _has_arrived(self) -> bool:

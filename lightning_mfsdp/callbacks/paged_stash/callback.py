@@ -1,17 +1,19 @@
 """PagedStash: when the Trainer's hooks call the stash, and what each of its three answers to too few pages means for a step.
 
     before_training_step       "rerun" remembers the microbatch
-    on_before_backward         all ranks are asked whether a tensor found no page; nobody waits
-    on_before_optimizer_step   the answer has long arrived. "skip": gradients go. "rerun": the step is done again with ordinary saves
+    on_before_backward         all ranks are asked whether a tensor found no page, or experts more rows than their buffers; nobody waits
+    on_before_optimizer_step   the answer has long arrived. "skip": gradients go. "rerun": the step is done again, outside of graphs, with
+                               ordinary saves and buffers that suffice
     on_train_batch_end         of the last microbatch: pages are counted and, where they were too few, enlarged
 
-"keep" asks nobody: gradients are right, and memory is this rank's own business.
+"keep" asks nobody: gradients are right, and memory is this rank's own business. Experts with a capacity factor wait for the device there.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +28,8 @@ from lightning_mfsdp.callbacks.paged_stash.picture import check_drawing, draw
 from lightning_mfsdp.callbacks.paged_stash.report import metrics, report_layers, report_sizes
 from lightning_mfsdp.callbacks.paged_stash.rerun import StepMemory
 from lightning_mfsdp.lightning_api import Callback, LightningModule, Trainer, is_param_in_hook_signature
+from lightning_mfsdp.moe import GroupedExperts
+from lightning_mfsdp.moe.capacity import rounded_up
 from lightning_mfsdp.moe.stash import RowStash, StashConfig, StashStatistics
 from lightning_mfsdp.strategy import MFSDPStrategy
 
@@ -45,7 +49,8 @@ class PagedStash(SeesTrainingSteps, Callback):
         device_factor: Pages on the device, as a multiple of that.
         host_factor: Pages in pinned host memory, for tensors that find no place on the device; 0 for none.
         overflow: When neither has room. "keep": the tensor stays where it is. "skip": the optimizer step is left out, on all ranks.
-            "rerun": the step is done again with ordinary saves, on all ranks. All of them enlarge the pages for the next step.
+            "rerun": the step is done again with ordinary saves, on all ranks. All of them enlarge the pages for the next step. The
+            same goes for rows beyond the capacity factor of `GroupedExperts`; under "keep" these wait for the device and make room.
         recorded_steps: Steps with ordinary saves before pages are allocated.
         modules: `fnmatch` patterns of the layers' names.
         picture: A PNG file for the pages in use over the first step that has pages (rank 0; needs matplotlib).
@@ -113,7 +118,14 @@ class PagedStash(SeesTrainingSteps, Callback):
         self.stash = RowStash(self.config, trainer.strategy.root_device)
         self._layers = found
         found.stash(self.stash)
-        self._budget = BudgetWatch(found.layers)
+        limited = {
+            name: layer
+            for name, layer in found.layers.items()
+            if isinstance(layer, GroupedExperts) and layer.capacity_factor is not None
+        }
+        dropping = {name: layer for name, layer in limited.items() if layer.over_capacity == "drop"}
+        self.stash.watch({name: layer for name, layer in limited.items() if name not in dropping})
+        self._budget = BudgetWatch(dropping, trainer.strategy.root_device)
         self._memory = StepMemory(trainer, pl_module) if self.config.overflow == "rerun" else None
         self._stepped = self._is_rerunning = self._is_traced = False
         report_layers(found)
@@ -133,7 +145,10 @@ class PagedStash(SeesTrainingSteps, Callback):
         if self._layers is not None:
             self._layers.restore()
         if self.stash is not None:
+            self.stash.unwatch()
             self.stash.abort()
+        if self._budget is not None:
+            self._budget.close()
         self.stash = self._memory = self._layers = self._budget = None
 
     # -- a step --------------------------------------------------------------------------------------------------------
@@ -150,6 +165,8 @@ class PagedStash(SeesTrainingSteps, Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Ask all ranks; the answer is read before the optimizer step."""
+        if self._memory is not None and not self._is_rerunning:
+            self._memory.computed()
         if self.stash is not None and self.config.overflow != "keep" and not self._is_rerunning:
             self.stash.submit_overflow()
 
@@ -158,11 +175,11 @@ class PagedStash(SeesTrainingSteps, Callback):
         self._stepped = True
         if self.stash is None or self.config.overflow == "keep" or not self.stash.overflowed():
             return
+        what, cure = _shortage(self.stash)
         if self._memory is None:
             self.skipped += 1
             rank_zero_warn(
-                f"PagedStash: rows found no pages in step {trainer.global_step} on some rank, so all ranks leave this optimizer step out; "
-                "there will be more pages for the next. Larger device_factor or host_factor avoid it"
+                f"PagedStash: {what} in step {trainer.global_step} on some rank, so all ranks leave this optimizer step out; {cure}"
             )
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -170,11 +187,11 @@ class PagedStash(SeesTrainingSteps, Callback):
             return
         self.reruns += 1
         rank_zero_warn(
-            f"PagedStash: rows found no pages in step {trainer.global_step} on some rank, so all ranks do this step again with ordinary "
-            "saves; there will be more pages for the next. Larger device_factor or host_factor avoid it"
+            f"PagedStash: {what} in step {trainer.global_step} on some rank, so all ranks do this step again with what suffices; {cure}"
         )
+        graphed = _strategy(trainer).graphed_step
         self._is_rerunning = True
-        with self.stash.paused():
+        with self.stash.paused(), nullcontext() if graphed is None else graphed.left():
             self._memory.rerun()
         self._is_rerunning = False
 
@@ -227,16 +244,18 @@ class PagedStash(SeesTrainingSteps, Callback):
                 logger.log_metrics(metrics(statistics, self.stash.growths), step=trainer.global_step)
 
     def _tell_of_lost_rows(self, trainer: Trainer, *, wait: bool = False) -> None:
-        """A warning, once for each `fit`, if experts left rows out. Each rank looks at its own."""
+        """A warning, once for each `fit`, if experts dropped rows. Each rank looks at its own."""
         if self._budget is None:
             return
-        if exceeded := self._budget.seen(wait=wait):
-            others = f" (and {len(exceeded) - 1} more)" if len(exceeded) > 1 else ""
+        if needed := self._budget.seen(wait=wait):
+            first, others = next(iter(needed)), f" (and {len(needed) - 1} more)" if len(needed) > 1 else ""
             warnings.warn(
-                f"PagedStash: rank {trainer.global_rank}: {exceeded[0]}{others} had more rows than its buffer holds and left some out. "
-                "Raise capacity_factor, or balance the router's load. This is said once",
+                f"PagedStash: rank {trainer.global_rank}: {first}{others} had more rows than its buffer holds and left some out, as "
+                f'over_capacity="drop" says. capacity_factor={rounded_up(max(needed.values()))} would have been enough so far. This is '
+                "said once",
                 stacklevel=2,
             )
+            self._budget.close()
             self._budget = None
         else:
             self._budget.look()
@@ -253,6 +272,18 @@ class PagedStash(SeesTrainingSteps, Callback):
             trace = self.stash.stop_trace()
             if trace and trainer.is_global_zero:
                 rank_zero_info(f"PagedStash: pages in use over a step are drawn in {draw(trace, self.picture)}")
+
+
+def _shortage(stash: RowStash) -> tuple[str, str]:
+    """What there was too little of, and what would have been enough."""
+    what, cure = [], []
+    if stash.found_no_pages:
+        what.append("rows found no pages")
+        cure.append("there will be more pages for the next. Larger device_factor or host_factor avoid it")
+    if stash.needed_capacity:
+        what.append("experts had more rows than their buffers hold")
+        cure.append(f"capacity_factor={stash.needed_capacity:.2f} would have been enough")
+    return " and ".join(what), "; ".join(cure)
 
 
 def _strategy(trainer: Trainer) -> MFSDPStrategy:
@@ -277,7 +308,6 @@ def _check_run(trainer: Trainer, module: LightningModule, overflow: str) -> None
     if overflow == "rerun":
         reasons = {
             "manual optimization": not module.automatic_optimization,
-            "cuda_graph=True": strategy.uses_cuda_graph,
             "training_step(dataloader_iter)": is_param_in_hook_signature(
                 module.training_step, "dataloader_iter", explicit=True
             ),

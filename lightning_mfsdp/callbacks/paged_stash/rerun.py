@@ -1,7 +1,8 @@
 """Doing the microbatches of an optimizer step again, as they were: the same random numbers, the same buffers, other gradients.
 
-Each begins with what its `training_step` found, whatever hooks, or a validation between two of them, had written by then. The first
-time everything but the gradients was right, so random numbers and buffers are afterwards what they were before.
+Each begins with what its `training_step` found, whatever hooks, or a validation between two of them, had written by then. Random numbers
+are afterwards what they were before. So are buffers that a hook or a backward wrote to since; others are what the second time made of
+them, for experts that left rows out spoil what comes after them.
 """
 
 from __future__ import annotations
@@ -23,21 +24,32 @@ from lightning_mfsdp.strategy import MFSDPStrategy
 __all__ = ["StepMemory"]
 
 
+_Key = tuple[int, str]  # of a buffer: its owner and its name there
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Buffer:
     owner: nn.Module
     name: str
     tensor: Tensor
+    version: int
     value: Tensor
 
+    @property
+    def key(self) -> _Key:
+        return id(self.owner), self.name
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(kw_only=True)
 class _Microbatch:
     arguments: tuple[Any, ...]  # containers of its own: what the step takes out of them is still there
     random_state: Mapping[str, Any]
     buffers: Sequence[_Buffer]
     tensors: Sequence[Tensor]
     versions: Sequence[int]
+    computed: Mapping[
+        _Key, tuple[Tensor, int]
+    ]  # buffers as its training_step left them, and how often they were written to by then
 
 
 class StepMemory:
@@ -67,8 +79,16 @@ class StepMemory:
                 buffers=_buffers(self._module),
                 tensors=tensors,
                 versions=[_version(tensor) for tensor in tensors],
+                computed={},
             )
         )
+
+    def computed(self) -> None:
+        """`training_step` has returned."""
+        for microbatch in self._microbatches[-1:]:
+            microbatch.computed = {
+                (id(owner), name): (buffer, _version(buffer)) for owner, name, buffer in _all_buffers(self._module)
+            }
 
     def check(self) -> None:
         """Raise a RuntimeError if the microbatch did what would be done twice: update a metric, or write into its batch."""
@@ -94,18 +114,27 @@ class StepMemory:
         """Forward and backward of all microbatches again, into cleared gradients. Nothing is logged twice."""
         assert isinstance(self._strategy, MFSDPStrategy), "looked at in setup"
         device = self._strategy.root_device
-        now, buffers = random_state(device), _buffers(self._module)
+        now = random_state(device)
+        starts = [_written_since(microbatch.buffers, before_it) for microbatch, before_it in self._with_those_before()]
+        last = _written_since(_buffers(self._module), self._microbatches[-1].computed)
         for optimizer in self._trainer.optimizers:
             optimizer.zero_grad()
         with _nothing_logged(self._trainer, self._module):
-            for number, microbatch in enumerate(self._microbatches, start=1):
+            for number, (microbatch, written) in enumerate(zip(self._microbatches, starts, strict=True), start=1):
                 restore_random_state(microbatch.random_state, device)
-                _restore(microbatch.buffers)
+                _restore(written)
                 is_last = number == len(self._microbatches)
                 with nullcontext() if is_last else self._strategy.block_backward_sync():
                     self._run(microbatch)
         restore_random_state(now, device)
-        _restore(buffers)
+        _restore(last)
+
+    def _with_those_before(self) -> Iterator[tuple[_Microbatch, Mapping[_Key, tuple[Tensor, int]]]]:
+        """Each microbatch, and how the one before it left the buffers."""
+        before: Mapping[_Key, tuple[Tensor, int]] = {}
+        for microbatch in self._microbatches:
+            yield microbatch, before
+            before = microbatch.computed
 
     def _run(self, microbatch: _Microbatch) -> None:
         outputs = self._strategy.training_step(*microbatch.arguments)
@@ -114,12 +143,26 @@ class StepMemory:
             self._strategy.backward(loss, None)
 
 
+def _all_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    return ((owner, name, buffer) for owner in module.modules() for name, buffer in owner.named_buffers(recurse=False))
+
+
 def _buffers(module: nn.Module) -> list[_Buffer]:
     """All of them, as they are now."""
     return [
-        _Buffer(owner=owner, name=name, tensor=buffer, value=buffer.detach().clone())
-        for owner in module.modules()
-        for name, buffer in owner.named_buffers(recurse=False)
+        _Buffer(owner=owner, name=name, tensor=buffer, version=_version(buffer), value=buffer.detach().clone())
+        for owner, name, buffer in _all_buffers(module)
+    ]
+
+
+def _written_since(buffers: Sequence[_Buffer], computed: Mapping[_Key, tuple[Tensor, int]]) -> list[_Buffer]:
+    """Those that somebody else than the `training_step` before wrote to, or put there."""
+    return [
+        buffer
+        for buffer in buffers
+        if buffer.key not in computed
+        or computed[buffer.key][0] is not buffer.tensor
+        or computed[buffer.key][1] != buffer.version
     ]
 
 

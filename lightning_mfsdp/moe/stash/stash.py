@@ -15,21 +15,24 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from lightning_mfsdp.engine import EngineStateError, compat
+from lightning_mfsdp.moe.capacity import CapacityWatch
+from lightning_mfsdp.moe.experts import GroupedExperts
 from lightning_mfsdp.moe.saving import PagedRows
 from lightning_mfsdp.moe.stash.config import StashConfig
-from lightning_mfsdp.moe.stash.flag import OverflowFlag, most_overflowed
+from lightning_mfsdp.moe.stash.flag import OverflowFlag
 from lightning_mfsdp.moe.stash.held import Held, StashedRows, check_recomputed, check_save, warn_of_kept
+from lightning_mfsdp.moe.stash.observed import ObservedStash
 from lightning_mfsdp.moe.stash.pages import PageKind, PagePool, PoolSize, ops_for, replace_pools
 from lightning_mfsdp.moe.stash.saver import LayerSaver
 from lightning_mfsdp.moe.stash.sizing import Demand, everyones, grown, sized
-from lightning_mfsdp.moe.stash.statistics import HeldBytes, Occupancy, Snapshot, StashStatistics, Trace
+from lightning_mfsdp.moe.stash.statistics import HeldBytes, Snapshot
 from lightning_mfsdp.moe.stash.stream import SideStream, is_capturing
 
 __all__ = ["RowStash"]
@@ -39,7 +42,7 @@ __all__ = ["RowStash"]
 _LOOKAHEAD = {"keep": 2, "skip": 1, "rerun": 1}
 
 
-class RowStash:
+class RowStash(ObservedStash):
     """Keeps live rows in pages from forward to backward.
 
     Give each layer a `saver` of its own name. Between backward and `optimizer.step()` ask `overflowed()`, unless `overflow` is "keep";
@@ -53,18 +56,19 @@ class RowStash:
         is_recording: Whether pages are still to be allocated, after `config.recorded_steps`; until then saves are ordinary ones.
         is_paused: Whether saves are ordinary at the moment.
         growths: How often pages were enlarged.
+        found_no_pages: Whether the last `overflowed()` was true for want of pages.
+        needed_capacity: Of the same: the capacity factor that watched experts would have needed; 0.0 where theirs was enough.
     """
 
     def __init__(self, config: StashConfig, device: torch.device) -> None:
+        super().__init__(device, SideStream(device, is_own=config.own_stream))
         self.config = config
-        self.device = device
         self.is_recording = True
-        self.is_paused = False
+        self.is_paused = self.found_no_pages = False
+        self.needed_capacity = 0.0
         self.growths = 0
         self._ops = ops_for(device)
-        self._side = SideStream(device, is_own=config.own_stream)
         self._flag = OverflowFlag()
-        self._pools: dict[PageKind, PagePool] = {}
         self._recorded: list[dict[PageKind, Demand]] = []
         self._outstanding: dict[int, Held] = {}
         self._pending: deque[Held] = deque()
@@ -73,8 +77,6 @@ class RowStash:
         self._must_grow = self._has_warned = False
         self._run = self._usual_run = 0
         self._bytes = HeldBytes()
-        self._snapshot: Snapshot | None = None
-        self._trace: Trace | None = None
 
     def saver(self, layer: str) -> LayerSaver:
         """What a layer saves through: `layer.saver = stash.saver(name)`.
@@ -83,6 +85,25 @@ class RowStash:
             layer: Its name, for messages.
         """
         return LayerSaver(self, layer)
+
+    def watch(self, experts: Mapping[str, GroupedExperts]) -> None:
+        """Ask about rows beyond the capacity factor of these experts too, so that they need not wait; not under "keep".
+
+        `overflowed()` is true where they left rows out, and `needed_capacity` says which factor would have been enough. Under
+        `paused()`, and in evaluations, they make room for all rows.
+
+        Args:
+            experts: By the names their savers were made with.
+        """
+        self.unwatch()
+        if self.config.overflow != "keep" and experts:
+            self._flag.capacity = CapacityWatch(experts, self.device, lambda: not self.is_paused)
+
+    def unwatch(self) -> None:
+        """Leave experts alone, which make room for all rows by themselves again."""
+        if self._flag.capacity is not None:
+            self._flag.capacity.close()
+            self._flag.capacity = None
 
     # -- in a step -----------------------------------------------------------------------------------------------------
 
@@ -157,7 +178,9 @@ class RowStash:
         del self._outstanding[id(held)]
         self._leave(held)
         self._bytes.remove(held.nbytes)
-        if not (held.has_originals or held.captured):
+        capacity = self._flag.capacity
+        is_asked_about = not held.has_originals or (capacity is not None and held.layer in capacity.names)
+        if is_asked_about and not held.captured:
             self._flag.note_read(held.layer, held.question)
         self._usual_run, self._run = self._run or self._usual_run, 0
         pools = held.pools
@@ -201,9 +224,10 @@ class RowStash:
             self.submit_overflow()
         if self.config.overflow != "keep":
             self._flag.check()
-        found = self._flag.wait() and not self.is_recording and self.config.overflow != "keep"
-        self._must_grow |= found
-        return found
+        overflowed, self.needed_capacity = self._flag.wait()
+        self.found_no_pages = overflowed and not self.is_recording and self.config.overflow != "keep"
+        self._must_grow |= self.found_no_pages
+        return self.found_no_pages or self.needed_capacity > 0
 
     def overflow_on_device(self) -> Tensor:
         """The same answer as float32 0 or 1 on the device, for optimizer steps inside a CUDA graph. Collective; nobody waits.
@@ -211,8 +235,9 @@ class RowStash:
         `optimizer.found_inf = stash.overflow_on_device()` after backward has torch's fused optimizers pass over a step that overflowed.
         """
         self._side.join(self._side.record())
+        pages, needed = self._flag.most_overflowed(list(self._pools.values()), self.device)
         counts_here = self.config.overflow != "keep" and not self.is_recording
-        return most_overflowed(list(self._pools.values()), self.device).clamp(max=int(counts_here)).float()
+        return torch.maximum(pages.clamp(max=int(counts_here)), needed.clamp(max=1)).float()
 
     def abort(self) -> None:
         """Give a step up: all pages are free, and what was saved cannot be loaded any more."""
@@ -225,6 +250,8 @@ class RowStash:
         self._bytes.give_up()
         self._run = 0
         self._flag.clear()
+        if self._flag.capacity is not None:
+            self._flag.capacity.found.zero_()
         with self._side.fork():
             for pool in self._pools.values():
                 pool.reset()
@@ -245,7 +272,8 @@ class RowStash:
         Raises:
             EngineStateError: Nobody asked `overflowed()`, or not about all that was read, so gradients may have been wrong.
         """
-        if self.config.overflow != "keep" and not self.is_recording and self._pools:
+        has_pages = self.config.overflow != "keep" and not self.is_recording and bool(self._pools)
+        if has_pages or self._flag.capacity is not None:
             self._flag.check_read(self.config.overflow)
         self._drop_captured()
         if self._late is not None:  # nobody would hear that it found no pages
@@ -258,31 +286,6 @@ class RowStash:
         moved = self._settle_pages()
         self._side.join(self._side.record())  # the next step may be a replay, which waits for the caller's stream alone
         return moved
-
-    def statistics(self, *, wait: bool = False) -> StashStatistics | None:
-        """Of the last step; `None` if there was none, or its numbers have not arrived and nobody is to wait."""
-        if self._snapshot is None or not (wait or self._snapshot.is_ready):
-            return None
-        return self._snapshot.statistics()
-
-    @property
-    def page_bytes(self) -> int:
-        """Memory of the pages on the device."""
-        return sum(pool.size_bytes for pool in self._pools.values())
-
-    @property
-    def host_bytes(self) -> int:
-        """Memory of the pages on the host."""
-        return sum(pool.host_bytes for pool in self._pools.values())
-
-    def start_trace(self) -> None:
-        """Note the pages in use after every save and load from now on."""
-        self._trace = Trace()
-
-    def stop_trace(self) -> list[Occupancy]:
-        """What was noted since. Waits for the device."""
-        trace, self._trace = self._trace, None
-        return trace.read() if trace is not None else []
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -394,7 +397,3 @@ class RowStash:
     def _allocate(self, sizes: dict[PageKind, PoolSize]) -> None:
         """Other pools. Saves that are still to be loaded keep their own."""
         replace_pools(self._pools, sizes, self.config.page_rows, self.device, self._ops, self._side)
-
-    def _note(self, layer: str, event: str, pools: Sequence[PagePool]) -> None:
-        if self._trace is not None and not is_capturing(self.device):
-            self._trace.note(layer, event, pools, self._side)

@@ -1,0 +1,71 @@
+"""CapacityWatch: how large the buffers of experts should have been, counted on the device for somebody who asks before the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_mfsdp.engine import compat
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.moe.experts import GroupedExperts
+
+__all__ = ["CapacityWatch", "rounded_up"]
+
+
+class CapacityWatch:
+    """Of experts with a capacity factor. While it asks, they never wait for the device, and what they leave out is known to it.
+
+    Args:
+        layers: By name. Their `capacity_watch` becomes this, until `close`.
+        device: Where they are.
+        asks: Whether a step in which rows were left out will not be taken.
+
+    Attributes:
+        names: Of the layers.
+        found: The least capacity factor with which each layer would have kept all its rows, 0 where it did; float64, `[layers]`.
+    """
+
+    def __init__(self, layers: Mapping[str, GroupedExperts], device: torch.device, asks: Callable[[], bool]) -> None:
+        self.names = list(layers)
+        self.found = torch.zeros(len(layers), dtype=torch.float64, device=device)
+        self._layers = dict(layers)
+        self._place = {id(layer): index for index, layer in enumerate(layers.values())}
+        self._asks = asks
+        for layer in layers.values():
+            layer.capacity_watch = self
+
+    def close(self) -> None:
+        """Leave the layers alone."""
+        for layer in self._layers.values():
+            if layer.capacity_watch is self:
+                layer.capacity_watch = None
+
+    def asks(self, experts: GroupedExperts) -> bool:
+        """Whether somebody will ask about this call. Not about evaluations, nor about copies of the layers."""
+        return experts.training and id(experts) in self._place and self._asks()
+
+    def note(self, experts: GroupedExperts, is_short: Tensor, factor: Tensor) -> None:
+        """A call left rows out if `is_short`; `factor` would have been enough. Nobody waits."""
+        place = self._place.get(id(experts))
+        if place is not None and compat.backward_task() == -1:  # a checkpoint that computes again was noted before
+            mine = self.found[place]
+            torch.maximum(mine, torch.where(is_short, factor, 0.0), out=mine)
+
+    @property
+    def hundredths(self) -> Tensor:
+        """The largest of `found`, rounded up to hundredths: int64, 0-D, a number of those."""
+        largest = self.found.amax() if self.names else self.found.sum()
+        return (largest * 100).ceil().long()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapacityWatch:
+        return self
+
+
+def rounded_up(factor: float) -> str:
+    """A capacity factor for messages, which is enough as it stands there."""
+    return f"{math.ceil(factor * 100) / 100:.2f}"
