@@ -38,6 +38,7 @@ from lightning_mfsdp.checkpointing import CheckpointingStrategy
 from lightning_mfsdp.cuda_graph import GraphedTrainingStep, graphed_training_step
 from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard_optimizer, gather_root, no_sync, watch_backward
 from lightning_mfsdp.evaluation import step_with_all_ranks
+from lightning_mfsdp.foreign_options import answers_foreign_options
 from lightning_mfsdp.lightning_api import MockOptimizer, StrategyRegistry, TrainerFn
 from lightning_mfsdp.precision import MFSDPPrecision, translate_precision
 from lightning_mfsdp.recompute import Recompute
@@ -96,6 +97,7 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     strategy_name = "mfsdp"
 
+    @answers_foreign_options
     def __init__(
         self,
         *,
