@@ -47,6 +47,7 @@ from lightning_mfsdp.engine import (
     watch_backward,
 )
 from lightning_mfsdp.evaluation import step_with_all_ranks
+from lightning_mfsdp.foreign_options import answers_foreign_options
 from lightning_mfsdp.lightning_api import MockOptimizer, StrategyRegistry, TrainerFn, to_uncompiled
 from lightning_mfsdp.precision import MFSDPPrecision, translate_precision
 from lightning_mfsdp.recompute import Recompute
@@ -105,6 +106,7 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     strategy_name = "mfsdp"
 
+    @answers_foreign_options
     def __init__(
         self,
         *,

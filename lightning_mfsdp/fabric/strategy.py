@@ -35,6 +35,7 @@ from lightning_mfsdp.engine import (
 )
 from lightning_mfsdp.fabric import checkpoints
 from lightning_mfsdp.fabric.precision import MFSDPFabricPrecision
+from lightning_mfsdp.foreign_options import answers_foreign_options
 from lightning_mfsdp.lightning_api import (
     CheckpointIO,
     FabricBackwardSyncControl,
@@ -75,6 +76,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         ValueError, TypeError: An argument out of its range, of the wrong kind, or in contradiction to another.
     """
 
+    @answers_foreign_options
     def __init__(
         self,
         *,

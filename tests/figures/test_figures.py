@@ -1,0 +1,115 @@
+"""The scripts that count, on a package small enough to count by hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.figures import code, gpu_rows
+
+SMALL = {
+    "__init__.py": '"""A package."""\n',
+    "engine/__init__.py": "",
+    "engine/unit.py": '''"""One unit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.group import Group
+
+
+class Unit:
+    """Docstring of
+    two lines."""
+
+    def __init__(self) -> None:
+        self.group: Group | None = None  # not a line of its own
+        self.fixed = 1
+
+    # a line of its own
+    def attach(self, group: Group) -> None:
+        self.group = group
+        self.live = True
+        group.unit, group.names[0] = self, "a"
+        group.options.on = False
+''',
+    "engine/group.py": "from .unit import Unit\nclass Group:\n    def f(self):\n        def g():\n            pass\n",
+    "other.py": "def f():\n    from lightning_mfsdp.engine import unit\n",
+}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name, text in SMALL.items():
+        path = tmp_path / "lightning_mfsdp" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def test_lines_are_of_one_kind_each(checkout: Path) -> None:
+    (unit,) = (file for file in code.sources(checkout) if file.name.endswith("engine.unit"))
+    lines = unit.lines()
+    assert (lines.code, lines.docstrings, lines.comments, lines.blank) == (13, 3, 1, 7)
+    assert lines.total == len(SMALL["engine/unit.py"].splitlines())
+
+
+def test_circles_are_found_with_and_without_imports_for_type_checkers(checkout: Path) -> None:
+    files = code.sources(checkout)
+    circle = ["lightning_mfsdp.engine.group", "lightning_mfsdp.engine.unit"]
+    assert code.circles(code.import_edges(files, for_type_checkers=True)) == [circle]
+    assert code.circles(code.import_edges(files, for_type_checkers=False)) == []
+    assert code.import_edges(files, for_type_checkers=False)["lightning_mfsdp.other"] == {circle[1]}
+
+
+def test_state_is_counted_as_the_rules_say(checkout: Path) -> None:
+    state = code.state_of(code.sources(checkout))
+    assert state.after_construction == {"Unit.group", "Unit.live"}
+    assert state.flags == {"Unit.live"}
+    assert state.may_be_none == {"Unit.group"}
+    assert [place.split()[1] for place in state.into_others] == ["group.unit", "group.options.on"]
+
+
+def test_the_report_has_every_part(checkout: Path) -> None:
+    report = code.report(checkout)
+    assert "- Functions: 5, median 3 lines" in report
+    assert "| all | 5 |" in report
+    assert "Circles of imports, all imports: 1: 2 files (engine.group, engine.unit)" in report
+
+
+def test_calls_of_a_unit_are_counted_in_a_process_of_its_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("calls.py")), "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    for engine in ("mfsdp", "fsdp2"):
+        forward, backward, step = (found[engine][span] for span in ("forward", "backward", "step"))
+        assert 0 < forward["python"] < step["python"]
+        assert 0 < backward["python"] < step["python"]
+        assert set(forward["files"]) | set(backward["files"]) <= set(step["files"])
+    assert all(Path(file).parent.name == "engine" for file in found["mfsdp"]["step"]["files"])
+    assert found["plain"]["step"]["python"] == 0 < found["plain"]["step"]["everything"]
+
+
+def test_rows_on_gpus_are_read_from_what_the_benchmark_prints(tmp_path: Path) -> None:
+    row = gpu_rows.ROWS[0]
+    printed = 'noise\nRESULT {"median_ms": 10.0, "step_ms": 11.0, "peak_gib": 2.5, "reserved_gib": 3.0}\n'
+    old = gpu_rows.result_of(row, printed, tmp_path, 0)
+    assert old == gpu_rows.Result(10.0, 2.5, 3.0)
+    new = gpu_rows.Result(9.0, 2.0, 2.5)
+    slower = gpu_rows.Result(12.0, 2.5, 3.5)
+    line = gpu_rows.line(row, {"OLD": [old, slower], "NEW": [new, new]})
+    assert line == "| 300m eager | 11.00 | 2.50 | 3.50 | 9.00 | 2.00 | 2.50 | 0.8182 | 1.2000 |"
+    failed = gpu_rows.result_of(row, "RuntimeError: out of memory\n", tmp_path, 1)
+    assert "out of memory" in gpu_rows.line(row, {"NEW": [failed]})
