@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -57,8 +57,6 @@ class PredictorLayer(nn.Module):
         is_shared: Whether it is called for several depths.
     """
 
-    _region: Region | None
-
     def __init__(
         self,
         width: int,
@@ -79,21 +77,11 @@ class PredictorLayer(nn.Module):
 
     def _make_region(self) -> None:
         # No early stop: the layer may hold collectives (experts on other ranks), and all ranks must come to the same ones.
-        self._region = (
-            Region(
-                "MultiTokenPredictor",
-                self,
-                Recompute(),
-                function=self._states,
-                stops_early=False,
-                is_shared=self.is_shared,
-            )
-            if self.recompute is True
-            else None
-        )
+        made = partial(Region, "MultiTokenPredictor", self, Recompute(), function=self._states, stops_early=False)
+        self._region: Region | None = made(is_shared=self.is_shared) if self.recompute is True else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles compute themselves again, and not this layer."""
+        """A copy computes itself again, not this."""
         return {**self.__dict__, "_region": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,11 +108,8 @@ class PredictorLayer(nn.Module):
         # Inside of the unit, so that its weights are gathered once for both: the gradients and what is computed again.
         if self.recompute is None or not torch.is_grad_enabled():
             return self._states(hidden, embedding, *args, **kwargs)
-        if self._region is not None:
-            states: Tensor = self._region(hidden, embedding, *args, **kwargs)
-            return states
-        assert callable(self.recompute), "True has a region"
-        return self.recompute(self._states, hidden, embedding, *args, **kwargs)
+        again: Callable[..., Tensor] = self._region or partial(cast(RecomputeFunction, self.recompute), self._states)
+        return again(hidden, embedding, *args, **kwargs)
 
     def _states(self, hidden: Tensor, embedding: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         both = torch.cat((self.hidden_norm(hidden), self.embedding_norm(embedding)), dim=-1)
