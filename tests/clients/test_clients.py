@@ -1,6 +1,6 @@
 """Real programs come to what DDP comes to, step by step and when resumed, and what each is about happens.
 
-A pairwise table by default; `CLIENTS=all` takes the full product of some 2,000 runs (tests/nightly.sh), `CLIENTS=all:moco` that of one client.
+A pairwise table by default. `CLIENTS=all` takes the full product of some 2,000 runs (tests/nightly.sh), `CLIENTS=all:moco` one client's.
 """
 
 from __future__ import annotations
