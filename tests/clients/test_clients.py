@@ -1,0 +1,77 @@
+"""Real programs come to what DDP comes to, step by step and when resumed, and what each is about happens.
+
+A pairwise table by default. `CLIENTS=all` takes the full product of some 2,000 runs (tests/nightly.sh), `CLIENTS=all:moco` one client's.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Hashable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.clients.known import KNOWN, REFUSED
+from tests.clients.runs import run_rows
+from tests.clients.table import CLIENTS, FACTORS, Row, every_row, pairs, read_rows
+from tests.helpers.distributed import RankError, run_distributed
+from tests.lightning.models import FOREIGN_WARNINGS
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in FOREIGN_WARNINGS]
+
+WHICH, _, ONE = os.environ.get("CLIENTS", "").partition(":")
+TABLE = read_rows()
+ROWS = [row for row in every_row() if ONE in ("", row.client)] if WHICH == "all" else TABLE
+
+
+def start_of(row: Row) -> Hashable:
+    """Rows with the same answer share one start of processes, which must end within the helper's timeout."""
+    return row.ranks if WHICH != "all" else (row.ranks, row.client, row.accumulate, row.precision)
+
+
+@cache
+def errors(start: Hashable) -> dict[str, str]:
+    """Of all ranks, for each row of a start; empty where it passed."""
+    rows = [row for row in ROWS if start_of(row) == start]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            found = run_distributed(run_rows, rows[0].ranks, folder, rows)
+        except RankError as error:  # a hang, or a rank that died: it is not tried again for every row
+            return {str(row): str(error) for row in rows}
+    return {
+        str(row): "\n".join(f"rank {rank}: {one[str(row)]}" for rank, one in enumerate(found) if one[str(row)])
+        for row in rows
+    }
+
+
+def case(row: Row) -> Any:
+    """A row of the table that is known to fail must fail; what else a client with such rows does is open."""
+    marks = []
+    if str(row) in KNOWN:
+        marks = [pytest.mark.xfail(reason=KNOWN[str(row)], strict=True)]
+    elif row not in TABLE and any(known.startswith(f"{row.client}-") for known in KNOWN):
+        marks = [pytest.mark.xfail(reason=f"{row.client} has known rows", strict=False)]
+    return pytest.param(row, id=str(row), marks=marks)
+
+
+@pytest.mark.parametrize("row", [case(row) for row in ROWS])
+def test_a_client_comes_to_what_it_comes_to_under_ddp(row: Row) -> None:
+    error = errors(start_of(row))[str(row)]
+    assert not error, error
+
+
+def test_the_table_holds_every_possible_pair() -> None:
+    possible = set().union(*map(pairs, every_row()))
+    assert possible == set().union(*map(pairs, TABLE))
+
+
+def test_the_table_names_every_client_and_value() -> None:
+    for index, values in enumerate(FACTORS.values()):
+        assert {list(vars(row).values())[index] for row in TABLE} == set(values)
+
+
+def test_known_and_refused_rows_are_in_the_table() -> None:
+    assert set(KNOWN) <= {str(row) for row in TABLE}
+    assert {client for client, _ in REFUSED} <= set(CLIENTS)

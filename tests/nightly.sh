@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# What is too long for every push. Each line can be run alone; the full product of clients takes about an hour on two cores.
+# PYTHON: which python (python3).
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+
+python=${PYTHON:-python3}
+failed=()
+check() {
+    local name=$1
+    shift
+    echo "== $name: $*"
+    "$@" || failed+=("$name")
+}
+check clients env CLIENTS=all "$python" -m pytest tests/clients -q --no-header
+
+if ((${#failed[@]})); then
+    echo "FAILED: ${failed[*]}" >&2
+    exit 1
+fi
+echo "all nightly checks passed"
