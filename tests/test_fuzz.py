@@ -62,7 +62,7 @@ def _marked(defect: Defect) -> object:
 @pytest.mark.parametrize("defect", [_marked(defect) for defect in DEFECTS])
 def test_a_program_that_once_went_wrong(defect, workers):
     is_known = defect.item in KNOWN
-    verdict = check(defect.case, workers, timeout_s=10 if is_known else None)
+    verdict = check(defect.case, workers, timeout_s=6 if is_known else None)
     assert not verdict.failed, f"{verdict.kind}\n{verdict.problems[0]}"
 
 

@@ -47,6 +47,8 @@ def _handles_gradients_inside(case: Description) -> bool:
 def _leaves_parameters_unused(case: Description) -> bool:
     blocks = case.model.blocks
     unused = case.model.unused or any(block.unused or block.dropped for block in blocks)
+    # A reentrant checkpoint whose input needs no gradient leaves none.
+    unused |= case.model.frozen and _has(case, checkpoint="reentrant")
     return unused and case.configuration.ranks > 1 and case.program.optimizer != "sgd"
 
 
@@ -83,6 +85,13 @@ def _calls_again_and_goes_back_again(case: Description) -> bool:
     return again and any(micro.kind in kinds for micro in _micros(case))
 
 
+def _writes_directly_and_goes_back_twice(case: Description) -> bool:
+    """Also where a block that hides its result is computed again in its one backward."""
+    hides = _has(case, checkpoint="non_reentrant", result="hidden") or case.model.hidden
+    risky = case.configuration.direct and _has(case, checkpoint="non_reentrant")
+    return risky and (_goes_back_twice(case) or hides)
+
+
 def _is_reduced_twice(case: Description) -> bool:
     """Each reentrant recomputation ends a backward of its unit, also where modules of one unit or several calls are still to come."""
     several = any(micro.kind in ("two_forwards", "interleaved") for micro in _micros(case))
@@ -116,6 +125,11 @@ def _takes_norms_of_float64_scalars(case: Description) -> bool:
     return clips and case.model.scale and case.configuration.precision == "float64" and case.configuration.ranks > 1
 
 
+def _takes_norms_of_empty_gradients(case: Description) -> bool:
+    clips = any(step.edit == "clip_norm" for step in case.program.steps)
+    return clips and case.model.empty and case.configuration.ranks == 1
+
+
 KNOWN: dict[str, Callable[[Description], bool]] = {
     "1": _writes_inside,
     "2": _handles_gradients_inside,
@@ -124,7 +138,7 @@ KNOWN: dict[str, Callable[[Description], bool]] = {
     "8": lambda case: (
         _rounds_main_gradients(case) and (_is_reduced_twice(case) or _calls_again_and_goes_back_again(case))
     ),
-    "9": lambda case: case.configuration.direct and _has(case, checkpoint="non_reentrant") and _goes_back_twice(case),
+    "9": _writes_directly_and_goes_back_twice,
     "10": _differs_by_rank,
     "11a": lambda case: case.configuration.late_root,
     "11b": _steps_dtensors_with_gaps,
@@ -136,6 +150,8 @@ KNOWN: dict[str, Callable[[Description], bool]] = {
     "unnamed 1": _calls_again_and_goes_back_again,
     # clip_grad_norm_ takes the share of what is not sharded in float32.
     "unnamed 2": _takes_norms_of_float64_scalars,
+    # A parameter without elements has an empty gradient in plain PyTorch and none here, so norms are added up in another order.
+    "unnamed 3": _takes_norms_of_empty_gradients,
     "12": lambda case: any(step.state == "unshard_part" for step in case.program.steps),
 }
 
@@ -312,6 +328,35 @@ DEFECTS: tuple[Defect, ...] = (
             steps=(Step(edit="clip_norm"),),
             scale=True,
             sharding="optim",
+        ),
+    ),
+    Defect(
+        "unnamed 3",
+        "the norm beside an empty gradient, to the bit",
+        _case(
+            Block(),
+            Block(tied_to=0),
+            steps=(Step((Micro(), Micro("interleaved")), edit="clip_norm"),),
+            empty=True,
+            ranks=1,
+        ),
+    ),
+    Defect(
+        "9",
+        "a hidden result, one backward",
+        _case(
+            Block("narrow", checkpoint="non_reentrant", result="hidden"),
+            ranks=1,
+            direct=True,
+        ),
+    ),
+    Defect(
+        "4",
+        "a reentrant checkpoint without a trained input",
+        _case(
+            Block(checkpoint="reentrant"),
+            frozen=True,
+            optimizer="adagrad",
         ),
     ),
     Defect("12", "", _case(steps=(Step(state="unshard_part"),))),

@@ -24,6 +24,7 @@ import torch.multiprocessing as mp
 from tests.fuzzing.description import Description, from_json, to_json
 
 TIMEOUT_S = 20.0
+START_S = 120.0
 GRACE_S = 3.0  # for the other ranks, once one has failed
 _PRELOADED = ["torch.distributed.tensor", "lightning.pytorch", "lightning_mfsdp", "tests.fuzzing.trainer"]
 
@@ -70,6 +71,7 @@ class Workers:
         ranks = case.configuration.ranks
         if ranks not in self._groups:
             self._groups[ranks] = _Group(ranks)
+            self._groups[ranks].wait_until_ready()
         self._groups[ranks].send(to_json(case))
 
     def finish(self, case: Description, timeout_s: float | None = None) -> Outcome:
@@ -98,6 +100,13 @@ class _Group:
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
+
+    def wait_until_ready(self) -> None:
+        """Start-up does not count as hanging."""
+        for pipe in self._pipes:
+            if not pipe.poll(START_S):
+                raise TimeoutError(f"a worker did not start within {START_S} s")
+            pipe.recv_bytes()
 
     def send(self, text: str) -> None:
         for pipe in self._pipes:
@@ -169,6 +178,7 @@ def _serve(rank: int, ranks: int, folder: str, pipe: Any) -> None:
             mesh_of(outer, ranks, meshes)
     gc.collect()
     gc.freeze()
+    pipe.send_bytes(b"ready")
     while True:
         try:
             text = pipe.recv()
