@@ -7,6 +7,8 @@
 It prints how often each feature occurred, alone and in pairs, and the smallest failing case as a script.
 """
 
+# ruff: noqa: E402 - the path is mended first
+
 from __future__ import annotations
 
 import argparse
@@ -14,12 +16,15 @@ import itertools
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from random import Random
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+HERE = Path(__file__).resolve().parent
+if __name__ == "__main__":  # Python looks for modules beside a script first, and tests/lightning is not Lightning
+    sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != HERE)]
 
 from tests.fuzzing.checking import Verdict, check
 from tests.fuzzing.description import Description, features, from_json, size, to_json
@@ -69,6 +74,7 @@ def fuzz(
     deadline: float = float("inf"),
     most: int = sys.maxsize,
     most_failures: int = 1,
+    say: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Draw and run cases until the time is over, enough were run or enough have failed."""
 
@@ -90,6 +96,7 @@ def fuzz(
         if verdict.failed and verdict.kind not in kinds:
             kinds.add(verdict.kind)
             tally.failures.append((case, verdict))
+            say(f"{verdict.kind}: {to_json(case)}")
 
 
 def smallest(
@@ -159,6 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
                 ranks=tuple(given_arguments.ranks),
                 deadline=began + 60 * given_arguments.minutes,
                 most_failures=given_arguments.failures,
+                say=lambda text: print(text, flush=True),
             )
             print(report(tally, time.monotonic() - began))
             if given_arguments.pairs:

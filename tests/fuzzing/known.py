@@ -80,7 +80,7 @@ def _goes_back_twice(case: Description) -> bool:
 
 
 def _calls_again_and_goes_back_again(case: Description) -> bool:
-    again = any(block.calls > 1 or block.same_as >= 0 for block in case.model.blocks)
+    again = case.model.tied or any(b.calls > 1 or b.same_as >= 0 or b.tied_to >= 0 for b in case.model.blocks)
     kinds = ("retained", "two_losses", "interleaved", "input_grad")
     return again and any(micro.kind in kinds for micro in _micros(case))
 
@@ -252,6 +252,18 @@ DEFECTS: tuple[Defect, ...] = (
         _case(
             Block(calls=2),
             steps=(Step((Micro("interleaved"),)),),
+        ),
+    ),
+    Defect(
+        "8",
+        "a tied weight, after autograd.grad, one process",
+        _case(
+            Block(unit=False),
+            Block(tied_to=0),
+            ranks=1,
+            precision="bfloat16",
+            loop="automatic",
+            steps=(Step((_HELD, Micro("input_grad")), zero_at="between"),),
         ),
     ),
     Defect(
