@@ -28,7 +28,7 @@ from tests.fuzzing.description import (
     to_json,
 )
 from tests.fuzzing.drawing import descriptions, drawn, settled
-from tests.fuzzing.known import DEFECTS, KNOWN, Defect, known_items
+from tests.fuzzing.known import DEFECTS, KNOWN, Defect, is_known, known_items
 from tests.fuzzing.refusals import MOST
 from tests.fuzzing.script import as_script
 from tests.fuzzing.shrinking import shrunk, smaller
@@ -54,15 +54,13 @@ def test_drawn_programs_agree_with_plain_pytorch(workers):
 
 
 def _marked(defect: Defect) -> object:
-    is_known = defect.item in KNOWN
-    marks = [pytest.mark.xfail(strict=True, reason=f"item {defect.item}")] if is_known else []
+    marks = [pytest.mark.xfail(strict=True, reason=f"item {defect.item}")] if is_known(defect.item) else []
     return pytest.param(defect, marks=marks, id=f"{defect.item}: {defect.name}")
 
 
 @pytest.mark.parametrize("defect", [_marked(defect) for defect in DEFECTS])
 def test_a_program_that_once_went_wrong(defect, workers):
-    is_known = defect.item in KNOWN
-    verdict = check(defect.case, workers, timeout_s=6 if is_known else None)
+    verdict = check(defect.case, workers, timeout_s=6 if is_known(defect.item) else None)
     assert not verdict.failed, f"{verdict.kind}\n{verdict.problems[0]}"
 
 
