@@ -49,7 +49,8 @@ def _leaves_parameters_unused(case: Description) -> bool:
     unused = case.model.unused or any(block.unused or block.dropped for block in blocks)
     # A reentrant checkpoint whose input needs no gradient leaves none.
     unused |= case.model.frozen and _has(case, checkpoint="reentrant")
-    return unused and case.configuration.ranks > 1 and case.program.optimizer != "sgd"
+    nan = any(micro.poisoned for micro in _micros(case))  # a norm of NaN makes zeros NaN
+    return unused and case.configuration.ranks > 1 and (nan or case.program.optimizer != "sgd")
 
 
 def _clears_what_is_held_back(case: Description) -> bool:
@@ -373,6 +374,14 @@ DEFECTS: tuple[Defect, ...] = (
             Block(checkpoint="reentrant"),
             frozen=True,
             optimizer="adagrad",
+        ),
+    ),
+    Defect(
+        "4",
+        "clipped by a norm that is NaN",
+        _case(
+            steps=(Step((Micro(poisoned=True), Micro()), edit="clip_norm"),),
+            unused=True,
         ),
     ),
     Defect("12", "", _case(steps=(Step(state="unshard_part"),))),
