@@ -1,0 +1,92 @@
+"""One description from end to end: run it plainly, run it on the engine, compare."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tests.fuzzing.comparing import problems
+from tests.fuzzing.description import Description
+from tests.fuzzing.plain import run_plainly
+from tests.fuzzing.refusals import refusal_of
+from tests.fuzzing.running import Event
+from tests.fuzzing.workers import Outcome, Workers
+
+
+@dataclass
+class Verdict:
+    """What came of a case.
+
+    Attributes:
+        problems: In words; empty where engine and plain PyTorch agree.
+        refusal: Why the engine may refuse it; empty if it did not.
+        raises: Plain PyTorch raises, and so does the engine.
+        kind: "", "differs", "raised", "hung" or "did not raise", the first two with what: shrinking keeps to it.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    refusal: str = ""
+    raises: str = ""
+    kind: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.problems)
+
+
+def check(
+    case: Description,
+    workers: Workers,
+    *,
+    zero_is_none: bool = False,
+    counts_reductions: bool = True,
+    timeout_s: float | None = None,
+) -> Verdict:
+    """Run a case and judge it.
+
+    Args:
+        case: What to run.
+        workers: Who runs it.
+        zero_is_none: A gradient of zeros is as good as none.
+        counts_reductions: More of them than units and backwards are a difference.
+        timeout_s: After which it hangs.
+    """
+    torch.set_num_threads(1)  # sums over rows depend on it
+    workers.begin(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        refused, expected = _plainly(case)
+    outcome = workers.finish(case, timeout_s)
+    if not counts_reductions:
+        outcome.events = [events and [one for one in events if one.tag != "reductions"] for events in outcome.events]
+        expected = [one for one in expected if one.tag != "reductions"]
+    return _judged(case, refused, expected, outcome, zero_is_none)
+
+
+def _plainly(case: Description) -> tuple[str, Sequence[Event]]:
+    try:
+        return "", run_plainly(case)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}", []
+
+
+def _judged(
+    case: Description, refused: str, expected: Sequence[Event], outcome: Outcome, zero_is_none: bool
+) -> Verdict:
+    if outcome.errors:
+        if refused and not outcome.hung:
+            return Verdict(raises=refused)
+        refusal = refusal_of(case, outcome)
+        if refusal:
+            return Verdict(refusal=refusal)
+        said = [f"rank {rank}: {outcome.messages[rank]}\n{outcome.errors[rank]}" for rank in sorted(outcome.errors)]
+        first = next((text for text in outcome.messages.values() if not text.startswith("waited")), "")
+        return Verdict(said, kind="hung" if outcome.hung else f"raised {re.sub(r'[0-9]+', 'n', first)[:50]}")
+    if refused:
+        return Verdict([f"plain PyTorch raises, the engine does not: {refused}"], kind="did not raise")
+    found = problems(case, expected, outcome, zero_is_none=zero_is_none)
+    return Verdict(found, kind=f"differs: {re.sub(r'rank [0-9]+: |[0-9]+| .event.*', '', found[0])}" if found else "")

@@ -1,0 +1,116 @@
+"""What plain PyTorch and the engine saw, held against each other.
+
+A difference is measured against the largest number of its tensor, or a tenth of the largest of its event where that is more: what is nearly
+zero by cancellation has no digits to agree on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from tests.fuzzing.description import Description
+from tests.fuzzing.running import Event
+from tests.fuzzing.workers import Outcome
+
+TOLERANCES = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 8 * 2.0**-8}
+_SHARE = 0.1
+
+
+def tolerance_of(case: Description) -> float:
+    """Relative; 0 where results are equal to the bit."""
+    configuration = case.configuration
+    if configuration.precision in ("mixed", "bfloat16") or (configuration.comm and configuration.ranks > 1):
+        return TOLERANCES["bfloat16"]
+    several_dtypes = any(block.dtype for block in case.model.blocks)  # gradients add up in the larger one
+    if configuration.ranks == 1 and not several_dtypes and not _adds_in_pieces(case):
+        return 0.0
+    return TOLERANCES["float32" if configuration.precision == "float32" or several_dtypes else "float64"]
+
+
+def _adds_in_pieces(case: Description) -> bool:
+    """Whether reentrant checkpoints bring several gradients of a weight in one backward.
+
+    Plain PyTorch adds each of them to `.grad`. The engine adds them up and then to what earlier microbatches left: another rounding.
+    """
+    return any(block.checkpoint == "reentrant" for block in case.model.blocks)
+
+
+def problems(
+    case: Description, expected: Sequence[Event], outcome: Outcome, *, zero_is_none: bool = False
+) -> list[str]:
+    """What differs, in words; empty if nothing does."""
+    found = []
+    for rank, events in enumerate(outcome.events):
+        found += [f"rank {rank}: {what}" for what in _of_rank(case, expected, events, zero_is_none)]
+    found += [f"rank {rank}: {left} bytes outlived the model" for rank, left in enumerate(outcome.left) if left]
+    return found
+
+
+def _of_rank(
+    case: Description, expected: Sequence[Event], events: Sequence[Event], zero_is_none: bool
+) -> Iterator[str]:
+    tags, wanted = [event.tag for event in events], [event.tag for event in expected]
+    if tags != wanted:
+        yield f"saw {tags}, expected {wanted}"
+        return
+    tolerance = tolerance_of(case)
+    for number, (event, reference) in enumerate(zip(events, expected, strict=True)):
+        by_rank = event.tag.endswith(("loss", "evaluation", "input gradient"))
+        if not by_rank and not event.tag.endswith("gradients") and event.tag not in ("weights", "optimizer state"):
+            missing = reference.values.keys() ^ event.values.keys()
+            if missing:
+                yield f"{event.tag} (event {number}): only one of both has {sorted(missing)}"
+        scale = max((_largest(value) for _, value in reference.values.values()), default=0.0)
+        for name, (start, value) in event.values.items():
+            if name not in reference.values:
+                yield f"{event.tag} (event {number}): {name} is not there in plain PyTorch"
+                continue
+            whole = reference.values[name][1]
+            problem = _difference(value, whole, start, tolerance, scale, zero_is_none)
+            if problem:
+                yield f"{event.tag} (event {number}): {name}: {problem}"
+        if event.tag == "optimizer state":
+            yield from _missing_state(event, reference, number)
+
+
+def _missing_state(event: Event, reference: Event, number: int) -> Iterator[str]:
+    """State that plain PyTorch has of parameters of which this rank has state of another name."""
+    here = {name.split(": ")[0] for name in event.values}
+    for name in reference.values:
+        if name.split(": ")[0] in here and name not in event.values:
+            yield f"optimizer state (event {number}): {name} is missing"
+
+
+def _largest(value: Tensor | None) -> float:
+    if value is None or not value.numel():
+        return 0.0
+    return float(value.detach().double().nan_to_num().abs().max())
+
+
+def _difference(
+    value: Tensor | None, whole: Tensor | None, start: int, tolerance: float, scale: float, zero_is_none: bool
+) -> str:
+    if value is None or whole is None:
+        other = value if whole is None else whole
+        same = other is None or (zero_is_none and not _largest(other))
+        return "" if same else f"is {_say(value)}, expected {_say(whole)}"
+    rows = whole[start : start + value.shape[0]] if whole.dim() and value.dim() else whole
+    if rows.shape != value.shape:
+        return f"has shape {tuple(value.shape)}, expected {tuple(rows.shape)}"
+    if torch.equal(value, rows) or not value.numel():
+        return ""
+    a, b = value.double(), rows.double()
+    if bool((a.isnan() != b.isnan()).any()):
+        return f"is NaN in {int(a.isnan().sum())} places, expected {int(b.isnan().sum())}"
+    worst = float((a - b).nan_to_num().abs().max())
+    allowed = tolerance * max(_largest(whole), _SHARE * scale)
+    if worst <= allowed and (tolerance or worst == 0.0):
+        return ""
+    return f"differs by {worst:.3g}, allowed {allowed:.3g}, expected about {_largest(whole):.3g}"
+
+
+def _say(value: Tensor | None) -> str:
+    return "None" if value is None else f"a tensor of at most {_largest(value):.3g}"

@@ -1,0 +1,69 @@
+"""What is expected: plain PyTorch on one process.
+
+Every rank's batch goes through one model, and the loss is the mean of theirs, so the gradients are those that ranks agree on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.fuzzing.description import Description, Micro
+from tests.fuzzing.model import seeded
+from tests.fuzzing.running import Event, Run, make_optimizer, run_loop
+
+
+class PlainRun(Run):
+    """One process, plain PyTorch, the batches of all ranks."""
+
+    def __init__(self, case: Description) -> None:
+        super().__init__(case, range(case.configuration.ranks))
+        self._mixed = case.configuration.precision == "mixed"
+        if self._mixed:  # weights are cast around the forward, and a block computed again would find them uncast
+            blocks = tuple(replace(block, checkpoint="") for block in case.model.blocks)
+            self.case = replace(case, model=replace(case.model, blocks=blocks))
+        self.model = seeded(self.case)
+        self.optimizer = make_optimizer(case, self.model.parameters())
+        self.start()
+        if case.configuration.late_root:
+            self.go_back_early()
+
+    def forward(self, x: Tensor, skipped: tuple[int, ...]) -> Any:
+        if not self._mixed:
+            return self.model(x, skipped)
+        cast = {parameter: parameter.bfloat16() for parameter in self.model.parameters()}
+        tables = [module._parameters for module in self.model.modules()]
+        before = [dict(table) for table in tables]
+        try:
+            for table in tables:  # torch.func.functional_call leaves cast weights in modules that are there twice
+                table.update({key: cast[value] for key, value in table.items() if value is not None})
+            return self.model(x.bfloat16(), skipped)
+        finally:
+            for table, values in zip(tables, before, strict=True):
+                table.update(values)
+
+    def gradients(self) -> dict[str, tuple[int, Tensor | None]]:
+        found = self.model.named_parameters()
+        return {name: (0, None if p.grad is None else p.grad.detach().clone()) for name, p in found}
+
+    def finish(self) -> None:
+        self.events.append(Event("weights", {n: (0, p.detach().clone()) for n, p in self.model.named_parameters()}))
+        self.events.append(self.events[-1]._replace(tag="whole weights"))
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        state = {
+            f"{names[id(parameter)]}: {key}": (0, torch.as_tensor(value))
+            for parameter, values in self.optimizer.state.items()
+            for key, value in values.items()
+        }
+        self.events.append(Event("optimizer state", state))
+        self.evaluate((9, 0), Micro())
+        self.note("gradient memory", bytes=0)
+        self.note("reductions", too_many=0)
+
+
+def run_plainly(case: Description) -> list[Event]:
+    """The expected events."""
+    return run_loop(PlainRun(case))

@@ -1,0 +1,327 @@
+"""A program, step by step: the same for plain PyTorch (plain.py) and for the engine (sharded.py).
+
+What is compared is noted on the way, as `Event`s.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.fuzzing.description import Description, Micro, Step
+from tests.fuzzing.model import batch, shown, skipped_blocks
+
+FACTOR = 0.9  # of weights that are written
+LIMIT = 0.05  # of clipping: it bites
+
+
+class Event(NamedTuple):
+    """What was seen: by name, the first row of dim 0 that is here and the rows, or `None` for what is not there."""
+
+    tag: str
+    values: dict[str, tuple[int, Tensor | None]]
+
+
+def _apart(value: Any) -> Tensor:
+    """A copy that keeps nothing alive."""
+    return torch.as_tensor(value).detach().clone()
+
+
+class Run:
+    """The program, on whatever model and optimizer a subclass makes.
+
+    Attributes:
+        ranks: Whose batches this execution computes with.
+        events: What was seen so far.
+    """
+
+    model: Any
+    optimizer: Any
+
+    def __init__(self, case: Description, ranks: Sequence[int]) -> None:
+        self.case, self.ranks = case, list(ranks)
+        self.events: list[Event] = []
+        self._saved: dict[str, Tensor] = {}
+        self._stale: list[Tensor] = []
+        self._held: list[Any] = []
+        self._trained: list[str] = []
+
+    def start(self) -> None:
+        """The model is there: keep what later steps come back to."""
+        self._trained = [name for name, p in self.model.blocks[0].named_parameters() if p.requires_grad]
+        if any(step.state == "restore" for step in self.case.program.steps):
+            self._save()
+
+    # -- what differs -------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor, skipped: tuple[int, ...]) -> Any:
+        return self.model(x, skipped)
+
+    def holding_back(self, sync: str) -> Any:
+        return nullcontext()
+
+    def clip_norm(self) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), LIMIT)
+
+    def writing(self) -> Any:
+        return nullcontext()
+
+    def gradients(self) -> dict[str, tuple[int, Tensor | None]]:
+        raise NotImplementedError
+
+    def shown_gradients(self) -> dict[str, tuple[int, Tensor | None]]:
+        """What `p.grad` says."""
+        return self.gradients()
+
+    def unsharding(self, module: nn.Module) -> Any:
+        """Inside, parameters are whole."""
+        return nullcontext()
+
+    def note(self, tag: str, **values: Any) -> None:
+        self.events.append(Event(tag, {name: (0, _apart(value)) for name, value in values.items()}))
+
+    def go_back_early(self) -> None:
+        """A backward of the first unit alone, before there is a root."""
+        block = next(block for block in self.model.blocks if block.spec.unit)
+        losses = [shown(block(batch(self.case, (8, 0, 0), rank))).square().mean() for rank in self.ranks]
+        (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+
+    # -- forwards and backwards ----------------------------------------------------------------------------------------
+
+    def losses(self, turn: tuple[int, int, int], inputs: list[Tensor] | None = None) -> list[Tensor]:
+        found = []
+        for rank in self.ranks:
+            x = batch(self.case, turn, rank)
+            if inputs is not None:
+                inputs.append(x.requires_grad_())
+            out = shown(self.forward(x, skipped_blocks(self.case, turn, rank)))
+            found.append((out.float() if out.dtype is torch.bfloat16 else out).square().mean())
+        return found
+
+    def evaluate(self, at: tuple[int, int], micro: Micro) -> None:
+        with torch.inference_mode() if micro.inference else torch.no_grad():
+            losses = self.losses((*at, 5))
+        self.note_losses("evaluation", losses)
+
+    def note_losses(self, tag: str, losses: list[Tensor]) -> None:
+        named = {str(rank): loss.detach().clone() for rank, loss in zip(self.ranks, losses, strict=True)}
+        self.note(tag, **named)
+
+    def loss(
+        self,
+        at: tuple[int, int],
+        micro: Micro,
+        share: float,
+        backward: Callable[..., Any],
+        between: Callable[[], None] = lambda: None,
+    ) -> Tensor | None:
+        """All of a microbatch but its last backward; returns the loss for that, if there is one."""
+        if micro.evaluates == "before":
+            self.evaluate(at, micro)
+        inputs: list[Tensor] | None = [] if micro.kind == "input_grad" else None
+        first = self.losses((*at, 0), inputs)
+        self.note_losses("loss", first)
+        mean = sum(first) / len(first)
+        loss = mean * share
+        if micro.poisoned:
+            loss = loss * float("nan")
+        if micro.kind in ("two_forwards", "interleaved", "stale"):
+            second = self.losses((*at, 1))
+            self.note_losses("second loss", second)
+            other = sum(second) / len(second) * share
+        if micro.evaluates == "between":
+            self.evaluate(at, micro)
+        between()
+        if micro.kind == "no_backward":
+            self._held.append(loss)
+            return None
+        if micro.kind == "retained":
+            backward(loss, retain_graph=True)
+        elif micro.kind == "two_losses":
+            backward(loss, retain_graph=True)
+            return loss * 0.3
+        elif micro.kind == "two_forwards":
+            return loss + other
+        elif micro.kind == "interleaved":
+            backward(loss)
+            return other
+        elif micro.kind == "two_backwards":
+            backward(loss)
+            second = self.losses((*at, 1))
+            self.note_losses("second loss", second)
+            return sum(second) / len(second) * share  # type: ignore[return-value]
+        elif micro.kind == "input_grad":
+            assert inputs is not None
+            found = torch.autograd.grad(mean, inputs, retain_graph=True)
+            self.note("input gradient", **{str(r): g * len(first) for r, g in zip(self.ranks, found, strict=True)})
+        elif micro.kind == "stale":
+            self._stale.append(loss)
+            return other
+        return loss
+
+    def microbatch(
+        self, at: tuple[int, int], micro: Micro, share: float, backward: Callable[..., Any], between: Callable[[], None]
+    ) -> None:
+        with self.holding_back(micro.sync):
+            loss = self.loss(at, micro, share, backward, between)
+            if loss is not None:
+                backward(loss)
+        if micro.evaluates == "after":
+            self.evaluate(at, micro)
+
+    # -- around the step -----------------------------------------------------------------------------------------------
+
+    def whole_step(self, number: int, step: Step, backward: Callable[..., Any], optimizer: Any) -> None:
+        """A step of a raw loop or of manual optimization."""
+        self.begin(step)
+        if step.zero_at == "before":
+            self.clear(step)
+        for index, micro in enumerate(step.micros):
+            clears = index == 0 and step.zero_at == "between"
+            between = (lambda: self.clear(step)) if clears else (lambda: None)
+            self.microbatch((number, index), micro, 1 / len(step.micros), backward, between)
+        if step.takes_step:
+            self.look_and_edit(step)
+            optimizer.step()
+        for loss in self._stale:
+            backward(loss)
+        self._stale.clear()
+        if step.zero_at == "after":
+            self.clear(step)
+
+    def begin(self, step: Step) -> None:
+        """What a training_step does first."""
+        if step.write_at == "inside":
+            self.write(step)
+        if step.state_at == "inside":
+            self.state(step)
+
+    def end(self, step: Step) -> None:
+        """After a step, outside of training_step."""
+        self._held.clear()
+        if step.write_at == "end":
+            self.write(step)
+        if step.state_at == "end":
+            self.state(step)
+        if step.freezes:
+            for name, parameter in self.model.blocks[0].named_parameters():
+                if name in self._trained:
+                    parameter.requires_grad_(step.freezes == "thaw")
+
+    def clear(self, step: Step) -> None:
+        if step.zero:
+            where, how = step.zero.split()
+            (self.optimizer if where == "optimizer" else self.model).zero_grad(set_to_none=how == "none")
+
+    def look_and_edit(self, step: Step) -> None:
+        self.events.append(Event("gradients", self.gradients()))
+        if step.edit:
+            self.events.append(Event("shown gradients", self.shown_gradients()))
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if step.edit == "clip_norm":
+            self.note("norm", norm=self.clip_norm().detach().clone())
+        elif step.edit == "clip_value":
+            torch.nn.utils.clip_grad_value_(parameters, LIMIT / 5)
+        elif step.edit == "torch_clip_norm":
+            norm = torch.nn.utils.clip_grad_norm_(parameters, LIMIT)
+            self.note("norm", norm=norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        elif step.edit == "drop_one":
+            parameters[-1].grad = None
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            if step.edit == "in_place":
+                parameter.grad.mul_(0.5)
+            elif step.edit == "out_of_place":
+                parameter.grad = parameter.grad * 0.5
+            elif step.edit == "data":
+                parameter.grad.data.mul_(0.5)
+
+    def write(self, step: Step) -> None:
+        if not step.write:
+            return
+        with self.writing() if step.write == "unshard" else nullcontext(), torch.no_grad():
+            targets = {
+                name: parameter
+                for name, parameter in self.model.named_parameters()
+                if step.write_to == "all" or (step.write_to == "blocks") == name.startswith("blocks.")
+            }
+            if step.write == "load_state_dict":
+                values = {name: value * FACTOR for name, value in self.model.state_dict().items() if name in targets}
+                self.model.load_state_dict(values, strict=False)
+            for parameter in targets.values():
+                if step.write in ("in_place", "unshard"):
+                    parameter.mul_(FACTOR)
+                elif step.write == "copy":
+                    parameter.copy_(parameter.detach() * FACTOR)
+                elif step.write == "data":
+                    parameter.data.mul_(FACTOR)
+                elif step.write == "assign_data":
+                    parameter.data = parameter.data * FACTOR
+
+    def state(self, step: Step) -> None:
+        if step.state == "look":
+            found = self.model.state_dict()
+            self.note("kinds in state_dict", kinds=len({isinstance(value, DTensor) for value in found.values()}))
+            whole = {
+                name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()
+            }
+            self.events.append(Event("state", {name: (0, value.detach().clone()) for name, value in whole.items()}))
+        elif step.state == "unshard_part":
+            with self.unsharding(self.model.head):
+                whole = {name: (0, p.detach().clone()) for name, p in self.model.head.named_parameters()}
+            self.events.append(Event("unsharded part", whole))
+        elif step.state == "save":
+            self._save()
+        elif step.state == "restore":
+            self.model.load_state_dict(self._saved)
+        elif step.state == "optimizer":
+            self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+
+    def _save(self) -> None:
+        self._saved = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+
+class Lars(torch.optim.Optimizer):
+    """Looks at norms of whole tensors, so it works on sharded tensors and not on their rows."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    ratio = (1 + parameter.norm()) / (1 + parameter.grad.norm())
+                    parameter.sub_(parameter.grad * ratio * group["lr"])
+
+
+def make_optimizer(case: Description, parameters: Any) -> torch.optim.Optimizer:
+    """Its steps are no quotients of rounding errors: eps is large."""
+    kind = case.program.optimizer
+    if kind == "lars":
+        return Lars(parameters)
+    if kind == "adamw":
+        return torch.optim.AdamW(parameters, lr=0.05, eps=0.1, weight_decay=0.1)
+    if kind == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=0.05, eps=0.1)
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9 if kind == "momentum" else 0.0)
+
+
+def run_loop(run: Any) -> list[Event]:
+    """A loop of one's own."""
+    for number, step in enumerate(run.case.program.steps):
+        run.whole_step(number, step, Tensor.backward, run.optimizer)
+        run.end(step)
+    run.finish()
+    return run.events
