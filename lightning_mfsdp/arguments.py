@@ -17,6 +17,7 @@ from lightning_mfsdp.continuation import GRADIENTS
 from lightning_mfsdp.engine import MixedPrecisionPolicy
 from lightning_mfsdp.engine.collectives import PARTS
 from lightning_mfsdp.engine.placement import resolve_placement
+from lightning_mfsdp.engine.process_groups import kept
 from lightning_mfsdp.engine.unit import Unit, unit_of
 from lightning_mfsdp.lightning_api import (
     BaseFinetuning,
@@ -232,9 +233,11 @@ def check_world(
 def build_mesh(device_type: str, world_size: int, outer_size: int, outer_sharding: str | int) -> DeviceMesh:
     """One axis "shard", or ("outer", "shard") where an outer axis is asked for. Neighbouring ranks share the shard axis."""
     # HFSDP is asked for by name; on one node its outer axis may have size 1, which costs nothing.
+    shape: tuple[int, ...] = (outer_size, world_size // outer_size)
+    names: tuple[str, ...] = ("outer", "shard")
     if outer_size == 1 and outer_sharding in ("no_shard", 0):
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device_type, (outer_size, world_size // outer_size), mesh_dim_names=("outer", "shard"))
+        shape, names = (world_size,), ("shard",)
+    return kept(("mesh", device_type, *shape), lambda: init_device_mesh(device_type, shape, mesh_dim_names=names))
 
 
 def ignored_parameters(module: nn.Module, wanted: Sequence[str | nn.Parameter]) -> list[nn.Parameter]:

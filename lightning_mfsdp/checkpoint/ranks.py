@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightning_mfsdp.engine.process_groups import kept
+
 __all__ = ["Ranks", "on_all_ranks", "root_of"]
 
 T = TypeVar("T")
@@ -66,7 +68,9 @@ class Ranks:
 
         The default group gives up, and with NCCL ends the process, when a collective takes longer than its timeout.
         """
-        return cls(dist.new_group(backend="gloo", timeout=_PATIENCE) if dist.is_initialized() else None)
+        if not dist.is_initialized():
+            return cls()
+        return cls(kept("saves", lambda: dist.new_group(backend="gloo", timeout=_PATIENCE)))
 
     def gather(self, item: T) -> list[T]:
         """What every rank has, by rank."""

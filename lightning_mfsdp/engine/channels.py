@@ -21,6 +21,7 @@ from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.collectives import Axis, Mesh
 from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.placement import Placement
+from lightning_mfsdp.engine.process_groups import kept
 
 __all__ = ["Channels", "check_symmetric_memory"]
 
@@ -36,19 +37,15 @@ class Channels:
     def __init__(self, device: torch.device, *, symmetric: bool) -> None:
         self.symmetric = symmetric
         self._device = device
-        self._joint: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-        self._known: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup | None]] = {}
 
     def separate(self, axis: Axis) -> Axis:
         """The axis with communicators of its own. Collective over it, the first time."""
         if axis.size == 1 or axis.reduce_group is not None or not compat.uses_nccl(axis.group, self._device):
             return axis
-        if axis.group not in self._known:
-            ranks = dist.get_process_group_ranks(axis.group)
-            reduce_group = dist.new_group(ranks, use_local_synchronization=True)
-            gather_group = compat.zero_cta_group(ranks) if self.symmetric else None
-            self._known[axis.group] = reduce_group, gather_group
-        reduce_group, gather_group = self._known[axis.group]
+        ranks = dist.get_process_group_ranks(axis.group)
+        over = axis.name, *ranks
+        reduce_group = kept(("reduce", *over), lambda: dist.new_group(ranks, use_local_synchronization=True))
+        gather_group = kept(("gather", *over), lambda: compat.zero_cta_group(ranks)) if self.symmetric else None
         return replace(axis, reduce_group=reduce_group, gather_group=gather_group)
 
     def sharing_rows(self, mesh: Mesh, placement: Placement) -> dist.ProcessGroup:
@@ -59,11 +56,11 @@ class Channels:
 
     def over_both_axes(self, mesh: Mesh) -> dist.ProcessGroup:
         """All ranks of a mesh in one group. Collective over them, the first time."""
-        known = self._joint.get(mesh.shard.group)
-        if known is None:
-            ranks = sorted(int(rank) for rank in mesh.data_ranks.flatten())
-            known = self._joint[mesh.shard.group] = dist.new_group(ranks, use_local_synchronization=True)
-        return known
+        ranks = sorted(int(rank) for rank in mesh.data_ranks.flatten())
+        joint: dist.ProcessGroup = kept(
+            ("both axes", *ranks), lambda: dist.new_group(ranks, use_local_synchronization=True)
+        )
+        return joint
 
     def allocator(self, axis: Axis) -> Callable[[int], Tensor] | None:
         """Makes symmetric memory of a number of bytes, collectively; `None` for ordinary memory."""

@@ -132,25 +132,19 @@ def _takes_norms_of_empty_gradients(case: Description) -> bool:
 
 
 KNOWN: dict[str, Callable[[Description], bool]] = {
-    "1": _writes_inside,
-    "2": _handles_gradients_inside,
     "4": _leaves_parameters_unused,
-    "5": _has_no_backward,
     "8": lambda case: (
         _rounds_main_gradients(case) and (_is_reduced_twice(case) or _calls_again_and_goes_back_again(case))
     ),
     "9": _writes_directly_and_goes_back_twice,
     "10": _differs_by_rank,
     "11a": lambda case: case.configuration.late_root,
-    "11b": _steps_dtensors_with_gaps,
     "11c": _hides_and_repeats,
     "11e": lambda case: any(micro.kind == "stale" for micro in _micros(case)),
-    "11f": lambda case: any(step.state and step.state_at == "inside" for step in case.program.steps),
     # clip_grad_norm_ takes the share of what is not sharded in float32.
     "unnamed 2": _takes_norms_of_float64_scalars,
     # A parameter without elements has an empty gradient in plain PyTorch and none here, so norms are added up in another order.
     "unnamed 3": _takes_norms_of_empty_gradients,
-    "12": lambda case: any(step.state == "unshard_part" for step in case.program.steps),
 }
 
 
