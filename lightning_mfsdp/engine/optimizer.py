@@ -46,6 +46,9 @@ ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
 )
 
+# Written by users by hand, so a later call without the argument, such as a strategy's, leaves it.
+_SAID_ELEMENTWISE: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+
 # LBFGS takes all parameters as one vector, SparseAdam sparse gradients, Muon products of whole matrices, Adafactor their means.
 _UNFIT_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon, torch.optim.Adafactor)
 
@@ -63,7 +66,8 @@ def fully_shard_optimizer(
 
     Args:
         optimizer: Built from `module.parameters()`, before or after `fully_shard`.
-        elementwise: Overrides the list, for an optimizer of your own.
+        elementwise: Overrides the list, for an optimizer of your own. Once said, it holds for later calls that leave it out: the
+            Trainer's strategy calls this again for what `configure_optimizers` returns.
         grad_scaler: Needed (any object) when parameters compute in float16: without loss scaling their gradients
             underflow.
 
@@ -75,6 +79,10 @@ def fully_shard_optimizer(
             without a scaler.
     """
     name = type(optimizer).__name__
+    if elementwise is None:
+        elementwise = _SAID_ELEMENTWISE.get(optimizer)
+    else:
+        _SAID_ELEMENTWISE[optimizer] = elementwise
     if isinstance(optimizer, _UNFIT_OPTIMIZERS) and elementwise is None:
         instead = "an elementwise optimizer such as torch.optim.AdamW, or sharding without this engine"
         if isinstance(optimizer, torch.optim.Muon):
