@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp.engine import compat
+from lightning_mfsdp.engine.tree import tensors_in
 
 __all__ = ["Number"]
 
 
 class Number(Tensor):
-    """0-D, the same on every rank. What is computed from it is an ordinary tensor."""
+    """The same on every rank. What is computed from numbers alone is one, too; with other tensors, an ordinary tensor."""
 
     @classmethod
     def __torch_function__(
@@ -22,11 +23,16 @@ class Number(Tensor):
         if not all(issubclass(cls, kind) for kind in types):
             return NotImplemented  # sharded tensors know what to do
         with compat.without_torch_function():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            numbers = type(result) is Tensor and all(
+                isinstance(one, Number) for one in tensors_in((args, kwargs or {}))
+            )
+            return result.as_subclass(Number) if numbers else result
 
     def full_tensor(self) -> Tensor:
         """Itself, as an ordinary tensor."""
-        return self.as_subclass(torch.Tensor)
+        with compat.without_torch_function():
+            return self.as_subclass(torch.Tensor)
 
     to_local = full_tensor
 
