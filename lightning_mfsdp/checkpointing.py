@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,14 +33,24 @@ from lightning_mfsdp.continuation import (
     set_whole_gradients,
     take_loader_states,
 )
-from lightning_mfsdp.lightning_api import LightningOptimizer, ModelCheckpoint, TorchCheckpointIO, TrainerFn
+from lightning_mfsdp.data_position import DATA_POSITIONS, data_positions, go_on_reading, resumable, training_begins
+from lightning_mfsdp.engine import collectives_begun
+from lightning_mfsdp.lightning_api import (
+    LightningOptimizer,
+    ModelCheckpoint,
+    SIGTERMException,
+    TorchCheckpointIO,
+    TrainerFn,
+)
 from lightning_mfsdp.processes import ProcessStrategy
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
-    from lightning.pytorch import LightningModule
+    from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["CheckpointingStrategy"]
+
+_log = logging.getLogger(__name__)
 
 # Smaller ones are done before anybody could read a bar.
 _BYTES_WORTH_A_BAR = 256 * 2**20
@@ -62,6 +73,7 @@ class CheckpointingStrategy(ProcessStrategy):
         self._staging = Staging()
         self._saving_ranks: Ranks | None = None
         self._at_first_step: list[Callable[[], None]] = []
+        self._go_on_reading: Callable[[], None] | None = None
 
     @property
     def _module(self) -> LightningModule:
@@ -111,17 +123,23 @@ class CheckpointingStrategy(ProcessStrategy):
 
     def parameter_state(self, state: ParameterState) -> dict[str, Tensor]:
         """What a callback puts into `checkpoint["parameter_states"]` under its key: rows, or whole tensors on rank 0. Collective."""
+        if self._is_alone:
+            return {}
         if self.state_dict_type == "full":
             return whole_rows(self._module, state.rows(), keep=self.is_global_zero)
         return row_shards(self._module, state.rows())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """What hooks of the module see before it is saved: sharded tensors, or whole ones on rank 0 and nothing elsewhere."""
+        if self._is_alone:
+            return {}
         state = super().lightning_module_state_dict()
         return whole_model_state(state, keep=self.is_global_zero) if self.state_dict_type == "full" else state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """State by parameter name, of the rows this rank owns; or whole, as without sharding, on rank 0."""
+        if self._is_alone:
+            return {}
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self.state_dict_type == "full":
             return whole_optimizer_state(plain, keep=self.is_global_zero)
@@ -142,6 +160,12 @@ class CheckpointingStrategy(ProcessStrategy):
             raise TypeError(
                 "MFSDPStrategy.save_checkpoint: storage_options belong to a CheckpointIO, which this strategy does not use"
             )
+        if self._is_alone:
+            _log.warning(
+                f"rank {self.global_rank} saves no {os.fspath(filepath)}: it failed, and not all ranks did in the same place, so that they "
+                "cannot save together. The newest complete checkpoint stays"
+            )
+            return
         self._saver.wait()
         location = locate(self.broadcast(os.fspath(filepath)))
         if self._saving_ranks is None:
@@ -182,12 +206,52 @@ class CheckpointingStrategy(ProcessStrategy):
             **checkpoint,
             **added,
             RANK_STATES: ranks.gather(rank_state(checkpoint, self._module, self.root_device)),
+            DATA_POSITIONS: data_positions(self._module.trainer),
         }
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """A training loader in the order of a DistributedSampler can be resumed inside an epoch; others stay as they are."""
+        trainer = self._module.trainer
+        training = trainer.state.fn == TrainerFn.FITTING and trainer.training
+        return resumable(dataloader) if training else dataloader
+
+    def on_train_start(self) -> None:
+        """Loaders of a resumed run go on where they were."""
+        super().on_train_start()
+        if self._go_on_reading is not None:
+            go_on_reading, self._go_on_reading = self._go_on_reading, None
+            go_on_reading()
 
     def _restore_rank_state(self, rest: dict[str, Any]) -> None:
         """Random numbers now, for what shuffles data, and once more where training goes on inside an epoch: its loaders draw some again."""
-        states = rest.pop(RANK_STATES, None)
-        if not states or self._module.trainer.state.fn != TrainerFn.FITTING:
+        states, positions = rest.pop(RANK_STATES, None), rest.pop(DATA_POSITIONS, [])
+        self._go_on_reading = None
+        if self._module.trainer.state.fn != TrainerFn.FITTING or "loops" not in rest:
+            return
+        self._restore_random_states(rest, states)
+        loop = rest["loops"]["fit_loop"]
+        progress = loop["epoch_loop.batch_progress"]
+        inside = bool(progress["current"]["ready"] and not progress["is_last_batch"])
+        if any(positions):
+            inside = any(position and position["seen"] for position in positions)
+        own = states[self.global_rank] if states and len(states) == self.world_size else None
+
+        def restore_random() -> None:
+            if own is not None:
+                restore_random_state(own["random"], self.root_device)
+
+        def go_on() -> None:
+            trainer: Trainer = self._module.trainer
+            states = loop["state_dict"].get("combined_loader", [])
+            exact = go_on_reading(trainer, positions, states, inside=inside, restore_random=restore_random)
+            self._at_first_step.append(lambda: training_begins(trainer))
+            if inside and not exact:
+                self._at_first_step.append(restore_random)
+
+        self._go_on_reading = go_on
+
+    def _restore_random_states(self, rest: dict[str, Any], states: Sequence[Any] | None) -> None:
+        if not states:
             return
         same_ranks = len(states) == self.world_size
         of_gradients = [states[self.global_rank]] if same_ranks else states
@@ -201,12 +265,11 @@ class CheckpointingStrategy(ProcessStrategy):
         own = states[self.global_rank]
         take_loader_states(rest, own)
         restore_random_state(own["random"], self.root_device)
-        progress = rest["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        if progress["current"]["ready"] and not progress["is_last_batch"]:
-            self._at_first_step.append(lambda: restore_random_state(own["random"], self.root_device))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint; not before the save that takes its place has succeeded."""
+        if self._is_alone:  # nothing took its place
+            return
         remove = super().remove_checkpoint
         self._saver.after(f"removing {filepath}", lambda: remove(filepath))
 
@@ -256,6 +319,32 @@ class CheckpointingStrategy(ProcessStrategy):
         """
         self._staging = Staging()
         self._saver.close()
+
+    def _finish_saving_alone(self) -> None:
+        """The same, where an error is on its way that must not be replaced."""
+        try:
+            self.finish_saving()
+        except RuntimeError as error:
+            _log.warning(
+                f"rank {self.global_rank} failed while a checkpoint was written in the background, which is lost: {error}"
+            )
+
+    def on_exception(self, exception: BaseException) -> None:
+        """After SIGTERM, save beside the checkpoints of a ModelCheckpoint, if no callback saves on exceptions."""
+        trainer = self._module.trainer
+        if isinstance(exception, SIGTERMException) and trainer.state.fn == TrainerFn.FITTING and not self._is_alone:
+            savers: list[Any] = list(trainer.checkpoint_callbacks)
+            models = [saver for saver in savers if isinstance(saver, ModelCheckpoint) and saver.dirpath]
+            step = trainer.global_step
+            saved = any(saver._last_global_step_saved == step for saver in models)
+            if models and not saved and len(models) == len(savers):
+                path = os.path.join(str(models[0].dirpath), f"epoch={trainer.current_epoch}-step={step}-sigterm.ckpt")
+                trainer.save_checkpoint(path)
+                rank_zero_info(f"SIGTERM: saved {path}; fit(ckpt_path=...) goes on from it")
+        super().on_exception(exception)
+
+    def _place(self) -> list[int]:
+        return [*super()._place(), collectives_begun(self._module)]
 
     @contextmanager
     def _progress(self, doing: str) -> Generator[Progress | None, None, None]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -9,15 +12,22 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
+from lightning_mfsdp.engine import compat
+from lightning_mfsdp.engine.process_groups import kept
 from lightning_mfsdp.lightning_api import default_process_group_backend, init_dist_connection, reset_seed
+from lightning_mfsdp.meeting import meet
+from lightning_mfsdp.peers import Peers
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
 
-__all__ = ["all_gather", "barrier", "broadcast", "connect", "set_world_ranks"]
+__all__ = ["all_gather", "barrier", "broadcast", "connect", "peers", "set_world_ranks"]
 
 T = TypeVar("T")
+
+_MEETING_TIMEOUT = timedelta(minutes=30)  # of PyTorch's own for gloo: nodes of a large job start minutes apart
 
 
 def set_world_ranks(environment: ClusterEnvironment | None, num_processes: int, num_nodes: int) -> None:
@@ -49,13 +59,46 @@ def connect(
     """
     reset_seed()
     backend = backend or default_process_group_backend(device)
-    init_dist_connection(environment, backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    options: dict[str, Any] = {"timeout": timeout, "device_id": device if device.type == "cuda" else None}
+    if not dist.is_initialized() and environment.world_size() > 1:
+        options["store"] = _store_of_this_start(environment, timeout or _MEETING_TIMEOUT)
+    init_dist_connection(environment, backend, **options)
     if dist.get_world_size() != environment.world_size():
         raise ValueError(
             f"{dist.get_world_size()} processes are connected but the Trainer or Fabric was given {environment.world_size()} (num_nodes x "
             "devices); make them agree"
         )
     return backend
+
+
+def _store_of_this_start(environment: ClusterEnvironment, timeout: timedelta) -> compat.Store:
+    """Where the processes exchange addresses: nothing of an earlier start of the same job is in it. Collective."""
+    os.environ["MASTER_ADDR"] = environment.main_address
+    os.environ["MASTER_PORT"] = str(environment.main_port)
+    rank, world_size = environment.global_rank(), environment.world_size()
+    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    return meet(store, rank, world_size, timeout)
+
+
+def peers() -> Peers | None:
+    """How ranks hear of failures and of SIGTERM beside collectives; `None` for one rank alone. Collective, the first time."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    found = kept("peers", Peers.connected)
+    if found is not None and found.abort is None and dist.get_backend() not in ("gloo", "mpi"):
+        found.abort = compat.abort_process_groups
+        atexit.register(_abort_after_a_failure, found)  # before Lightning's own, which waits for the other ranks
+    return found
+
+
+def _abort_after_a_failure(peers: Peers) -> None:
+    """At the end of a process whose program raised: ranks that wait for it hear of it, and it waits for nobody."""
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, BaseException) and not peers.has_failed:
+        peers.failed((), f"{type(error).__name__}: {error}")
+    if peers.has_failed:
+        compat.abort_process_groups()
 
 
 def barrier(device: torch.device) -> None:

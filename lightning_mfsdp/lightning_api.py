@@ -37,8 +37,10 @@ __all__ = [
     "ModelCheckpoint",
     "ModelSummary",
     "ParallelStrategy",
+    "PossibleUserWarning",
     "Precision",
     "PrefetchDataFetcher",
+    "SIGTERMException",
     "StochasticWeightAveraging",
     "StrategyRegistry",
     "Summary",
@@ -89,6 +91,7 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.fabric.utilities.throughput import get_available_flops
+    from lightning.fabric.utilities.warnings import PossibleUserWarning
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import (
         BackboneFinetuning,
@@ -109,6 +112,7 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities import GradClipAlgorithmType
     from lightning.pytorch.utilities.compile import to_uncompiled
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
     from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary as Summary
     from lightning.pytorch.utilities.model_summary.model_summary import (
         get_formatted_model_size,
@@ -136,6 +140,7 @@ else:
     from lightning_fabric.utilities.seed import _set_rng_states as set_rng_states
     from lightning_fabric.utilities.seed import reset_seed
     from lightning_fabric.utilities.throughput import get_available_flops
+    from lightning_fabric.utilities.warnings import PossibleUserWarning
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.callbacks import (
         BackboneFinetuning,
@@ -156,6 +161,7 @@ else:
     from pytorch_lightning.trainer.states import TrainerFn
     from pytorch_lightning.utilities import GradClipAlgorithmType
     from pytorch_lightning.utilities.compile import to_uncompiled
+    from pytorch_lightning.utilities.exceptions import SIGTERMException
     from pytorch_lightning.utilities.model_summary.model_summary import ModelSummary as Summary
     from pytorch_lightning.utilities.model_summary.model_summary import (
         get_formatted_model_size,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,12 +14,16 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_mfsdp import communication
-from lightning_mfsdp.lightning_api import Launcher, ParallelStrategy, sync_if_available
+from lightning_mfsdp.engine import CollectiveError, compat
+from lightning_mfsdp.lightning_api import Launcher, ParallelStrategy, SIGTERMException, sync_if_available
+from lightning_mfsdp.stopping import Stopping
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import Precision
+
+    from lightning_mfsdp.peers import Peers
 
 __all__ = ["ProcessStrategy"]
 
@@ -51,6 +58,10 @@ class ProcessStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._timeout = timeout
         self._process_group_backend = process_group_backend
+        self._peers: Peers | None = None
+        self._stopping: Stopping | None = None
+        self._together: bool | None = None
+        self._explained: Exception | None = None
 
     @property
     def is_distributed(self) -> bool:
@@ -100,23 +111,130 @@ class ProcessStrategy(ParallelStrategy):
         self._process_group_backend = communication.connect(
             self.cluster_environment, self.root_device, self._process_group_backend, self._timeout
         )
+        self._peers = communication.peers()
+        self._together = None
+        if self._peers is not None:
+            self._peers.work_begins()
+
+    # -- when something stops a run ------------------------------------------------------------------------------------
+
+    @property
+    def _trainer(self) -> Any:
+        return self.lightning_module.trainer if self.lightning_module is not None else None
+
+    def _expect_sigterm(self, *, trains: bool) -> None:
+        if self._stopping is None:
+            self._stopping = Stopping(self._trainer, self._peers, self._raise_failure_of_another)
+        self._stopping.begin(trains=trains)
+
+    def on_train_start(self) -> None:
+        """From here on SIGTERM on any rank stops all of them after the same batch."""
+        self._expect_sigterm(trains=True)
+
+    def on_validation_start(self) -> None:
+        """SIGTERM ends a run, unless it trains."""
+        self._expect_sigterm(trains=False)
+
+    def on_test_start(self) -> None:
+        """SIGTERM ends a run."""
+        self._expect_sigterm(trains=False)
+
+    def on_predict_start(self) -> None:
+        """SIGTERM ends a run."""
+        self._expect_sigterm(trains=False)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this rank ends by an exception that not all ranks have: it must not wait for the others, who may wait for it.
+
+        Asks the others, once.
+        """
+        trainer = self._trainer
+        if self._peers is None or trainer is None or not trainer.interrupted:
+            return False
+        if self._together is None:
+            error = sys.exc_info()[1]
+            stopped = isinstance(error, SIGTERMException) and self._stopping is not None and self._stopping.agreed
+            missed = error is None or isinstance(error, CollectiveError) or compat.is_lost_connection(error)
+            self._together = stopped or self._peers.failed(None if missed else self._place(), _described(error))
+        return not self._together
+
+    def _place(self) -> list[int]:
+        """Numbers that are equal on ranks that have done the same."""
+        assert self._peers is not None
+        return [self._trainer.global_step, self._peers.begun]
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks, unless a callback that wanted to save has made us do so; and wait for none of them any more."""
+        if self._is_alone:
+            compat.abort_process_groups()
+
+    def _raise_failure_of_another(self) -> None:
+        failure = self._peers.failure_of_another if self._peers is not None else None
+        if failure is not None:
+            raise CollectiveError(self._in_words(failure, ""))
+
+    @contextmanager
+    def _with_others(self) -> Generator[None, None, None]:
+        """Around what all ranks do: where it fails for want of another rank, the error says what is known of that."""
+        try:
+            yield
+        except Exception as error:
+            missed = isinstance(error, CollectiveError) or compat.is_lost_connection(error)
+            if self._peers is None or not missed or error is self._explained:
+                raise
+            self._peers.failed(None, _described(error))
+            failure = self._peers.failure_of_another
+            explained = CollectiveError(self._in_words(failure or "no rank said that it failed", str(error)))
+            self._explained = explained
+            raise explained from error
+
+    def _in_words(self, failure: str, seen: str) -> str:
+        trainer = self._trainer
+        when = f" in step {trainer.global_step}" if trainer is not None else ""
+        return f"rank {self.global_rank} ends{when}: {failure}" + (f".\nIt was seen here as {seen}" if seen else "")
+
+    def teardown(self) -> None:
+        """Put back what was replaced for SIGTERM; failures of other ranks do not concern this one any more."""
+        if self._stopping is not None:
+            stopping, self._stopping = self._stopping, None
+            stopping.end()
+        if self._peers is not None:
+            self._peers.work_ends()
+
+    # -- small things --------------------------------------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
-        communication.barrier(self.root_device)
+        if self._is_alone:
+            return
+        with self._with_others():
+            communication.barrier(self.root_device)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """The object rank `src` has."""
-        return communication.broadcast(obj, src)
+        if self._is_alone:
+            return obj
+        with self._with_others():
+            return communication.broadcast(obj, src)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """The tensor of every rank, stacked: `[world_size, *tensor.shape]`. `sync_grads` lets gradients flow back."""
         if sync_grads or not dist.is_initialized():
             return super().all_gather(tensor, group, sync_grads)
-        return communication.all_gather(tensor, group)
+        with self._with_others():
+            return communication.all_gather(tensor, group)
 
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Tensor | Any:
         """A metric over all ranks; what is no tensor comes back as it is."""
-        return sync_if_available(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor
+        if not isinstance(tensor, Tensor) or self._is_alone:
+            return tensor
+        with self._with_others():
+            return sync_if_available(tensor, group, reduce_op)
+
+
+def _described(error: BaseException | None) -> str:
+    """For other ranks: kind and first lines."""
+    return f"{type(error).__name__}: {str(error)[:500]}".rstrip(": ")

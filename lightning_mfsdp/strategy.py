@@ -306,7 +306,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         return (self._graphed or self._run_training_step)(*args, **kwargs)
 
     def _run_training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_context() as module:
+        with self._with_others(), self._step_context() as module:
             return module.training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -332,7 +332,8 @@ class MFSDPStrategy(CheckpointingStrategy):
     @contextmanager
     def _evaluation_context(self) -> Generator[LightningModule, None, None]:
         precision = self.precision_plugin.forward_context
-        with step_with_all_ranks(self._module, self.root_device, precision), self._step_context() as module:
+        step = step_with_all_ranks(self._module, self.root_device, precision)
+        with self._with_others(), step, self._step_context() as module:
             yield module
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -348,7 +349,8 @@ class MFSDPStrategy(CheckpointingStrategy):
         **kwargs: Any,
     ) -> Any:
         """Lightning's step; gradients go at once if that was asked for."""
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._with_others():
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._free_gradients:
             optimizer.zero_grad()
         return output
@@ -367,7 +369,8 @@ class MFSDPStrategy(CheckpointingStrategy):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         try:
-            self.finish_saving()
+            super().teardown()
+            self._finish_saving_alone() if self._is_alone else self.finish_saving()
         finally:
             if self._graphed is not None:
                 self._graphed.close()

@@ -14,7 +14,7 @@ from lightning_mfsdp.engine.api import (
 from lightning_mfsdp.engine.averaging import AveragedWeights
 from lightning_mfsdp.engine.capture import CapturedStep, capture_step
 from lightning_mfsdp.engine.captured_loss import CapturedLoss, capture_loss
-from lightning_mfsdp.engine.errors import EngineStateError, ShardingError
+from lightning_mfsdp.engine.errors import CollectiveError, EngineStateError, ShardingError
 from lightning_mfsdp.engine.fully_shard import fully_shard
 from lightning_mfsdp.engine.gradient_watch import GradientWatch, NonFiniteGradients, NonFiniteParameter
 from lightning_mfsdp.engine.gradients import clip_grad_norm_, clip_grad_value_, grad_norm
@@ -22,6 +22,7 @@ from lightning_mfsdp.engine.inspect import (
     FlatGradient,
     ParameterView,
     UnitView,
+    collectives_begun,
     flat_gradients,
     is_sharded,
     refuse_unsharded,
@@ -39,6 +40,7 @@ __all__ = [
     "AveragedWeights",
     "CapturedLoss",
     "CapturedStep",
+    "CollectiveError",
     "EngineStateError",
     "FlatGradient",
     "GradientWatch",
@@ -54,6 +56,7 @@ __all__ = [
     "capture_step",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "collectives_begun",
     "flat_gradients",
     "fully_shard",
     "fully_shard_optimizer",

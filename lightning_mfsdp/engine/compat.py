@@ -6,6 +6,7 @@ Tested with torch 2.11 and 2.13. `tests/engine/test_compat.py` notices when one 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _distributed_c10d as distributed_types
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import Node
@@ -26,6 +28,9 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "DispatchMode",
+    "PrefixStore",
+    "Store",
+    "abort_process_groups",
     "accumulates",
     "all_gather_coalesced",
     "all_gather_flat",
@@ -45,6 +50,7 @@ __all__ = [
     "has_accumulation_hooks",
     "has_global_hooks",
     "is_due",
+    "is_lost_connection",
     "is_transformed",
     "no_symmetric_memory_because",
     "on_backward_end",
@@ -63,6 +69,10 @@ __all__ = [
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 DispatchMode = TorchDispatchMode  # sees every operation before it runs, of subclasses too (torch 2.11 to 2.13)
+
+# torch.distributed has them too, where type checkers do not see them.
+Store = distributed_types.Store
+PrefixStore = distributed_types.PrefixStore
 
 
 def backward_task() -> int:
@@ -228,6 +238,26 @@ def symmetric_memory(size_bytes: int, device: torch.device, group: dist.ProcessG
     memory = symm_mem.empty(size_bytes, dtype=torch.uint8, device=device)
     symm_mem.rendezvous(memory, group=group.group_name)
     return memory
+
+
+def abort_process_groups() -> None:
+    """Break off what runs in all process groups, and forget them; nobody is waited for (torch 2.11 to 2.13: `_abort_process_group`)."""
+    if dist.is_initialized():
+        c10d._abort_process_group()
+
+
+# What backends and the store say where a rank is gone or does something else. Gloo raises plain RuntimeErrors.
+_LOST = re.compile(
+    "gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|process group|communicator",
+    re.IGNORECASE,
+)
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error of a collective says that other ranks were not there for it."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, (RuntimeError, ValueError)) and _LOST.search(str(error)) is not None
+    )
 
 
 def undecorated_step(kind: type[Optimizer]) -> Callable[..., Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["EngineStateError", "ShardingError"]
+__all__ = ["CollectiveError", "EngineStateError", "ShardingError"]
 
 
 class ShardingError(ValueError):
@@ -11,3 +11,7 @@ class ShardingError(ValueError):
 
 class EngineStateError(RuntimeError):
     """A call that does not fit what the engine is doing, such as using a sharded parameter outside its unit."""
+
+
+class CollectiveError(RuntimeError):
+    """Ranks could not do together what they have to: one of them is gone, or does something else."""

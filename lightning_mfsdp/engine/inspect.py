@@ -19,6 +19,7 @@ __all__ = [
     "FlatGradient",
     "ParameterView",
     "UnitView",
+    "collectives_begun",
     "context_of",
     "flat_gradients",
     "is_sharded",
@@ -100,6 +101,12 @@ class FlatGradient:
     unit: str
     tensors: list[Tensor]
     parameters: list[ParameterView]
+
+
+def collectives_begun(module: nn.Module) -> int:
+    """How many gathers and reductions this rank has begun for `module`'s root: equal on ranks that have done the same; 0 if not sharded."""
+    unit = unit_of(module)
+    return unit.context.ranges.collectives if unit is not None and unit.context is not None else 0
 
 
 def context_of(module: nn.Module) -> Context:

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 
+import torch.distributed as dist
 from torch.profiler import record_function
 
-__all__ = ["Ranges"]
+from lightning_mfsdp.engine import compat
+from lightning_mfsdp.engine.errors import CollectiveError
 
-_NOTHING = nullcontext()
+__all__ = ["Ranges"]
 
 
 class Ranges:
@@ -19,15 +21,26 @@ class Ranges:
 
     Attributes:
         enabled: Whether new ones are recorded; those that are open end in any case.
+        collectives: How many were begun.
     """
 
     def __init__(self) -> None:
         self.enabled = False
+        self.collectives = 0
+        self._latest = ("", "")
         self._open: dict[tuple[str, str], list[record_function]] = {}
 
-    def around(self, what: str, name: str) -> AbstractContextManager[object]:
-        """A range around some lines."""
-        return record_function(f"mfsdp {what} {name}") if self.enabled else _NOTHING
+    @property
+    def latest(self) -> str:
+        """The last one that was begun, in words; empty before the first."""
+        what, name = self._latest
+        return f"{what} of {name} (collective {self.collectives} of this model)" if what else ""
+
+    def around(self, what: str, name: str) -> _Around:
+        """Around the lines of a collective: a range, and its name in the error if other ranks are not there for it."""
+        self.collectives += 1
+        self._latest = what, name
+        return _Around(self)
 
     def begin(self, what: str, name: str) -> None:
         """Open a range that another hook ends."""
@@ -52,3 +65,31 @@ class Ranges:
     def num_open(self) -> int:
         """How many have begun and not ended."""
         return sum(map(len, self._open.values()))
+
+
+class _Around:
+    """One collective."""
+
+    __slots__ = ("_ranges", "_recorded")
+
+    def __init__(self, ranges: Ranges) -> None:
+        self._ranges = ranges
+        self._recorded: record_function | None = None
+
+    def __enter__(self) -> None:
+        if self._ranges.enabled:
+            self._recorded = record_function("mfsdp " + " ".join(self._ranges._latest))
+            self._recorded.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._recorded is not None:
+            self._recorded.__exit__(kind, error, where)
+        if error is not None and compat.is_lost_connection(error):
+            rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+            raise CollectiveError(
+                f"{rank}{self._ranges.latest} failed, because another rank is gone or does something else. Look for the first error in "
+                "the output of the others. If there is none: all ranks must call the same, also full_tensor(), unshard, clip_grad_norm_ "
+                "and saves, and have equally many training batches"
+            ) from error

@@ -6,6 +6,7 @@ of one name (experts, under expert parallelism), that is all of them one after t
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,11 +80,13 @@ def gather_rows(group: ParameterGroup, index: int, rows: Tensor) -> Tensor:
     row_shape = rows.shape[1:]
     counts = [len(owned) * row_shape.numel() if shape else 1 for owned in layout.rows_by_shard[index]]
     piece = rows.new_zeros(max(counts))
+    context, name = group.context, group.entries[index].name
     piece[: rows.numel()].copy_(rows.flatten())
     for axis, split in ((group.outer_axis, group.placement.outer_main), (group.shard_axis, group.placement.main)):
         if split and axis is not None:
             gathered = piece.new_empty(axis.size * piece.numel())
-            axis.gather([gathered], [piece])
+            with context.ranges.around("full_tensor", name) if context is not None else nullcontext():
+                axis.gather([gathered], [piece])
             piece = gathered
     pieces = piece.view(layout.num_shards, -1)
     whole = torch.cat([pieces[shard, :count] for shard, count in enumerate(counts)])

@@ -181,6 +181,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         self._set_world_ranks()
         assert self.cluster_environment is not None
         communication.connect(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
+        communication.peers()  # so that a rank which waits for one that failed is released
         if self._mesh is None:
             self._mesh = self._options.mesh_of(self.root_device.type, self.world_size)
         self.precision.connect_device(self.root_device.type)

@@ -25,6 +25,7 @@ OTHER_WARNINGS = (
     "(?s).*in v5.0.0.*",
     "Checkpoint directory .* exists and is not empty.",
     "You're resuming from a checkpoint that ended before the epoch ended .*",
+    "training goes on inside an epoch, and the training loader .*",
 )
 
 

@@ -82,7 +82,7 @@ def results_of(folder: Path) -> list[dict[str, Any]]:
         assert result["world_size"] == 2
         # 32 samples, 2 ranks, batches of 4: every rank sees its half
         assert result["batches"] == 4
-        assert result["sampler"] == "DistributedSampler"
+        assert result["sampler"] == "ResumableSampler"
         assert result["val_loss"] == ranks[0]["val_loss"]
         # Lightning's summary counts whole parameters, though each rank holds a part
         assert result["parameters"] == 485

@@ -1,0 +1,284 @@
+"""Where in its epoch a run reads its data: a run that is resumed goes on with the first sample that has not been seen.
+
+Samples are counted over all ranks, so that the position means the same on any number of them: of an epoch's order, rank `r` of `W` takes
+every W-th sample from `seen + r` on. The order is that of PyTorch's DistributedSampler, which Lightning gives to loaders.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from lightning_mfsdp.lightning_api import PossibleUserWarning, Trainer
+
+__all__ = ["DATA_POSITIONS", "ResumableSampler", "data_positions", "go_on_reading", "resumable", "training_begins"]
+
+DATA_POSITIONS = (
+    "data_positions"  # in checkpoints: one for each training loader, `None` for those that are not counted here
+)
+
+
+class ResumableSampler(DistributedSampler[Any]):
+    """A DistributedSampler that can begin inside an epoch.
+
+    Args:
+        other: What it stands for: its dataset, ranks, seed, shuffling and padding, and its epoch, which somebody may set there.
+    """
+
+    def __init__(self, other: DistributedSampler[Any]) -> None:
+        self._other, epoch = other, other.epoch
+        super().__init__(
+            other.dataset, other.num_replicas, other.rank, other.shuffle, seed=other.seed, drop_last=other.drop_last
+        )
+        self.epoch = epoch
+        self._next: tuple[int, int] | None = None
+        self._passed: tuple[int, int] = (self.epoch, 0)
+
+    @property
+    def epoch(self) -> int:
+        """Of the next pass, if nothing is resumed."""
+        return self._other.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._other.epoch = epoch
+
+    @property
+    def size(self) -> int:
+        """Samples in the dataset."""
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    @property
+    def current(self) -> tuple[int, int]:
+        """Epoch of the pass that was begun last, or is begun next if one is to be resumed, and samples that it leaves out."""
+        return self._next or self._passed
+
+    def resume(self, epoch: int, seen: int) -> None:
+        """Have the next pass be that of `epoch`, without its first `seen` samples of all ranks; whatever `set_epoch` says until then."""
+        self.epoch = epoch
+        self._next = (epoch, seen) if seen else None
+        self._passed = (epoch, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._passed, self._next = self._next or (self.epoch, 0), None
+        epoch, seen = self._passed
+        if not seen:
+            return super().__iter__()
+        order = self._order(epoch)
+        rest = order[seen:]
+        if self.drop_last:
+            rest = rest[: self._rest_of_rank(seen) * self.num_replicas]
+        else:
+            missing = -len(rest) % self.num_replicas
+            rest += (order * -(-missing // len(order)))[:missing]
+        return iter(rest[self.rank :: self.num_replicas])
+
+    def _order(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.size))
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + epoch)
+        return torch.randperm(self.size, generator=generator).tolist()
+
+    def _rest_of_rank(self, seen: int) -> int:
+        """Samples that each rank reads after `seen` of all."""
+        rest = max(self.size - seen, 0)
+        return rest // self.num_replicas if self.drop_last else -(-rest // self.num_replicas)
+
+    def batches_after(self, seen: int, batch_size: int, drop_last: bool) -> int:
+        """Batches of `batch_size` that a rank has left of an epoch after `seen` samples of all ranks; a short last one counts or not."""
+        rest = self._rest_of_rank(seen)
+        return rest // batch_size if drop_last else -(-rest // batch_size)
+
+
+class _ResumableLoader(DataLoader[Any]):
+    """A copy of a loader whose sampler is a ResumableSampler."""
+
+    positioned: ResumableSampler
+
+    def position(self, batches: int, *, is_over: bool, repeats: bool) -> dict[str, int]:
+        """What a checkpoint keeps.
+
+        Args:
+            batches: That the Trainer has had of its epoch.
+            is_over: The next one belongs to another epoch.
+            repeats: The Trainer reads loaders again that are shorter than others.
+        """
+        epoch, before = self.positioned.current
+        seen = 0
+        if is_over:
+            epoch += 1
+        else:
+            batches = batches % len(self) if repeats and len(self) else min(batches, len(self))
+            skipped = len(self) - self._batches_after(before)
+            seen = before + max(batches - skipped, 0) * self._batch_size * self.positioned.num_replicas
+        return {"epoch": epoch, "seed": self.positioned.seed, "seen": seen, "size": self.positioned.size}
+
+    def go_on(self, position: Mapping[str, int]) -> int:
+        """Begin at a position that was kept; returns the batches of this epoch that lie before it."""
+        self.positioned.seed = position["seed"]
+        self.positioned.resume(position["epoch"], position["seen"])
+        return len(self) - self._batches_after(position["seen"])
+
+    def _batches_after(self, seen: int) -> int:
+        drop_last = isinstance(self.batch_sampler, BatchSampler) and self.batch_sampler.drop_last
+        return self.positioned.batches_after(seen, self._batch_size, drop_last)
+
+    @property
+    def _batch_size(self) -> int:
+        return self.batch_sampler.batch_size if isinstance(self.batch_sampler, BatchSampler) else 1
+
+    def seem_stateful(self, seem: bool) -> None:
+        """Lightning, when it resumes, asks for two methods and warns where they are missing. This loader's state is kept beside them."""
+        for name in ("state_dict", "load_state_dict"):
+            if seem:
+                self.__dict__[name] = self.go_on
+            else:
+                self.__dict__.pop(name, None)
+
+
+@functools.cache
+def _resumable_kind(kind: type[DataLoader[Any]]) -> type[_ResumableLoader]:
+    return type(kind.__name__, (_ResumableLoader, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+def resumable(loader: object) -> object:
+    """A loader that can go on inside an epoch, where its order is that of a DistributedSampler; others as they are.
+
+    The loader that was given is left as it is.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader, _ResumableLoader) or _is_stateful(loader):
+        return loader
+    batches = loader.batch_sampler
+    sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    if type(sampler) is not DistributedSampler or not (batches is None or type(batches) is BatchSampler):
+        return loader
+    mine = ResumableSampler(sampler)
+    kind: Any = _resumable_kind(type(loader))  # type: ignore[arg-type]  # classes are hashable
+    copied = kind.__new__(kind)
+    copied.__dict__.update(loader.__dict__, _iterator=None, sampler=mine, positioned=mine)
+    if isinstance(batches, BatchSampler):
+        copied.__dict__["batch_sampler"] = BatchSampler(mine, batches.batch_size, batches.drop_last)
+    return copied
+
+
+def _is_stateful(loader: object) -> bool:
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _loaders(trainer: Trainer) -> list[Any]:
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def data_positions(trainer: Trainer) -> list[dict[str, int] | None]:
+    """Where the training loaders are, for a checkpoint; the same on all ranks."""
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    number, is_over = batches.current.processed, False
+    if epochs.ready > epochs.started:  # an epoch is about to begin, and Lightning still counts the one before
+        number = 0
+    elif number >= trainer.fit_loop.max_batches or (batches.is_last_batch and number >= batches.current.ready):
+        is_over = True
+    combined = trainer.fit_loop._combined_loader
+    repeats = combined is not None and combined._mode == "max_size_cycle"
+    return [
+        loader.position(number, is_over=is_over, repeats=repeats) if isinstance(loader, _ResumableLoader) else None
+        for loader in _loaders(trainer)
+    ]
+
+
+def go_on_reading(
+    trainer: Trainer,
+    positions: Sequence[Mapping[str, int] | None],
+    states: Sequence[Any],
+    *,
+    inside: bool,
+    restore_random: Callable[[], None],
+) -> bool:
+    """Before the first batch of a resumed run: bring the training loaders to where they were.
+
+    Args:
+        trainer: Its loaders are set up and its loops are restored.
+        positions: Of the checkpoint, by loader; empty where it knows none.
+        states: What Lightning kept of loaders with a state_dict.
+        inside: Training goes on inside an epoch. Loaders that cannot are named in a warning then.
+        restore_random: Random numbers as they were at the save. An iterator that begins draws some, and does so once in an epoch.
+
+    Returns:
+        Whether all loaders are where they were to the sample, so that whatever they draw next they would have drawn.
+    """
+    loaders = _loaders(trainer)
+    positions = positions if len(positions) == len(loaders) else [None] * len(loaders)
+    before = [
+        _go_on(loader, position, number, len(loaders), inside)
+        for number, (loader, position) in enumerate(zip(loaders, positions, strict=True))
+    ]
+    known = [batches for batches in before if batches is not None]
+    late = bool(trainer.fit_loop._combined_loader_states_to_load)
+    if (known or late) and (combined := trainer.fit_loop._combined_loader) is not None:
+        # Iterators exist since the loaders were set up, workers may have read ahead, and Lightning may not have restored the others.
+        combined._load_state_dicts(list(states))
+        trainer.fit_loop._combined_loader_states_to_load = []
+        assert trainer.fit_loop._data_fetcher is not None
+        restore_random()
+        iter(trainer.fit_loop._data_fetcher)
+    if known and inside:
+        # On another number of ranks, or with other batches, the same samples are another number of batches.
+        current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        shift = max(known) - current.processed
+        if shift:
+            current.ready, current.started = current.ready + shift, current.started + shift
+            current.processed, current.completed = current.processed + shift, current.completed + shift
+    for loader in loaders:
+        if isinstance(loader, _ResumableLoader):
+            loader.seem_stateful(True)
+    exact = bool(loaders) and len(known) == len(loaders)
+    if exact and inside:
+        restore_random()
+    return exact
+
+
+def training_begins(trainer: Trainer) -> None:
+    """Lightning has asked what it asks of loaders when it resumes."""
+    for loader in _loaders(trainer):
+        if isinstance(loader, _ResumableLoader):
+            loader.seem_stateful(False)
+
+
+def _go_on(loader: Any, position: Mapping[str, int] | None, number: int, of: int, inside: bool) -> int | None:
+    """Batches of the epoch that lie before the position of a loader; `None` if it is not known here."""
+    name = f"the training loader {type(loader).__name__}" + (f" (number {number} of {of})" if of > 1 else "")
+    if isinstance(loader, _ResumableLoader) and position is not None:
+        size = loader.positioned.size
+        if size != position["size"]:
+            rank_zero_warn(
+                f"{name}: its dataset has {size} samples, and had {position['size']} when the checkpoint was saved. Training goes on "
+                f"after the first {position['seen']} samples of an order that is not the one before"
+            )
+        return loader.go_on(position)
+    if inside and not _is_stateful(loader):
+        why = (
+            "the checkpoint does not say which samples it had read"
+            if isinstance(loader, _ResumableLoader)
+            else f"its samples are chosen by {_chooser(loader)}, whose place nobody kept"
+        )
+        rank_zero_warn(
+            f"training goes on inside an epoch, and {name} reads that epoch from its beginning again: {why}. Resume from a "
+            "checkpoint of an epoch's end, or give the loader state_dict() and load_state_dict(); with use_distributed_sampler=True and "
+            "PyTorch's own samplers a loader goes on where it was",
+            category=PossibleUserWarning,
+        )
+    return None
+
+
+def _chooser(loader: Any) -> str:
+    batches, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+    if batches is not None and type(batches) is not BatchSampler:
+        return type(batches).__name__
+    return type(loader if sampler is None else sampler).__name__

@@ -1,0 +1,376 @@
+"""Peers: how ranks hear of each other, beside collectives, when something stops one of them.
+
+Every rank has a connection to rank 0, and a thread that listens; a step costs a comparison of two numbers, and nothing is sent. Three
+things are said:
+
+    stop      a rank was asked to stop (SIGTERM). All say which batch they have begun and begin none meanwhile; rank 0 takes the largest,
+              so that all stop after the same one
+    failed    a rank has an exception. When all ranks have one, in the same place, they are together and may save. Otherwise those that
+              have none are told whose it was, and communicators are aborted: nobody waits for collectives that will never end
+    gone      a connection ended in the middle of work: that process was killed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["Peers"]
+
+_log = logging.getLogger(__name__)
+
+GRACE_S = 1.5  # for other ranks to fail as well, in the same place
+UNHEARD_S = 2.5  # for a process that is told of a failure to find it out by itself
+
+
+class _Line:
+    """Messages over a socket, one a line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._part = b""
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        try:
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:  # the other end is gone, which its reader notices
+            _log.debug("a peer is gone", exc_info=True)
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """What has come; `None` at the end."""
+        try:
+            came = self.socket.recv(65536)
+        except OSError:
+            came = b""
+        if not came:
+            return None
+        *lines, self._part = (self._part + came).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
+class _Hub:
+    """The other end of all connections, in a thread of rank 0."""
+
+    def __init__(self, listener: socket.socket, world_size: int, token: str) -> None:
+        self._world_size, self._token = world_size, token
+        self._lines: dict[int, _Line] = {}
+        self._begun: dict[int, int] | None = None  # answers to the question where everybody is
+        self._failed: dict[int, dict[str, Any]] = {}
+        self._at_work: set[int] = set()
+        self._left: set[int | None] = set()
+        self._decide_at: float | None = None
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, None)
+        threading.Thread(target=self._run, name="mfsdp-hub", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            wait = None if self._decide_at is None else max(self._decide_at - time.monotonic(), 0)
+            for key, _ in self._selector.select(wait):
+                if key.data is None:
+                    connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
+                    _close_in_children(connection)
+                    self._selector.register(connection, selectors.EVENT_READ, [_Line(connection), None])
+                else:
+                    self._hear(key.data)
+            if self._decide_at is not None and time.monotonic() >= self._decide_at:
+                self._decide()
+
+    def _hear(self, state: list[Any]) -> None:
+        line, rank = state
+        messages = line.receive()
+        if messages is None:
+            self._selector.unregister(line.socket)
+            line.socket.close()
+            self._left.add(rank)
+            if rank in self._at_work:
+                self._failed.setdefault(
+                    rank, {"rank": rank, "where": None, "what": "its process ended, perhaps killed"}
+                )
+                self._decide()
+            self._answer()
+            return
+        for message in messages:
+            if rank is None:
+                if message.get("token") != self._token:
+                    continue
+                rank = state[1] = message["hello"]
+                self._lines[rank] = line
+                line.send({"welcome": self._token})
+            elif "stop" in message:
+                self._ask()
+            elif "begun" in message and self._begun is not None:
+                self._begun[rank] = message["begun"]
+                self._answer()
+            elif "failed" in message:
+                self._failed[rank] = message["failed"]
+                if len(self._failed) + len(self._left - self._failed.keys()) >= self._world_size:
+                    self._decide()
+                elif self._decide_at is None:
+                    self._decide_at = time.monotonic() + GRACE_S
+            elif "at work" in message:
+                (self._at_work.add if message["at work"] else self._at_work.discard)(rank)
+
+    def _tell_all(self, message: Mapping[str, Any]) -> None:
+        for rank, line in self._lines.items():
+            if rank not in self._left:
+                line.send(message)
+
+    def _ask(self) -> None:
+        if self._begun is None and not self._failed:
+            self._begun = {}
+            self._tell_all({"where": True})
+
+    def _answer(self) -> None:
+        if self._begun is not None and len(self._begun.keys() | self._left) == self._world_size:
+            self._tell_all({"stop after": max(self._begun.values(), default=0)})
+            self._begun = None
+
+    def _decide(self) -> None:
+        failures, self._decide_at = list(self._failed.values()), None
+        places = [failure["where"] for failure in failures]
+        if len(failures) == self._world_size and places[0] is not None and all(place == places[0] for place in places):
+            self._failed.clear()
+            self._tell_all({"together": True})
+        else:
+            self._tell_all({"apart": failures})
+
+
+class Peers:
+    """This rank among the others.
+
+    Attributes:
+        abort: Called in a thread when this rank must not wait for the others any more: a rank has failed, and not all have.
+    """
+
+    def __init__(self, rank: int, world_size: int, line: _Line) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.abort: Callable[[], None] | None = None
+        self._line = line
+        self._outgoing: list[dict[str, Any]] = []
+        self._wake_reader, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        for end in (self._wake_reader, self._wake, line.socket):
+            _close_in_children(end)
+        self._changed = threading.Condition()
+        self._begun = 0
+        self._held = False
+        self._last: int | None = None
+        self._verdict: str | None = None
+        self._failures: list[dict[str, Any]] = []
+        self._at_work = self._heard = False
+        threading.Thread(target=self._run, name="mfsdp-peers", daemon=True).start()
+
+    @classmethod
+    def connected(cls) -> Peers | None:
+        """Connect all ranks of the default process group; `None` where they cannot be. Collective."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        hosts: list[str] = [""] * world_size
+        dist.all_gather_object(hosts, socket.gethostname())
+        here = set(hosts) == {hosts[0]}
+        listener = None
+        meeting: list[Any] = [None]
+        if rank == 0:
+            listener = socket.create_server(("127.0.0.1" if here else "", 0), backlog=world_size)
+            _close_in_children(listener)
+            meeting = [(_addresses(here), listener.getsockname()[1], uuid.uuid4().hex)]
+        dist.broadcast_object_list(meeting, src=0)
+        addresses, port, token = meeting[0]
+        if listener is not None:
+            _Hub(listener, world_size, token)
+        line = _joined(addresses, port, token, rank)
+        problems: list[Any] = [None] * world_size
+        dist.all_gather_object(problems, line is None)
+        if any(problems) or line is None:
+            if rank == 0:
+                unreached = [other for other, problem in enumerate(problems) if problem]
+                _log.warning(
+                    f"ranks {unreached} cannot reach rank 0 at {addresses}, port {port}: where one rank fails, others may wait for it, and "
+                    "SIGTERM must reach all"
+                )
+            return None
+        return cls(rank, world_size, line)
+
+    # -- stopping ------------------------------------------------------------------------------------------------------
+
+    def ask_to_stop(self) -> None:
+        """Have all ranks stop after the same batch. May be called in a signal handler."""
+        self._send({"stop": True})
+
+    def may_begin_batch(self) -> bool:
+        """Count a batch that is about to begin; `False`: all ranks stop before it."""
+        with self._changed:  # what the thread answers must not change meanwhile
+            if self._held:
+                self._changed.wait_for(lambda: not self._held)
+            if self._last is not None and self._begun >= self._last:
+                return False
+            self._begun += 1
+        return True
+
+    @property
+    def begun(self) -> int:
+        """Batches begun."""
+        return self._begun
+
+    def work_begins(self) -> None:
+        """This rank begins what all ranks do together: batches are counted anew, and what was said before is forgotten."""
+        with self._changed:
+            self._begun, self._last, self._at_work, self._heard = 0, None, True, False
+            if self._verdict == "together":
+                self._verdict, self._failures = None, []
+        self._send({"at work": True})
+
+    def work_ends(self) -> None:
+        """Failures of others do not end this process any more, and its own end is none."""
+        with self._changed:
+            self._at_work = False
+        self._send({"at work": False})
+
+    # -- failing -------------------------------------------------------------------------------------------------------
+
+    def failed(self, where: Sequence[int] | None, what: str) -> bool:
+        """Say that this rank has an exception, and wait until it is known whether all have.
+
+        Args:
+            where: Numbers that are equal on ranks that failed in the same place. `None`: it only missed the others.
+            what: The exception, for the others.
+
+        Returns:
+            Whether all have, there.
+        """
+        with self._changed:
+            self._heard = True
+            if self._verdict is None:
+                place = None if where is None else list(where)
+                self._send({"failed": {"rank": self.rank, "where": place, "what": what, "missed": where is None}})
+                self._changed.wait_for(lambda: self._verdict is not None, timeout=2 * GRACE_S)
+            return self._verdict == "together"
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether some rank has an exception that not all have."""
+        return self._verdict == "apart"
+
+    @property
+    def failure_of_another(self) -> str | None:
+        """Which other rank failed, and with what, if that is known."""
+        with self._changed:
+            others = [failure for failure in self._failures if failure["rank"] != self.rank]
+            return _told(others) if others and self._verdict == "apart" else None
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _send(self, message: dict[str, Any]) -> None:
+        """Have the thread send it, so that a signal handler may."""
+        self._outgoing.append(message)
+        with contextlib.suppress(BlockingIOError):  # it is awake
+            self._wake.send(b".")
+
+    def _run(self) -> None:
+        selector = selectors.DefaultSelector()
+        selector.register(self._wake_reader, selectors.EVENT_READ)
+        selector.register(self._line.socket, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is self._wake_reader:
+                    self._wake_reader.recv(4096)
+                    while self._outgoing:
+                        self._line.send(self._outgoing.pop(0))
+                    continue
+                messages = self._line.receive()
+                if messages is None:
+                    selector.unregister(self._line.socket)
+                    self._hear({"apart": [{"rank": 0, "what": "its process ended, perhaps killed"}]})
+                for message in messages or ():
+                    self._hear(message)
+
+    def _hear(self, message: Mapping[str, Any]) -> None:
+        with self._changed:
+            if "where" in message:
+                self._held = True
+                self._line.send({"begun": self._begun})
+            elif "stop after" in message:
+                self._held, self._last = False, message["stop after"]
+            elif "together" in message:
+                self._verdict = "together"
+            elif "apart" in message and self._verdict != "apart":
+                self._verdict, self._failures, self._held = "apart", message["apart"], False
+                threading.Thread(target=self._fall_apart, name="mfsdp-abort", daemon=True).start()
+            self._changed.notify_all()
+
+    def _fall_apart(self) -> None:
+        """End what waits for the others; and the process, where that does not help."""
+        if self.abort is not None and not self._heard:
+            self.abort()
+        with self._changed:
+            self._changed.wait_for(lambda: self._heard or not self._at_work, timeout=UNHEARD_S)
+            if self._heard or not self._at_work:
+                return
+        _log.warning(f"rank {self.rank} is ended, which would have waited for ever: {_told(self._failures)}")
+        os._exit(1)
+
+
+def _told(failures: Sequence[Mapping[str, Any]]) -> str:
+    """The failure from which others follow: the first one that is not itself for want of other ranks."""
+    first = next((failure for failure in failures if not failure.get("missed")), failures[0])
+    return f"rank {first['rank']} failed: {first['what']}"
+
+
+def _addresses(here: bool) -> list[str]:
+    """Where others may find this host, likely ones first."""
+    if here:
+        return ["127.0.0.1"]
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(
+                (os.environ.get("MASTER_ADDR", "192.0.2.1"), 9)
+            )  # sends nothing, and tells which interface would
+            found.append(probe.getsockname()[0])
+        except OSError:
+            _log.debug("no way to MASTER_ADDR", exc_info=True)
+    found.append(os.environ.get("MASTER_ADDR", ""))
+    try:
+        found.append(socket.gethostbyname(socket.gethostname()))
+    except OSError:
+        _log.debug("this host does not know its name", exc_info=True)
+    return [address for address in dict.fromkeys(found) if address and not address.startswith("127.")] or ["127.0.0.1"]
+
+
+def _joined(addresses: Sequence[str], port: int, token: str, rank: int) -> _Line | None:
+    """A connection to rank 0, which has answered."""
+    for address in addresses:
+        try:
+            connection = socket.create_connection((address, port), timeout=20)
+        except OSError:
+            continue
+        line = _Line(connection)
+        line.send({"hello": rank, "token": token})
+        answer = line.receive()
+        if answer and answer[0].get("welcome") == token:
+            connection.settimeout(None)
+            return line
+        connection.close()
+    return None
+
+
+def _close_in_children(end: socket.socket) -> None:
+    """A forked process, a loader's worker say, would keep a connection open after its rank was killed."""
+    number = end.fileno()
+
+    def close() -> None:
+        if end.fileno() == number:
+            end.close()
+
+    os.register_at_fork(after_in_child=close)
