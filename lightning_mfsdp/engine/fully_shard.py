@@ -301,7 +301,7 @@ def _join(module: nn.Module, unit: Unit, context: Context) -> None:
     for nested, found in names.items():
         nested.rename(found)
         refuse_other_mesh(nested, context)
-        context.take_over(nested.context)
+        context.take_over(nested)
         context.add(nested)
     context.add(unit)
 

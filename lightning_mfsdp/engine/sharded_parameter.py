@@ -6,6 +6,7 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -83,6 +84,12 @@ class ShardedParameter(Rows):
         self._local_face.grad = None if value is None or not value._local_tensor.numel() else value._local_tensor
         self.has_empty_grad = value is not None and not value._local_tensor.numel()
         self._grad_face = value if isinstance(value, Rows) else None
+
+    def _note_write(self) -> None:
+        super()._note_write()
+        torch.autograd.graph.increment_version(
+            self._full_face
+        )  # graphs that saved it are out of date, as in plain PyTorch
 
     def forget_grad_face(self) -> None:
         """Do not keep a cleared gradient's memory alive for its DTensor."""

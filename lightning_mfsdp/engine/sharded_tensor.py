@@ -155,8 +155,8 @@ class Rows(DTensor):
         """Main weights may have been written: forward must see it."""
         group = self._owner[0]()
         context = group.context if group is not None else None
-        if context is not None:
-            context.weights_changed()
+        if group is not None and context is not None:
+            context.weights_changed([group])
 
     @property
     def _is_sharded(self) -> bool:
