@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError
@@ -23,7 +23,7 @@ from lightning_mfsdp.engine.tree import map_tensors, tensors_in
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.unit import Unit
 
-__all__ = ["Call", "cast_inputs", "listen_to_inputs", "listen_to_outputs", "refuse_own_weights"]
+__all__ = ["Call", "cast_inputs", "listen_to_inputs", "listen_to_outputs", "refuse_forgotten", "refuse_own_weights"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Hook = Callable[[Any], None]
@@ -39,18 +39,26 @@ class Call:
         ended_in: The backward whose gradients of all its inputs came last.
         reads_weights: Its backward needs the weights.
         hides: A result had no tensors to listen to.
+        is_recomputed: Its forward ran inside a backward.
+        is_doubtful: Nobody knows whether its graph counts (awaited.py), so it is not waited for.
+        missed: Backwards that have ended without reaching it since one did.
+        outlasts_pass: It may come after further forwards.
         given: What its inputs are views of, by identity.
         inputs: Several that need gradients, until there are results.
     """
 
-    __slots__ = ("begun_in", "ended_in", "given", "has_end", "hides", "inputs", "reads_weights", "slots")
+    __slots__ = (
+        *("begun_in", "ended_in", "given", "has_end", "hides", "inputs", "is_doubtful", "is_recomputed"),
+        *("missed", "outlasts_pass", "reads_weights", "slots"),
+    )
 
     def __init__(self) -> None:
         self.slots: list[Slot | None] = []
         self.has_end = False
         self.begun_in = self.ended_in = -1
         self.reads_weights = True
-        self.hides = False
+        self.hides = self.is_recomputed = self.is_doubtful = False
+        self.missed, self.outlasts_pass = 0, True
         self.given: set[int] = set()
         self.inputs: _Inputs | None = None
 
@@ -164,14 +172,14 @@ def listen_to_outputs(unit: Unit, call: Call, outputs: list[Tensor]) -> None:
     """Have `pre_backward` run when the backward of this call begins."""
     inputs, call.inputs = call.inputs, None  # hooks of the inputs hold the call
     differentiable = [tensor for tensor in outputs if tensor.requires_grad]
-    if not differentiable:
-        if not outputs:
-            call.hides = True
-            _listen_to_parameters(unit)
+    if not differentiable and outputs:
         return
     call.slots = [group.slot for group in unit.all_groups]
-    if call not in unit.calls:
-        unit.calls.append(call)
+    unit.awaited.add(call)
+    if not outputs:
+        call.hides = unit.awaited.hides_calls = True
+        _listen_to_parameters(unit)
+        return
     this = weakref.ref(unit)
 
     def begin(_: Any) -> None:
@@ -193,21 +201,31 @@ def listen_to_outputs(unit: Unit, call: Call, outputs: list[Tensor]) -> None:
 
 
 def _listen_to_parameters(unit: Unit) -> None:
-    """Where a result hides its tensors, notice a backward by the gradients it leaves."""
-    if unit.hears_parameters:
-        return
-    unit.hears_parameters = True
+    """Where a result hides its tensors, notice a backward by the gradients it leaves.
+
+    Hooks are on the nodes that the graphs end in and go with these. Hooks on the weights themselves would stay, and layers look at those.
+    """
     this = weakref.ref(unit)
 
-    def begin(_: Tensor) -> None:
+    def begin(_: Any) -> None:
         unit = this()
         if unit is not None:
             unit.context.begin_backward()
 
+    while unit.awaited.hooks:
+        unit.awaited.hooks.pop().remove()  # a weight has one such node at a time
     for group in unit.all_groups:
         for entry in group.entries:
             if entry.full.requires_grad:
-                entry.full.register_post_accumulate_grad_hook(begin)  # type: ignore[no-untyped-call]
+                unit.awaited.hooks.append(get_gradient_edge(entry.full).node.register_prehook(begin))
+
+
+def refuse_forgotten(unit: Unit) -> NoReturn:
+    """The backward of hidden results was not expected any more, so that the weights it read may not have been there."""
+    raise EngineStateError(
+        f"{unit.name}: its forward returned an object whose tensors the engine cannot see, and the backward of that came after "
+        "two other backwards, when its weights were gone; return tensors, or containers of them, or call backward earlier"
+    )
 
 
 def refuse_own_weights(unit: Unit, outputs: list[Tensor]) -> None:

@@ -102,6 +102,7 @@ class CapturedStep(Recording):
         """Let go of the graph. Calls run as they are from now on."""
         self.failure = "closed"
         self._replayable, self._outputs, self._inputs = None, None, None
+        self._context.pool.let_go_of_plan(self)
         for reducer in self._written:
             reducer.pin_main(False)
         self._written = []

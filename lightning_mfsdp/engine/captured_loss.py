@@ -137,6 +137,7 @@ class CapturedLoss(Recording):
     def _forget(self) -> None:
         """Let go of both graphs and what they wrote. NCCL waits in the end of a process group for every graph that uses it."""
         self._forward, self._backward, self._outputs, self._inputs, self._awaited = None, None, None, None, None
+        self._context.pool.let_go_of_plan(self)
         self._shown, self._shown_whole, self._empty = [], [], []
         self._loss = self._gradient = torch.empty(0)
 

@@ -49,9 +49,11 @@ __all__ = [
     "grouped_mm",
     "has_accumulation_hooks",
     "has_global_hooks",
+    "in_function_forward",
     "is_due",
     "is_lost_connection",
     "is_transformed",
+    "keeps_graph",
     "no_symmetric_memory_because",
     "on_backward_end",
     "premul_sum",
@@ -83,6 +85,19 @@ def backward_task() -> int:
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward now running has finished; valid only inside one (`queue_callback`)."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def keeps_graph() -> bool:
+    """Whether the backward now running was asked to retain the graph (torch 2.11 to 2.13: `_get_current_graph_task_keep_graph`)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def in_function_forward() -> bool:
+    """Whether the forward of an autograd function written in Python runs: it, and inference mode, turn forward-mode gradients off as well.
+
+    torch 2.11 to 2.13: `_is_fwd_grad_enabled`.
+    """
+    return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 def accumulates(leaf: Tensor) -> bool:

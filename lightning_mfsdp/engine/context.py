@@ -65,13 +65,13 @@ class Context:
         self._has_stepped = False
         self._root = weakref.ref(root)
         self._units: list[weakref.ref[Unit]] = []
-        self._weights_changed = self._written_elsewhere = True
+        self._weights_changed = True
         self._first_of_pass: weakref.ref[Unit] | None = None
         self._last_forward: weakref.ref[Unit] | None = None
         self._ends_forward: weakref.ref[Unit] | None = None
         self._last_backward: weakref.ref[Unit] | None = None
         self._series: Series | None = None
-        self._in_backward = False
+        self._in_backward = self._keeps_graph = False
         # Nobody but the backward itself holds what it runs at its end: dead once it has raised.
         self._at_end: weakref.ref[Callable[[], None]] | None = None
 
@@ -99,44 +99,46 @@ class Context:
         for group in unit.groups:
             group.attach(unit, self)
 
-    def take_over(self, other: Context) -> None:
-        """Keep what is known about optimizers in a context whose units move into this one."""
-        self._covered |= other._covered
-        self.ignored.update(other.ignored)
+    def take_over(self, unit: Unit) -> None:
+        """Keep what is known about optimizers and gradients in the context of a unit that moves into this one."""
+        self._covered |= unit.context._covered
+        self.ignored.update(unit.context.ignored)
+        self.reductions.take_over(unit.context.reductions, unit.groups)
         self._known_units = -1
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def weights_changed(self) -> None:
-        """Main weights were written by somebody: held weights are refreshed before the next gather."""
-        self._weights_changed = self._written_elsewhere = True
+    def weights_changed(self, groups: Iterable[ParameterGroup] | None = None) -> None:
+        """Main weights (of all groups, or these) were written by somebody: held weights are refreshed before the next gather."""
+        self._weights_changed = True
+        for group in groups if groups is not None else (group for unit in self.units for group in unit.groups):
+            group.outdated = group.written_elsewhere = True
 
     def refresh(self) -> None:
-        """Bring held weights up to date with main weights, all groups in one launch (or call of a codec), if anything changed.
+        """Bring held weights up to date with main weights, all groups that changed in one launch (or call of a codec).
 
         Full weights that a unit shows at the moment (manual optimization, a forward without backward) are filled again.
         """
         if not self._weights_changed:
             return
-        stepped_only = not self._written_elsewhere
-        self._weights_changed = self._written_elsewhere = False
+        self._weights_changed = False
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for unit in self.units:
-            for group in unit.groups:
-                pair = group.cast_pairs(stepped_only=stepped_only)
-                targets += pair[0]
-                sources += pair[1]
-                group.stale = True
-                if group.gathered and not group.installed:
-                    group.release()
+        changed = [group for unit in self.units for group in unit.groups if group.outdated]
+        for group in changed:
+            pair = group.cast_pairs(stepped_only=not group.written_elsewhere)
+            targets += pair[0]
+            sources += pair[1]
+            group.outdated = group.written_elsewhere = False
+            group.stale = True
+            if group.gathered and not group.installed:
+                group.release()
         if targets:
             with torch.no_grad():
                 compat.foreach_copy_(targets, sources)
         quantize_all(
             (codec, self.channels.sharing_rows(group.mesh, group.placement), group.fragments())
-            for unit in self.units
-            for group in unit.groups
+            for group in changed
             if (codec := group.spec.codec) is not None
         )
         self.weights_ready = self.streams.record()
@@ -144,7 +146,8 @@ class Context:
         for unit in self.units:
             if unit.live:
                 for group in unit.all_groups:
-                    self.gathers_started += group.refill(self.weights_ready)
+                    if group in changed:
+                        self.gathers_started += group.refill(self.weights_ready)
 
     def _gather_whole_weights(self) -> None:
         """Weights that stay whole are gathered once after a change, all of them now, in an order that all ranks share.
@@ -170,9 +173,11 @@ class Context:
                 self.gathers_started += 1
                 self.weights_ready = None
 
-    def optimizer_stepped(self) -> None:
-        """An optimizer wrote main weights; code may read them at once."""
+    def optimizer_stepped(self, groups: Iterable[ParameterGroup]) -> None:
+        """An optimizer wrote main weights of some groups; code may read them at once."""
         self._has_stepped = self._weights_changed = True
+        for group in groups:
+            group.outdated = True
         self.refresh_live()
 
     def refresh_live(self) -> None:
@@ -207,6 +212,8 @@ class Context:
             self._first_of_pass = weakref.ref(unit)
             unit.previous_forward = None
             self.reductions.close()
+            for one in self.units:
+                one.awaited.begin_pass()
             if not self.has_optimizer:
                 self.weights_changed()
         elif last is not None and last is not unit:
@@ -237,7 +244,7 @@ class Context:
             if self._at_end is not None and self._at_end() is not None:
                 return
             self.recover()  # the one before raised, and this is of the same graph or of another that was there
-        self._in_backward = True
+        self._in_backward, self._keeps_graph = True, compat.keeps_graph()
         self.interrupt()
         self._show_for_backward()
         end = self._end_backward
@@ -252,7 +259,8 @@ class Context:
     def _show_for_backward(self) -> None:
         """Modules may read weights in their backward. Those of units that no call of its own brings are shown now, until the end."""
         for unit in self.units:
-            if not unit.calls and (unit.live or unit.step_slots is not None):
+            unit.show_for_hidden_calls()
+            if not unit.awaited.calls and (unit.live or unit.step_slots is not None):
                 # What was released since its step goes where autograd saved it; what stayed is there.
                 unit.start_gather(None if unit.live else unit.step_slots, for_backward=True)
                 unit.install()
@@ -303,7 +311,7 @@ class Context:
         self.ranges.end_all("backward")
         self.pool.end_backward()
         for unit in self.units:
-            unit.rest()
+            unit.rest(keeps_graph=self._keeps_graph)
         self.backwards_finished += 1
         self._in_backward = False
         self._first_of_pass = None

@@ -305,7 +305,7 @@ def _join(module: nn.Module, unit: Unit, context: Context) -> None:
         nested.rename(found)
         nested.unhook_inside()
         refuse_other_mesh(nested, context)
-        context.take_over(nested.context)
+        context.take_over(nested)
         context.add(nested)
     context.add(unit)
 

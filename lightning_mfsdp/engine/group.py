@@ -54,6 +54,8 @@ class ParameterGroup:
         offloads: State of its parameters rests in host memory, and their main weights if they were trained from the start.
         home: Host memory of the main weight; `None` where it lies on the device.
         held: What stays in memory in the storage dtype, by plane: extent `inner`, or everything; empty where each gather casts.
+        outdated: The main weight was written since the held weight was brought up to date with it.
+        written_elsewhere: By somebody else than an optimizer that was taken over.
         stale: The held weight does not show yet what the optimizer wrote.
         installed: The module shows full parameters.
         lost_writes: Unsharded parameters that a forward wrote to, though main weights of another dtype cannot take that over.
@@ -96,7 +98,7 @@ class ParameterGroup:
         self.gradients_outside: dict[int, torch.Tensor] = {}
         self.advised = False
         self.users_live = 0
-        self.stale = True
+        self.stale = self.outdated = self.written_elsewhere = True
         if not self.placement.weight:
             self._full.bind(self.held)
 

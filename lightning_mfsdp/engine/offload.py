@@ -131,7 +131,7 @@ class StreamedStep:
             self._give_gradients_back()
             for group in by_group:
                 if group.context is not None:
-                    group.context.weights_changed()
+                    group.context.weights_changed([group])
             raise
         finally:
             self._is_running = False

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -95,14 +96,15 @@ def fully_shard_optimizer(
     works_locally = is_known or isinstance(optimizer, LocalRowsOptimizer)
     local = works_locally if elementwise is None else elementwise
     keeps_remainders = is_fused_adam(optimizer) and getattr(optimizer, "store_param_remainders", False)
-    contexts: list[weakref.ref[Context]] = []
+    groups: list[tuple[weakref.ref[ParameterGroup], list[Entry]]] = []
     held: list[Tensor] = []
     streamed = StreamedStep()
 
     def adopt_new(optimizer: Optimizer) -> None:
         nonlocal held
         if not _is_same(held, _parameters(optimizer)):
-            contexts[:] = [weakref.ref(context) for context in _adopt_parameters(optimizer, local, grad_scaler)]
+            found = _adopt_parameters(optimizer, local, grad_scaler)
+            groups[:] = [(weakref.ref(group), entries) for group, entries in found.items()]
             streamed.adopt(optimizer)
             held = _parameters(optimizer)
 
@@ -114,13 +116,10 @@ def fully_shard_optimizer(
 
     def end(optimizer: Optimizer, *_: Any) -> None:
         if streamed.end(optimizer):
-            for reference in contexts:
-                context = reference()
-                if context is not None:
-                    context.optimizer_stepped()
+            _note_step((group, entries) for reference, entries in groups if (group := reference()) is not None)
 
     adopt_new(optimizer)
-    if not contexts:
+    if not groups:
         raise ShardingError(
             f"fully_shard_optimizer: {name} holds no parameter of a sharded module; call fully_shard(module) first "
             "and build the optimizer "
@@ -133,6 +132,19 @@ def fully_shard_optimizer(
     return optimizer
 
 
+def _note_step(stepped: Iterable[tuple[ParameterGroup, list[Entry]]]) -> None:
+    """What an optimizer holds was stepped: these groups are out of date, and graphs that saved what had a gradient are, too."""
+    by_context: dict[Context, list[ParameterGroup]] = {}
+    for group, entries in stepped:
+        for entry in entries:
+            if entry.local.grad is not None or entry.sharded.has_empty_grad:
+                entry.outdate_graphs()
+        if group.context is not None:
+            by_context.setdefault(group.context, []).append(group)
+    for context, groups in by_context.items():
+        context.optimizer_stepped(groups)
+
+
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -141,8 +153,10 @@ def _is_same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return len(found) == len(expected) and all(map(operator.is_, found, expected))
 
 
-def _adopt_parameters(optimizer: Optimizer, local: bool, grad_scaler: object | None) -> list[Context]:
-    """Replace parameters in place by the face the optimizer works on; returns the contexts they belong to, in order."""
+def _adopt_parameters(
+    optimizer: Optimizer, local: bool, grad_scaler: object | None
+) -> dict[ParameterGroup, list[Entry]]:
+    """Replace parameters in place by the face the optimizer works on; returns those of each group, in order."""
     covered: dict[Context, list[Entry]] = {}
     held: dict[ParameterGroup, list[Entry]] = {}
     seen: set[int] = set()
@@ -182,7 +196,7 @@ def _adopt_parameters(optimizer: Optimizer, local: bool, grad_scaler: object | N
     _show_gradients(optimizer, held, local=local)
     for context, entries in covered.items():
         context.cover(entries)
-    return list(covered)
+    return held
 
 
 def _show_gradients(optimizer: Optimizer, held: dict[ParameterGroup, list[Entry]], *, local: bool) -> None:

@@ -81,6 +81,11 @@ class Entry:
         """Whether a gradient is wanted now. What an optimizer holds may be frozen by itself (`toggle_optimizer`)."""
         return self.full.requires_grad and self.local.requires_grad
 
+    def outdate_graphs(self) -> None:
+        """The main weight was written: a graph that saved `full` raises, as if that had been written in place."""
+        torch.autograd.graph.increment_version(self.full)
+        self.version = self.full._version
+
     def forget_writes(self) -> bool:
         """Whether somebody has surely written to `full`, and has not only asked for its `data`. Asked again, the answer is no."""
         version, self.version = self.version, self.full._version

@@ -73,8 +73,8 @@ class PlacedTensor(DTensor):
         """Main weights may have been written: forward must see it."""
         group = self._owner[0]()
         context = group.context if group is not None else None
-        if context is not None:
-            context.weights_changed()
+        if group is not None and context is not None:
+            context.weights_changed([group])
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole tensor, plain and without history: a loss computed from it has no gradient. Collective."""

@@ -49,7 +49,7 @@ class MemoryPlanner:
             event: After all work issued so far.
             has_stepped: An optimizer has stepped, so its state is there and a step's memory is known.
         """
-        if self._pool.pooled:
+        if self._pool.pooled and not self._pool.is_plan_held:
             self._pool.finish_step(event, self._allocator(number, units))
         if has_stepped and self._decided_at is None:
             self._decided_at = number

@@ -81,6 +81,7 @@ class Recording:
         self._state = self._described_state()
         torch.cuda.synchronize(device)
         context.forget_events()
+        context.pool.hold_plan(self)
         context.weights_changed()
         gc.collect()
         torch.cuda.empty_cache()
@@ -97,6 +98,7 @@ class Recording:
     def _drop(self) -> None:
         """Forget a recording that did not come to its end."""
         self._inputs = None
+        self._context.pool.let_go_of_plan(self)
         self._context.forget_events()  # a broken recording's events never come
         self._context.recover()
         self._context.forget_events()

@@ -273,9 +273,9 @@ class GradientReducer:
 
     def collect_alone(self) -> None:
         """One rank: no bucket and no communication. A parameter without a gradient keeps none, as in plain PyTorch."""
-        self._fresh = True
         grads = self.writes.joined(self._take())
         self._open_for_this_backward()
+        self._fresh = True
         if not self._has_main() and (gaps := self.main.gaps()):
             compat.foreach_zero_(gaps)
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -387,7 +387,7 @@ class GradientReducer:
     def _settle_main(self) -> None:
         """Make the main gradient say what the parameters' `.grad` say: zero where cleared, the user's value where replaced."""
         self._unreduced, self._partial = self._aside(self._unreduced), self._aside(self._partial)
-        if self.exposed is not self.main:
+        if self.exposed is not self.main and not self._fresh:  # else what the optimizer sees is not converted yet
             for main, exposed in zip(self.main.segments, self.exposed.segments, strict=True):
                 # Where it is still our rounded copy, keep what was rounded; elsewhere somebody wrote into it.
                 torch.where(exposed == main.to(exposed.dtype), main, exposed.to(main.dtype), out=main)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning_mfsdp.engine.buffer import Filling
 from lightning_mfsdp.engine.collectives import Mesh
 from lightning_mfsdp.engine.direct import DirectWrites
+from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.gradient_hooks import has_gradient_hooks, run_gradient_hooks
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.ranges import Ranges
@@ -82,6 +83,12 @@ class ReductionSchedule:
         """The group's gradients, if there ever were any."""
         return self._reducers.get(group)
 
+    def take_over(self, other: ReductionSchedule, groups: Sequence[ParameterGroup]) -> None:
+        """Groups come from another root, with gradients that are held back there perhaps."""
+        for group in groups:
+            if (known := other._reducers.pop(group, None)) is not None:
+                self._reducers[group] = known
+
     def forget(self, group: ParameterGroup) -> bool:
         """Make another reducer for a group when it has a gradient again; `False` where the present one is in use."""
         known = self._reducers.get(group)
@@ -134,7 +141,8 @@ class ReductionSchedule:
             unit = unit.next_forward() if unit.next_forward is not None else None
         order = [units.index(unit) for unit in reversed(chain)]
         order += [index for index in reversed(range(len(units))) if units[index] not in chain]
-        order.sort(key=lambda index: len(units[index].users) > 1 or not units[index].hears_end)
+        hears = {index for index in order if units[index].hears_end or units[index].awaited.will_be_computed_again}
+        order.sort(key=lambda index: len(units[index].users) > 1 or index not in hears)
         message = [order]
         for axis in mesh.all_axes:
             if dist.get_backend(axis.group) != "fake":
@@ -211,8 +219,9 @@ class ReductionSchedule:
             if unit is not None:
                 self._collect(unit)
         self._turn = len(self._order)
-        for unit in units:
-            if any(group.has_full_gradients or self._was_written(group) for group in unit.groups):
+        late = [unit for unit in units if self._has_unreduced(unit)]
+        for unit in late:
+            if not self._communicates(unit):
                 self._collect(unit)
         self._wait()
         self._done.clear()
@@ -220,6 +229,13 @@ class ReductionSchedule:
         if self.holds_back:
             for reducer in self._reducers.values():
                 reducer.show_held_back()
+        if reduced := [unit.name for unit in late if self._communicates(unit)]:
+            raise EngineStateError(
+                f"{', '.join(reduced)}: on rank {dist.get_rank()} a gradient came after the gradients of this unit had been reduced, which "
+                "happens once in a backward. The backward ran a graph that is older than the last two backwards together with a newer "
+                "one, or a weight was used outside of its unit's forward; run such a backward under no_sync(module), and "
+                "reduce_pending(module) after it"
+            )
 
     def reduce_pending(self, units: Sequence[Unit]) -> None:
         """Between backwards: reduce what was kept unreduced, as a backward that communicates would."""
@@ -248,6 +264,21 @@ class ReductionSchedule:
         if fresh:
             run_gradient_hooks([group for unit in self.in_order(units) for group in unit.groups if id(group) in fresh])
 
+    def _has_unreduced(self, unit: Unit) -> bool:
+        """Whether gradients of a unit are there that nobody took; those that nobody wants are dropped."""
+        found = False
+        for group in unit.groups:
+            if group.has_full_gradients or self._was_written(group):
+                if any(entry.is_trained for entry in group.entries):
+                    found = True
+                else:
+                    group.drop_full_gradients()
+        return found
+
+    def _communicates(self, unit: Unit) -> bool:
+        """Whether this backward reduces the unit's gradients over ranks."""
+        return any(self._reduces(group) and not self.reducer(group).is_alone for group in unit.groups)
+
     def _was_written(self, group: ParameterGroup) -> bool:
         known = self._reducers.get(group)
         return known is not None and known.writes.target is not None
@@ -259,6 +290,7 @@ class ReductionSchedule:
         for reducer in self._reducers.values():
             reducer.release_bucket()
             reducer.drop()
+            reducer.finish()
         self._done.clear()
 
     def forget_events(self) -> None:

@@ -54,6 +54,7 @@ class Series:
         going_on = expected and self._with_grad == torch.is_grad_enabled()
         if going_on:
             args, kwargs = cast_inputs(unit, args, kwargs)
+            unit.note_run()
         else:
             self.stop()
             args, kwargs = unit.pre_forward(module, args, kwargs)

@@ -102,6 +102,12 @@ class ShardedParameter(Rows):
         made: Rows = Rows.over(rows.detach().to(self._local_face).clone(), self)
         return made
 
+    def note_write(self) -> None:
+        """Main weights were written: forward must see it, and graphs that saved the parameter are out of date, as in plain PyTorch."""
+        super().note_write()
+        group, index = self.place
+        group.entries[index].outdate_graphs()
+
     def forget_grad_face(self) -> None:
         """Do not keep a cleared gradient's memory alive for its DTensor."""
         if self._local_face.grad is None:

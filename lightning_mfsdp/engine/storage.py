@@ -140,6 +140,7 @@ class SlotPool:
         self._last_release: Event = None
         self._held: dict[Client, None] = {}
         self._aside: dict[Slot, Client] = {}
+        self._plan_users: weakref.WeakSet[object] = weakref.WeakSet()
         self._keeper = Client(name="a forward recomputed in this backward", size_bytes=0, evict=lambda: False)
 
     def add(self, client: Client) -> None:
@@ -237,6 +238,19 @@ class SlotPool:
         for slot in self._fixed:
             slot.released = None
 
+    def hold_plan(self, user: object) -> None:
+        """Something that cannot see a new plan (a CUDA graph) uses the fixed slots, until `let_go_of_plan` or as long as it lives."""
+        self._plan_users.add(user)
+
+    def let_go_of_plan(self, user: object) -> None:
+        """The opposite of `hold_plan`."""
+        self._plan_users.discard(user)
+
+    @property
+    def is_plan_held(self) -> bool:
+        """Whether fixed slots must stay where they are. Who finds its slot taken then holds memory of its own, every time."""
+        return bool(self._plan_users)
+
     @property
     def is_outdated(self) -> bool:
         """Whether a step showed something that the plan of fixed slots does not know."""
@@ -262,7 +276,7 @@ class SlotPool:
         return found
 
     def finish_step(self, event: Event, allocate: Callable[[int], Tensor] | None = None) -> None:
-        """A training step is complete: plan fixed slots if it showed anything new.
+        """A training step is complete: plan fixed slots if it showed anything new and nobody holds the plan.
 
         That happens once or twice in a training. What the caching allocator keeps of the unplanned step is given back then:
         it lies on the gather stream, of no use to anybody, and would split up what the optimizer's state is about to need.
@@ -271,7 +285,7 @@ class SlotPool:
             event: After all work issued so far; fixed memory may be reused blocks that earlier kernels still read.
             allocate: Where fixed memory comes from; `None`: the caching allocator.
         """
-        if not self._outdated:
+        if not self._outdated or self.is_plan_held:
             return
         for slot in self._fixed:
             slot.retire()  # the old plan's memory goes before the new plan's comes

@@ -7,9 +7,8 @@
     post-backward   give the slot back; once no other call of the unit is outstanding, its gradients are ready to be
     reduced
 
-Post-backward listens to the gradients of the unit's inputs: autograd runs what was recorded last first, so when they are
-there, everything inside the unit has run. A unit whose inputs need no gradient, or that overwrites them, is completed at
-the end of the backward.
+Post-backward listens to the gradients of the unit's inputs: autograd runs what was recorded last first, so when they are there,
+everything inside the unit has run. A unit whose inputs need no gradient, or that overwrites them, is completed at the end.
 """
 
 from __future__ import annotations
@@ -24,11 +23,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mfsdp.engine import compat
+from lightning_mfsdp.engine.awaited import Awaited
 from lightning_mfsdp.engine.calls import (
     Call,
     cast_inputs,
     listen_to_inputs,
     listen_to_outputs,
+    refuse_forgotten,
     refuse_own_weights,
 )
 from lightning_mfsdp.engine.errors import EngineStateError
@@ -58,14 +59,13 @@ class Unit:
         borrowed: Groups of other units whose parameters this module shares (tied weights).
         all_groups: Both.
         context: Shared by all units of a root.
-        calls: Those whose backward has not come through their inputs since the last backward ended.
-        hears_end: Some call had an input that needs a gradient, so the end of its backward is noticed.
+        awaited: Calls from which gradients may still come.
+        hears_end: Some call had an input that needs a gradient: the end of its backward is noticed.
         leaf_hooks: On results that nothing computed; taken away when a backward has ended.
         live: Uses unsharded parameters.
         shown: Whether its modules show them.
         may_stay: Weights stay between forward and backward if there is memory to spare (planning.py).
-        hears_parameters: A backward is noticed by the gradients it leaves.
-        pinned: Stays so through the end of a backward, because code around it is still running (`gather_root`).
+        pinned: Stays so through the end of a backward: code around it is still running (`gather_root`).
         awaits_outside: Parameters of it were used outside of a forward (outside.py); their gradients may come at any time of a backward.
         step_slots: Where saved tensors of such code expect the weights, by group; it has no call.
     """
@@ -87,23 +87,18 @@ class Unit:
         self.may_stay = reshard_after_forward == "auto"
         self.context: Context
         self.users: list[weakref.ref[Unit]] = [weakref.ref(self)]
-        self.live = False
+        self.live = self.pinned = self.awaits_outside = False
         self.shown = Shown()
-        self.awaits_outside = False
-        self.pinned = False
         self.step_slots: list[Slot | None] | None = None
         self.next_forward: weakref.ref[Unit] | None = None
         self.previous_forward: weakref.ref[Unit] | None = None
         self.next_backward: weakref.ref[Unit] | None = None
-        self.calls: list[Call] = []
+        self.awaited = Awaited()
         self._open_calls: list[Call | None] = []
         self._running = 0
-        self._idle = False
-        self._recomputed = False
-        self._is_called_inside = False
+        self._idle = self._recomputed = self._runs_without_gradients = self._is_called_inside = False
         self._is_series = len(modules) > 1
         self.leaf_hooks: list[RemovableHandle] = []
-        self.hears_parameters = False
         self.hears_end = False
         for module in modules:
             module.__dict__[UNIT] = self
@@ -149,10 +144,10 @@ class Unit:
 
     @property
     def is_done(self) -> bool:
-        """Whether no call of it, or of a module that shares its parameters, is waiting for its backward."""
+        """Whether no gradient comes any more of a call of it, or of a module that shares its parameters."""
         if self.awaits_outside:
             return False
-        return all((user := reference()) is None or user.pending == 0 for reference in self.users)
+        return all((user := reference()) is None or user.awaited.is_over() for reference in self.users)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -245,7 +240,7 @@ class Unit:
         self.context.ranges.begin("forward", self.name)
         self.enter()
         args, kwargs = cast_inputs(self, args, kwargs)
-        call = Call() if torch.is_grad_enabled() and self.all_groups and not self._is_recomputed() else None
+        call = self._new_call()
         self._open_calls.append(call)
         if call is not None:
             args, kwargs = listen_to_inputs(self, call, args, kwargs)
@@ -258,6 +253,7 @@ class Unit:
             shows: Modules show them; else each does during its own forward (`enter_inside`).
         """
         self._idle = False
+        self._runs_without_gradients = not (torch.is_grad_enabled() or compat.in_function_forward())
         if self.borrowed:
             self._check_owners()
         self.context.interrupt()
@@ -268,7 +264,7 @@ class Unit:
             self.start_gather(self._latest_slots())
         else:
             self.context.note_forward(self)
-            self.start_gather()
+            self.start_gather(self.awaited.hidden_slots())
         if shows:
             self.install()
         else:
@@ -321,10 +317,13 @@ class Unit:
         """Forward hook; also runs when forward raised, with `output` None."""
         self.context.ranges.end("forward", self.name)
         call = self._open_calls.pop() if self._open_calls else None  # none: the pre-hook itself raised
+        failed = output is None and sys.exc_info()[0] is not None
+        if failed and compat.backward_task() != -1:
+            return  # or stopped early, because all that is computed again is there; the backward goes on, or ends everything
         if call is not None:
             call.reads_weights = self._is_series or not is_plain_lookup(module)
-        outputs = self.listen_to_result(call, output)
-        if output is None and sys.exc_info()[0] is not None and compat.backward_task() == -1:
+        outputs = self.listen_to_result(None if failed else call, output)
+        if failed:
             self.abandon()
         else:
             self.leave(reshard=call is None or (bool(outputs) and not call.hides))
@@ -359,9 +358,10 @@ class Unit:
         context = self.context
         if self is context.root:
             context.interrupt()
-        if not torch.is_grad_enabled() or (
-            reshard and self.reshard_after_forward and not context.keeps_after_forward(self)
-        ):
+        keeps = not (reshard and self.reshard_after_forward) or context.keeps_after_forward(self)
+        if self.awaited.hides_calls:
+            self._idle = False
+        elif not (keeps and torch.is_grad_enabled()):
             self.release()
         else:
             self._idle = self is not context.root
@@ -394,24 +394,22 @@ class Unit:
             for unit in self.context.units:
                 unit.release()
 
-    def _is_recomputed(self) -> bool:
-        """Whether this call, inside a backward, repeats one that still waits for its backward.
+    def _new_call(self) -> Call | None:
+        self.note_run()
+        return self.awaited.new_call() if torch.is_grad_enabled() and self.all_groups else None
 
-        That is activation recomputation without reentrance: the recomputed graph is thrown away, so nothing may listen
-        to it. Under reentrant checkpointing the original call ran without gradients and the recomputed graph counts.
-        """
-        return compat.backward_task() != -1 and self.pending > 0
+    def note_run(self) -> None:
+        """One of its modules runs; without gradients it may be computed again with them, unless all of the root runs without."""
+        root = self.context.root
+        if compat.in_function_forward() and not (root and self.is_inside_root and root._runs_without_gradients):
+            self.awaited.note_run()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     @property
     def pending(self) -> int:
-        """Calls since the last backward whose own backward has not come through the unit's inputs.
-
-        Counted by the program and not by which graphs are still alive: that differs from rank to rank, and what is gathered
-        in advance must not.
-        """
-        return len(self.calls)
+        """Calls since the last backward whose own backward has not come through the unit's inputs."""
+        return len(self.awaited.calls)
 
     def pre_backward(self, call: Call) -> None:
         """A gradient of an output is there; the call's own nodes run next, unless it returned an input as it was."""
@@ -423,6 +421,7 @@ class Unit:
         self.context.begin_backward()
         if call.begun_in == self.context.backwards_finished or call.ended_in == compat.backward_task():
             return
+        self.awaited.came(call)
         call.begun_in = self.context.backwards_finished
         self.context.ranges.begin("backward", self.name)
         self._running += call.has_end
@@ -438,36 +437,47 @@ class Unit:
 
     def post_backward(self, call: Call) -> None:
         """All gradients of the call's inputs are there, so its share of the parameters' gradients is."""
+        self.context.begin_backward()  # nobody may have noticed, if results were hidden
         call.ended_in = compat.backward_task()
-        if call in self.calls:
-            self.calls.remove(call)
+        self.awaited.ended(call)
+        if call.hides and not call.is_recomputed and call.begun_in != self.context.backwards_finished:
+            refuse_forgotten(self)
         if call.begun_in == self.context.backwards_finished:
             call.begun_in = -1
             self.context.ranges.end("backward", self.name)
             self._running -= 1
         if self._running == 0:
             self.release()
-        if not self.calls:
+        if self.awaited.is_over():
             self.context.reductions.unit_done(self)
 
     def prefetch_for_backward(self) -> None:
         """Start the gather for a backward that is expected next, if its memory is free."""
         slots = self._latest_slots()
-        if slots is not None and self.calls[-1].reads_weights:
+        if slots is not None and self.awaited.calls and self.awaited.calls[-1].reads_weights:
             self.start_gather(slots, in_advance=True, for_backward=True)
 
     def _latest_slots(self) -> list[Slot | None] | None:
-        """Where the last call that waits for its backward left saved tensors; `None` if no call waits."""
-        return self.calls[-1].slots if self.calls else None
+        """Where the last call that waits for its backward, or else for another one, left saved tensors; `None` if no call waits."""
+        waiting = self.awaited.calls or self.awaited.spent
+        return waiting[-1].slots if waiting else None
 
-    def rest(self) -> None:
+    def show_for_hidden_calls(self) -> None:
+        """A backward begins: weights that calls with hidden results read are there until all of these have ended, or it ends."""
+        slots = self.awaited.hidden_slots()
+        if slots is not None:
+            self._running += self.awaited.begin_hidden(self.context.backwards_finished)
+            self.start_gather(slots, for_backward=True)
+            self.install()
+
+    def rest(self, *, keeps_graph: bool) -> None:
         """After a backward, or after one that failed: nothing of it is waited for any more."""
         self._running = 0
         self._recomputed = False
         for handle in self.leaf_hooks:
             handle.remove()
         self.leaf_hooks.clear()
-        self.calls.clear()
+        self.awaited.end_backward(self.context.backwards_finished, keeps_graph=keeps_graph)
         self.awaits_outside = False
         if not self._open_calls:  # else the backward ran inside its forward, which goes on
             self.release()

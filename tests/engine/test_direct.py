@@ -32,6 +32,7 @@ from lightning_mfsdp.engine.direct import DirectWrites
 from lightning_mfsdp.engine.storage import Slot
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, inputs, loss_of, sharded_chain
+from tests.helpers.hidden import Hidden
 from tests.helpers.models import batch, build
 from tests.helpers.models import loss_of as decoder_loss
 
@@ -174,6 +175,43 @@ def recomputed_layers_write_once(rank, world):
         with poisoned(), counted() as written:
             same(run(DIRECT, reentrant), run(USUAL, reentrant), f"reentrant={reentrant}")
         assert len(written) == 5, written
+
+
+class Hiding(nn.Module):
+    """A square layer whose result the engine cannot see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Hidden:
+        return Hidden(self.inner(x))
+
+
+def layers_computed_again_choose_as_before(rank, world):
+    """What is computed again has to save what was saved before, or weights are read transposed: for square ones nobody would notice."""
+    for hides, storage in ((False, "pooled"), (True, "dynamic")):
+        found = []
+        for policy in (USUAL, DIRECT):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 8), *(Hiding() if hides else nn.Linear(8, 8) for _ in range(3)))
+            for layer in model[1:]:
+                fully_shard(layer, policy=policy, storage=storage)
+            fully_shard(model, policy=policy, storage=storage)
+            call = (lambda layer, x: layer(x).value.tanh()) if hides else (lambda layer, x: layer(x).tanh())
+            for step in range(3):
+                with gather_root(model):
+                    x = model[0](inputs(step, rank))
+                    for layer in model[1:]:
+                        x = x + checkpoint(call, layer, x, use_reentrant=False)
+                loss = x.square().mean()
+                loss.backward(retain_graph=True)
+                loss.backward()
+                for parameter in model.parameters():
+                    full = parameter._full_face
+                    assert not full._post_accumulate_grad_hooks, "hooks stay on weights"
+            found.append(gradients(model))
+        same(*found, f"{hides=}")
 
 
 def a_backward_that_fails_leaves_nothing(rank, world):
@@ -347,6 +385,7 @@ WORLDS = {
         microbatches_are_added_without_rounding,
         a_layer_that_runs_twice_adds,
         recomputed_layers_write_once,
+        layers_computed_again_choose_as_before,
         a_backward_that_fails_leaves_nothing,
         autocast_computes_alike,
         what_autograd_must_do_itself_it_does,

@@ -1,0 +1,310 @@
+"""A unit is reduced once in a backward, after the last of its gradients, whatever graphs the backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mfsdp.engine import EngineStateError, MixedPrecisionPolicy, fully_shard, no_sync, reduce_pending
+from tests.engine.worlds import by_world, check
+from tests.helpers.chain import STRATEGIES, Chain, adamw, assert_same_weights, context, inputs, loss_of
+from tests.helpers.hidden import Hidden
+
+WIDE_GRADIENTS = MixedPrecisionPolicy(
+    compute_dtype=torch.bfloat16, main_params_dtype=torch.bfloat16, main_grads_dtype=torch.float32
+)
+
+
+class Stem(Chain):
+    """A chain behind a layer of the root, so that no input of the root needs a gradient and those of all units do.
+
+    Attributes:
+        times: How often each unit runs in a row.
+    """
+
+    def __init__(self, layers: int = 4, times: int = 1) -> None:
+        super().__init__(layers)
+        self.stem = nn.Linear(8, 8)
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            for _ in range(self.times):
+                x = x + torch.tanh(self.wrap(layer, x))
+        return self.out(x)
+
+
+def again(layer: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=True)
+
+
+def built(together: int = 1, times: int = 1, wrap: Callable[..., Tensor] | None = None, **options) -> Stem:
+    """`together` layers in each unit; not sharded where it is 0."""
+    torch.manual_seed(0)
+    model = Stem(times=times)
+    model.wrap = wrap or model.wrap
+    if not together:
+        return model
+    for start in range(0, 4, together):
+        members = list(model.layers[start : start + together])
+        fully_shard(members[0] if together == 1 else members, **options)
+    return fully_shard(model, **options)
+
+
+def grouped_modules_computed_again_are_reduced_once(rank, world):
+    for policy, together in product((None, WIDE_GRADIENTS), (2, 4)):
+        model, other = built(together, policy=policy, wrap=again), built(together, policy=policy)
+        optimizers = adamw(model), adamw(other)
+        for step in range(3):
+            for one, optimizer in zip((model, other), optimizers, strict=True):
+                before = context(one).reductions.started
+                loss_of(one, inputs(step, rank)).backward()
+                assert context(one).reductions.started - before == (4 // together + 1 if world > 1 else 0)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_weights(model, other, (policy, together))
+
+
+def what_is_computed_again_is_reduced_before_the_backward_ends(rank, world):
+    """Waiting to the end would be right as well, and would keep all gradients whole until then."""
+    model = built(2, wrap=again)
+    for step in range(2):
+        seen, before = [], context(model).reductions.started
+        x = inputs(step, rank).requires_grad_()
+        x.register_hook(lambda _, seen=seen: seen.append(context(model).reductions.started))
+        loss_of(model, x).backward()
+    assert seen[0] - before >= 2
+
+
+Program = Callable[[nn.Module, Callable[[int], Tensor]], None]
+
+
+def retained(model: nn.Module, x: Callable[[int], Tensor]) -> None:
+    loss = loss_of(model, x(0))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def in_turn(model: nn.Module, x: Callable[[int], Tensor]) -> None:
+    losses = [loss_of(model, x(step)) for step in range(3)]
+    for loss in losses:
+        loss.backward()
+
+
+def with_an_evaluation_between(model: nn.Module, x: Callable[[int], Tensor]) -> None:
+    losses = [loss_of(model, x(step)) for step in range(3)]
+    for loss in losses:
+        loss.backward()
+        with torch.no_grad():
+            model(x(9))
+
+
+def a_retained_graph_with_a_new_one(model: nn.Module, x: Callable[[int], Tensor]) -> None:
+    old = loss_of(model, x(0))
+    old.backward(retain_graph=True)
+    (old + loss_of(model, x(1))).backward()
+
+
+def a_kept_loss_with_a_new_one(model: nn.Module, x: Callable[[int], Tensor]) -> None:
+    old, other = loss_of(model, x(0)), loss_of(model, x(1))
+    other.backward()
+    (old + loss_of(model, x(2))).backward()
+
+
+def one_loss_again_and_again(model: nn.Module, x: Callable[[int], Tensor]) -> None:
+    loss = loss_of(model, x(0))
+    for step in range(3):
+        loss.backward(retain_graph=True)
+        with torch.no_grad():
+            model(x(step))
+    loss.backward()
+
+
+def two_results(model: nn.Module, x: Callable[[int], Tensor]) -> None:
+    """Each call of the root is reached by both backwards, and no graph has to be retained for it."""
+    results = [model(x(step)) for step in range(2)]
+    for column in range(2):
+        sum(result[:, column].square().mean() for result in results).backward(retain_graph=column == 0)
+
+
+PROGRAMS: tuple[Program, ...] = (
+    retained,
+    in_turn,
+    with_an_evaluation_between,
+    a_retained_graph_with_a_new_one,
+    a_kept_loss_with_a_new_one,
+    one_loss_again_and_again,
+    two_results,
+)
+
+
+def expected_gradients(program: Program, world: int, times: int) -> dict[str, Tensor]:
+    """Mean over ranks of what one process computes without the engine."""
+    found: dict[str, Tensor] = {}
+    for rank in range(world):
+        plain = built(0, times)
+        program(plain, lambda step, rank=rank: inputs(step, rank))
+        for name, parameter in plain.named_parameters():
+            found[name] = found.get(name, 0) + parameter.grad / world
+    return found
+
+
+UNITS = ((1, None), (2, None), (1, again), (2, again))
+
+
+def any_graphs_of_units_that_run_twice_are_reduced_once(rank, world):
+    for program, times in product(PROGRAMS, (1, 2)):
+        expected = expected_gradients(program, world, times)
+        for sharding, (together, wrap) in product(("no_shard", "optim_grads_params"), UNITS):
+            if (world == 1 or times == 1) and (sharding, together) != ("optim_grads_params", 2):
+                continue
+            case = f"{program.__name__} x{times} {sharding} {together} {wrap is again}"
+            model = built(together, times, wrap, sharding=sharding)
+            schedule = context(model).reductions
+            before, backwards = schedule.started, context(model).backwards_finished
+            program(model, lambda step: inputs(step, rank))
+            backwards = context(model).backwards_finished - backwards
+            units = 4 // together + 1
+            assert schedule.started - before == (backwards * units if world > 1 else 0), case
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None, f"{case} {name}"
+                torch.testing.assert_close(
+                    parameter.grad.full_tensor(),
+                    expected[name],
+                    rtol=2e-5,
+                    atol=1e-6,
+                    msg=lambda m, c=case: f"{c}: {m}",
+                )
+            assert not any(
+                group.gathered
+                for unit in context(model).units
+                for group in unit.groups
+                if world > 1 and sharding == "optim_grads_params"
+            )
+
+
+def _very_old_graph_with_a_new_one(model: nn.Module, x: Callable[[int], Tensor], second) -> None:
+    """The engine has forgotten the first one, and hears of it when the second one is through."""
+    old = loss_of(model, x(0))
+    for step in (1, 2):
+        loss_of(model, x(step)).backward()
+    second(old + loss_of(model, x(3)))
+
+
+def a_gradient_that_comes_too_late_is_an_error_on_several_ranks(rank, world):
+    for policy in (None, WIDE_GRADIENTS):
+        model, other = built(policy=policy), built(policy=policy)
+        if world > 1:
+            with pytest.raises(EngineStateError, match=rf"layers.3: on rank {rank} a gradient came after"):
+                _very_old_graph_with_a_new_one(model, lambda step: inputs(step, rank), Tensor.backward)
+        else:
+            _very_old_graph_with_a_new_one(model, lambda step: inputs(step, rank), Tensor.backward)
+        with no_sync(other):
+            _very_old_graph_with_a_new_one(other, lambda step: inputs(step, rank), Tensor.backward)
+        reduce_pending(other)
+        if world == 1:
+            for one, two in zip(model.parameters(), other.parameters(), strict=True):
+                torch.testing.assert_close(one.grad.to_local(), two.grad.to_local(), rtol=3e-2, atol=1e-2)
+        for one in (model, other):
+            one.zero_grad()
+            loss_of(one, inputs(5, rank)).backward()
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(one.grad.to_local(), two.grad.to_local()), "usable afterwards"
+
+
+class Hiding(nn.Linear):
+    def forward(self, x: Tensor) -> Hidden:
+        return Hidden(super().forward(x))
+
+
+class Hiders(nn.Module):
+    """Units whose results are hidden, `times` times each; the last one by itself, so that nobody else notices a backward."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Hiding(8, 8) for _ in range(3))
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            for _ in range(self.times):
+                x = x + torch.tanh(layer(x).value)
+        return x
+
+
+def units_that_hide_their_tensors_may_be_called_more_than_once(rank, world):
+    for times, storage, evaluates in product((1, 2, 3), ("dynamic", "pooled"), (False, True)):
+        torch.manual_seed(0)
+        plain, model = Hiders(times), Hiders(times)
+        model.load_state_dict(plain.state_dict())
+        for layer in model.layers:
+            fully_shard(layer, storage=storage)
+        fully_shard(model, storage=storage)
+        optimizer, expected = adamw(model), torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        for step in range(4):
+            for one, stepper in ((model, optimizer), (plain, expected)):
+                losses = [loss_of(one, inputs(10 * step + micro)) for micro in range(2)]
+                if evaluates:
+                    with torch.no_grad():
+                        one(inputs(7))
+                sum(losses).backward()
+                stepper.step()
+                stepper.zero_grad()
+        with torch.no_grad():
+            torch.testing.assert_close(model(inputs(1)), plain(inputs(1)), rtol=1e-4, atol=1e-5)
+        if world > 1:
+            assert context(model).pool.allocated_bytes == context(model).pool.fixed_bytes
+
+
+class Around(nn.Module):
+    """A sharded model becomes part of a larger one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.head = inner, nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x))
+
+
+def gradients_held_back_stay_when_the_module_around_is_sharded(rank, world):
+    expected = {}
+    for one in range(world):
+        plain = Around(built(0))
+        plain.head.load_state_dict({"weight": torch.eye(3), "bias": torch.zeros(3)})
+        loss_of(plain.inner, inputs(0, one)).backward()
+        loss_of(plain, inputs(1, one)).backward()
+        for name, parameter in plain.named_parameters():
+            expected[name] = expected.get(name, 0) + parameter.grad / world
+    for sharding, keeps in product(STRATEGIES, (False, True)):
+        model = Around(built(2, sharding=sharding))
+        with no_sync(model.inner, keep_sharded=keeps):
+            loss_of(model.inner, inputs(0, rank)).backward()
+        model.head.load_state_dict({"weight": torch.eye(3), "bias": torch.zeros(3)})
+        fully_shard(model, sharding=sharding)
+        loss_of(model, inputs(1, rank)).backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(
+                parameter.grad.full_tensor(), expected[name], rtol=2e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+COMMON = (
+    grouped_modules_computed_again_are_reduced_once,
+    any_graphs_of_units_that_run_twice_are_reduced_once,
+    a_gradient_that_comes_too_late_is_an_error_on_several_ranks,
+    units_that_hide_their_tensors_may_be_called_more_than_once,
+    gradients_held_back_stay_when_the_module_around_is_sharded,
+)
+WORLDS = {1: COMMON, 2: (*COMMON, what_is_computed_again_is_reduced_before_the_backward_ends)}
+
+
+@by_world(WORLDS)
+def test_awaited(world, case):
+    check(WORLDS, world, case)
