@@ -187,6 +187,7 @@ def _adopt_parameters(
             held.setdefault(owner, []).append(entry)
             face = entry.local if local else entry.sharded
             group["params"][index] = face
+            entry.sharded.is_stepped = not local
             if parameter in optimizer.state and parameter is not face:
                 optimizer.state[face] = _shard_state(optimizer.state.pop(parameter), owner, entry, local=local)
             if owner.context is not None:

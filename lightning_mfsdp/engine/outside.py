@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.number import Number
 from lightning_mfsdp.engine.tree import map_tensors, tensors_in
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def needs_whole(tensors: list[Tensor]) -> bool:
         if isinstance(tensor, DTensor):
             if records and tensor.is_leaf and tensor.requires_grad:
                 return True
-        elif tensor.dim() or (records and tensor.requires_grad):
+        elif (tensor.dim() and not isinstance(tensor, Number)) or (records and tensor.requires_grad):
             return True
     return False
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.number import Number
@@ -58,13 +58,15 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequ
     of_family = name.startswith(_ELEMENTWISE_FAMILIES) and name not in _NOT_ELEMENTWISE
     if of_family or torch.Tag.pointwise in func.tags or name in _ELEMENTWISE:
         return _elementwise(func, name, args, kwargs, first)
-    if not first.is_divided or name == "_amp_foreach_non_finite_check_and_unscale_":
-        return _by_dtensor(func, args, kwargs, operands)
+    if name == "_amp_foreach_non_finite_check_and_unscale_":
+        return _by_dtensor(func, args, kwargs)
+    if not first.is_divided:
+        return _on_whole(func, args, kwargs, operands)
     if name in REDUCTIONS:
         result, everywhere = reduce_rows(func, name, args, kwargs)
-        return map_tensors(lambda one: _number(one, first) if everywhere else _rows(one, first), result)
+        return map_tensors(lambda one: _number(one) if everywhere else _rows(one, first), result)
     if name == "_foreach_norm":
-        return [_number(norm, first) for norm in foreach_norms(*args, **kwargs)]
+        return [_number(norm) for norm in foreach_norms(*args, **kwargs)]
     if name == "is_same_size":
         return args[0].shape == args[1].shape
     if name == "equal":
@@ -140,10 +142,10 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     if func._schema.is_mutable:
         return _written_to(given, written, result)
     if isinstance(result, (list, tuple)) and None not in models:
-        return [_shared_out(one, models[at][0], first) for at, one in enumerate(result)]
+        return [_shared_out(one, models[at][0]) for at, one in enumerate(result)]
     like = models[None][0]
     shown = like is not None and name in _VIEWS and like.shows_weight
-    return map_tensors(lambda one: _shared_out(one, like, first, shows_weight=shown), result)
+    return map_tensors(lambda one: _shared_out(one, like, shows_weight=shown), result)
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
@@ -262,16 +264,24 @@ def _is_divided(tensor: Tensor) -> TypeGuard[PlacedTensor]:
     return isinstance(tensor, PlacedTensor) and tensor.is_divided
 
 
-def _by_dtensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[PlacedTensor]) -> Any:
-    """What DTensor makes of tensors that are whole on every rank."""
+def _by_dtensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation that DTensor makes the ranks agree on by itself, in place."""
     result = func(*map_tensors(_as_plain, args), **map_tensors(_as_plain, kwargs))
+    given = _arguments(args, kwargs)
+    return _written_to(given, [key for key in _written(func) if key in given], result)
+
+
+def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[PlacedTensor]) -> Any:
+    """An operation on tensors that are whole on every rank."""
+    result = func(*map_tensors(_whole, args), **map_tensors(_whole, kwargs))
     if func._schema.is_mutable:
         given = _arguments(args, kwargs)
         return _written_to(given, [key for key in _written(func) if key in given], result)
-    if isinstance(result, (list, tuple)) and len(result) == len(operands):  # a foreach operation
-        return type(result)(_as_rows(one, like) for one, like in zip(result, operands, strict=True))
-    shows_weight = func.overloadpacket.__name__ in _VIEWS and operands[0].shows_weight
-    return map_tensors(lambda one: _as_rows(one, operands[0], shows_weight=shows_weight), result)
+    first = operands[0]
+    shown = func.overloadpacket.__name__ in _VIEWS and first.shows_weight
+    return map_tensors(
+        lambda one: _shared_out(one, first if one.shape == first.shape else None, shows_weight=shown), result
+    )
 
 
 def _as_plain(tensor: Tensor) -> Tensor:
@@ -285,29 +295,15 @@ def _rows(local: Tensor, like: PlacedTensor) -> Any:
     return like.over(local, like, torch.Size([*like.shape[:1], *local.shape[1:]]))
 
 
-def _number(value: Tensor, like: PlacedTensor) -> Tensor:
-    """The same on every rank."""
-    if not value.dim():
-        return value.as_subclass(Number)
-    mesh = like.device_mesh
-    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+def _number(value: Tensor) -> Number:
+    """The same on every rank, plain so that it may join a loss."""
+    return value.as_subclass(Number)
 
 
-def _as_rows(value: Any, like: PlacedTensor, *, shows_weight: bool = False) -> Any:
-    """What DTensor made, if it has the operand's shape."""
-    if isinstance(value, DTensor) and (value.shape, value.placements) == (like.shape, like.placements):
-        made = like.over(value._local_tensor, like)
-        made.shows_weight = shows_weight
-        return made
-    if isinstance(value, DTensor) and not value.dim() and all(one.is_replicate() for one in value.placements):
-        return value._local_tensor.as_subclass(Number)
-    return value
-
-
-def _shared_out(value: Tensor, like: PlacedTensor | None, any_rows: PlacedTensor, *, shows_weight: bool = False) -> Any:
+def _shared_out(value: Tensor, like: PlacedTensor | None, *, shows_weight: bool = False) -> Any:
     """A result of operands laid out as `like`."""
     if like is None:
-        return _number(value, any_rows)
+        return _number(value)
     made = _rows(value, like)
     made.shows_weight = shows_weight
     return made

@@ -39,6 +39,8 @@ class ShardedParameter(Rows):
     _grad_face: Rows | None
     # Where this rank has no rows the local face never has a gradient (fused optimizers), and this says what other ranks' say.
     has_empty_grad: bool
+    # An optimizer holds this face, so it clears gradients here, also that of one frozen since; nobody hears of those of empty local faces.
+    is_stepped: bool
     # Whoever wants to put another tensor in its place (`module.half()`) finds that a weak reference forbids it.
     _unswappable: weakref.ref[ShardedParameter]
 
@@ -54,7 +56,7 @@ class ShardedParameter(Rows):
         made._is_param = True
         made._owner = (weakref.ref(group), index)
         made._rows = owned_rows(group, index)
-        made.has_empty_grad = False
+        made.has_empty_grad = made.is_stepped = False
         made._local_face, made._full_face, made._name, made._grad_face = local, full, name, None
         made._unswappable = weakref.ref(made)
         if full.requires_grad:
@@ -73,7 +75,7 @@ class ShardedParameter(Rows):
         """The reduced gradient of these rows; `None` until a synchronised backward."""
         grad = self._local_face.grad
         if grad is None:
-            if not self.has_empty_grad:  # also of one frozen since: ranks that have rows keep its gradient, too
+            if not (self.has_empty_grad and (self.requires_grad or self.is_stepped)):
                 return None
             grad = self._local_face.detach()
         if self._grad_face is None or self._grad_face._local_tensor is not grad:

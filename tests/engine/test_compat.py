@@ -21,6 +21,80 @@ def test_the_torch_version_is_one_the_package_allows():
     assert (2, 11) <= tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14)
 
 
+def test_data_is_read_and_set_as_on_a_plain_parameter():
+    class Noting(nn.Parameter):
+        asked = 0
+
+        @property
+        def data(self):
+            self.asked += 1
+            return compat.get_data(self)
+
+    parameter, value = Noting(torch.ones(2)), torch.zeros(2)
+    compat.set_data(parameter, value)
+    assert compat.get_data(parameter).data_ptr() == value.data_ptr()
+    assert parameter._version == 0
+    assert parameter.asked == 0
+
+
+def test_a_backward_says_whether_its_graph_stays():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = (x * 2).sum()
+    y.register_hook(lambda _: seen.append(compat.keeps_graph()))
+    y.backward(retain_graph=True)
+    y.backward()
+    assert seen == [True, False]
+
+
+def test_the_forward_of_an_autograd_function_is_told_from_no_grad():
+    seen = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append(compat.in_function_forward())
+            return x.clone()
+
+    Looks.apply(torch.ones(2, requires_grad=True))
+    with torch.no_grad():
+        seen.append(compat.in_function_forward())
+    with torch.inference_mode():
+        seen.append(compat.in_function_forward())
+    assert seen == [True, False, False]
+    assert not compat.in_function_forward()
+
+
+def test_errors_of_lost_ranks_are_told_from_others():
+    assert compat.is_lost_connection(dist.DistError("any"))
+    assert compat.is_lost_connection(RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:1"))
+    assert not compat.is_lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def process_groups_are_broken_off(rank, world):
+    assert isinstance(dist.distributed_c10d._get_default_store(), compat.Store)
+    assert issubclass(compat.PrefixStore, compat.Store)
+    compat.abort_process_groups()
+    assert not dist.is_initialized()
+    compat.abort_process_groups()
+
+
+def test_process_groups_are_broken_off_and_forgotten():
+    failures = run_cases({"broken off": process_groups_are_broken_off}, 2)
+    assert not failures["broken off"], failures["broken off"]
+
+
+def test_a_tensor_is_shown_as_one_of_a_subclass_over_the_same_memory():
+    class Marked(torch.Tensor):
+        pass
+
+    memory = torch.ones(())
+    made = compat.as_kind(Marked, memory.expand(3, 4))
+    assert type(made) is Marked
+    assert made.shape == (3, 4)
+    assert made.data_ptr() == memory.data_ptr()
+
+
 def test_a_backward_has_an_identity_and_there_is_none_outside():
     seen = []
     x = torch.ones(2, requires_grad=True)

@@ -49,7 +49,6 @@ def test_without_a_process_group_it_says_how_to_start():
     ("field", "value", "expected"),
     [
         ("main_params_dtype", torch.int32, "torch.float32"),
-        ("main_grads_dtype", None, "torch.bfloat16"),
         ("grad_comm_dtype", torch.complex64, "or None"),
         ("compute_dtype", "bf16", "torch.float16"),
         ("compute_dtype", torch.float8_e4m3fn, "torch.bfloat16"),

@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_mfsdp import MFSDPStrategy
+from tests.engine.worlds import by_world, check
 
 
 class Model(LightningModule):
@@ -43,7 +44,7 @@ def fit(model: Model) -> None:
     trainer.fit(model, torch.ones(2, 2, 4))
 
 
-def test_a_head_replaced_between_two_fits_is_named():
+def of_a_replaced_head(rank: int, world: int) -> None:
     model = Model()
     fit(model)
     fit(model)
@@ -55,10 +56,18 @@ def test_a_head_replaced_between_two_fits_is_named():
         fit(model)
 
 
-def test_a_layer_wrapped_when_training_starts_is_named():
+def of_a_layer_wrapped_when_training_starts(rank: int, world: int) -> None:
     model = Model()
     model.adds = True
     with pytest.raises(
         ValueError, match=r"Model: head\.1\.weight, head\.1\.bias came into the model after it was sharded"
     ):
         fit(model)
+
+
+WORLDS = {1: (of_a_replaced_head, of_a_layer_wrapped_when_training_starts)}
+
+
+@by_world(WORLDS)
+def test_parameters_are_named(world, case):
+    check(WORLDS, world, case)

@@ -43,7 +43,14 @@ class Layers(nn.Module):
     def __init__(self, *, layers: int = LAYERS, few: bool = False, activation: str = "swiglu", dtype=torch.float32):
         super().__init__()
         torch.manual_seed(5)
-        sizes = {"num_experts": 3, "hidden_size": DIM, "intermediate_size": 6, "init_std": 0.5, "capacity_factor": 3.0}
+        sizes = {
+            "num_experts": 3,
+            "hidden_size": DIM,
+            "intermediate_size": 6,
+            "init_std": 0.5,
+            "capacity_factor": 3.0,
+            "over_capacity": "drop",
+        }
         self.few, self.threshold = few, 0.0
         self.dense = nn.ModuleList(nn.Linear(DIM, DIM, dtype=dtype) for _ in range(layers))
         self.experts = nn.ModuleList(GroupedExperts(**sizes, activation=activation, dtype=dtype) for _ in range(layers))
