@@ -26,6 +26,7 @@ from lightning_mfsdp.engine import (
     units,
     unshard,
 )
+from lightning_mfsdp.loading import load_from_checkpoint
 from lightning_mfsdp.precision import MFSDPPrecision
 from lightning_mfsdp.recompute import Recompute, apply_recompute
 from lightning_mfsdp.strategy import MFSDPStrategy, register_strategies
@@ -52,6 +53,7 @@ __all__ = [
     "fully_shard_optimizer",
     "fully_shard_units",
     "grad_norm",
+    "load_from_checkpoint",
     "no_sync",
     "record_ranges",
     "refresh_weights",

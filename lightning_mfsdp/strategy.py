@@ -254,6 +254,7 @@ class MFSDPStrategy(CheckpointingStrategy):
             for optimizer in self.optimizers:
                 if not isinstance(optimizer, MockOptimizer):
                     fully_shard_optimizer(optimizer, grad_scaler=self.precision_plugin.scaler)
+        self.can_read_checkpoints()
         if fitting and self._cuda_graph:
             self._graphed = graphed_training_step(self._run_training_step, self._module, trainer)
 
