@@ -30,6 +30,7 @@ from lightning_mfsdp.engine import (
     units,
     unshard,
 )
+from lightning_mfsdp.loading import load_from_checkpoint
 from lightning_mfsdp.precision import MFSDPPrecision
 from lightning_mfsdp.recompute import Recompute, apply_recompute
 from lightning_mfsdp.strategy import MFSDPStrategy, register_strategies
@@ -60,6 +61,7 @@ __all__ = [
     "fully_shard_units",
     "grad_norm",
     "lerp_",
+    "load_from_checkpoint",
     "no_sync",
     "record_ranges",
     "refresh_weights",

@@ -36,6 +36,7 @@ from lightning_mfsdp.continuation import (
 from lightning_mfsdp.data_position import DATA_POSITIONS, data_positions, go_on_reading, resumable, training_begins
 from lightning_mfsdp.engine import collectives_begun
 from lightning_mfsdp.lightning_api import (
+    LIGHTNING_VERSION,
     LightningOptimizer,
     ModelCheckpoint,
     SIGTERMException,
@@ -57,6 +58,13 @@ _BYTES_WORTH_A_BAR = 256 * 2**20
 _MODEL = "model"  # the one that a Trainer has
 
 
+class _NothingYet(dict[str, Any]):
+    """A checkpoint that Lightning passes over, as it does with an empty one; it insists on a version."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
 class CheckpointingStrategy(ProcessStrategy):
     """A strategy whose model is sharded and whose ranks write and read checkpoints together.
 
@@ -74,6 +82,17 @@ class CheckpointingStrategy(ProcessStrategy):
         self._saving_ranks: Ranks | None = None
         self._at_first_step: list[Callable[[], None]] = []
         self._go_on_reading: Callable[[], None] | None = None
+        self._weights_only: bool | None = None
+        self._can_read = False
+
+    def connect(self, model: LightningModule) -> None:
+        """An entry point of the Trainer begins; the model is not sharded for it yet."""
+        super().connect(model)
+        self._weights_only, self._can_read = None, False
+
+    def can_read_checkpoints(self) -> None:
+        """The model is sharded, and its optimizers are there."""
+        self._can_read = True
 
     @property
     def _module(self) -> LightningModule:
@@ -96,8 +115,12 @@ class CheckpointingStrategy(ProcessStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Weights are read straight into shards."""
-        return True
+        """Weights are read straight into shards. Before there are any, too, the Trainer is asked for the checkpoint.
+
+        Lightning 2.6 gives the user's `weights_only` to strategies that restore before their setup, and forgets it for those that restore
+        after it. So both happen: the first call notes the argument, and the second reads.
+        """
+        return self._can_read
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -279,7 +302,12 @@ class CheckpointingStrategy(ProcessStrategy):
         Raises:
             ValueError: Nothing that can be read lies at the path.
             RuntimeError: The checkpoint does not fit the model or the optimizers.
+            RefusedError: It holds a class that nobody has allowed, and `weights_only` is not False.
         """
+        if not self._can_read:
+            self._weights_only = weights_only
+            return _NothingYet({"pytorch-lightning_version": LIGHTNING_VERSION})
+        weights_only = self._weights_only if weights_only is None else weights_only
         self._saver.wait()
         self._at_first_step.clear()
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING

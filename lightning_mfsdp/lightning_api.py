@@ -8,10 +8,12 @@ LIGHTNING_MFSDP_NAMESPACE; type checkers always see the first. Tested with Light
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 __all__ = [
     "FABRIC_STRATEGY_REGISTRY",
+    "LIGHTNING_VERSION",
     "NAMESPACE",
     "BackboneFinetuning",
     "BaseFinetuning",
@@ -168,3 +170,5 @@ else:
         get_human_readable_count,
     )
     from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+
+LIGHTNING_VERSION: str = import_module(NAMESPACE).__version__

@@ -284,6 +284,7 @@ class MFSDPStrategy(CheckpointingStrategy):
                 if not isinstance(optimizer, MockOptimizer):
                     fully_shard_optimizer(optimizer, grad_scaler=self.precision_plugin.scaler)
         self._is_first_step = True
+        self.can_read_checkpoints()
         if fitting and self._cuda_graph:
             self._graphed = graphed_training_step(self._run_training_step, self._module, trainer)
 

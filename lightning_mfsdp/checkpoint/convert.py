@@ -24,7 +24,6 @@ from lightning_mfsdp.checkpoint.opened import (
 )
 from lightning_mfsdp.checkpoint.portable import (
     Portable,
-    PortableOptimizer,
     Source,
     read_portable,
     value_of,
@@ -141,7 +140,7 @@ def consolidate_checkpoint(
         state = {name: whole[parts.tied.get(name, name)] for name in parts.model}
         checkpoint = {**_completed(parts.rest), "state_dict": state}
         if parts.optimizers:
-            checkpoint["optimizer_states"] = [_numbered(optimizer, assembly) for optimizer in parts.optimizers]
+            checkpoint["optimizer_states"] = [optimizer.by_number(assembly.whole) for optimizer in parts.optimizers]
         assembly.fill(progress)
         torch.save(checkpoint, part)
         put_in_place(output)
@@ -201,21 +200,6 @@ class _Assembly:
                 done += size
                 if progress is not None:
                     progress(done, total)
-
-
-def _numbered(optimizer: PortableOptimizer, assembly: _Assembly) -> dict[str, Any]:
-    """As `Optimizer.state_dict()` has it: parameters counted through all groups."""
-    numbers: dict[str, int] = {}
-    groups = []
-    for group in optimizer.groups:
-        numbers.update({name: len(numbers) + place for place, name in enumerate(group["params"])})
-        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
-    state = {
-        numbers[name]: {key: assembly.whole(leaf) for key, leaf in optimizer.state[name].items()}
-        for name in numbers
-        if name in optimizer.state
-    }
-    return {"state": state, "param_groups": groups}
 
 
 def _completed(rest: dict[str, Any]) -> dict[str, Any]:

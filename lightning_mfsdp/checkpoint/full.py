@@ -46,9 +46,9 @@ def load_model(
     with torch.no_grad():
         for name, value in plain.items():
             view = index.views.get(name)
-            if view is not None:
+            if view is not None and view.main.numel():
                 view.main.copy_(_rows(value, view))
-            elif name in present:
+            elif view is None and name in present:
                 rest[names[name]] = value
             if reads is not None:
                 reads.took(value)

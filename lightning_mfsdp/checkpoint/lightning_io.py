@@ -23,6 +23,7 @@ from lightning_mfsdp.checkpoint.progress import CountingFile, CountingReads, Pro
 from lightning_mfsdp.checkpoint.ranks import Ranks, on_all_ranks
 from lightning_mfsdp.checkpoint.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
 from lightning_mfsdp.checkpoint.staging import Staging
+from lightning_mfsdp.checkpoint.unpickling import is_trusted
 
 __all__ = [
     "FullContent",
@@ -152,7 +153,7 @@ def load(
         module: Sharded.
         optimizers: Empty unless training resumes.
         strict: Names must match exactly.
-        weights_only: As for `torch.load`.
+        weights_only: As for `torch.load`, and for everything in a directory: only `False` lets classes be loaded that nobody has allowed.
         progress: Hears of every tensor that was read.
         parameter_states: Who else keeps something for parameters, by key.
         prepare: Called with what is returned, before optimizers are compared with the checkpoint.
@@ -163,11 +164,13 @@ def load(
     Raises:
         ValueError: There is no checkpoint.
         RuntimeError: The checkpoint does not fit, or is damaged.
+        RefusedError: It holds a class that nobody has allowed; nothing was changed.
     """
     ranks, states = Ranks(), parameter_states or {}
     recover(location, ranks)
     if location.is_sharded():
-        metadata = check_files(location, ranks)
+        trusted = is_trusted(weights_only)
+        metadata = check_files(location, ranks, trusted=trusted)
         with on_all_ranks(f"reading {META_FILE} of {location}"):
             rest = read(location, META_FILE, weights_only)
         rest.pop(TIED_WEIGHTS, None)
@@ -177,12 +180,12 @@ def load(
             prepare(rest)
         _check_number(location, metadata, optimizers)
         plans = [
-            plan_optimizer(location, metadata, module, optimizer, f"optimizer_{number}")
+            plan_optimizer(location, metadata, module, optimizer, f"optimizer_{number}", trusted=trusted)
             for number, optimizer in enumerate(optimizers)
         ]
         # All of it fits; from here on things change.
         all_plans: list[Plan] = [model_plan, *(plan for plan in plans if plan is not None), *state_plans]
-        read_rows(location, metadata, all_plans, progress)
+        read_rows(location, metadata, all_plans, progress, trusted=trusted)
         sharded.finish_model(model_plan, module)
         for plan, optimizer in zip(plans, optimizers, strict=True):
             if plan is not None:

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import override
 
 from lightning_mfsdp.checkpoint.location import COPY_AHEAD_BYTES, META_FILE, Location, Reader, Writer
+from lightning_mfsdp.checkpoint.unpickling import is_trusted
 
 __all__ = ["LocalLocation", "exchange", "part_of", "put_in_place", "remove"]
 
@@ -86,9 +87,9 @@ class LocalLocation(Location):
         return Writer(written, overwrite=False, per_thread_copy_ahead=0 if on_host else COPY_AHEAD_BYTES)
 
     @override
-    def reader(self, metadata: Metadata | None = None) -> Reader:
+    def reader(self, metadata: Metadata | None = None, *, trusted: bool = False) -> Reader:
         reader = Reader(self._path)
-        reader.known = metadata
+        reader.known, reader.trusted = metadata, trusted
         return reader
 
     @override
@@ -97,9 +98,16 @@ class LocalLocation(Location):
 
     @override
     def load(self, name: str | None, *, weights_only: bool | None) -> dict[str, Any]:
-        path = self._path if name is None else self._path / name
-        loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
+        trusted = is_trusted(weights_only)
+        loaded: dict[str, Any] = torch.load(self._file(name), map_location="cpu", weights_only=not trusted, mmap=True)
         return loaded
+
+    @override
+    def open(self, name: str | None) -> BinaryIO:
+        return self._file(name).open("rb")
+
+    def _file(self, name: str | None) -> Path:
+        return self._path if name is None else self._path / name
 
 
 def part_of(path: Path) -> Path:

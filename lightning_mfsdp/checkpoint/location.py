@@ -11,16 +11,19 @@ Local file systems move a directory in one operation (`local.py`); others, reach
 
 from __future__ import annotations
 
+import io
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import IO, Any, cast
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -28,10 +31,19 @@ from typing_extensions import override
 
 from lightning_mfsdp.checkpoint.progress import bytes_to_write
 from lightning_mfsdp.checkpoint.ranks import Ranks, root_of
+from lightning_mfsdp.checkpoint.unpickling import (
+    WEIGHTS_ONLY,
+    CheckpointError,
+    RefusedError,
+    not_read,
+    read_table,
+    refused_class,
+)
 
 __all__ = [
     "COPY_AHEAD_BYTES",
     "META_FILE",
+    "TABLE_OF_CONTENTS",
     "TIED_WEIGHTS",
     "Location",
     "Reader",
@@ -40,9 +52,12 @@ __all__ = [
     "file_problems",
     "look_over",
     "reason_of",
+    "strange_piece",
+    "where_of",
 ]
 
 META_FILE = "meta.pt"
+TABLE_OF_CONTENTS = ".metadata"
 # In it, where there are any: further names of tied weights, and the name that each is the same as.
 TIED_WEIGHTS = "tied_weights"
 # How much is copied from a GPU while what was copied before is written.
@@ -108,8 +123,13 @@ class Location(ABC):
         """What `torch.distributed.checkpoint` writes with. `on_host`: nothing has to be copied from a device."""
 
     @abstractmethod
-    def reader(self, metadata: Metadata | None = None) -> Reader:
-        """What `torch.distributed.checkpoint` reads with; it need not read `metadata` again."""
+    def reader(self, metadata: Metadata | None = None, *, trusted: bool = False) -> Reader:
+        """What `torch.distributed.checkpoint` reads with; it need not read `metadata` again.
+
+        Args:
+            metadata: The table of contents, where it was read already.
+            trusted: Values may be of any class.
+        """
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:
@@ -118,6 +138,10 @@ class Location(ABC):
     @abstractmethod
     def load(self, name: str | None, *, weights_only: bool | None) -> dict[str, Any]:
         """`torch.load` of a file in the directory, or of the single file."""
+
+    @abstractmethod
+    def open(self, name: str | None) -> AbstractContextManager[IO[bytes]]:
+        """The same file, to read its bytes."""
 
     @contextmanager
     def saving(self, ranks: Ranks, *, directory: bool) -> Iterator[str]:
@@ -195,24 +219,87 @@ def _batches(items: Sequence[WriteItem], most_bytes: int) -> list[list[WriteItem
 
 
 class Reader(FileSystemReader):
-    """PyTorch's, with several threads: each reads, unpacks and copies to the device some of the tensors."""
+    """PyTorch's, with several threads: each reads, unpacks and copies to the device some of the tensors.
+
+    Nothing that it reads runs code unless `trusted`.
+    """
 
     known: Metadata | None = None
+    trusted = False
+    # In messages, how that is said.
+    trusting = WEIGHTS_ONLY
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.known or super().read_metadata(*args, **kwargs)
+        if self.known is not None:
+            return self.known
+        rank = kwargs.get("rank")
+        path = self.fs.concat_path(self.path, TABLE_OF_CONTENTS if rank is None else f"__{rank}{TABLE_OF_CONTENTS}")
+        with self.fs.create_stream(path, "rb") as file:
+            metadata = read_table(cast(IO[bytes], file), str(path), trusted=self.trusted, trusting=self.trusting)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        read = super().read_data
         shares = [replace(plan, items=plan.items[start::_READ_THREADS]) for start in range(_READ_THREADS)]
         with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="mfsdp-load") as threads:
-            for started in [threads.submit(read, share, planner) for share in shares]:
+            for started in [threads.submit(self._read_share, share, planner) for share in shares]:
                 started.result()
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read_share(self, share: LoadPlan, planner: LoadPlanner) -> None:
+        try:
+            super().read_data(share, planner)
+        except pickle.UnpicklingError as error:
+            for item in share.items:
+                self._check_piece(item.storage_index)
+            raise RefusedError(
+                f"{self.path}: a piece of a tensor holds {refused_class(error)}, which no program writes there"
+            ) from error
+
+    def _check_piece(self, index: MetadataIndex) -> None:
+        try:
+            with io.BytesIO(self.raw(index)) as file:
+                torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise RefusedError(strange_piece(self.path, index, error)) from error
+
+    def raw(self, index: MetadataIndex, metadata: Metadata | None = None) -> bytes:
+        """What one save wrote for a chunk of a tensor or for an object: a whole file of `torch.save`.
+
+        Raises:
+            CheckpointError: It is not there.
+        """
+        item = ((metadata or self.known or self.read_metadata()).storage_data or {}).get(index)
+        if item is None:
+            raise CheckpointError(f"{self.path}: the table of contents names no place for {where_of(index)}")
+        if item.transform_descriptors:
+            raise CheckpointError(
+                f"{self.path}: {where_of(index)} was written through the extensions {list(item.transform_descriptors)}, which cannot be "
+                "undone here; save it without them"
+            )
+        with self.fs.create_stream(self.fs.concat_path(self.path, item.relative_path), "rb") as stream:
+            stream.seek(item.offset)
+            data: bytes = stream.read(item.length)
+        if len(data) != item.length:
+            raise CheckpointError(
+                f"{self.path}: {item.relative_path} ends {item.length - len(data)} bytes too early for {where_of(index)}"
+            )
+        return data
+
+
+def strange_piece(place: object, index: MetadataIndex, error: BaseException) -> str:
+    """The message for a class where a tensor belongs."""
+    return f"{place}: {where_of(index)} is a tensor, and a piece of it holds {refused_class(error)}, which no program writes there"
+
+
+def where_of(index: MetadataIndex) -> str:
+    """The name of what lies there, for messages."""
+    return index.fqn if not index.offset else f"{index.fqn} at {tuple(index.offset)}"
 
 
 def reason_of(error: BaseException) -> str:
@@ -223,17 +310,25 @@ def reason_of(error: BaseException) -> str:
     return "; ".join(f"rank {rank}: {type(cause[0]).__name__}: {cause[0]}" for rank, cause in failures[:4])
 
 
-def check_files(location: Location, ranks: Ranks) -> Metadata:
+def check_files(location: Location, ranks: Ranks, *, trusted: bool = False) -> Metadata:
     """Look over the files of a sharded checkpoint, before anything is read into a model. Collective.
+
+    Args:
+        location: Of the checkpoint.
+        ranks: All of them.
+        trusted: The table of contents may hold any class.
 
     Returns:
         The checkpoint's table of contents.
 
     Raises:
         RuntimeError: On all ranks, if on any it cannot be read, or files that it names are missing or too short; all of them are listed.
+        RefusedError: On all ranks, if on any it holds classes that nobody has allowed.
     """
-    metadata, problem = look_over(location)
-    for rank, found in enumerate(ranks.gather(problem)):
+    metadata, problem = look_over(location, trusted=trusted)
+    for rank, (found, is_refused) in enumerate(ranks.gather((str(problem), isinstance(problem, RefusedError)))):
+        if is_refused:
+            raise RefusedError(not_read(location, found))
         if found:
             raise RuntimeError(
                 f"{location} is incomplete or damaged, so nothing was read: rank {rank} finds that {found}. Use another checkpoint, or "
@@ -243,10 +338,12 @@ def check_files(location: Location, ranks: Ranks) -> Metadata:
     return metadata
 
 
-def look_over(location: Location) -> tuple[Metadata | None, str]:
+def look_over(location: Location, *, trusted: bool = False) -> tuple[Metadata | None, str | RefusedError]:
     """The table of contents, and what is wrong with the files; empty if nothing."""
     try:
-        metadata: Metadata = location.reader().read_metadata()
+        metadata: Metadata = location.reader(trusted=trusted).read_metadata()
+    except RefusedError as error:
+        return None, error
     except Exception as error:  # a damaged pickle may come to anything
         return None, f".metadata cannot be read ({type(error).__name__}: {error})"
     problems = list(file_problems(location.sizes(), metadata).values())

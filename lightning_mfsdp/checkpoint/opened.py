@@ -15,13 +15,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from lightning_mfsdp.checkpoint.location import META_FILE, TIED_WEIGHTS
 from lightning_mfsdp.checkpoint.stored import (
     TABLE_OF_CONTENTS,
+    TRUSTING,
     CheckpointError,
     Leaves,
     NestedPath,
     StoredCheckpoint,
     first_line,
-    untrusted,
 )
+from lightning_mfsdp.checkpoint.unpickling import RefusedError, key_of, refusal, refused_class
 
 __all__ = [
     "LIGHTNING_VERSION",
@@ -69,7 +70,10 @@ def load_file(path: Path, *, trust: bool) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=not trust, mmap=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(untrusted(str(path), error)) from error
+        refused = refused_class(error)
+        with path.open("rb") as file:
+            key = key_of(file, refused)
+        raise RefusedError(refusal(f"{path}: {key}" if key else str(path), refused, TRUSTING)) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(
             f"{path} is a damaged file of torch.save ({type(error).__name__}: {first_line(error)})"

@@ -18,6 +18,7 @@ from lightning_mfsdp.checkpoint.location import META_FILE, Location, reason_of
 from lightning_mfsdp.checkpoint.progress import LoadPlanner, Progress
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.remote import RemoteLocation
+from lightning_mfsdp.checkpoint.unpickling import WEIGHTS_ONLY, RefusedError, key_of, not_read, refusal, refused_class
 
 __all__ = ["Plan", "locate", "no_checkpoint_error", "read", "read_rows", "recover"]
 
@@ -52,20 +53,20 @@ def read(location: Location, name: str | None, weights_only: bool | None) -> dic
     """`torch.load` of a file in a directory, or of the single file (`None`).
 
     Raises:
-        RuntimeError: It is damaged, or holds classes that `torch.load` refuses.
+        RuntimeError: It is damaged.
+        RefusedError: It holds classes that `torch.load` refuses.
     """
+    file = f"{location}{'' if name is None else '/' + name}"
     try:
         return location.load(name, weights_only=weights_only)
     except pickle.UnpicklingError as error:
-        raise RuntimeError(
-            f"{location} holds Python objects that torch.load refuses by default. If you trust it, allow their classes with "
-            "torch.serialization.add_safe_globals, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 "
-            "(the Trainer does not hand weights_only on to strategies that load after setup; under Fabric, pass weights_only=False)"
-        ) from error
+        refused = refused_class(error)
+        with location.open(name) as opened:
+            key = key_of(opened, refused)
+        raise RefusedError(refusal(f"{file}: {key}" if key else file, refused, WEIGHTS_ONLY)) from error
     except (RuntimeError, EOFError, OSError) as error:
         raise RuntimeError(
-            f"{location}{'' if name is None else '/' + name} cannot be read, so nothing was: {error}. It is damaged, or no "
-            "checkpoint; use another"
+            f"{file} cannot be read, so nothing was: {error}. It is damaged, or no checkpoint; use another"
         ) from error
 
 
@@ -87,20 +88,39 @@ def read_rows(
     plans: Sequence[Plan],
     progress: Progress | None = None,
     *,
+    trusted: bool = False,
     alone: bool = False,
+    in_place: bool = True,
 ) -> None:
     """Read what was planned, all in one go. All ranks call it, unless one process works `alone`.
 
+    Args:
+        location: Of the checkpoint.
+        metadata: Its table of contents.
+        plans: What to read.
+        progress: Hears of every tensor that was read.
+        trusted: Values may be of any class.
+        alone: Other ranks do something else.
+        in_place: Into the model, which a message then says.
+
     Raises:
         RuntimeError: On all ranks, if any cannot; nobody knows then what was read.
+        RefusedError: On all ranks, if a value is of a class that nobody has allowed and not `trusted`; then nothing was read.
     """
     targets = {plan.key: plan.wanted for plan in plans}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            reader = location.reader(metadata)
-            dcp_load(targets, storage_reader=reader, planner=LoadPlanner(progress), no_dist=alone)
+            reader = location.reader(metadata, trusted=trusted)
+            dcp_load(targets, storage_reader=reader, planner=LoadPlanner(reader, progress), no_dist=alone)
     except CheckpointException as error:
+        refused = [cause for cause, _ in error.failures.values() if isinstance(cause, RefusedError)]
+        if refused:
+            raise RefusedError(not_read(location, refused[0])) from error
+        if not in_place:
+            raise RuntimeError(
+                f"reading {location} failed, and nothing was changed: {reason_of(error)}. Use another one"
+            ) from error
         raise RuntimeError(
             f"reading {location} failed half-way, so the model is no longer what it was: {reason_of(error)}. Use another checkpoint"
         ) from error

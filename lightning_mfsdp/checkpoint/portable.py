@@ -10,7 +10,7 @@ Nothing is read but small values; tensors stay where they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -57,6 +57,24 @@ class PortableOptimizer:
     def numbered(self) -> bool:
         """Whether parameters go by numbers."""
         return any(isinstance(key, int) for group in self.groups for key in group["params"])
+
+    def by_number(self, value: Callable[[Any], Any]) -> dict[str, Any]:
+        """As `Optimizer.state_dict()` has it: parameters counted through all groups.
+
+        Args:
+            value: Makes what is wanted of a leaf.
+        """
+        numbers: dict[str, int] = {}
+        groups = []
+        for group in self.groups:
+            numbers.update({name: len(numbers) + place for place, name in enumerate(group["params"])})
+            groups.append({**group, "params": [numbers[name] for name in group["params"]]})
+        state = {
+            numbers[name]: {key: value(leaf) for key, leaf in self.state[name].items()}
+            for name in numbers
+            if name in self.state
+        }
+        return {"state": state, "param_groups": groups}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, WriteItem
 from typing_extensions import override
+
+from lightning_mfsdp.checkpoint.unpickling import load_trusting
 
 __all__ = ["CountingFile", "CountingReads", "LoadPlanner", "Progress", "SavePlanner", "bytes_to_write"]
 
@@ -45,13 +48,51 @@ class SavePlanner(DefaultSavePlanner):
             self._progress(self._done, self._total)
 
 
-class LoadPlanner(DefaultLoadPlanner):
-    """Tells `progress` of each tensor that was read."""
+class Raw(Protocol):
+    """Reads bytes of a checkpoint."""
 
-    def __init__(self, progress: Progress | None) -> None:
+    trusted: bool
+    path: Any
+
+    def raw(self, index: MetadataIndex, metadata: Metadata | None = None) -> bytes:
+        """What was written under `index`."""
+        ...
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Tells `progress` of each tensor that was read. What is no tensor is loaded while ranks plan: if one is refused, nothing is read.
+
+    Args:
+        reader: Of the same checkpoint.
+        progress: As above.
+    """
+
+    def __init__(self, reader: Raw, progress: Progress | None = None) -> None:
         super().__init__()
+        self._reader = reader
         self._progress = progress
         self._done = self._total = 0
+        self._values: dict[str, Any] = {}
+
+    @override
+    def create_local_plan(self) -> LoadPlan:
+        plan: LoadPlan = super().create_local_plan()
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                name = item.storage_index.fqn
+                with io.BytesIO(self._reader.raw(item.storage_index, self.metadata)) as file:
+                    what = f"{self._reader.path}: {name}"
+                    self._values[item.dest_index.fqn] = load_trusting(file, what, trusted=self._reader.trusted)
+        return plan
+
+    @override
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        *parents, last = self.mappings[name]
+        holder: Any = self.original_state_dict
+        for key in parents:
+            holder = holder[key]
+        holder[last] = self._values[name]
 
     @override
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:

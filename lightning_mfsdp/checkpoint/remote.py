@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import IO, Any
 
 import fsspec
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import override
 
 from lightning_mfsdp.checkpoint.location import COPY_AHEAD_BYTES, META_FILE, Location, Reader, Writer
+from lightning_mfsdp.checkpoint.unpickling import is_trusted
 
 __all__ = ["RemoteLocation"]
 
@@ -120,9 +121,9 @@ class RemoteLocation(Location):
         return _Writer(written, _Files(self._fs), 0 if on_host else COPY_AHEAD_BYTES)
 
     @override
-    def reader(self, metadata: Metadata | None = None) -> Reader:
+    def reader(self, metadata: Metadata | None = None, *, trusted: bool = False) -> Reader:
         reader = _Reader(self._path, _Files(self._fs))
-        reader.known = metadata
+        reader.known, reader.trusted = metadata, trusted
         return reader
 
     @override
@@ -133,9 +134,16 @@ class RemoteLocation(Location):
 
     @override
     def load(self, name: str | None, *, weights_only: bool | None) -> dict[str, Any]:
-        with self._fs.open(self._path if name is None else f"{self._path}/{name}", "rb") as file:
-            loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
+        with self.open(name) as file:
+            loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=not is_trusted(weights_only))
         return loaded
+
+    @override
+    def open(self, name: str | None) -> AbstractContextManager[IO[bytes]]:
+        opened: AbstractContextManager[IO[bytes]] = self._fs.open(
+            self._path if name is None else f"{self._path}/{name}", "rb"
+        )
+        return opened
 
     @property
     def _parent(self) -> str:

@@ -57,13 +57,13 @@ class RowShard(Tensor):
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         return [
             WriteItem(
-                index=MetadataIndex(fqn, self._offsets),
+                index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
                     chunk=chunk, properties=TensorProperties.create_from_tensor(self._piece), size=self._global_shape
                 ),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in self.__create_chunk_list__() or _nothing(self._global_shape)
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -77,3 +77,8 @@ class RowShard(Tensor):
                 f"{index.fqn}: this rank holds rows from {tuple(self._offsets)}, asked for {tuple(index.offset)}"
             )
         return self._piece
+
+
+def _nothing(shape: torch.Size) -> list[ChunkStorageMetadata]:
+    """All of a tensor without elements, which no rank has rows of; every rank offers it, and PyTorch takes it from one."""
+    return [] if shape.numel() else [ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)]

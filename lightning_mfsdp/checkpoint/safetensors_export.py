@@ -29,6 +29,7 @@ from lightning_mfsdp.checkpoint.safetensors_files import (
     plan_files,
 )
 from lightning_mfsdp.checkpoint.sharded import paths_of, plain_name, tied_names
+from lightning_mfsdp.checkpoint.unpickling import RefusedError, is_trusted, not_read
 from lightning_mfsdp.engine.parameter import Entry, owner_of
 
 __all__ = ["export_checkpoint", "export_model"]
@@ -44,6 +45,7 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     prefix: str = "",
     progress: Progress | None = None,
+    weights_only: bool | None = None,
 ) -> list[Path]:
     """Write the weights of a finished checkpoint as safetensors. One process does it, without a Trainer or a process group.
 
@@ -59,21 +61,22 @@ def export_checkpoint(
         prefix: Part of all names that the exported model does not know, with its dot: "model." if the LightningModule holds it as
             `self.model`. It is taken away.
         progress: Called with the bytes written and all bytes, after each tensor.
+        weights_only: As for `torch.load`: only `False` lets classes be loaded that nobody has allowed.
 
     Returns:
         The safetensors files.
 
     Raises:
         ValueError: No checkpoint at the path, an argument out of its range, names without the prefix, or entries that are no tensors.
-        RuntimeError: The checkpoint is damaged.
+        RuntimeError: The checkpoint is damaged, or holds a class that nobody has allowed.
         IsADirectoryError, NotADirectoryError: Something else is at `folder`.
     """
     options = _Options(max_shard_bytes=max_shard_bytes, dtype=dtype, prefix=prefix)
     source = locate(path)
     if source.is_sharded():
-        described, read_one = _sharded_source(source)
+        described, read_one = _sharded_source(source, weights_only)
     elif source.is_file():
-        described, read_one = _file_source(source)
+        described, read_one = _file_source(source, weights_only)
     else:
         raise ValueError(
             f"export_checkpoint: {source}: expected a checkpoint of this strategy, a directory with {META_FILE} in it or a single file; "
@@ -203,8 +206,10 @@ class _OneTensor:
     key: str = "model"
 
 
-def _sharded_source(path: Location) -> tuple[_Described, Callable[[str], Tensor]]:
-    metadata, problem = look_over(path)
+def _sharded_source(path: Location, weights_only: bool | None) -> tuple[_Described, Callable[[str], Tensor]]:
+    metadata, problem = look_over(path, trusted=is_trusted(weights_only))
+    if isinstance(problem, RefusedError):
+        raise RefusedError(not_read(path, problem)) from problem
     if problem or metadata is None:
         raise RuntimeError(f"export_checkpoint: {path} is incomplete or damaged: {problem}. Use another checkpoint")
     described: _Described = {}
@@ -215,7 +220,7 @@ def _sharded_source(path: Location) -> tuple[_Described, Callable[[str], Tensor]
                 described[str(item[1])] = entry.size, entry.properties.dtype
             else:
                 described[str(item[1])] = None
-    tied = read(path, META_FILE, None).get(TIED_WEIGHTS, {})
+    tied = read(path, META_FILE, weights_only).get(TIED_WEIGHTS, {})
     described.update({name: first for name, first in tied.items() if name in described and first in described})
 
     def read_one(name: str) -> Tensor:
@@ -228,8 +233,8 @@ def _sharded_source(path: Location) -> tuple[_Described, Callable[[str], Tensor]
     return described, read_one
 
 
-def _file_source(path: Location) -> tuple[_Described, Callable[[str], Tensor]]:
-    state = read(path, None, None).get("state_dict")
+def _file_source(path: Location, weights_only: bool | None) -> tuple[_Described, Callable[[str], Tensor]]:
+    state = read(path, None, weights_only).get("state_dict")
     if not isinstance(state, dict):
         raise ValueError(
             f"export_checkpoint: {path} holds no state_dict; expected a checkpoint file that Lightning saved"

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import TracebackType
 from typing import Any, BinaryIO, TypeAlias
 
@@ -319,8 +319,21 @@ def _places(source: Path) -> dict[str, Path]:
 
 def _index(path: Path) -> dict[str, Path]:
     try:
-        return {str(name): path.parent / str(file) for name, file in json.loads(path.read_text())["weight_map"].items()}
+        places = {str(name): str(file) for name, file in json.loads(path.read_text())["weight_map"].items()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise RuntimeError(
             f"{path} is no index of safetensors files ({type(error).__name__}: {error}); expected JSON with a weight_map"
         ) from error
+    for name, file in places.items():
+        if not _lies_inside(file):
+            raise RuntimeError(
+                f"{path} says that {name} is in {file!r}, which is not below the folder of the index; expected the name of a file "
+                "beside it. Do not use this index, or correct it"
+            )
+    return {name: path.parent / file for name, file in places.items()}
+
+
+def _lies_inside(file: str) -> bool:
+    """Whether a path leads to somewhere below the folder it starts from, on any system. Links in that folder may lead elsewhere."""
+    kinds = (PurePosixPath(file), PureWindowsPath(file))
+    return bool(kinds[0].parts) and not any(path.anchor or ".." in path.parts for path in kinds)

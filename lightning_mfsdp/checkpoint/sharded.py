@@ -279,8 +279,9 @@ def check_restored(
 
 
 def paths_of(metadata: Metadata) -> dict[str, tuple[Any, ...]]:
-    """Nested path of every flat key of a checkpoint."""
-    return dict(metadata.planner_data or {})
+    """Nested path of every flat key of a checkpoint. PyTorch lists tensors of which no rank wrote anything, too: these are left out."""
+    written = metadata.state_dict_metadata
+    return {key: path for key, path in (metadata.planner_data or {}).items() if key in written}
 
 
 def check_names(

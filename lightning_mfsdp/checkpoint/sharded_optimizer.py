@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint.location import Location
+from lightning_mfsdp.checkpoint.opening import read_rows
 from lightning_mfsdp.checkpoint.rows import RowShard
 from lightning_mfsdp.checkpoint.sharded import ParameterIndex, paths_of, plain_name
 from lightning_mfsdp.engine import ParameterView
@@ -64,8 +64,16 @@ class OptimizerPlan:
     names_by_group: list[list[str]]
 
 
+@dataclass(frozen=True)
+class _Groups:
+    """What `read_rows` reads: options of the parameter groups."""
+
+    key: str
+    wanted: dict[str, Any]
+
+
 def plan_optimizer(
-    path: Location, metadata: Metadata, module: nn.Module, optimizer: Optimizer, key: str
+    path: Location, metadata: Metadata, module: nn.Module, optimizer: Optimizer, key: str, *, trusted: bool = False
 ) -> OptimizerPlan | None:
     """Find the state of the optimizer saved as `key`, and check that it fits; changes nothing. All ranks call it.
 
@@ -74,6 +82,7 @@ def plan_optimizer(
 
     Raises:
         RuntimeError: The optimizer's parameter groups hold other parameters than the saved ones.
+        RefusedError: An option is of a class that nobody has allowed, and not `trusted`.
     """
     index = ParameterIndex(module)
     names_by_group = index.names_by_group(optimizer)
@@ -95,8 +104,7 @@ def plan_optimizer(
                 target["state"].setdefault(item[2], {})[item[3]] = _empty_like_saved(metadata, flat, view)
     if not found:
         return None
-    groups = {key: {"param_groups": target["param_groups"]}}
-    dcp_load(groups, storage_reader=path.reader(metadata))
+    read_rows(path, metadata, [_Groups(key, {"param_groups": target["param_groups"]})], trusted=trusted, in_place=False)
     saved_groups = [[plain_name(name) for name in group.get("params", [])] for group in target["param_groups"]]
     _check_groups(path, key, saved_groups, names_by_group)
     return OptimizerPlan(key, target, names_by_group)

@@ -18,7 +18,6 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -28,8 +27,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from lightning_mfsdp.checkpoint.location import TABLE_OF_CONTENTS, Reader, strange_piece, where_of
+from lightning_mfsdp.checkpoint.unpickling import CheckpointError, RefusedError, refusal, refused_class
+
 __all__ = [
     "TABLE_OF_CONTENTS",
+    "TRUSTING",
     "CheckpointError",
     "Leaves",
     "NestedPath",
@@ -41,17 +44,13 @@ __all__ = [
     "first_line",
     "is_tensor",
     "size_bytes",
-    "untrusted",
 ]
 
 NestedPath = tuple[str | int, ...]
 Leaves = dict[NestedPath, Any]
 
-TABLE_OF_CONTENTS = ".metadata"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be read, or not be mapped to what was asked for."""
+# How users of commands and their functions say that they trust a checkpoint.
+TRUSTING = "read it with --trust (trust=True)"
 
 
 class UnreadTensor(ABC):
@@ -89,11 +88,9 @@ def size_bytes(leaf: TensorLeaf) -> int:
 class StoredCheckpoint:
     """A directory of torch.distributed.checkpoint. Opening it reads the table of contents only.
 
-    That table is a pickle, as PyTorch defines it: open checkpoints of people you trust.
-
     Args:
         path: The directory.
-        trust: Also read values that hold Python objects `torch.load` refuses by default.
+        trust: Also read Python objects that `torch.load` refuses by default.
 
     Raises:
         CheckpointError: There is no table of contents, or it cannot be read.
@@ -102,9 +99,12 @@ class StoredCheckpoint:
     def __init__(self, path: Path, *, trust: bool = False) -> None:
         self.path = path
         self.trust = trust
-        self._reader = FileSystemReader(path)
+        self._reader = Reader(path)
+        self._reader.trusted, self._reader.trusting = trust, TRUSTING
         try:
             self.metadata: Metadata = self._reader.read_metadata()
+        except CheckpointError:
+            raise
         except Exception as error:  # a damaged pickle may come to anything
             raise CheckpointError(
                 f"{path}: the table of contents {TABLE_OF_CONTENTS} cannot be read ({type(error).__name__}: {error}). Use "
@@ -136,23 +136,7 @@ class StoredCheckpoint:
         Raises:
             CheckpointError: It is not there.
         """
-        item = self.place(index)
-        if item is None:
-            raise CheckpointError(f"{self.path}: the table of contents names no place for {_described(index)}")
-        if item.transform_descriptors:
-            raise CheckpointError(
-                f"{self.path}: {_described(index)} was written through the extensions {list(item.transform_descriptors)}, which cannot be "
-                "undone here; save it without them"
-            )
-        files = self._reader.fs
-        with files.create_stream(files.concat_path(self._reader.path, item.relative_path), "rb") as stream:
-            stream.seek(item.offset)
-            data: bytes = stream.read(item.length)
-        if len(data) != item.length:
-            raise CheckpointError(
-                f"{self.path}: {item.relative_path} ends {item.length - len(data)} bytes too early for {_described(index)}"
-            )
-        return data
+        return self._reader.raw(index, self.metadata)
 
     def value(self, index: MetadataIndex, data: bytes) -> Any:
         """What `raw` gave, made into a tensor or an object again.
@@ -160,14 +144,17 @@ class StoredCheckpoint:
         Raises:
             CheckpointError: It cannot be.
         """
+        is_tensor = isinstance(self.metadata.state_dict_metadata.get(index.fqn), TensorStorageMetadata)
         try:
             with io.BytesIO(data) as file:
-                loaded = torch.load(file, map_location="cpu", weights_only=not self.trust)
+                loaded = torch.load(file, map_location="cpu", weights_only=is_tensor or not self.trust)
         except pickle.UnpicklingError as error:
-            raise CheckpointError(untrusted(f"{self.path}: {_described(index)}", error)) from error
+            if is_tensor:
+                raise RefusedError(strange_piece(self.path, index, error)) from error
+            raise RefusedError(refusal(f"{self.path}: {where_of(index)}", refused_class(error), TRUSTING)) from error
         except (RuntimeError, EOFError, ValueError, zipfile.BadZipFile) as error:
             raise CheckpointError(
-                f"{self.path}: {_described(index)} does not load ({type(error).__name__}: {first_line(error)})"
+                f"{self.path}: {where_of(index)} does not load ({type(error).__name__}: {first_line(error)})"
             ) from error
         # torch.load leaves a cycle of functions behind, which keeps the tensor in memory until young garbage is looked for.
         gc.collect(1)
@@ -224,7 +211,7 @@ class StoredTensor(UnreadTensor):
         found = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
         if not isinstance(value, Tensor) or found != (expected, self.dtype):
             raise CheckpointError(
-                f"{self.checkpoint.path}: {_described(index)} holds {found}, expected {(expected, self.dtype)}"
+                f"{self.checkpoint.path}: {where_of(index)} holds {found}, expected {(expected, self.dtype)}"
             )
         return value
 
@@ -273,18 +260,6 @@ class StoredObject:
         return self.checkpoint.value(self.index, self.checkpoint.raw(self.index))
 
 
-def _described(index: MetadataIndex) -> str:
-    return index.fqn if not index.offset else f"{index.fqn} at {tuple(index.offset)}"
-
-
 def first_line(error: BaseException) -> str:
     """Of its message."""
     return (str(error).splitlines() or [""])[0]
-
-
-def untrusted(what: str, error: BaseException) -> str:
-    """The message for Python objects among plain values."""
-    return (
-        f"{what} holds Python objects beyond plain values, or is damaged ({first_line(error)}). If you trust the checkpoint, read it with "
-        "--trust (trust=True)"
-    )

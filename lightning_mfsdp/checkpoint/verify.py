@@ -102,7 +102,12 @@ def _verify_directory(path: Path, fast: bool, trust: bool, progress: Progress | 
             found.tensors += 1
             chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in leaf.chunks]
             found.problems += [f"{flat_name(leaf_path)}: {text}" for text in cover_problems(tuple(leaf.shape), chunks)]
-    if (path / META_FILE).is_file():
+    if not (path / META_FILE).is_file():
+        found.problems.append(
+            f"{META_FILE} is missing, so nothing here loads the directory: the save did not get to its end, or the file was not copied, or "
+            "another program wrote the directory (convert makes one of it that loads)"
+        )
+    else:
         try:
             _check_file(path / META_FILE, trust, fast)
         except CheckpointError as error:

@@ -52,7 +52,7 @@ def add_checkpoint_commands(subparsers: Any) -> None:
     single = _command(commands, "consolidate", _consolidate, "a sharded directory becomes one file for plain PyTorch")
     single.add_argument("output", type=Path, metavar="OUTPUT", help="file to write; must not exist")
 
-    export = _command(commands, "export", _export, "weights become safetensors files", trust=False)
+    export = _command(commands, "export", _export, "weights become safetensors files")
     export.add_argument("output", type=Path, metavar="FOLDER", help="folder to write into")
     export.add_argument("--prefix", default="", metavar="model.", help="taken away from the start of every name")
     export.add_argument("--max-shard-size", type=_size, default=_size("5GB"), metavar="5GB", help="of one file")
@@ -72,15 +72,10 @@ def add_checkpoint_commands(subparsers: Any) -> None:
     )
 
 
-def _command(
-    commands: Any, name: str, run: Callable[[Namespace], int], description: str, *, trust: bool = True
-) -> ArgumentParser:
+def _command(commands: Any, name: str, run: Callable[[Namespace], int], description: str) -> ArgumentParser:
     parser: ArgumentParser = commands.add_parser(name, help=description, description=description)
     parser.add_argument("path", type=Path, metavar="PATH", help="of the checkpoint")
-    if trust:
-        parser.add_argument(
-            "--trust", action="store_true", help="read Python objects that torch.load refuses by default"
-        )
+    parser.add_argument("--trust", action="store_true", help="read Python objects that torch.load refuses by default")
     parser.set_defaults(run=run)
     return parser
 
@@ -120,6 +115,7 @@ def _export(arguments: Namespace) -> int:
             dtype=None if arguments.dtype is None else getattr(torch, arguments.dtype),
             prefix=arguments.prefix,
             progress=progress,
+            weights_only=False if arguments.trust else None,
         )
     _write(f"{file}  {readable_bytes(file.stat().st_size)}" for file in files)
     return 0

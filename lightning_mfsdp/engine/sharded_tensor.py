@@ -72,8 +72,12 @@ class Rows(PlacedTensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in self.__create_chunk_list__() or self._nothing()
         ]
+
+    def _nothing(self) -> list[ChunkStorageMetadata]:
+        """All of a tensor without elements, which no rank has rows of; every rank offers it, and PyTorch takes it from one."""
+        return [] if self.numel() else [ChunkStorageMetadata(offsets=torch.Size([0] * self.dim()), sizes=self.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """For torch.distributed.checkpoint: the memory it reads from and writes to."""

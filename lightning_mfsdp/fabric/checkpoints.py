@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint import full, lightning_io, sharded
 from lightning_mfsdp.checkpoint.location import META_FILE, Location, check_files
-from lightning_mfsdp.checkpoint.opening import no_checkpoint_error, read, read_rows, recover
+from lightning_mfsdp.checkpoint.opening import Plan, no_checkpoint_error, read, read_rows, recover
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
+from lightning_mfsdp.checkpoint.unpickling import is_trusted
 from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
 
 __all__ = ["Filters", "load", "load_raw", "save"]
@@ -76,7 +77,7 @@ def load(location: Location, state: dict[str, Any], *, strict: bool, weights_onl
         location: From `save`, or from a Trainer (its keys are `model` and `optimizer_<i>`, in a file `state_dict`).
         state: What to restore.
         strict: Keys of `state` and names in state dicts must be there.
-        weights_only: As for `torch.load`.
+        weights_only: As for `torch.load`, and for everything in a directory: only `False` lets classes be loaded that nobody has allowed.
 
     Returns:
         What was saved and not asked for, without weights and optimizer states.
@@ -85,13 +86,15 @@ def load(location: Location, state: dict[str, Any], *, strict: bool, weights_onl
         ValueError: There is no checkpoint.
         KeyError: It lacks a key of `state`.
         RuntimeError: It does not fit.
+        RefusedError: It holds a class that nobody has allowed; nothing was changed.
     """
     ranks = Ranks()
     recover(location, ranks)
     if location.is_sharded():
-        metadata = check_files(location, ranks)
+        trusted = is_trusted(weights_only)
+        metadata = check_files(location, ranks, trusted=trusted)
         rest = read(location, META_FILE, weights_only)
-        _load_rows(location, metadata, state, rest, strict=strict)
+        _load_rows(location, metadata, state, rest, strict=strict, trusted=trusted)
     elif location.is_file():
         rest = read(location, None, weights_only)
         _load_whole(location, state, rest, strict=strict)
@@ -115,7 +118,13 @@ def load_raw(location: Location, module: nn.Module, *, strict: bool, weights_onl
 
 
 def _load_rows(
-    path: Location, metadata: Metadata, state: Mapping[str, Any], rest: Mapping[str, Any], *, strict: bool
+    path: Location,
+    metadata: Metadata,
+    state: Mapping[str, Any],
+    rest: Mapping[str, Any],
+    *,
+    strict: bool,
+    trusted: bool,
 ) -> None:
     present = _present(path, state, {*(item[0] for item in sharded.paths_of(metadata).values()), *rest}, strict=strict)
     models = {
@@ -124,12 +133,13 @@ def _load_rows(
         if isinstance(module, nn.Module)
     }
     optimizers = {
-        key: plan_optimizer(path, metadata, _module_of(key, optimizer, state), optimizer, key)
+        key: plan_optimizer(path, metadata, _module_of(key, optimizer, state), optimizer, key, trusted=trusted)
         for key, optimizer in present.items()
         if isinstance(optimizer, Optimizer)
     }
     # All of it fits; from here on things change.
-    read_rows(path, metadata, [*models.values(), *(plan for plan in optimizers.values() if plan is not None)])
+    planned: list[Plan] = [*models.values(), *(plan for plan in optimizers.values() if plan is not None)]
+    read_rows(path, metadata, planned, trusted=trusted)
     for key, model_plan in models.items():
         sharded.finish_model(model_plan, state[key])
     for key, plan in optimizers.items():

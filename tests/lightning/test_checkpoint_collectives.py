@@ -64,8 +64,7 @@ PURPOSES = {
         "location.check_files": "what is wrong with the files, as every rank sees them",
         "lightning_io.load": "whether any rank could not read meta.pt",
         "sharded.rows_by_name": "as above, of the model that is loaded into",
-        "sharded_optimizer.plan_optimizer": "PyTorch's plan for the groups of an optimizer",
-        "opening.read_rows": "PyTorch's plan for all rows, and whether all were read",
+        "opening.read_rows": "PyTorch's plan for the groups of an optimizer, then for all rows, and whether all were read",
     },
 }
 
