@@ -95,9 +95,9 @@ def peers() -> Peers | None:
 def _abort_after_a_failure(peers: Peers) -> None:
     """At the end of a process whose program raised: ranks that wait for it hear of it, and it waits for nobody."""
     error = getattr(sys, "last_value", None)
-    if isinstance(error, BaseException) and not peers.has_failed:
-        peers.failed((), f"{type(error).__name__}: {error}")
-    if peers.has_failed:
+    if isinstance(error, BaseException):
+        peers.failed(None, f"{type(error).__name__}: {error}")
+    if isinstance(error, BaseException) or peers.has_failed:
         compat.abort_process_groups()
 
 

@@ -243,7 +243,7 @@ class Peers:
         """Say that this rank has an exception, and wait until it is known whether all have.
 
         Args:
-            where: Numbers that are equal on ranks that failed in the same place. `None`: it only missed the others.
+            where: Numbers that are equal on ranks that failed in the same place. `None`: there is no such place, or it missed the others.
             what: The exception, for the others.
 
         Returns:

@@ -58,7 +58,7 @@ class Stopping:
         self._trains = self._trains or trains
 
     def end(self) -> None:
-        """Put back what was replaced. A signal that came too late to stop a batch is handed to whoever is next."""
+        """Put back what was replaced. A signal that came after the last batch is handed to whoever is next."""
         self._trains = False
         if self._replaces_method:
             delattr(self._trainer.fit_loop.epoch_loop, METHOD)
@@ -67,7 +67,7 @@ class Stopping:
             own, self._handler = self._handler, None
             before: Any = self._trainer._signal_connector._original_handlers.get(signal.SIGTERM)
             signal.signal(signal.SIGTERM, own)
-            if self._asked and not self.agreed:
+            if self._asked and not self._trainer.interrupted:  # an exception ends the process anyway, and is to be seen
                 signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
                 os.kill(os.getpid(), signal.SIGTERM)
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_mfsdp.engine import compat
 from tests.engine.cases import run_cases
+from tests.helpers.distributed import run_distributed
 
 
 def test_the_torch_version_is_one_the_package_allows():
@@ -422,3 +423,36 @@ def test_a_grouped_product_multiplies_each_group_by_its_own_matrix():
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
     outer = compat.grouped_mm(rows.t(), rows, ends)
     torch.testing.assert_close(outer[2], rows[4:].t() @ rows[4:], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[/a/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1"), True),
+        (RuntimeError("Timed out waiting 20000ms for send operation to complete"), True),
+        (ValueError("Default process group has not been initialized"), True),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 0"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"), False),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        (KeyError("process group"), False),
+    ],
+)
+def test_errors_for_want_of_other_ranks_are_told_from_others(error, lost):
+    assert compat.is_lost_connection(error) is lost
+
+
+def aborted(rank, world):
+    compat.abort_process_groups()
+    assert not dist.is_initialized()
+    compat.abort_process_groups()  # once more does nothing
+
+
+def test_process_groups_can_be_aborted():
+    run_distributed(aborted, 1)
+
+
+def test_a_part_of_a_store_has_keys_of_its_own():
+    store: compat.Store = dist.HashStore()
+    compat.PrefixStore("one", store).set("key", "value")
+    assert store.check(["one/key"])
+    assert not compat.PrefixStore("two", store).check(["key"])
