@@ -96,7 +96,7 @@ def fully_shard_optimizer(
     works_locally = is_known or isinstance(optimizer, LocalRowsOptimizer)
     local = works_locally if elementwise is None else elementwise
     keeps_remainders = is_fused_adam(optimizer) and getattr(optimizer, "store_param_remainders", False)
-    groups: list[tuple[weakref.ref[ParameterGroup], list[Entry]]] = []
+    groups: list[tuple[weakref.ref[ParameterGroup], list[int]]] = []
     held: list[Tensor] = []
     streamed = StreamedStep()
 
@@ -104,7 +104,10 @@ def fully_shard_optimizer(
         nonlocal held
         if not _is_same(held, _parameters(optimizer)):
             found = _adopt_parameters(optimizer, local, grad_scaler)
-            groups[:] = [(weakref.ref(group), entries) for group, entries in found.items()]
+            groups[:] = [
+                (weakref.ref(group), [group.entries.index(entry) for entry in entries])
+                for group, entries in found.items()
+            ]
             streamed.adopt(optimizer)
             held = _parameters(optimizer)
 
@@ -116,7 +119,7 @@ def fully_shard_optimizer(
 
     def end(optimizer: Optimizer, *_: Any) -> None:
         if streamed.end(optimizer):
-            _note_step((group, entries) for reference, entries in groups if (group := reference()) is not None)
+            _note_step((group, indices) for reference, indices in groups if (group := reference()) is not None)
 
     adopt_new(optimizer)
     if not groups:
@@ -132,11 +135,12 @@ def fully_shard_optimizer(
     return optimizer
 
 
-def _note_step(stepped: Iterable[tuple[ParameterGroup, list[Entry]]]) -> None:
+def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:
     """What an optimizer holds was stepped: these groups are out of date, and graphs that saved what had a gradient are, too."""
     by_context: dict[Context, list[ParameterGroup]] = {}
-    for group, entries in stepped:
-        for entry in entries:
+    for group, indices in stepped:
+        for index in indices:
+            entry = group.entries[index]
             if entry.local.grad is not None or entry.sharded.has_empty_grad:
                 entry.outdate_graphs()
         if group.context is not None:

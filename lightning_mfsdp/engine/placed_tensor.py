@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,24 @@ from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.rows import gather_rows
 
 if TYPE_CHECKING:
+    from lightning_mfsdp.engine.collectives import Mesh
     from lightning_mfsdp.engine.group import ParameterGroup
 
-__all__ = ["PlacedTensor", "as_dtensor"]
+__all__ = ["Lies", "PlacedTensor", "as_dtensor"]
+
+
+class Lies(NamedTuple):
+    """Which rank holds which rows of a parameter. Known to tensors also when the module is gone.
+
+    Attributes:
+        rows_by_shard: Of dim 0, for each shard of the parameter's layout.
+        mesh: Over whose axes shards are shared out.
+        split: Whether they are over the shard axis, and over the outer one.
+    """
+
+    rows_by_shard: Sequence[range]
+    mesh: Mesh
+    split: tuple[bool, bool]
 
 
 class PlacedTensor(DTensor):
@@ -26,6 +41,7 @@ class PlacedTensor(DTensor):
 
     _owner: tuple[weakref.ref[ParameterGroup], int]
     _rows: range  # of dim 0, that lie here
+    lies: Lies
     shows_weight: bool = False  # in its memory is a main weight
 
     @property
@@ -40,7 +56,7 @@ class PlacedTensor(DTensor):
         """Rows `local` of a tensor of `like`'s shape, or another with as many rows, shared out as `like` is; no copy, no history."""
         plain = as_dtensor(local, like.shape if shape is None else shape, like.device_mesh, like.placements)
         made = (kind or like._derived)(local, plain._spec, requires_grad=False)
-        made._owner, made._rows = like._owner, like._rows
+        made._owner, made._rows, made.lies = like._owner, like._rows, like.lies
         return made
 
     def _group(self, what: str) -> ParameterGroup:

@@ -18,6 +18,7 @@ from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.rows import holders
 
 if TYPE_CHECKING:
+    from lightning_mfsdp.engine.collectives import Mesh
     from lightning_mfsdp.engine.group import ParameterGroup
     from lightning_mfsdp.engine.placed_tensor import PlacedTensor
 
@@ -30,11 +31,11 @@ def lie_alike(one: PlacedTensor, other: PlacedTensor) -> bool:
         return False
     if not (one.is_divided and other.is_divided):
         return one.is_divided == other.is_divided
-    (group, index), (other_group, other_index) = one.place, other.place
-    if group is not other_group and not (_same_mesh(group, other_group) and _same_split(group, other_group)):
-        return False
-    mine, others = group.layout.rows_by_shard[index], other_group.layout.rows_by_shard[other_index]
-    return mine is others or mine == others
+    mine, others = one.lies, other.lies
+    if mine is others:
+        return True
+    same_mesh = _same_axes(mine.mesh, others.mesh) and mine.split == others.split
+    return same_mesh and (mine.rows_by_shard is others.rows_by_shard or mine.rows_by_shard == others.rows_by_shard)
 
 
 def rows_where(pairs: Sequence[tuple[PlacedTensor, PlacedTensor]]) -> list[Tensor]:
@@ -64,7 +65,10 @@ def rows_where(pairs: Sequence[tuple[PlacedTensor, PlacedTensor]]) -> list[Tenso
 
 
 def _same_mesh(one: ParameterGroup, other: ParameterGroup) -> bool:
-    a, b = one.mesh, other.mesh
+    return _same_axes(one.mesh, other.mesh)
+
+
+def _same_axes(a: Mesh, b: Mesh) -> bool:
     dims = (a.shard_dim, a.outer_dim, a.parts_dim) == (b.shard_dim, b.outer_dim, b.parts_dim)
     return dims and (a.device_mesh is b.device_mesh or a.device_mesh == b.device_mesh)
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.gradient_hooks import add_gradient_hook
 from lightning_mfsdp.engine.held_back import HeldBackGradient, HeldBackRows
-from lightning_mfsdp.engine.placed_tensor import as_dtensor
+from lightning_mfsdp.engine.placed_tensor import Lies, as_dtensor
 from lightning_mfsdp.engine.rows import owned_rows, whole_shape
 from lightning_mfsdp.engine.sharded_arithmetic import refuse_gradient
 from lightning_mfsdp.engine.sharded_tensor import Rows
@@ -56,6 +56,8 @@ class ShardedParameter(Rows):
         made._is_param = True
         made._owner = (weakref.ref(group), index)
         made._rows = owned_rows(group, index)
+        split = group.placement.main, group.placement.outer_main
+        made.lies = Lies(group.layout.rows_by_shard[index], group.mesh, split)
         made.has_empty_grad = made.is_stepped = False
         made._local_face, made._full_face, made._name, made._grad_face = local, full, name, None
         made._unswappable = weakref.ref(made)

@@ -322,6 +322,8 @@ class Unit:
             return  # or stopped early, because all that is computed again is there; the backward goes on, or ends everything
         if call is not None:
             call.reads_weights = self._is_series or not is_plain_lookup(module)
+            if failed:
+                call.inputs = None  # hooks of the inputs hold the call, and it would hold the graph
         outputs = self.listen_to_result(None if failed else call, output)
         if failed:
             self.abandon()
