@@ -129,7 +129,7 @@ class StreamedStep:
                 self._step(own_step, others)
         except BaseException:  # an interrupt, too, must not leave gradients hidden; it goes on up
             self._give_gradients_back()
-            for group in by_group:
+            for group in _groups_of(own_step.optimizer):  # the same on all ranks, whatever rows they have
                 if group.context is not None:
                     group.context.weights_changed([group])
             raise
@@ -244,6 +244,12 @@ class StreamedStep:
         for parameter, grad in self._gradients.items():
             parameter.grad = grad
         self._gradients = {}
+
+
+def _groups_of(optimizer: Optimizer) -> list[ParameterGroup]:
+    """Whose parameters an optimizer holds, each once."""
+    places = (place_of(parameter) for param_group in optimizer.param_groups for parameter in param_group["params"])
+    return list(dict.fromkeys(place[0] for place in places if place is not None))
 
 
 def _with_gradients(optimizer: Optimizer) -> tuple[dict[ParameterGroup, list[Tensor]], list[Tensor]]:

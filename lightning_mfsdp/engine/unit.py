@@ -361,12 +361,10 @@ class Unit:
         if self is context.root:
             context.interrupt()
         keeps = not (reshard and self.reshard_after_forward) or context.keeps_after_forward(self)
-        if self.awaited.hides_calls:
-            self._idle = False
-        elif not (keeps and torch.is_grad_enabled()):
+        if not (self.awaited.hides_calls or (keeps and torch.is_grad_enabled())):
             self.release()
         else:
-            self._idle = self is not context.root
+            self._idle = self is not context.root and not self.awaited.hides_calls
             # Outside of forwards `parameters()` are those that have gradients and take what is written.
             self.hide()
         self.refuse_lost_writes()

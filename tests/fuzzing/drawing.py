@@ -22,7 +22,10 @@ from tests.fuzzing.description import Block, Configuration, Description, Micro, 
 T = TypeVar("T")
 
 KINDS = ("plain", "two_forwards", "two_losses", "retained", "interleaved", "two_backwards", "input_grad", "no_backward")
-AUTOMATIC_KINDS = ("two_forwards", "input_grad", "no_backward")  # Lightning runs the one backward itself
+AUTOMATIC_KINDS = (
+    "two_forwards",
+    "input_grad",
+)  # Lightning runs the one backward itself, and wants one on several ranks
 EDITS = ("in_place", "out_of_place", "data", "drop_one", "clip_norm", "clip_value", "torch_clip_norm")
 WRITES = ("in_place", "copy", "load_state_dict", "unshard", "data")
 

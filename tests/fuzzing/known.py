@@ -133,14 +133,7 @@ def _takes_norms_of_empty_gradients(case: Description) -> bool:
 
 KNOWN: dict[str, Callable[[Description], bool]] = {
     "4": _leaves_parameters_unused,
-    "8": lambda case: (
-        _rounds_main_gradients(case) and (_is_reduced_twice(case) or _calls_again_and_goes_back_again(case))
-    ),
-    "9": _writes_directly_and_goes_back_twice,
     "10": _differs_by_rank,
-    "11a": lambda case: case.configuration.late_root,
-    "11c": _hides_and_repeats,
-    "11e": lambda case: any(micro.kind == "stale" for micro in _micros(case)),
     # clip_grad_norm_ takes the share of what is not sharded in float32.
     "unnamed 2": _takes_norms_of_float64_scalars,
     # A parameter without elements has an empty gradient in plain PyTorch and none here, so norms are added up in another order.
@@ -149,10 +142,7 @@ KNOWN: dict[str, Callable[[Description], bool]] = {
 
 
 # What is right and costs needless communication; as long as these are known, reductions are not counted.
-REDUCED_TOO_OFTEN: tuple[str, ...] = (
-    "11d",  # each reentrant recomputation ends a backward of its unit
-    "unnamed 1",  # a unit that was called twice, where another backward of the same pass ran before
-)
+REDUCED_TOO_OFTEN: tuple[str, ...] = ()
 
 
 def _case(*blocks: Block, steps: tuple[Step, ...] = (Step(),), **options: object) -> Description:
@@ -288,7 +278,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect("10", "sharded weights", _case(Block(dropped="by rank"))),
     Defect(
-        "10",
+        "10, whole weights",
         "grouped blocks, reentrant checkpoints",
         _case(
             Block(dropped="by rank", checkpoint="reentrant"),
@@ -298,7 +288,7 @@ DEFECTS: tuple[Defect, ...] = (
         ),
     ),
     Defect(
-        "10",
+        "10, whole weights",
         "a second backward",
         _case(
             Block(),

@@ -230,7 +230,7 @@ class Run:
             torch.nn.utils.clip_grad_value_(parameters, LIMIT / 5)
         elif step.edit == "torch_clip_norm":
             norm = torch.nn.utils.clip_grad_norm_(parameters, LIMIT)
-            self.note("norm", norm=norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            self.note("norm", norm=torch.tensor(norm.item(), dtype=norm.dtype))
         elif step.edit == "drop_one":
             parameters[-1].grad = None
         for parameter in parameters:
