@@ -63,7 +63,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], describe: An
     if name in ("zero_", "_foreach_zero_"):
         for tensor in tensors_in(args):
             if isinstance(tensor, (HeldBackGradient, HeldBackRows)):
-                _entry(tensor).local.grad = None
+                _zero(_entry(tensor))
             else:
                 tensor.zero_()
         return args[0]
@@ -99,6 +99,13 @@ _DESCRIBES = frozenset(
     )
 )
 _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+
+
+def _zero(entry: Entry) -> None:
+    """Show a gradient of zeros: what is held back is dropped then, as when another gradient is set."""
+    local = entry.local
+    local.grad = torch.zeros_like(local, dtype=local.grad_dtype or local.dtype) if local.numel() else None
+    entry.sharded.has_empty_grad = not local.numel()
 
 
 def _entry(tensor: HeldBackGradient | HeldBackRows) -> Entry:
