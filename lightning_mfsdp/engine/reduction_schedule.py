@@ -85,6 +85,7 @@ class ReductionSchedule:
 
     def take_over(self, other: ReductionSchedule, groups: Sequence[ParameterGroup]) -> None:
         """Groups come from another root, with gradients that are held back there perhaps."""
+        self.holds_back = self.holds_back or other.holds_back
         for group in groups:
             if (known := other._reducers.pop(group, None)) is not None:
                 self._reducers[group] = known

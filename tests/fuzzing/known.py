@@ -138,6 +138,12 @@ KNOWN: dict[str, Callable[[Description], bool]] = {
     "unnamed 2": _takes_norms_of_float64_scalars,
     # A parameter without elements has an empty gradient in plain PyTorch and none here, so norms are added up in another order.
     "unnamed 3": _takes_norms_of_empty_gradients,
+    # Under autocast plain PyTorch saves copies of weights, so that a step does not outdate the graph; the engine raises.
+    "stale under autocast": lambda case: (
+        case.configuration.precision == "mixed" and any(micro.kind == "stale" for micro in _micros(case))
+    ),
+    # Gradients of a unit that is sharded into a root later, with an optimizer on DTensors: shown as None, or reduced to be shown.
+    "unnamed 4": lambda case: case.configuration.late_root and case.program.optimizer == "lars",
 }
 
 
@@ -369,6 +375,17 @@ DEFECTS: tuple[Defect, ...] = (
         ),
     ),
     Defect("12", "", _case(steps=(Step(state="unshard_part"),))),
+    Defect(
+        "unnamed 4",
+        "a unit that is sharded into a root later",
+        _case(
+            Block("cube", unit=False),
+            Block("nested"),
+            steps=(Step(zero="optimizer zero", zero_at="between", edit="in_place"),),
+            late_root=True,
+            optimizer="lars",
+        ),
+    ),
 )
 
 
