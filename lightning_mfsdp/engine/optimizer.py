@@ -28,6 +28,7 @@ from lightning_mfsdp.engine.fused_adam import add_missing_remainders, is_fused_a
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.offload import StreamedStep
+from lightning_mfsdp.engine.optimizer_state import ShownState
 from lightning_mfsdp.engine.parameter import Entry, owner_of
 
 __all__ = ["ELEMENTWISE_OPTIMIZERS", "fully_shard_optimizer"]
@@ -59,7 +60,8 @@ def fully_shard_optimizer(
     any yet) is keyed by them; others keep DTensors. After each step the weights that forward uses are refreshed. No step is
     taken here: step counters and weight decay start where the user starts. What comes into the groups later, by
     `add_param_group` or otherwise, is taken over when the next step begins. Parameters that were sharded with
-    `offload="optimizer"` are stepped a few at a time (offload.py).
+    `offload="optimizer"` are stepped a few at a time (offload.py). `optimizer.state_dict()` shows state as DTensors, as under FSDP2, and
+    `load_state_dict` takes these, or whole tensors (optimizer_state.py).
 
     Args:
         optimizer: Built from `module.parameters()`, before or after `fully_shard`.
@@ -90,16 +92,19 @@ def fully_shard_optimizer(
     contexts: list[weakref.ref[Context]] = []
     held: list[Tensor] = []
     streamed = StreamedStep()
+    shown = ShownState(optimizer)
 
     def adopt_new(optimizer: Optimizer) -> None:
         nonlocal held
         if not _is_same(held, _parameters(optimizer)):
             contexts[:] = [weakref.ref(context) for context in _adopt_parameters(optimizer, local, grad_scaler)]
             streamed.adopt(optimizer)
+            shown.adopt(optimizer)
             held = _parameters(optimizer)
 
     def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         adopt_new(optimizer)
+        shown.begin_step()
         if keeps_remainders:
             add_missing_remainders(optimizer)
         return streamed.begin(optimizer, args, kwargs)

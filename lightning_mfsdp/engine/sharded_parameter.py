@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardedParameter"]
 
+# How dictionaries compare their keys.
+_EQUAL = (Tensor.__eq__, Tensor.eq)
+
 
 class ShardedParameter(Rows):
     """This rank's rows of a main weight, in the global shape. Rows are whole; their number may differ between ranks or be zero.
@@ -53,6 +56,18 @@ class ShardedParameter(Rows):
         if full.requires_grad:
             Tensor.register_hook(made, partial(_refuse_gradient, made._unswappable))  # type: ignore[no-untyped-call]
         return made
+
+    def __hash__(self) -> int:
+        # Optimizers hold the local face, and others (torch.distributed.checkpoint) look for what the module shows.
+        return id(self._local_face)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _EQUAL and _are_faces(*args):
+            return True
+        return super().__torch_function__(func, types, args, kwargs)
 
     @property
     def described(self) -> str:
@@ -146,6 +161,12 @@ class ShardedParameter(Rows):
         raise EngineStateError(
             f"share_memory_ on parameter {self.described}: shards lie in buffers of the engine; share the module before fully_shard"
         )
+
+
+def _are_faces(one: Any, other: Any) -> bool:
+    """Whether they are the sharded and the local face of one parameter: as keys of a dictionary they are the same."""
+    faces = (one, other) if isinstance(one, ShardedParameter) else (other, one)
+    return isinstance(faces[0], ShardedParameter) and faces[0]._local_face is faces[1]
 
 
 def _refuse_gradient(reference: weakref.ref[ShardedParameter], _: Tensor) -> NoReturn:

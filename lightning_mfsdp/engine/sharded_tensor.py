@@ -29,7 +29,7 @@ from lightning_mfsdp.engine.tree import map_tensors, tensors_in
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.group import ParameterGroup
 
-__all__ = ["Rows", "as_dtensor"]
+__all__ = ["Rows", "as_dtensor", "own_rows"]
 
 # Elementwise operations that PyTorch does not tag as such.
 _ELEMENTWISE = frozenset(
@@ -71,7 +71,7 @@ class Rows(DTensor):
     @classmethod
     def over(cls, local: Tensor, like: Rows) -> Rows:
         """Rows `local` of a tensor that is shared out as `like` is; no copy, no history."""
-        plain = as_dtensor(local, like.shape, like.device_mesh, like.placements)
+        plain = as_dtensor(local, like.shape, like.device_mesh, like._spec.placements)
         made = cls(local, plain._spec, requires_grad=False)
         made._owner, made._rows = like._owner, like._rows
         return made
@@ -97,9 +97,24 @@ class Rows(DTensor):
         with torch.no_grad(), compat.without_torch_function():
             return gather_rows(self._group("full_tensor"), self._owner[1], self._local_tensor.detach())
 
-    def redistribute(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: rows cannot be moved as DTensor would."""
-        _refuse_layout("redistribute", self)
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """As of any DTensor; those that split it know which rows are here."""
+        found, is_first = [], True
+        for placement in self._spec.placements:
+            splits = placement.is_shard()
+            found.append(compat.OwnRows(self._rows, is_first) if splits else placement)
+            is_first = is_first and not splits
+        return tuple(found)
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """The whole tensor on every rank, without history; collective. Other placements are refused: DTensor would move wrong rows."""
+        same_mesh = device_mesh is None or device_mesh == self.device_mesh
+        if not same_mesh or not placements or not all(placement.is_replicate() for placement in placements):
+            _refuse_layout("redistribute", self)
+        return DTensor.from_local(self.full_tensor(), self.device_mesh, list(placements), run_check=False)
 
     # -- saving and copying --------------------------------------------------------------------------------------------
 
@@ -129,6 +144,17 @@ class Rows(DTensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """For torch.distributed.checkpoint: the memory it reads from and writes to."""
         return self._local_tensor
+
+    def data_ptr(self) -> int:
+        """0: the memory is that of `to_local()`. PyTorch would say how far into it these rows begin."""
+        return 0
+
+    def new_empty(self, *size: Any, **options: Any) -> Tensor:
+        """A tensor of this shape, shared out as this one; other shapes are refused."""
+        wanted = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+        if tuple(wanted) != tuple(self.shape):
+            _refuse_layout("new_empty", self)
+        return Rows.over(self._local_tensor.new_empty(self._local_tensor.shape, **options), self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
         return Rows.over(copy.deepcopy(self._local_tensor.detach(), memo), self)
@@ -164,7 +190,7 @@ class Rows(DTensor):
 
     @property
     def _is_sharded(self) -> bool:
-        return any(placement.is_shard() for placement in self.placements)
+        return any(placement.is_shard() for placement in self._spec.placements)
 
 
 class _Checked(compat.DispatchMode):  # type: ignore[no-untyped-call]
@@ -177,6 +203,7 @@ class _Checked(compat.DispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        args = _align(func, args, kwargs)
         operands = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Rows)]
         if not operands:
             return func(*args, **kwargs)
@@ -224,6 +251,35 @@ def _partners(args: tuple[Any, ...], kwargs: dict[str, Any], sharded: Sequence[R
     return [[one for one in met if isinstance(one, Rows) and one._is_sharded] for met in zip(*lists, strict=False)]
 
 
+def _align(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Operands that are DTensors of equal parts get their rows from where the others have theirs. Collective if there are any."""
+    strangers = [one for one in args if isinstance(one, DTensor) and not isinstance(one, Rows) and _is_split(one)]
+    like = next((one for one in args if isinstance(one, Rows)), None) if strangers else None
+    if like is None:
+        return args
+    if func._schema.is_mutable and any(args[0] is one for one in strangers):
+        _refuse_layout(func.overloadpacket.__name__, like)
+    return tuple(_aligned(one, like) if any(one is other for other in strangers) else one for one in args)
+
+
+def _is_split(tensor: DTensor) -> bool:
+    return any(placement.is_shard() for placement in tensor.placements)
+
+
+def _aligned(tensor: DTensor, like: Rows) -> Tensor:
+    if tensor.shape != like.shape:
+        _refuse_layout("broadcasting", like)
+    return Rows.over(own_rows(tensor.full_tensor(), like), like)
+
+
+def own_rows(whole: Tensor, like: Rows) -> Tensor:
+    """This rank's rows of a whole tensor that is shared out as `like` is; a copy."""
+    local = like._local_tensor
+    if not whole.dim():
+        return whole.reshape(1)[: local.numel()].reshape(local.shape).clone()
+    return whole[like._rows.start : like._rows.stop].clone() if like._is_sharded else whole.clone()
+
+
 def _as_plain(tensor: Tensor) -> Tensor:
     """As DTensor itself sees it; the same memory."""
     if not isinstance(tensor, Rows):
@@ -233,7 +289,7 @@ def _as_plain(tensor: Tensor) -> Tensor:
 
 def _as_rows(value: Any, like: Rows) -> Any:
     """A result of the operand's shape is shared out as the operand is."""
-    if isinstance(value, DTensor) and (value.shape, value.placements) == (like.shape, like.placements):
+    if isinstance(value, DTensor) and (value.shape, value._spec.placements) == (like.shape, like._spec.placements):
         return Rows.over(value._local_tensor, like)
     return value
 
