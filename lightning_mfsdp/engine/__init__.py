@@ -14,6 +14,7 @@ from lightning_mfsdp.engine.api import (
 from lightning_mfsdp.engine.averaging import AveragedWeights
 from lightning_mfsdp.engine.capture import CapturedStep, capture_step
 from lightning_mfsdp.engine.captured_loss import CapturedLoss, capture_loss
+from lightning_mfsdp.engine.conversion import bring_home, unshard_model
 from lightning_mfsdp.engine.errors import EngineStateError, ShardingError
 from lightning_mfsdp.engine.fully_shard import fully_shard
 from lightning_mfsdp.engine.gradients import clip_grad_norm_, clip_grad_value_, grad_norm
@@ -44,6 +45,7 @@ __all__ = [
     "RowPlacement",
     "ShardingError",
     "UnitView",
+    "bring_home",
     "capture_loss",
     "capture_step",
     "clip_grad_norm_",
@@ -67,5 +69,6 @@ __all__ = [
     "traced_step",
     "units",
     "unshard",
+    "unshard_model",
     "watch_backward",
 ]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import Node
@@ -98,6 +98,17 @@ def is_transformed() -> bool:
 def without_torch_function() -> AbstractContextManager[Any]:
     """Inside, tensor subclasses behave as if they did not override `__torch_function__`."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> None:
+    """What `module.to(...)` and its like do with a module's tensors, by the rule of its class."""
+    # Recurrent layers would look for their flat weights, which are those of the full parameters and stay.
+    inherited: Any = nn.Module._apply if isinstance(module, nn.RNNBase) else type(module)._apply
+    inherited(module, function, recurse)
+
+
+# Where DistributedDataParallel looks, before anything else, for the names that it shall leave alone.
+IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
 
 class OwnRows(Shard):

@@ -104,6 +104,11 @@ def fully_shard_optimizer(
 
     def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         adopt_new(optimizer)
+        if any((context := reference()) is None or context.root is None for reference in contexts):
+            raise ShardingError(
+                f"{name}.step: the module whose rows it holds is sharded no more (unshard_model, or deleted), so a step would "
+                "change nothing; build a new optimizer from module.parameters()"
+            )
         shown.begin_step()
         if keeps_remainders:
             add_missing_remainders(optimizer)

@@ -95,7 +95,8 @@ class Rows(DTensor):
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole tensor, plain and without history: a loss computed from it has no gradient. Collective."""
         with torch.no_grad(), compat.without_torch_function():
-            return gather_rows(self._group("full_tensor"), self._owner[1], self._local_tensor.detach())
+            group, rows = self._group("full_tensor"), self._local_tensor.detach()
+            return gather_rows(group, self._owner[1], rows.to(group.device)).to(rows.device)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -325,7 +326,8 @@ def _refuse_mixing(name: str, tensors: Sequence[Tensor]) -> NoReturn:
         "unit's forward, where only this rank's rows "
         "are there. Call the module that fully_shard was given (not its weight), use the weight inside that module's "
         "forward, or read it "
-        "under unshard(module)"
+        "under unshard(module); to go on without sharding (strategy auto or ddp, torch.export, plain PyTorch), call "
+        "unshard_model(module) first"
     )
 
 

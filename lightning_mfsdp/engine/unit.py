@@ -51,6 +51,11 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get(_UNIT)
 
 
+def forget_unit(module: nn.Module) -> None:
+    """Let a module be like any other."""
+    module.__dict__.pop(_UNIT, None)
+
+
 class Unit:
     """The engine's side of one sharded module, or of several that run one after the other (series.py).
 
@@ -104,7 +109,7 @@ class Unit:
         self.hears_end = False
         for module in modules:
             module.__dict__[_UNIT] = self
-        attach(self, modules)
+        self.hooks = attach(self, modules)
 
     def rename(self, names: Sequence[str]) -> None:
         """Take the full name inside a root; `names` are those of its modules."""
