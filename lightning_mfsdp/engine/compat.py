@@ -33,6 +33,7 @@ __all__ = [
     "averages",
     "backward_task",
     "before_other_hooks",
+    "carries_data",
     "foreach_add_",
     "foreach_copy_",
     "foreach_lerp_",
@@ -43,6 +44,7 @@ __all__ = [
     "has_accumulation_hooks",
     "has_global_hooks",
     "in_function_forward",
+    "is_capturing",
     "is_due",
     "is_transformed",
     "keeps_graph",
@@ -54,6 +56,8 @@ __all__ = [
     "sets_data",
     "storage_users",
     "symmetric_memory",
+    "tell_others",
+    "told_by_others",
     "undecorated_step",
     "uses_nccl",
     "without_torch_function",
@@ -189,6 +193,34 @@ def _coalesced(group: dist.ProcessGroup, device: torch.device) -> AbstractContex
 def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether NCCL carries tensors of this device; a group's backend may be unnamed or a list such as "cpu:gloo,cuda:nccl"."""
     return device.type == "cuda" and dist.get_backend(group) not in ("gloo", "mpi", "ucc", "fake")
+
+
+def carries_data(group: dist.ProcessGroup) -> bool:
+    """Whether ranks of a group exist; the fake backend stands in for them and moves nothing."""
+    return bool(dist.get_backend(group) != "fake")
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def tell_others(group: dist.ProcessGroup, what: str) -> None:
+    """Leave word for the ranks of a group why this one is about to go (torch 2.11 to 2.13: `_get_default_store`)."""
+    c10d._get_default_store().set(_key_of_word(group), what)
+
+
+def told_by_others(group: dist.ProcessGroup) -> str:
+    """What a rank of a group left word of; empty if there is nothing, or nobody to ask any more."""
+    try:
+        store = c10d._get_default_store()
+        return store.get(_key_of_word(group)).decode() if store.check([_key_of_word(group)]) else ""
+    except dist.DistError:
+        return ""
+
+
+def _key_of_word(group: dist.ProcessGroup) -> str:
+    return f"lightning_mfsdp/left/{'-'.join(map(str, dist.get_process_group_ranks(group)))}"
 
 
 def averages(group: dist.ProcessGroup, device_type: str) -> bool:

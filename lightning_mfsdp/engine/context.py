@@ -17,6 +17,7 @@ from lightning_mfsdp.engine.channels import Channels
 from lightning_mfsdp.engine.codec import quantize_all
 from lightning_mfsdp.engine.collectives import Mesh
 from lightning_mfsdp.engine.group import ParameterGroup
+from lightning_mfsdp.engine.order import naming_others
 from lightning_mfsdp.engine.parameter import Entry
 from lightning_mfsdp.engine.planning import MemoryPlanner
 from lightning_mfsdp.engine.ranges import Ranges
@@ -93,6 +94,7 @@ class Context:
         """Take a unit in; it may come from a context of its own."""
         unit.context = self
         self._units.append(weakref.ref(unit))
+        self.reductions.order.add(unit.groups)
         for group in unit.groups:
             group.attach(unit, self)
 
@@ -164,7 +166,10 @@ class Context:
         for_backward: bool = False,
     ) -> None:
         """Start a group's gather; see `ParameterGroup.start_gather`."""
-        with self.ranges.around("gather", group.name):
+        with self.ranges.around("gather", group.name), naming_others(group):
+            if group.placement.weight and not group.is_there(for_backward=for_backward):
+                plane = group.spec.plane(for_backward=for_backward)
+                self.reductions.order.note(group, plane, self.reductions.sync.value)
             if group.start_gather(self.weights_ready, needed, apart=apart, for_backward=for_backward):
                 self.gathers_started += 1
                 self.weights_ready = None

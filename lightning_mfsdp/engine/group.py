@@ -54,8 +54,8 @@ class ParameterGroup:
         offloads: State of its parameters rests in host memory, and their main weights if they were trained from the start.
         home: Host memory of the main weight; `None` where it lies on the device.
         held: What stays in memory in the storage dtype, by plane: extent `inner`, or everything; empty where each gather casts.
-        outdated: The main weight was written since the held weight was brought up to date with it.
-        written_elsewhere: By somebody else than an optimizer that was taken over.
+        number: Among those of its root.
+        outdated, written_elsewhere: The main weight was written since the held weight was brought up to date; not only by optimizers.
         stale: The held weight does not show yet what the optimizer wrote.
         installed: The module shows full parameters.
         users_live: How many units are using the full weights.
@@ -90,8 +90,7 @@ class ParameterGroup:
         self._fill()
         self._gathered_event: Event = None
         self._planes_there: list[int] = []
-        self.installed = False
-        self.users_live = 0
+        self.installed, self.users_live, self.number = False, 0, 0
         self.stale = self.outdated = self.written_elsewhere = True
         if not self.placement.weight:
             self._full.bind(self.held)
@@ -288,8 +287,8 @@ class ParameterGroup:
                 self._gather_held(self.outer_axis, self.inner_extent, self.main_extent)
             if self.placement.weight:
                 if begins:
-                    free = self._pool.acquire(self.client, needed, apart=apart, training=training)
-                    streams.wait(free, streams.gather)
+                    released = self._pool.acquire(self.client, needed, apart=apart, training=training)
+                    streams.wait(released, streams.gather)
                 self._gather_into(self._full.in_slot(self.client.slot), planes)
             elif in_place:
                 self._gather_held(self.shard_axis, self.full_extent, self.inner_extent)
@@ -310,8 +309,7 @@ class ParameterGroup:
 
     def _cast_into(self, full: FlatBuffer) -> FlatBuffer:
         """This rank's part of the full weight, cast from the main weight; gathered in place."""
-        own = full.part(self.main_extent)
-        compat.foreach_copy_(own.segments, self.main.segments)
+        compat.foreach_copy_((own := full.part(self.main_extent)).segments, self.main.segments)
         return own
 
     def install(self) -> None:
@@ -367,9 +365,9 @@ class ParameterGroup:
 
     def refill(self, weights_ready: Event) -> None:
         """Show what the optimizer wrote in weights that are in use."""
-        planes = list(self._planes_there) or [0]
+        planes = list(self._planes_there)
         self.release()
-        for plane in planes:
+        for plane in planes or [0]:
             self.start_gather(weights_ready, for_backward=plane > 0)
         self.install()
 

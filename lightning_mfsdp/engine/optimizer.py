@@ -88,7 +88,7 @@ def fully_shard_optimizer(
     works_locally = is_known or isinstance(optimizer, LocalRowsOptimizer)
     local = works_locally if elementwise is None else elementwise
     keeps_remainders = is_fused_adam(optimizer) and getattr(optimizer, "store_param_remainders", False)
-    groups: list[tuple[weakref.ref[ParameterGroup], list[Entry]]] = []
+    groups: list[tuple[weakref.ref[ParameterGroup], list[weakref.ref[Entry]]]] = []
     held: list[Tensor] = []
     streamed = StreamedStep()
 
@@ -96,7 +96,7 @@ def fully_shard_optimizer(
         nonlocal held
         if not _is_same(held, _parameters(optimizer)):
             found = _adopt_parameters(optimizer, local, grad_scaler)
-            groups[:] = [(weakref.ref(group), entries) for group, entries in found.items()]
+            groups[:] = [(weakref.ref(group), list(map(weakref.ref, entries))) for group, entries in found.items()]
             streamed.adopt(optimizer)
             held = _parameters(optimizer)
 
@@ -124,12 +124,15 @@ def fully_shard_optimizer(
     return optimizer
 
 
-def _note_step(stepped: Iterable[tuple[ParameterGroup, list[Entry]]]) -> None:
+def _note_step(stepped: Iterable[tuple[ParameterGroup, list[weakref.ref[Entry]]]]) -> None:
     """What an optimizer holds was stepped: these groups are out of date, and graphs that saved what had a gradient are, too."""
     by_context: dict[Context, list[ParameterGroup]] = {}
     written: list[Tensor] = []
     for group, entries in stepped:
-        written += [entry.full for entry in entries if entry.local.grad is not None or entry.sharded.has_empty_grad]
+        for reference in entries:
+            entry = reference()
+            if entry is not None and (entry.local.grad is not None or entry.sharded.has_empty_grad):
+                written.append(entry.full)
         if group.context is not None:
             by_context.setdefault(group.context, []).append(group)
     torch.autograd.graph.increment_version(written)  # as a step in place does; their memory is another

@@ -21,6 +21,7 @@ from lightning_mfsdp.engine.collectives import Mesh
 from lightning_mfsdp.engine.direct import DirectWrites
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.group import ParameterGroup
+from lightning_mfsdp.engine.order import REDUCTION, GatherOrder, naming_others
 from lightning_mfsdp.engine.ranges import Ranges
 from lightning_mfsdp.engine.reduction import GradientReducer
 from lightning_mfsdp.engine.streams import Event, Streams
@@ -53,11 +54,13 @@ class ReductionSchedule:
     Attributes:
         sync: How far the gradients of the current microbatch are reduced.
         started: Collectives issued for gradients so far, for inspection.
+        order: Of gathers, and where they share a communicator with them, of reductions.
     """
 
     def __init__(self, streams: Streams, ranges: Ranges) -> None:
         self.sync = Sync.ALL
         self.started = 0
+        self.order = GatherOrder()
         self._streams = streams
         self._ranges = ranges
         self._order: list[weakref.ref[Unit]] = []
@@ -152,6 +155,17 @@ class ReductionSchedule:
             if current is not None:
                 self._collect(current)
 
+    def reduce_unused(self, group: ParameterGroup) -> bool:
+        """Reduce a group's unit now if it is its turn and no gradient comes from it, because this rank did not use it."""
+        unit = group.unit()
+        if unit is None or unit is unit.context.root or not unit.context.in_backward or not unit.is_done:
+            return False
+        if self._turn >= len(self._order) or self._order[self._turn]() is not unit:
+            return False
+        self._turn += 1
+        self._collect(unit)
+        return True
+
     def _collect(self, unit: Unit) -> None:
         """Take a unit's gradients and start their reduction."""
         groups = []
@@ -175,6 +189,10 @@ class ReductionSchedule:
             if waiting:
                 self._reduce(waiting)
 
+    def communicates(self, group: ParameterGroup) -> bool:
+        """Whether a reduction of the group's unit at this moment takes a collective for the group."""
+        return self._reduces(group) and any(entry.is_trained for entry in group.entries)
+
     def _reduces(self, group: ParameterGroup) -> bool:
         """Whether this backward communicates the group's gradients."""
         return self.sync is Sync.ALL or (self.sync is Sync.SHARD and group.placement.gradient)
@@ -184,12 +202,13 @@ class ReductionSchedule:
             reducer in sent.reducers for sent in self._in_flight for reducer in reducers
         ):
             self._retire()
+        self.order.note(reducers[0].group, REDUCTION, self.sync.value)
         fillings = [reducer.prepare() for reducer in reducers]
         ready = self._streams.record()
         with self._streams.on(self._streams.reduce):
             self._streams.wait(ready, self._streams.reduce)
             for reducer, filling in zip(reducers, fillings, strict=True):
-                with self._ranges.around("reduce", reducer.group.name):
+                with self._ranges.around("reduce", reducer.group.name), naming_others(reducer.group):
                     reducer.reduce(filling.filled(), outer_later=self.sync is Sync.SHARD)
                 self.started += 1
             done = self._streams.record()

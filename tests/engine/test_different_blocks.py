@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import product
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_mfsdp.engine import fully_shard, gather_root, no_sync, watch_backward
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import adamw, context, inputs, loss_of, weights
+from tests.helpers.distributed import RankError, run_distributed
 
 WHOLE = ("no_shard", "optim", "optim_grads")
 
@@ -182,10 +185,32 @@ def a_rank_may_use_no_block_at_all(rank, world):
             torch.testing.assert_close(value, plain.get_parameter(name), rtol=1e-5, atol=1e-6)
 
 
+def any_paths_that_all_ranks_share_train_alike(rank, world):
+    """With sharded weights: what all ranks do differently together is no error, however often it changes."""
+    for program, (together, call) in product(PROGRAMS, WAYS):
+        plain, model = built(), built(together)
+        model.call = call or model.call
+        optimizer, expected = adamw(model), torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        for step in range(4):
+            for one, stepper in ((model, optimizer), (plain, expected)):
+                one.path = path_of(0, step)
+                program(one, one, lambda micro, step=step: inputs(10 * step + micro))
+                for parameter in one.parameters():
+                    if parameter.grad is None:
+                        parameter.grad = parameter.detach() * 0
+                stepper.step()
+                stepper.zero_grad()
+        for name, value in weights(model).items():
+            torch.testing.assert_close(
+                value, plain.get_parameter(name), rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
 CASES = (
     ranks_that_use_different_blocks_train_alike,
     so_does_ddp_with_unused_parameters,
     a_rank_may_use_no_block_at_all,
+    any_paths_that_all_ranks_share_train_alike,
 )
 WORLDS = {2: CASES, 3: CASES[:1]}
 
@@ -193,3 +218,44 @@ WORLDS = {2: CASES, 3: CASES[:1]}
 @by_world(WORLDS)
 def test_different_blocks(world, case):
     check(WORLDS, world, case)
+
+
+def go_another_way(rank, world, steps_before, path, ignored, together, reentrant):
+    """The last rank does something else than all others, which would pair gathers of units of one size."""
+    model = built(together)
+    model.call = again if reentrant else model.call
+    optimizer = adamw(model)
+    for step in range(steps_before + 1):
+        if step == steps_before and rank == world - 1:
+            model.path, model.ignored = list(path), ignored
+        loss = loss_of(model, inputs(step, rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    raise AssertionError(f"rank {rank} trained with {float(loss.detach())}")
+
+
+@pytest.mark.parametrize(
+    ("steps_before", "path", "ignored", "together", "reentrant"),
+    [
+        pytest.param(3, (0, 1, 3, 4, 5), (), 1, False, id="one-skipped"),
+        pytest.param(3, (0, 1, 2), (), 1, False, id="the-last-skipped"),
+        pytest.param(0, (0, 3, 4, 5), (), 1, False, id="in-the-first-step"),
+        pytest.param(3, (0, 1, 2, 3, 4, 5), (2,), 1, False, id="a-result-not-used"),
+        pytest.param(3, (0, 1, 4, 5), (), 2, True, id="grouped-and-computed-again"),
+    ],
+)
+def test_a_rank_that_goes_another_way_with_sharded_weights_is_named_on_all_ranks(
+    steps_before, path, ignored, together, reentrant
+):
+    with pytest.raises(RankError) as caught:
+        run_distributed(go_another_way, 2, steps_before, path, ignored, together, reentrant)
+    told = str(caught.value)
+    assert "ranks still running: []" in told, told
+    assert "trained with" not in told, told
+    assert told.count("EngineStateError: ") == 2, told
+    assert re.search(
+        r"EngineStateError: rank 1 (gathers|reduces) layers\.\S+ where rank 0 (gathers|reduces) layers\.", told
+    ), told
+    if steps_before:  # at first nobody knows better, and each asks the other
+        assert re.search(r"a collective of rank 0 failed because another rank had gone: rank 1", told), told
