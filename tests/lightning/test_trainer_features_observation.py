@@ -201,7 +201,7 @@ def seeds(side: Side) -> dict[str, Any]:
         "drawn": model.drawn,
         "weights": side.weights(model),
         "workers": (start.func.__name__, start.keywords),
-        "sampler": (type(trainer.train_dataloader.sampler).__name__, trainer.train_dataloader.sampler.seed),
+        "sampler": trainer.train_dataloader.sampler.seed,
     }
 
 
