@@ -18,7 +18,7 @@ from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.direct import write_as_ever
 from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.group import ParameterGroup
-from lightning_mfsdp.engine.parameter import Entry, owner_of
+from lightning_mfsdp.engine.parameter import Entry, leave_behind, owner_of
 from lightning_mfsdp.engine.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.sharded_tensor import Rows
 from lightning_mfsdp.engine.unit import forget_unit, unit_of
@@ -187,3 +187,4 @@ def _make_plain(group: ParameterGroup, device: torch.device | str | None) -> Non
             parameter = nn.Parameter(whole, requires_grad=entry.full.requires_grad)
         parameter.__dict__.update(marks)
         entry.install(parameter)
+        leave_behind(entry)

@@ -29,7 +29,7 @@ from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.offload import StreamedStep
 from lightning_mfsdp.engine.optimizer_state import ShownState
-from lightning_mfsdp.engine.parameter import Entry, owner_of
+from lightning_mfsdp.engine.parameter import Entry, is_left_behind, owner_of
 
 __all__ = ["ELEMENTWISE_OPTIMIZERS", "fully_shard_optimizer"]
 
@@ -92,7 +92,7 @@ def fully_shard_optimizer(
     contexts: list[weakref.ref[Context]] = []
     held: list[Tensor] = []
     streamed = StreamedStep()
-    shown = ShownState(optimizer)
+    shown = ShownState(optimizer, local=local)
 
     def adopt_new(optimizer: Optimizer) -> None:
         nonlocal held
@@ -105,10 +105,7 @@ def fully_shard_optimizer(
     def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         adopt_new(optimizer)
         if any((context := reference()) is None or context.root is None for reference in contexts):
-            raise ShardingError(
-                f"{name}.step: the module whose rows it holds is sharded no more (unshard_model, or deleted), so a step would "
-                "change nothing; build a new optimizer from module.parameters()"
-            )
+            _refuse_plain(optimizer)
         shown.begin_step()
         if keeps_remainders:
             add_missing_remainders(optimizer)
@@ -133,6 +130,15 @@ def fully_shard_optimizer(
         optimizer.register_step_post_hook(end)
     )  # they find weights and gradients as after any step
     return optimizer
+
+
+def _refuse_plain(optimizer: Optimizer) -> None:
+    """Modules may be gone. One that is plain again has other parameters."""
+    if any(is_left_behind(parameter) for parameter in _parameters(optimizer)):
+        raise ShardingError(
+            f"{type(optimizer).__name__}.step: unshard_model made the module plain whose rows the optimizer holds, so a step would change "
+            "nothing; build a new optimizer from module.parameters()"
+        )
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -7,6 +7,7 @@ no state for it. There the same keys are shown over no rows, since all ranks hav
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,33 +30,41 @@ class _Elsewhere:
     """A parameter without rows here.
 
     Attributes:
-        entry: Of it.
+        entry: Of it. The optimizer keeps no module alive.
         steps: How many the optimizer has taken for it, as far as this rank saw.
         values: What `load_state_dict` brought that is no tensor of rows.
     """
 
-    entry: Entry
+    entry: weakref.ref[Entry]
     steps: int = 0
     values: dict[str, Any] = field(default_factory=dict)
 
     def count(self) -> None:
         """A step begins."""
-        if self.entry.sharded.has_empty_grad or self.entry.local.grad is not None:
+        entry = self.entry()
+        if entry is not None and (entry.sharded.has_empty_grad or entry.local.grad is not None):
             self.steps += 1
 
 
 class ShownState:
-    """Hooks of one optimizer's `state_dict` and `load_state_dict`."""
+    """Hooks of one optimizer's `state_dict` and `load_state_dict`.
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._elsewhere: dict[Entry, _Elsewhere] = {}
+    Args:
+        optimizer: Any over sharded parameters.
+        local: It gets local rows of all, also of those it holds as DTensors until its next step.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, local: bool) -> None:
+        self._local = local
+        self._elsewhere: dict[Tensor, _Elsewhere] = {}  # by what the optimizer holds
         optimizer.register_state_dict_post_hook(self._show)
         optimizer.register_load_state_dict_pre_hook(self._take)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """The optimizer holds other parameters than before."""
         entries = [entry for _, _, entry in _held(optimizer) if entry is not None and _has_no_rows(entry)]
-        self._elsewhere = {entry: self._elsewhere.get(entry) or _Elsewhere(entry) for entry in entries}
+        known = self._elsewhere
+        self._elsewhere = {entry.local: known.get(entry.local) or _Elsewhere(weakref.ref(entry)) for entry in entries}
 
     def begin_step(self) -> None:
         """Note which parameters it is for."""
@@ -68,8 +77,9 @@ class ShownState:
         shaped = _keys_of_rows(optimizer)
         for number, (parameter, group, entry) in enumerate(_held(optimizer)):
             values = present.get(number)
-            elsewhere = self._elsewhere.get(entry) if entry is not None and parameter is entry.local else None
-            found = self._without_rows(optimizer, group, elsewhere, shaped) if elsewhere is not None else None
+            found = None
+            if entry is not None and parameter in self._elsewhere:
+                found = self._without_rows(optimizer, group, self._elsewhere[parameter], entry, shaped)
             if found is not None:
                 values = found
             elif entry is not None and isinstance(values, Mapping):
@@ -80,7 +90,7 @@ class ShownState:
         return {**state_dict, "state": {**shown, **others}}
 
     def _without_rows(
-        self, optimizer: Optimizer, group: Mapping[str, Any], one: _Elsewhere, shaped: set[str]
+        self, optimizer: Optimizer, group: Mapping[str, Any], one: _Elsewhere, entry: Entry, shaped: set[str]
     ) -> dict[str, Any] | None:
         """The same keys as on ranks that have rows; what is one number is that of another parameter at the same step."""
         if not one.steps:
@@ -95,8 +105,8 @@ class ShownState:
         values: dict[str, Any] = {}
         for key, value in model.items():
             if key in shaped:
-                rows = torch.empty_like(one.entry.local, dtype=value.dtype, requires_grad=False)
-                values[key] = Rows.over(rows, one.entry.sharded)
+                rows = torch.empty_like(entry.local, dtype=value.dtype, requires_grad=False)
+                values[key] = Rows.over(rows, entry.sharded)
             elif key == _STEP and taken is not None:
                 values[key] = torch.full_like(value, taken) if isinstance(value, Tensor) else type(value)(taken)
             else:
@@ -111,10 +121,10 @@ class ShownState:
             if entry is None or not isinstance(state.get(key), Mapping):
                 continue
             values = {name: _taken(value, parameter, entry) for name, value in state[key].items()}
-            one = self._elsewhere.get(entry) if parameter is entry.local else None
-            if one is None:
+            if not (self._local and _has_no_rows(entry)):
                 state[key] = values
                 continue
+            one = self._elsewhere.setdefault(entry.local, _Elsewhere(weakref.ref(entry)))
             del state[key]
             one.values = {
                 name: value for name, value in values.items() if not isinstance(value, Tensor) or not value.dim()

@@ -22,9 +22,10 @@ from lightning_mfsdp.engine.sharded_parameter import ShardedParameter
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.group import ParameterGroup
 
-__all__ = ["Entry", "mark_owner", "owner_of", "place_of"]
+__all__ = ["Entry", "is_left_behind", "leave_behind", "mark_owner", "owner_of", "place_of"]
 
 _OWNER = "_owner"
+_LEFT_BEHIND = "_left_behind"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -73,6 +74,17 @@ def place_of(parameter: Tensor) -> tuple[ParameterGroup, int] | None:
     reference, index = getattr(parameter, _OWNER, (None, 0))
     group = reference() if reference is not None else None
     return None if group is None else (group, index)
+
+
+def leave_behind(entry: Entry) -> None:
+    """Note on what optimizers hold that the module has another parameter now."""
+    for face in (entry.local, entry.sharded):
+        setattr(face, _LEFT_BEHIND, True)
+
+
+def is_left_behind(parameter: Tensor) -> bool:
+    """Whether `leave_behind` said so."""
+    return bool(getattr(parameter, _LEFT_BEHIND, False))
 
 
 def owner_of(parameter: Tensor) -> tuple[ParameterGroup, Entry] | None:
