@@ -142,7 +142,7 @@ KNOWN: dict[str, Callable[[Description], bool]] = {
     "stale under autocast": lambda case: (
         case.configuration.precision == "mixed" and any(micro.kind == "stale" for micro in _micros(case))
     ),
-    # Gradients of a unit that is sharded into a root later, with an optimizer on DTensors: shown as None, or reduced to be shown; and a rank
+    # Gradients of a unit that is sharded into a root later, with an optimizer on DTensors: shown as None, or reduced to be shown. A rank
     # that dies where such a root has a unit with a hidden result. The plain case, 11a, is right.
     "unnamed 4": lambda case: (
         case.configuration.late_root
