@@ -284,3 +284,14 @@ def test_gradients_from_before_the_optimizer_are_added_to(ranks: Any) -> None:
 
 def test_clearing_decoupled_gradients_clears_gradients(ranks: Any) -> None:
     assert all(found["after zero_grad"] for found in ranks)
+
+
+def test_a_version_that_leaves_out_updates_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    for found, is_refused in {"2.19.1+cu130": True, "1.14": True, "2.20.0": False, "3.0.dev1": False}.items():
+        monkeypatch.setattr("lightning_mfsdp.engine.fused_adam.version", lambda _, found=found: found)
+        if not is_refused:
+            fully_shard_optimizer(FusedAdam(model.parameters()))
+            continue
+        with pytest.raises(ShardingError, match=f"Transformer Engine {found[:4]}.* leaves out updates where a rank"):
+            fully_shard_optimizer(FusedAdam(model.parameters()))
