@@ -122,9 +122,7 @@ def a_step_that_handles_gradients_is_not_recorded(rank: int, world: int) -> None
         step = captured(step_of, model)
         for _ in range(3):
             call(step, model, inputs(0, rank))
-        with pytest.warns(
-            UserWarning, match=r"weight.*: .grad is read or set in a step whose forward is"
-        ):
+        with pytest.warns(UserWarning, match=r"weight.*: .grad is read or set in a step whose forward is"):
             call(step, model, inputs(0, rank))
         assert not step.is_captured
         call(step, model, inputs(0, rank))
