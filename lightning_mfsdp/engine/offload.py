@@ -118,8 +118,8 @@ class StreamedStep:
 
     def _run(self, own_step: OwnStep) -> None:
         """Step everything that has a gradient, and leave all gradients hidden."""
-        by_group, others, empty = _with_gradients(own_step.optimizer)
-        self._hide_gradients([*(one for members in by_group.values() for one in members), *others, *empty])
+        by_group, others = _with_gradients(own_step.optimizer)
+        self._hide_gradients([*(one for members in by_group.values() for one in members), *others])
         self._is_running = True
         try:
             for group in by_group:
@@ -252,14 +252,10 @@ def _groups_of(optimizer: Optimizer) -> list[ParameterGroup]:
     return list(dict.fromkeys(place[0] for place in places if place is not None))
 
 
-def _with_gradients(optimizer: Optimizer) -> tuple[dict[ParameterGroup, list[Tensor]], list[Tensor], list[Tensor]]:
-    """Parameters to step: by group in the order in which forward will need them, and those whose state stays on the device.
-
-    Last those of which this rank has no rows: there is nothing to step.
-    """
+def _with_gradients(optimizer: Optimizer) -> tuple[dict[ParameterGroup, list[Tensor]], list[Tensor]]:
+    """Parameters to step: by group in the order in which forward will need them, and those whose state stays on the device."""
     by_group: dict[ParameterGroup, list[Tensor]] = {}
     others: list[Tensor] = []
-    empty: list[Tensor] = []
     for param_group in optimizer.param_groups:
         for parameter in param_group["params"]:
             if parameter.grad is None:
@@ -267,11 +263,9 @@ def _with_gradients(optimizer: Optimizer) -> tuple[dict[ParameterGroup, list[Ten
             place = place_of(parameter)
             if place is None or not place[0].offloads:
                 others.append(parameter)
-            elif not parameter.numel():
-                empty.append(parameter)
             else:
                 by_group.setdefault(place[0], []).append(parameter)
-    return by_group, others, empty
+    return by_group, others
 
 
 def _refuse_unfit(optimizer: Optimizer) -> None:
