@@ -140,9 +140,14 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
             if axes_of[group]:
                 wanted.setdefault(group, []).append(index)
                 continue
-        if face.grad is not None:
-            plain.tensors.append(face.grad)
-            plain.device = face.grad.device
+        grad = face.grad
+        if grad is None and place is not None and place[0].entries[place[1]].sharded.has_empty_grad:
+            grad = face.detach()  # counts as zero; where PyTorch adds it as well, sums are rounded alike
+        if grad is not None:
+            plain.tensors.append(grad)
+            plain.device = grad.device
+            if grad.dtype is torch.float64:
+                plain.dtype = torch.float64
     parts: dict[tuple[int, ...], _Owned] = {(): plain}
     for group, indices in wanted.items():
         axes = axes_of[group]
@@ -171,6 +176,8 @@ def _norm(parts: list[_Owned], norm_type: float) -> Tensor:
     if whole and not any(part.axes for part in parts):
         # Nothing is sharded: the same sum as PyTorch's, parameter by parameter, so that one rank clips to the bit like
         # plain PyTorch.
+        if math.isinf(norm_type):  # which an empty tensor has not
+            whole = [tensor for tensor in whole if tensor.numel()]
         return torch.nn.utils.get_total_norm(whole, norm_type)
     totals = [_power_sum(part, norm_type) for part in parts]
     stacked = torch.stack([total.to(totals[0].device) for total in totals])

@@ -276,12 +276,16 @@ class GradientReducer:
         grads = self.writes.joined(self._take())
         self._open_for_this_backward()
         self._fresh = True
-        if not self._has_main() and (gaps := self.main.gaps()):
+        begins = not self._has_main()
+        if begins and (gaps := self.main.gaps()):
             compat.foreach_zero_(gaps)
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
         for entry, grad, view, face in zip(self.group.entries, grads, self.main.views(), self.faces, strict=True):
-            if grad is None or face is None:
+            if face is None:  # without elements: a gradient of none, as in plain PyTorch
+                entry.sharded.has_empty_grad = grad is not None or (entry.sharded.has_empty_grad and not begins)
+                continue
+            if grad is None:
                 continue
             targets, sources = fresh if entry.local.grad is None else added
             if grad is not view or self._factor != 1.0:

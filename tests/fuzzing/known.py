@@ -121,23 +121,9 @@ def _steps_dtensors_with_gaps(case: Description) -> bool:
     return case.program.optimizer == "lars" and gaps
 
 
-def _takes_norms_of_float64_scalars(case: Description) -> bool:
-    clips = any(step.edit == "clip_norm" for step in case.program.steps)
-    return clips and case.model.scale and case.configuration.precision == "float64" and case.configuration.ranks > 1
-
-
-def _takes_norms_of_empty_gradients(case: Description) -> bool:
-    clips = any(step.edit == "clip_norm" for step in case.program.steps)
-    return clips and case.model.empty and case.configuration.ranks == 1
-
-
 KNOWN: dict[str, Callable[[Description], bool]] = {
     "4": _leaves_parameters_unused,
     "10": _differs_by_rank,
-    # clip_grad_norm_ takes the share of what is not sharded in float32.
-    "unnamed 2": _takes_norms_of_float64_scalars,
-    # A parameter without elements has an empty gradient in plain PyTorch and none here, so norms are added up in another order.
-    "unnamed 3": _takes_norms_of_empty_gradients,
     # Under autocast plain PyTorch saves copies of weights, so that a step does not outdate the graph; the engine raises.
     "stale under autocast": lambda case: (
         case.configuration.precision == "mixed" and any(micro.kind == "stale" for micro in _micros(case))
