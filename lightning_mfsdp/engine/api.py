@@ -39,8 +39,8 @@ __all__ = [
 def no_sync(module: nn.Module, *, keep_sharded: bool = False) -> Iterator[None]:
     """Backwards inside do not communicate gradients; the next backward outside reduces everything at once.
 
-    Unreduced gradients are kept full-size in `main_grads_dtype`. They are part of no `.grad` yet: `zero_grad()` does
-    not clear them.
+    Unreduced gradients are kept full-size in `main_grads_dtype`. `.grad` stands for them: `zero_grad()` drops them, and whoever looks has
+    them reduced first (collective).
 
     Args:
         module: A sharded module; the setting holds for its whole root.

@@ -157,6 +157,12 @@ class GradientReducer:
         self.main_memory.fixed = self._exposed_memory.fixed = pinned
 
     @property
+    def waits_for_outer_axis(self) -> bool:
+        """Whether gradients that are reduced over the shard axis are not all there is."""
+        outer = self.group.outer_axis
+        return outer is not None and outer.size > 1
+
+    @property
     def holds_back(self) -> bool:
         """Whether gradients wait for a later reduction."""
         return self._unreduced is not None or self._partial is not None
@@ -255,6 +261,14 @@ class GradientReducer:
         )
         return Filling(grads, unreduced, self.main if in_place else self._bucket())
 
+    def prepare_partial(self) -> None:
+        """Have memory for `reduce_partial`. What was cleared since counts as zero: the others reduce it as well."""
+        self._open_for_this_backward()
+        if self._partial is None:
+            with torch.inference_mode(False):
+                group = self.group
+                self._partial = FlatBuffer.zeros(group.layout, group.inner_extent, self.main_dtype, group.device)
+
     def _bucket(self) -> FlatBuffer:
         """Full-size memory in the communication dtype, until `release_bucket`."""
         group = self.group
@@ -302,7 +316,7 @@ class GradientReducer:
     def reduce(self, source: FlatBuffer, *, outer_later: bool) -> None:
         """Reduce a full-size buffer into the main gradient, or as far as the shard axis with `outer_later`."""
         shard, outer = self.group.shard_axis, self.group.outer_axis
-        outer_waits = outer is not None and outer.size > 1
+        outer_waits = self.waits_for_outer_axis
         factor, result = self._factor, source
         if shard.size > 1:
             result = self._over_shard_axis(source, final=not outer_waits, factor=factor)
@@ -323,6 +337,12 @@ class GradientReducer:
         result = self._output(source, group.inner_extent, dtype, final=final)
         (axis.sum_scatter_high_precision if precise else axis.reduce_scatter)(result.segments, source.segments, factor)
         return result
+
+    def reduce_partial(self) -> None:
+        """Reduce over the outer axis what was reduced over the shard axis alone."""
+        partial, self._partial = self._partial, None
+        assert partial is not None, "it was prepared"
+        self._to_main(self._over_outer_axis(partial, 1.0))
 
     def _over_outer_axis(self, result: FlatBuffer, factor: float) -> FlatBuffer:
         group, axis, precise = self.group, self.group.outer_axis, self.group.policy.high_precision_reduce

@@ -49,6 +49,8 @@ def _leaves_parameters_unused(case: Description) -> bool:
     unused = case.model.unused or any(block.unused or block.dropped for block in blocks)
     # A reentrant checkpoint whose input needs no gradient leaves none.
     unused |= case.model.frozen and _has(case, checkpoint="reentrant")
+    # One backward before there is a root reaches one of the modules of a unit.
+    unused |= case.configuration.late_root and case.configuration.grouped
     nan = any(micro.poisoned for micro in _micros(case))  # a norm of NaN makes zeros NaN
     return unused and case.configuration.ranks > 1 and (nan or case.program.optimizer != "sgd")
 
@@ -128,19 +130,11 @@ KNOWN: dict[str, Callable[[Description], bool]] = {
     "stale under autocast": lambda case: (
         case.configuration.precision == "mixed" and any(micro.kind == "stale" for micro in _micros(case))
     ),
-    # Gradients of a unit that is sharded into a root later, with an optimizer on DTensors: shown as None, or reduced to be shown. A rank
-    # that dies where such a root has a unit with a hidden result. The plain case, 11a, is right.
-    "unnamed 4": lambda case: (
-        case.configuration.late_root
-        and (case.program.optimizer == "lars" or _has(case, result="hidden") or case.configuration.ranks > 2)
-    ),
 }
 
 
 # What is right and costs needless communication; as long as these are known, reductions are not counted.
-REDUCED_TOO_OFTEN: tuple[str, ...] = (
-    "unnamed 5",  # gradients that keep_sharded holds back are looked at, which reduces them
-)
+REDUCED_TOO_OFTEN: tuple[str, ...] = ()
 
 
 def _case(*blocks: Block, steps: tuple[Step, ...] = (Step(),), **options: object) -> Description:

@@ -27,9 +27,9 @@ class PlainRun(Run):
             self.case = replace(case, model=replace(case.model, blocks=blocks))
         self.model = seeded(self.case)
         self.optimizer = make_optimizer(case, self.model.parameters())
-        self.start()
         if case.configuration.late_root:
             self.go_back_early()
+        self.start()
 
     def forward(self, x: Tensor, skipped: tuple[int, ...]) -> Any:
         if not self._mixed:
