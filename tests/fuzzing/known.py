@@ -372,6 +372,28 @@ DEFECTS: tuple[Defect, ...] = (
             optimizer="lars",
         ),
     ),
+    Defect(
+        "unnamed 5",
+        "clearing what is held back",
+        _case(steps=(Step(zero="module none", zero_at="before"),), late_root=True),
+    ),
+    Defect(
+        "unnamed 6",
+        "a root that hides its result, two backwards, sharded weights",
+        _case(steps=(Step((Micro("retained"),)),), hidden=True),
+    ),
+    Defect(
+        "unnamed 6",
+        "a root that hides its result, after autograd.grad",
+        _case(steps=(Step((Micro("input_grad"),)),), hidden=True, direct=True),
+    ),
+    Defect(
+        "unnamed 7",
+        "a weight of a unit in a block of the root, in a step that calls a method",
+        _case(
+            Block(unit=False), Block(tied_to=0), steps=(Step(zero_at="between"),), loop="automatic", calls_method=True
+        ),
+    ),
 )
 
 
