@@ -44,6 +44,7 @@ class GradientReducer:
         exposed: What the optimizer sees: `main`, or its copy in the dtype that the optimizer wants (decoupled.py) where that differs.
         holds_bucket: Whether the bucket's memory is still needed.
         writes: Gradients that layers write themselves (direct.py).
+        frozen_since: Parameters of which a gradient was held back before they were frozen; it is reduced all the same. Known to all ranks.
     """
 
     def __init__(self, group: ParameterGroup) -> None:
@@ -73,7 +74,8 @@ class GradientReducer:
         self.holds_bucket = False
         self.writes = DirectWrites()
         self._stand_ins: list[HeldBackGradient] = []
-        self._behind: list[Tensor | None] | None = None
+        self._behind: dict[int, Tensor | None] | None = None
+        self.frozen_since: set[int] = set()
 
     # -- on the compute stream -----------------------------------------------------------------------------------------
 
@@ -84,10 +86,13 @@ class GradientReducer:
         entries = self.group.entries
         if not self._stand_ins:
             self._stand_ins = [stand_in(self.group, index) for index in range(len(entries))]
-        self._behind = [local.grad for local in self._locals]
-        for entry, standing in zip(entries, self._stand_ins, strict=True):
-            if entry.is_trained:
-                entry.local.grad = standing
+        self._behind = {
+            index: entry.local.grad
+            for index, entry in enumerate(entries)
+            if entry.is_trained or index in self.frozen_since
+        }
+        for index in self._behind:
+            entries[index].local.grad = self._stand_ins[index]
 
     def settle_held_back(self) -> None:
         """Something is about to be added: drop what is held back of parameters whose `.grad` was cleared or replaced meanwhile."""
@@ -95,12 +100,16 @@ class GradientReducer:
             return
         behind, self._behind = self._behind, None
         changed: list[int] = []
-        for index, (local, standing, before) in enumerate(zip(self._locals, self._stand_ins, behind, strict=True)):
-            if local.grad is standing:
-                local.grad = before
-            elif self.group.entries[index].is_trained:
+        self.frozen_since.clear()
+        for index, before in behind.items():
+            entry = self.group.entries[index]
+            if entry.local.grad is not self._stand_ins[index]:
                 changed.append(index)
-        if len(changed) == sum(entry.is_trained for entry in self.group.entries):
+                continue
+            entry.local.grad = before
+            if not entry.is_trained:
+                self.frozen_since.add(index)
+        if len(changed) == len(behind):
             self._unreduced = self._partial = None
         for buffer in (self._unreduced, self._partial):
             if buffer is not None and changed:
@@ -109,6 +118,7 @@ class GradientReducer:
     def drop(self) -> None:
         """Forget everything that is not reduced: the backward it belongs to failed."""
         self.settle_held_back()
+        self.frozen_since.clear()
         self._unreduced = self._partial = None
         self.writes.end()
 
@@ -389,11 +399,13 @@ class GradientReducer:
                 accumulate_segments(self.main, result)
             else:
                 compat.foreach_copy_(self.main.segments, result.segments)
-        for entry, local, face in zip(self.group.entries, self._locals, self.faces, strict=True):
+        frozen = self.frozen_since
+        for index, (entry, local, face) in enumerate(zip(self.group.entries, self._locals, self.faces, strict=True)):
             if face is None:
-                entry.sharded.has_empty_grad = entry.sharded.has_empty_grad or entry.is_trained
-            elif local.grad is not face and entry.full.requires_grad and local.requires_grad:
+                entry.sharded.has_empty_grad |= entry.is_trained or index in frozen
+            elif local.grad is not face and ((entry.full.requires_grad and local.requires_grad) or index in frozen):
                 local.grad = face
+        frozen.clear()
 
     # -- what the optimizer sees ---------------------------------------------------------------------------------------
 

@@ -189,12 +189,12 @@ class ReductionSchedule:
             if waiting:
                 self._reduce(waiting)
 
-    @staticmethod
-    def _trained(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
-        """Those whose gradients are wanted; what came for others is dropped."""
+    def _trained(self, groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
+        """Those whose gradients are wanted, or were when they were held back; what came for others is dropped."""
         trained = []
         for group in groups:
-            if any(entry.is_trained for entry in group.entries):
+            known = self._reducers.get(group)
+            if any(entry.is_trained for entry in group.entries) or (known is not None and known.frozen_since):
                 trained.append(group)
             else:
                 group.drop_full_gradients()

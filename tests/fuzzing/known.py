@@ -126,10 +126,6 @@ def _steps_dtensors_with_gaps(case: Description) -> bool:
 KNOWN: dict[str, Callable[[Description], bool]] = {
     "4": _leaves_parameters_unused,
     "10": _differs_by_rank,
-    # Under autocast plain PyTorch saves copies of weights, so that a step does not outdate the graph; the engine raises.
-    "stale under autocast": lambda case: (
-        case.configuration.precision == "mixed" and any(micro.kind == "stale" for micro in _micros(case))
-    ),
 }
 
 
@@ -393,6 +389,11 @@ DEFECTS: tuple[Defect, ...] = (
         _case(
             Block(unit=False), Block(tied_to=0), steps=(Step(zero_at="between"),), loop="automatic", calls_method=True
         ),
+    ),
+    Defect(
+        "unnamed 8",
+        "frozen while a gradient is held back",
+        _case(steps=(Step((_HELD,), takes_step=False, freezes="freeze", zero_at="before"), Step())),
     ),
 )
 
