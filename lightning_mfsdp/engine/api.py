@@ -152,6 +152,7 @@ def gather_root(module: nn.Module) -> Iterator[None]:
     if torch.is_grad_enabled():
         unit.step_slots = [group.slot for group in unit.all_groups]
     if context.backwards_finished != before:
+        context.end_forward()
         unit.release()
     else:
         unit.leave(reshard=True)

@@ -39,6 +39,8 @@ __all__ = [
     "averages",
     "backward_task",
     "before_other_hooks",
+    "carries_data",
+    "default_store",
     "foreach_add_",
     "foreach_copy_",
     "foreach_lerp_",
@@ -66,6 +68,7 @@ __all__ = [
     "undecorated_step",
     "uses_nccl",
     "without_torch_function",
+    "word_in_store",
     "zero_cta_group",
 ]
 
@@ -212,6 +215,25 @@ def _coalesced(group: dist.ProcessGroup, device: torch.device) -> AbstractContex
 def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether NCCL carries tensors of this device; a group's backend may be unnamed or a list such as "cpu:gloo,cuda:nccl"."""
     return device.type == "cuda" and dist.get_backend(group) not in ("gloo", "mpi", "ucc", "fake")
+
+
+def carries_data(group: dist.ProcessGroup) -> bool:
+    """Whether ranks of a group exist; the fake backend stands in for them and moves nothing."""
+    return bool(dist.get_backend(group) != "fake")
+
+
+def default_store() -> Store:
+    """Where the ranks of the default process group met (torch 2.11 to 2.13: `_get_default_store`)."""
+    return c10d._get_default_store()
+
+
+def word_in_store(key: str) -> str:
+    """What somebody left in the default store; empty if there is nothing, or nobody to ask any more."""
+    try:
+        store = c10d._get_default_store()
+        return store.get(key).decode() if store.check([key]) else ""
+    except (RuntimeError, ValueError):
+        return ""
 
 
 def averages(group: dist.ProcessGroup, device_type: str) -> bool:

@@ -17,6 +17,7 @@ from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.channels import Channels
 from lightning_mfsdp.engine.codec import quantize_all
 from lightning_mfsdp.engine.collectives import Mesh
+from lightning_mfsdp.engine.gather_order import GatherOrder
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.parameter import Entry
 from lightning_mfsdp.engine.planning import MemoryPlanner
@@ -38,6 +39,7 @@ class Context:
 
     Attributes:
         reductions: Of gradients.
+        order: Of gathers and reductions, on all ranks.
         weights_ready: After the last write to a main or held weight; `None` once the gather stream has waited for it.
         ranges: Names for what happens, for a profiler.
         gathers_started: Collectives issued for weights so far, for inspection.
@@ -49,11 +51,14 @@ class Context:
         self.mesh = mesh
         self.device = device
         self.streams = Streams(device)
-        self.ranges = Ranges()
+        self.order = GatherOrder(self, mesh, self.streams)
+        self.ranges = Ranges(self.order.told)
+        if symmetric:
+            self.order.stop()  # all ranks gather into the same kind of memory, or none does
         self.pool = SlotPool(device, pooled=pooled)
         self.channels = Channels(device, symmetric=symmetric)
         self._planner = MemoryPlanner(self.pool, self.channels, mesh, device)
-        self.reductions = ReductionSchedule(self.streams, self.ranges)
+        self.reductions = ReductionSchedule(self.streams, self.ranges, self.order)
         self._covered: set[int] = set()
         self.ignored: dict[int, weakref.ref[nn.Parameter]] = {}
         self._uncovered: list[weakref.ref[Entry]] = []
@@ -98,6 +103,7 @@ class Context:
         self._units.append(weakref.ref(unit))
         for group in unit.groups:
             group.attach(unit, self)
+        self.order.add(unit, is_root=unit is self.root)
 
     def take_over(self, unit: Unit) -> None:
         """Keep what is known about optimizers and gradients in the context of a unit that moves into this one."""
@@ -131,6 +137,7 @@ class Context:
             sources += pair[1]
             group.outdated = group.written_elsewhere = False
             group.stale = True
+            group.forget_early()
             if group.gathered and not group.installed:
                 group.release()
         if targets:
@@ -147,6 +154,8 @@ class Context:
             if unit.live:
                 for group in unit.all_groups:
                     if group in changed:
+                        for for_backward in group.planes_there if self.order.is_on and group.placement.weight else ():
+                            self.order.gathers(group, for_backward=for_backward)
                         self.gathers_started += group.refill(self.weights_ready)
 
     def _gather_whole_weights(self) -> None:
@@ -169,9 +178,20 @@ class Context:
     ) -> None:
         """Start a group's gather; see `ParameterGroup.start_gather`."""
         with self.ranges.around("gather", group.name):
+            is_new = group.must_gather(for_backward=for_backward)
+            if is_new and self.order.is_on and group.placement.weight:
+                self.order.gathers(group, for_backward=for_backward)
             if group.start_gather(self.weights_ready, needed, apart=apart, for_backward=for_backward):
-                self.gathers_started += 1
+                self.gathers_started += is_new
                 self.weights_ready = None
+
+    def take_part(self, group: ParameterGroup, plane: int, *, keeps: bool) -> None:
+        """Take part in a gather that other ranks need; see `ParameterGroup.take_part`."""
+        self.refresh()
+        with self.ranges.around("gather", group.name):
+            group.take_part(self.weights_ready, plane, keeps=keeps)
+            self.gathers_started += 1
+            self.weights_ready = None
 
     def optimizer_stepped(self, groups: Iterable[ParameterGroup]) -> None:
         """An optimizer wrote main weights of some groups; code may read them at once."""
@@ -209,6 +229,7 @@ class Context:
         last = self._last_forward() if self._last_forward is not None else None
         first = self._first_of_pass() if self._first_of_pass is not None else None
         if first is None or unit is first:
+            self.order.begin()
             self._first_of_pass = weakref.ref(unit)
             unit.previous_forward = None
             self.reductions.close()
@@ -232,6 +253,12 @@ class Context:
         if self._series is not None and not self._series.busy:
             self._series.stop()
 
+    def end_forward(self) -> None:
+        """The root's forward is over, or a step of it."""
+        self.order.end()
+        if self.trace is not None:
+            self.trace.events.append(self.order.end)
+
     def keeps_after_forward(self, unit: Unit) -> bool:
         """Whether a unit's weights stay between forward and backward: the root's, and those that backward needs first."""
         return unit is self.root or (self._ends_forward is not None and self._ends_forward() is unit)
@@ -246,6 +273,7 @@ class Context:
             self.recover()  # the one before raised, and this is of the same graph or of another that was there
         self._in_backward, self._keeps_graph = True, compat.keeps_graph()
         self.interrupt()
+        self.order.begin()
         self._show_for_backward()
         end = self._end_backward
         self._at_end = self._watched(end)
@@ -301,6 +329,7 @@ class Context:
         if not self._in_backward:
             return
         self.reductions.finish(self.units)
+        self.order.end()
         self._rest()
         units, event = self.units_in_backward_order, self.streams.record()
         self._planner.after_backward(self.backwards_finished, units, event, has_stepped=self._has_stepped)

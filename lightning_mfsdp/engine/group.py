@@ -56,6 +56,7 @@ class ParameterGroup:
         held: What stays in memory in the storage dtype, by plane: extent `inner`, or everything; empty where each gather casts.
         outdated: The main weight was written since the held weight was brought up to date with it.
         written_elsewhere: By somebody else than an optimizer that was taken over.
+        number: Among those of its root.
         stale: The held weight does not show yet what the optimizer wrote.
         installed: The module shows full parameters.
         lost_writes: Unsharded parameters that a forward wrote to, though main weights of another dtype cannot take that over.
@@ -93,6 +94,8 @@ class ParameterGroup:
         self._fill()
         self._gathered_event: Event = None
         self._planes_there: list[int] = []
+        self._early: dict[int, FlatBuffer] = {}
+        self.number = 0
         self.installed = False
         self.lost_writes: list[Entry] = []
         self.gradients_outside: dict[int, torch.Tensor] = {}
@@ -260,6 +263,20 @@ class ParameterGroup:
         """Whether what a backward, or a forward, reads was gathered."""
         return self.spec.plane(for_backward=for_backward) in self._planes_there
 
+    def must_gather(self, *, for_backward: bool) -> bool:
+        """Whether `start_gather` takes other ranks."""
+        plane = self.spec.plane(for_backward=for_backward)
+        return plane not in self._planes_there and plane not in self._early
+
+    def has(self, plane: int) -> bool:
+        """Whether a plane was gathered."""
+        return plane in self._planes_there
+
+    @property
+    def planes_there(self) -> list[int]:
+        """Which planes `refill` gathers."""
+        return list(self._planes_there) or [0]
+
     def cast_from(self, main: FlatBuffer) -> None:
         """Bring the held weight's own part up to date with a copy of the main weight. A codec does that at the next refresh."""
         if self.spec.codec is not None:
@@ -314,8 +331,36 @@ class ParameterGroup:
         """Fill planes of a full weight, and point the parameters there."""
         self._full.bind(full)
         for plane in planes:
+            early = self._early.pop(plane, None)
+            if early is not None:
+                compat.foreach_copy_(full[plane].segments, early.segments)
+                continue
             source = self.held[plane] if self.held else self._cast_into(full[plane])
             self.shard_axis.gather(full[plane].segments, source.segments)
+
+    def take_part(self, weights_ready: Event, plane: int, *, keeps: bool) -> None:
+        """Take part in a gather that only other ranks need now, in memory of its own.
+
+        Args:
+            weights_ready: After the last write to any held weight.
+            plane: Which is gathered.
+            keeps: This rank may need it before the pass is over, and takes it from there.
+        """
+        outer_first, self.stale = self.stale and self.placement.outer_main, False
+        streams = self.streams
+        with streams.on(streams.gather), torch.inference_mode(False), torch.no_grad():
+            streams.wait(weights_ready, streams.gather)
+            if outer_first and self.outer_axis is not None:
+                self._gather_held(self.outer_axis, self.inner_extent, self.main_extent)
+            full = FlatBuffer.empty(self.layout, self.full_extent, self.spec.storage_dtype, self.device)
+            source = self.held[plane] if self.held else self._cast_into(full)
+            self.shard_axis.gather(full.segments, source.segments)
+        if keeps:
+            self._early[plane] = full
+
+    def forget_early(self) -> None:
+        """What `take_part` kept is not up to date any more, or not needed."""
+        self._early.clear()
 
     def _cast_into(self, full: FlatBuffer) -> FlatBuffer:
         """This rank's part of the full weight, cast from the main weight; gathered in place."""
@@ -429,7 +474,7 @@ class ParameterGroup:
 
     def refill(self, weights_ready: Event) -> int:
         """Have what was written to main weights in unsharded ones that are in use. Returns how many collectives that took."""
-        planes, shown = list(self._planes_there) or [0], self.installed
+        planes, shown = self.planes_there, self.installed
         self.hide(takes_over=False)
         self.release()
         started = sum(self.start_gather(weights_ready, for_backward=plane > 0) for plane in planes)

@@ -50,6 +50,7 @@ class Recording:
         self.pool_bytes = 0
         self._caller = caller
         self._context = _capturable_context(caller, module)
+        self._context.order.stop()  # a replay issues what was recorded, and a rank whose call does not fit does the same
         if warmup < 3:
             raise EngineStateError(f"{caller}: expected warmup of at least 3 calls, got {warmup}")
         self._remaining = warmup

@@ -310,6 +310,14 @@ class GradientReducer:
             result = self._over_outer_axis(result, factor)
         self._to_main(result)
 
+    def spoil(self) -> None:
+        """Issue what `reduce` does over the shard axis, for ranks that wait there, with NaN in place of gradients."""
+        group = self.group
+        source = FlatBuffer.empty(group.layout, group.full_extent, self.comm_dtype, group.device)
+        for segment in source.segments:
+            segment.fill_(torch.nan)
+        self._over_shard_axis(source, final=False, factor=self._factor)
+
     def _over_shard_axis(self, source: FlatBuffer, *, final: bool, factor: float) -> FlatBuffer:
         group, axis, precise = self.group, self.group.shard_axis, self.group.policy.high_precision_reduce
         if not group.placement.main:

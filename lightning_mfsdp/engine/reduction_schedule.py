@@ -20,6 +20,7 @@ from lightning_mfsdp.engine.buffer import Filling
 from lightning_mfsdp.engine.collectives import Mesh
 from lightning_mfsdp.engine.direct import DirectWrites
 from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.gather_order import GatherOrder
 from lightning_mfsdp.engine.gradient_hooks import has_gradient_hooks, run_gradient_hooks
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.ranges import Ranges
@@ -58,13 +59,14 @@ class ReductionSchedule:
         watches: Called with a unit whose gradients are there and not reduced yet, mostly none (gradient_watch.py).
     """
 
-    def __init__(self, streams: Streams, ranges: Ranges) -> None:
+    def __init__(self, streams: Streams, ranges: Ranges, gather_order: GatherOrder) -> None:
         self.sync = Sync.ALL
         self.started = 0
         self.holds_back = False
         self.watches: list[Callable[[Unit], None]] = []
         self._streams = streams
         self._ranges = ranges
+        self._gather_order = gather_order
         self._order: list[weakref.ref[Unit]] = []
         self._turn = 0
         self._done: set[int] = set()
@@ -155,11 +157,42 @@ class ReductionSchedule:
         self._done.add(id(unit))
         while self._turn < len(self._order):
             current = self._order[self._turn]()
-            if current is not None and not (id(current) in self._done and current.is_done) and current.is_trainable:
+            if current is not None and not self._may_reduce(current) and current.is_trainable:
                 return
             self._turn += 1
             if current is not None:
                 self._collect(current)
+
+    def _may_reduce(self, unit: Unit) -> bool:
+        """Whether the gradients of a unit are all there; of one that this rank did not use, as soon as other ranks expect it."""
+        return unit.is_done and (
+            id(unit) in self._done or (unit is not unit.context.root and self._gather_order.expects(unit))
+        )
+
+    def due_unit(self) -> Unit | None:
+        """The unit whose turn it is, if this backward communicates its gradients and no more of them come on this rank."""
+        while self._turn < len(self._order):
+            unit = self._order[self._turn]()
+            if unit is not None and unit.is_trainable:
+                # Nobody notices the end of what the root computes.
+                return unit if unit.is_done and unit is not unit.context.root and self._communicates(unit) else None
+            self._turn += 1
+            if unit is not None:
+                self._collect(unit)
+        return None
+
+    def reduce_now(self, unit: Unit) -> None:
+        """Reduce the unit whose turn it is, for ranks that have gradients of it."""
+        self._turn += 1
+        self._collect(unit)
+
+    def spoil(self, unit: Unit) -> None:
+        """Take part in the reduction of a unit over the shard axis with numbers that are no gradients; what comes out is dropped."""
+        with torch.no_grad(), self._streams.on(self._streams.reduce):
+            for group in unit.groups:
+                reduces = self.sync is not Sync.SHARD or group.placement.gradient
+                if reduces and any(entry.is_trained for entry in group.entries) and group.shard_axis.size > 1:
+                    self.reducer(group).spoil()
 
     def _collect(self, unit: Unit) -> None:
         """Take a unit's gradients and start their reduction."""
@@ -184,6 +217,7 @@ class ReductionSchedule:
                 else:
                     reducer.accumulate()
             if waiting:
+                self._gather_order.reduces(unit)
                 self._reduce(waiting)
 
     def _reduces(self, group: ParameterGroup) -> bool:
@@ -215,11 +249,11 @@ class ReductionSchedule:
 
     def finish(self, units: Sequence[Unit]) -> None:
         """The last node of a backward has run: reduce what is missing, and wait on the compute stream."""
-        for reference in self._order[self._turn :]:
-            unit = reference()
+        while self._turn < len(self._order):
+            unit = self._order[self._turn]()
+            self._turn += 1
             if unit is not None:
                 self._collect(unit)
-        self._turn = len(self._order)
         late = [unit for unit in units if self._has_unreduced(unit)]
         for unit in late:
             if not self._communicates(unit):

@@ -3,10 +3,10 @@
 Small blocks cost more to gather, reduce and wait for than their bytes do. As one unit, a few of them pay once. Their number in a
 unit is the user's choice; what follows here holds for any program that calls them:
 
-    the next module of the series is called     the unit stays as it is
+    a later module of the series is called      the unit stays as it is
     anything else                               what was running is given back, and the call begins a run of its own
 
-so a skipped module, another order, a change of grad mode or a recomputation are never wrong, only gathered more often. Every
+so another order, a change of grad mode or a recomputation are never wrong, only gathered more often. Every
 module's result is listened to: a backward may begin at any of them. Called by themselves, outside of the root's forward, modules run one
 by one, so that nothing stays gathered afterwards.
 
@@ -50,7 +50,7 @@ class Series:
         self, unit: Unit, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before module `index`: go on with the run, or begin one."""
-        expected = 0 < index == self._next and unit.live and compat.backward_task() == -1
+        expected = 0 < self._next <= index and unit.live and compat.backward_task() == -1
         going_on = expected and self._with_grad == torch.is_grad_enabled()
         if going_on:
             args, kwargs = cast_inputs(unit, args, kwargs)

@@ -52,6 +52,12 @@ class Streams:
         event.record()
         return event  # type: ignore[no-any-return]
 
+    def wait_for_collectives(self) -> None:
+        """Have the host wait until all gathers and reductions issued so far have come through."""
+        for stream in (self.gather, self.reduce):
+            if stream is not None:
+                stream.synchronize()
+
     def wait(self, event: Event, stream: Any = None) -> None:
         """Later work on `stream` (`None`: the current one) starts after `event`."""
         if event is not None:

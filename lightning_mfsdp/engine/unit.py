@@ -158,15 +158,18 @@ class Unit:
 
         Args:
             slots: Where saved tensors expect the weights, by group.
-            in_advance: Leave it for later if somebody else is in that memory.
+            in_advance: Leave it for later if somebody else is in that memory, or other ranks do something else first.
             for_backward: What a backward reads is wanted, and not what a forward reads.
         """
         self.context.refresh()
         apart = slots is None and self.pending > 0
+        order = self.context.order
         for index, group in enumerate(self.all_groups):
             needed = slots[index] if slots else None
             if group.is_there(for_backward=for_backward) and (needed is None or group.slot is needed):
                 continue
+            if in_advance and not order.allows(group, for_backward=for_backward):
+                return
             if in_advance and needed is not None and needed.holder not in (None, group.client):
                 continue
             if needed is not None and group.gathered and group.slot is not needed:
@@ -271,7 +274,7 @@ class Unit:
             self.hold()
         following = self.next_forward() if self.next_forward is not None else None
         if following is not None and compat.backward_task() == -1:
-            following.start_gather()
+            following.start_gather(in_advance=True)
 
     def enter_inside(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -360,6 +363,8 @@ class Unit:
         context = self.context
         if self is context.root:
             context.interrupt()
+            if not self.pinned:
+                context.end_forward()
         keeps = not (reshard and self.reshard_after_forward) or context.keeps_after_forward(self)
         if not (self.awaited.hides_calls or (keeps and torch.is_grad_enabled())):
             self.release()
@@ -446,7 +451,8 @@ class Unit:
             call.begun_in = -1
             self.context.ranges.end("backward", self.name)
             self._running -= 1
-        if self._running == 0:
+        # Ranks that compute other modules of a series again would otherwise gather it more often.
+        if self._running == 0 and not (self._is_series and self.awaited.will_be_computed_again):
             self.release()
         if self.awaited.is_over():
             self.context.reductions.unit_done(self)

@@ -25,6 +25,7 @@ LAYERS = tuple(f"layers.{index}" for index in range(len(ROWS)))
 LAST = LAYERS[-1]
 UNITS = (*LAYERS, "root")
 SYNCS = ("always", "no_sync", "keep_sharded")
+TEACHING = 4  # steps until all that repeats is known: what stays after forward, what is gathered in advance
 Counts = Counter  # (operation, axis, unit) -> number
 
 
@@ -137,9 +138,10 @@ def step(model, optimizer, rank, *, microbatches, sync) -> None:
 
 
 def steady_step(model, rank, *, microbatches, sync) -> Counts:
-    """Counts of a step after one that taught the engine what follows what."""
+    """Counts of a step after some that taught the engine what follows what."""
     optimizer, observer = adamw(model), Observer(model)
-    step(model, optimizer, rank, microbatches=microbatches, sync=sync)
+    for _ in range(TEACHING):
+        step(model, optimizer, rank, microbatches=microbatches, sync=sync)
     with observer.watching() as counts:
         step(model, optimizer, rank, microbatches=microbatches, sync=sync)
     return counts
@@ -198,7 +200,7 @@ def checkpointing_costs_one_gather_in_forward_and_one_in_backward(rank, world):
     for reentrant, regions in product((False, True), ([[0], [1], [2], [3]], [[0, 1], [2, 3]])):
         model = build()
         optimizer, observer = adamw(model), Observer(model)
-        for _ in range(2):
+        for _ in range(TEACHING):
             model.reentrant, model.regions = reentrant, regions
             step(model, optimizer, rank, microbatches=1, sync="always")
         case = f"reentrant={reentrant} {regions}"
@@ -220,9 +222,13 @@ def passes_without_gradients_gather_once_and_reduce_nothing(rank, world):
         level = STRATEGIES.index(sharding)
         model = build(sharding=sharding)
         optimizer, observer = adamw(model), Observer(model)
-        for _ in range(2):
-            step(model, optimizer, rank, microbatches=1, sync="always")
         x = torch.ones(2, DIM)
+        for _ in range(TEACHING):
+            step(model, optimizer, rank, microbatches=1, sync="always")
+            for _ in range(3):
+                with torch.no_grad():
+                    model(x)
+        step(model, optimizer, rank, microbatches=1, sync="always")
         for number, mode in enumerate((torch.no_grad, torch.inference_mode, torch.no_grad)):
             with observer.watching() as counts, mode():
                 model(x)
@@ -258,7 +264,7 @@ def a_lookup_is_not_gathered_for_its_backward(rank, world):
         fully_shard(model)
         optimizer = adamw(model)
         gathers = 0
-        for _ in range(3):
+        for _ in range(TEACHING):
             before = context(model).gathers_started
             model(torch.tensor([[rank, 5, 7]])).square().mean().backward()
             gathers = context(model).gathers_started - before
