@@ -78,8 +78,12 @@ def load_optimizers(
         for group, names in zip(state["param_groups"], names_by_group, strict=True):
             for key, name in zip(group["params"], names, strict=True):
                 view = index.views.get(name)
-                if key in state["state"] and (view is None or view.local.numel() or everywhere):
-                    by_name[name] = {part: _state_rows(value, view) for part, value in state["state"][key].items()}
+                if key in state["state"]:
+                    here = view is None or view.local.numel() or everywhere
+                    parts = state["state"][key].items()
+                    by_name[name] = {
+                        part: _state_rows(value, view) for part, value in parts if here or _is_number(value)
+                    }
                 if reads is not None:
                     reads.took(state["state"].get(key))
         options = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
@@ -110,6 +114,10 @@ def check_optimizers(
                 f"{path}: optimizer {number} has parameter groups of {theirs} parameters, here they have {ours}; configure the optimizers "
                 "as they were when the checkpoint was saved"
             )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.dim()
 
 
 def _rows(value: Tensor, view: ParameterView) -> Tensor:

@@ -100,7 +100,8 @@ def plan_optimizer(
             target["param_groups"][int(item[2])][item[3]] = _empty_like_saved(metadata, flat, None)
         elif plain_name(str(item[2])) in known:
             view = index.views.get(plain_name(str(item[2])))
-            if view is None or view.local.numel() or everywhere:
+            is_number = not getattr(metadata.state_dict_metadata[flat], "size", (1,))
+            if view is None or view.local.numel() or everywhere or is_number:
                 target["state"].setdefault(item[2], {})[item[3]] = _empty_like_saved(metadata, flat, view)
     if not found:
         return None

@@ -29,6 +29,7 @@ from lightning_mfsdp.engine.fused_adam import add_missing_remainders, is_fused_a
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.offload import StreamedStep
+from lightning_mfsdp.engine.optimizer_state import ShownState, refuse_left_behind
 from lightning_mfsdp.engine.parameter import Entry, owner_of
 
 __all__ = ["ELEMENTWISE_OPTIMIZERS", "fully_shard_optimizer"]
@@ -63,7 +64,8 @@ def fully_shard_optimizer(
     any yet) is keyed by them; others keep DTensors. After each step the weights that forward uses are refreshed. No step is
     taken here: step counters and weight decay start where the user starts. What comes into the groups later, by
     `add_param_group` or otherwise, is taken over when the next step begins. Parameters that were sharded with
-    `offload="optimizer"` are stepped a few at a time (offload.py).
+    `offload="optimizer"` are stepped a few at a time (offload.py). `optimizer.state_dict()` shows state as DTensors, as under FSDP2, and
+    `load_state_dict` takes these, or whole tensors (optimizer_state.py).
 
     Args:
         optimizer: Built from `module.parameters()`, before or after `fully_shard`.
@@ -99,6 +101,7 @@ def fully_shard_optimizer(
     groups: list[tuple[weakref.ref[ParameterGroup], list[int]]] = []
     held: list[Tensor] = []
     streamed = StreamedStep()
+    shown = ShownState.of(optimizer, local=local)
 
     def adopt_new(optimizer: Optimizer) -> None:
         nonlocal held
@@ -109,10 +112,14 @@ def fully_shard_optimizer(
                 for group, entries in found.items()
             ]
             streamed.adopt(optimizer)
+            shown.adopt(optimizer)
             held = _parameters(optimizer)
 
     def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         adopt_new(optimizer)
+        if any(_has_ended(reference()) for reference, _ in groups):
+            refuse_left_behind(optimizer, "step")
+        shown.begin_step()
         if keeps_remainders:
             add_missing_remainders(optimizer)
         return streamed.begin(optimizer, args, kwargs)
@@ -147,6 +154,12 @@ def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:
             by_context.setdefault(group.context, []).append(group)
     for context, groups in by_context.items():
         context.optimizer_stepped(groups)
+
+
+def _has_ended(group: ParameterGroup | None) -> bool:
+    """Whether a group is sharded no more: its module is gone, or plain again."""
+    context = group.context if group is not None else None
+    return context is None or context.root is None
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
