@@ -17,7 +17,7 @@ from lightning_mfsdp.checkpoint.opening import read_rows
 from lightning_mfsdp.checkpoint.rows import RowShard
 from lightning_mfsdp.checkpoint.sharded import ParameterIndex, paths_of, plain_name
 from lightning_mfsdp.engine import ParameterView
-from lightning_mfsdp.engine.parameter import owner_of
+from lightning_mfsdp.engine.parameter import is_elsewhere, owner_of
 from lightning_mfsdp.engine.resting_state import empty_at_rest, put_to_rest
 from lightning_mfsdp.engine.sharded_tensor import Rows
 
@@ -42,6 +42,8 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     for parameter, values in optimizer.state.items():
         name = index.name_of(parameter)
         view = index.views.get(name)
+        if view is not None and is_elsewhere(view.local):
+            continue  # those that have rows of it count its steps
         state[name] = {key: _state_value(f"{name}.{key}", value, view) for key, value in values.items()}
     groups = []
     for group, names in zip(optimizer.param_groups, index.names_by_group(optimizer), strict=True):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mfsdp.engine.group import ParameterGroup
-from lightning_mfsdp.engine.parameter import place_of
+from lightning_mfsdp.engine.parameter import is_elsewhere, place_of
 from lightning_mfsdp.engine.rows import gather_rows
 
 __all__ = ["full_state_dict", "whole_model_state", "whole_optimizer_state"]
@@ -109,6 +109,8 @@ def _described(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     """Each state of a parameter: how this rank's rows of it look, or the value where it is the same on all ranks."""
     place = place_of(parameter)
     described: dict[str, Any] = {}
+    if is_elsewhere(parameter):
+        return described  # ranks that have rows count its steps
     for key, value in state.items():
         if place is None or not isinstance(value, Tensor) or not value.dim():
             described[key] = value.detach().cpu() if isinstance(value, Tensor) else value

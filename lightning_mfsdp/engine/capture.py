@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.optimizer_state import shown_state_of
 from lightning_mfsdp.engine.recording import Recording
 from lightning_mfsdp.engine.reduction import GradientReducer
 from lightning_mfsdp.engine.tree import map_tensors
@@ -44,6 +45,9 @@ def capture_step(
     captured = CapturedStep(step, module, warmup)
     for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
         make_capturable(optimizer, captured.device)
+        shown = shown_state_of(optimizer)
+        if shown is not None:
+            captured.count.append(shown.note_replay)
     return captured
 
 
@@ -68,7 +72,11 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
 
 
 class CapturedStep(Recording):
-    """A training step that becomes a CUDA graph. Made by `capture_step`."""
+    """A training step that becomes a CUDA graph. Made by `capture_step`.
+
+    Attributes:
+        count: Called after each step of which optimizers hear nothing.
+    """
 
     def __init__(self, step: Callable[..., Any], module: nn.Module, warmup: int) -> None:
         super().__init__("capture_step", module, warmup)
@@ -76,6 +84,7 @@ class CapturedStep(Recording):
         self._replayable: torch.cuda.CUDAGraph | None = None
         self._outputs: Any = None
         self._written: list[GradientReducer] = []
+        self.count: list[Callable[[], None]] = []
 
     @property
     def device(self) -> torch.device:
@@ -89,13 +98,16 @@ class CapturedStep(Recording):
 
     def __call__(self, *inputs: Any) -> Any:
         """One training step; see `capture_step`."""
-        if self._replayable is None and self._is_due(inputs):
+        was_recorded = self._replayable is not None
+        if not was_recorded and self._is_due(inputs):
             self._record(inputs)
         if self._replayable is None or not self._fits(inputs):
             return self._run(inputs)
         self._fill(inputs)
         self._replayable.replay()
         self._context.weights_changed()
+        for count in self.count if was_recorded else ():  # hooks ran while it was recorded, and nothing else did
+            count()
         return map_tensors(torch.clone, self._outputs)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ itself what its rule needs of other ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,18 @@ class LocalRowsOptimizer(Optimizer):
                 owner = owner_of(parameter)
                 if owner is not None:
                     owner[1].sharded.has_empty_grad = False
+
+    def state_without_rows(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """What the state of a stepped parameter looks like on a rank that has none of its rows; `state_dict()` shows it there.
+
+        Args:
+            parameter: `[0, ...]`.
+            group: That it is in.
+
+        Returns:
+            The same keys as elsewhere, state of rows shaped like `parameter`; nothing for an optimizer that keeps no state.
+        """
+        return {}
 
 
 def row_placement(parameter: Tensor) -> RowPlacement | None:

@@ -125,7 +125,8 @@ def fully_shard_optimizer(
         return streamed.begin(optimizer, args, kwargs)
 
     def end(optimizer: Optimizer, *_: Any) -> None:
-        if streamed.end(optimizer):
+        shown.end_step(optimizer)
+        if streamed.end(optimizer) and not _changes_nothing(optimizer):
             _note_step((group, indices) for reference, indices in groups if (group := reference()) is not None)
 
     adopt_new(optimizer)
@@ -140,6 +141,15 @@ def fully_shard_optimizer(
         optimizer.register_step_post_hook(end)
     )  # they find weights and gradients as after any step
     return optimizer
+
+
+def _changes_nothing(optimizer: Optimizer) -> bool:
+    """Whether a step was PyTorch's look for the state of an optimizer that keeps none. A rank without rows may take it alone."""
+    return type(optimizer) is torch.optim.SGD and all(_is_zero(group["lr"]) for group in optimizer.param_groups)
+
+
+def _is_zero(rate: Any) -> bool:
+    return not (isinstance(rate, Tensor) and rate.device.type != "cpu") and bool(rate == 0)
 
 
 def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:

@@ -24,7 +24,16 @@ from lightning_mfsdp.engine.sharded_parameter import ShardedParameter
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.group import ParameterGroup
 
-__all__ = ["Entry", "UnshardedParameter", "is_left_behind", "leave_behind", "mark_owner", "owner_of", "place_of"]
+__all__ = [
+    "Entry",
+    "UnshardedParameter",
+    "is_elsewhere",
+    "is_left_behind",
+    "leave_behind",
+    "mark_owner",
+    "owner_of",
+    "place_of",
+]
 
 _OWNER = "_owner"
 _LEFT_BEHIND = "_left_behind"
@@ -127,6 +136,12 @@ def place_of(parameter: Tensor) -> tuple[ParameterGroup, int] | None:
     reference, index = getattr(parameter, _OWNER, (None, 0))
     group = reference() if reference is not None else None
     return None if group is None else (group, index)
+
+
+def is_elsewhere(parameter: Tensor) -> bool:
+    """Whether other ranks have all rows of what an optimizer holds as local rows here, and so its state."""
+    owner = owner_of(parameter)
+    return owner is not None and parameter is owner[1].local and not parameter.numel() and owner[1].shape.numel() > 0
 
 
 def leave_behind(entry: Entry) -> None:

@@ -153,6 +153,16 @@ class Muon(LocalRowsOptimizer):
                 self._step_adamw(group, [parameter for parameter in trained if parameter.numel()])
         return loss
 
+    def state_without_rows(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """See `LocalRowsOptimizer`."""
+        if group["use_muon"]:
+            return {"momentum_buffer": torch.zeros_like(parameter)}
+        return {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+
     # -- Muon ----------------------------------------------------------------------------------------------------------
 
     def _step_matrices(self, number: int, group: dict[str, Any], parameters: list[Tensor]) -> None:

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,12 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_mfsdp.engine import EngineStateError, fully_shard, fully_shard_optimizer
+from lightning_mfsdp.optim import Muon
 from tests.engine.worlds import by_world, check
 
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+HELD_AS_DTENSORS, OFFLOADED = "an optimizer that looks at whole tensors", "main weights and state in host memory"
+HSDP, HFSDP = "copies along the outer axis", "state split along the outer axis"
 FULL = StateDictOptions(full_state_dict=True)
 ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -70,10 +74,27 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 def ours(
     sharding: str = "optim_grads_params", seed: int = 0, kind: Any = torch.optim.AdamW
 ) -> tuple[Uneven, torch.optim.Optimizer]:
-    model = built(seed)
-    fully_shard(model.middle, sharding=sharding)
-    fully_shard(model, sharding=sharding)
-    return model, fully_shard_optimizer(kind(groups_of(model), lr=0.01))
+    model, options = built(seed), options_of(sharding)
+    fully_shard(model.middle, **options)
+    fully_shard(model, **options)
+    elementwise = False if sharding == HELD_AS_DTENSORS else None
+    return model, fully_shard_optimizer(kind(groups_of(model), lr=0.01), elementwise=elementwise)
+
+
+def options_of(sharding: str) -> dict[str, Any]:
+    if sharding in (HSDP, HFSDP):
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "shard"))
+        return {"mesh": mesh, "outer_sharding": "optim" if sharding == HFSDP else "no_shard"}
+    if sharding in (HELD_AS_DTENSORS, OFFLOADED):
+        return {"offload": "optimizer" if sharding == OFFLOADED else None}
+    return {"sharding": sharding}
+
+
+def ways() -> tuple[str, ...]:
+    """To shard a model over these ranks."""
+    return {2: (*SHARDINGS, HELD_AS_DTENSORS, OFFLOADED), 3: ("optim", "optim_grads_params"), 4: (HSDP, HFSDP)}[
+        dist.get_world_size()
+    ]
 
 
 def theirs(seed: int = 0, kind: Any = torch.optim.AdamW) -> tuple[Uneven, torch.optim.Optimizer]:
@@ -140,7 +161,7 @@ def shared_folder() -> Iterator[str]:
 
 
 def each(action: Callable[[str], None]) -> None:
-    for sharding in SHARDINGS:
+    for sharding in ways():
         action(sharding)
 
 
@@ -152,7 +173,7 @@ def state_dicts_of_optimizers_look_as_with_fsdp2(rank: int, world: int) -> None:
         reference = theirs(kind=kind)
         train(*reference)
         expected = reference[1].state_dict()
-        for sharding in SHARDINGS:
+        for sharding in ways():
             model, optimizer = ours(sharding, kind=kind)
             train(model, optimizer)
             found = optimizer.state_dict()
@@ -179,7 +200,7 @@ def get_state_dict_gives_what_it_gives_of_fsdp2(rank: int, world: int) -> None:
     def case(sharding: str) -> None:
         model, optimizer = ours(sharding)
         train(model, optimizer)
-        for options in (None, FULL, ON_RANK_0, StateDictOptions(cpu_offload=True)):
+        for options in (None, FULL, ON_RANK_0, StateDictOptions(cpu_offload=True, ignore_frozen_params=True)):
             found, expected = (get_state_dict(*pair, options=options) for pair in ((model, optimizer), reference))
             assert kinds(found[1]) == kinds(expected[1]), (sharding, options)
             assert_same(whole(list(found)), whole(list(expected)), f"{sharding} {options}")
@@ -196,6 +217,82 @@ def optimizers_without_a_step_have_the_same_state_dicts(rank: int, world: int) -
     found, expected = (get_optimizer_state_dict(*pair) for pair in ((model, optimizer), reference))
     assert_same(whole(found), whole(expected), "before the first step")
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+KINDS = {
+    "AdamW": torch.optim.AdamW,
+    "NAdam": torch.optim.NAdam,
+    "ASGD": torch.optim.ASGD,
+    "SGD": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+}
+
+
+def ranks_without_any_rows_show_what_the_others_do(rank: int, world: int) -> None:
+    """An optimizer of one row: PyTorch finds no state on the other ranks, and takes a step there to get some."""
+
+    def trained(model: Uneven, optimizer: torch.optim.Optimizer, clears: bool) -> list[Any]:
+        found: list[Any] = []
+        for step in range(3):
+            train(model, optimizer, steps=1, first=step)
+            if clears:
+                optimizer.zero_grad()
+            for state in (optimizer.state_dict(), get_optimizer_state_dict(model, optimizer)):
+                found.append(copy.deepcopy(whole(state["state"])))
+        return found
+
+    for name, kind in KINDS.items():
+        for clears in (False, True):
+            reference, mesh = built(), init_device_mesh("cpu", (world,))
+            fsdp2(reference, mesh=mesh)
+            expected = trained(reference, kind([reference.one_row], lr=0.1), clears)
+            for sharding in ("optim_grads", "optim_grads_params"):
+                model = built()
+                fully_shard(model, **options_of(sharding))
+                optimizer = fully_shard_optimizer(kind([model.one_row], lr=0.1))
+                assert_same(trained(model, optimizer, clears), expected, f"{sharding} {name} {clears}", rtol=1e-5)
+                again = fully_shard_optimizer(kind([model.one_row], lr=0.1))
+                set_optimizer_state_dict(model, again, get_optimizer_state_dict(model, optimizer))
+                assert_same(whole(again.state_dict()["state"]), whole(optimizer.state_dict()["state"]), name)
+
+
+def groups_with_other_options_show_their_own_state(rank: int, world: int) -> None:
+    """No rank without rows of one group takes the keys of another."""
+
+    def grouped(model: Uneven, options: dict[str, Any]) -> torch.optim.Optimizer:
+        others = [one for one in model.parameters() if one.requires_grad and one is not model.one_row]
+        return torch.optim.AdamW([{"params": others}, {"params": [model.one_row], **options}], lr=0.01)
+
+    reference, mesh = built(), init_device_mesh("cpu", (world,))
+    fsdp2(reference, mesh=mesh)
+    theirs = grouped(reference, {"amsgrad": True})
+    train(reference, theirs)
+    for sharding in ways():
+        model = built()
+        fully_shard(model, **options_of(sharding))
+        optimizer = fully_shard_optimizer(grouped(model, {"amsgrad": True}))
+        train(model, optimizer)
+        assert_same(whole(optimizer.state_dict()["state"]), whole(theirs.state_dict()["state"]), sharding)
+
+
+def muon_shows_its_state(rank: int, world: int) -> None:
+    model = built()
+    fully_shard(model)
+    matrices = [model.one_row, model.first.weight]
+    optimizer = fully_shard_optimizer(
+        Muon([{"params": matrices}, {"params": [model.last.weight, model.first.bias], "use_muon": False}], lr=0.01)
+    )
+    train(model, optimizer)
+    keys = [["momentum_buffer"]] * 2 + [["step", "exp_avg", "exp_avg_sq"]] * 2
+    for state in (optimizer.state_dict()["state"], get_optimizer_state_dict(model, optimizer)["state"]):
+        assert [list(values) for values in state.values()] == keys
+        found = whole(state)
+        assert [float(values["step"]) for values in found.values() if "step" in values] == [2.0, 2.0]
+    single = fully_shard_optimizer(Muon([{"params": [model.one_row]}], lr=0.01))
+    train(model, single)
+    for state in (single.state_dict()["state"], get_optimizer_state_dict(model, single)["state"]):
+        assert [list(values) for values in state.values()] == [["momentum_buffer"]]
+        assert [value.shape for values in whole(state).values() for value in values.values()] == [(1, 5)]
 
 
 # -- set ---------------------------------------------------------------------------------------------------------------
@@ -231,11 +328,15 @@ def set_state_dict_takes_what_get_state_dict_gave(rank: int, world: int) -> None
 
 def flat_optimizer_states_are_taken(rank: int, world: int) -> None:
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    first, second = ours(), ours(seed=5)
+    first = ours()
     train(*first)
-    state = get_optimizer_state_dict(*first, options=flat)
-    set_optimizer_state_dict(*second, state, options=flat)
-    assert_same(whole(second[1].state_dict()), whole(first[1].state_dict()), "flat")
+    expected = whole(copy.deepcopy(first[1].state_dict()))
+    for trained_before in (0, 1):  # full ones are refused by PyTorch (2.13: KeyError), FSDP2's as well
+        second = ours(seed=5)
+        train(*second, steps=trained_before)
+        state = copy.deepcopy(get_optimizer_state_dict(*first, options=flat))
+        set_optimizer_state_dict(*second, state, options=flat)
+        assert_same(whole(second[1].state_dict()), expected, f"trained {trained_before} steps before")
 
 
 def load_state_dict_takes_its_own_and_whole_states(rank: int, world: int) -> None:
@@ -245,7 +346,7 @@ def load_state_dict_takes_its_own_and_whole_states(rank: int, world: int) -> Non
         reference.zero_grad()
         plain(torch.ones(2, 5)).sum().backward()
         reference.step()
-    for sharding in SHARDINGS:
+    for sharding in ways():
         _, optimizer = ours(sharding, seed=5)
         optimizer.load_state_dict(reference.state_dict())
         assert_same(whole(optimizer.state_dict()), reference.state_dict(), f"{sharding} whole")
@@ -257,7 +358,7 @@ def load_state_dict_takes_its_own_and_whole_states(rank: int, world: int) -> Non
 def models_take_tensors_of_equal_parts(rank: int, world: int) -> None:
     """As `distribute_tensor` makes them; their rows are not where the layout has them."""
     source, _ = theirs(seed=3)
-    for sharding in SHARDINGS:
+    for sharding in ways():
         model, _ = ours(sharding, seed=4)
         model.load_state_dict(source.state_dict())
         assert_same(whole(dict(model.named_parameters())), whole(dict(source.named_parameters())), sharding)
@@ -343,6 +444,9 @@ CASES = [
     optimizers_without_a_step_have_the_same_state_dicts,
     set_state_dict_takes_what_get_state_dict_gave,
     flat_optimizer_states_are_taken,
+    ranks_without_any_rows_show_what_the_others_do,
+    groups_with_other_options_show_their_own_state,
+    muon_shows_its_state,
     load_state_dict_takes_its_own_and_whole_states,
     models_take_tensors_of_equal_parts,
     checkpoints_of_plain_loops_are_those_of_fsdp2,
@@ -350,7 +454,12 @@ CASES = [
     weights_go_to_every_rank_and_nowhere_else,
     arithmetic_with_tensors_of_equal_parts_finds_their_rows,
 ]
-WORLDS = {2: CASES, 3: CASES}
+ON_TWO_AXES = [
+    get_state_dict_gives_what_it_gives_of_fsdp2,
+    set_state_dict_takes_what_get_state_dict_gave,
+    checkpoints_of_plain_loops_are_those_of_fsdp2,
+]
+WORLDS = {2: CASES, 3: CASES, 4: ON_TWO_AXES}
 
 
 @by_world(WORLDS)
