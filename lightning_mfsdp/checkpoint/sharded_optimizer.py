@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -101,7 +102,8 @@ def plan_optimizer(
         elif plain_name(str(item[2])) in known:
             view = index.views.get(plain_name(str(item[2])))
             if view is None or view.local.numel() or everywhere:
-                target["state"].setdefault(item[2], {})[item[3]] = _empty_like_saved(metadata, flat, view)
+                values = target["state"].setdefault(item[2], {})
+                _place(values, item[3:], _empty_like_saved(metadata, flat, view))
     if not found:
         return None
     read_rows(path, metadata, [_Groups(key, {"param_groups": target["param_groups"]})], trusted=trusted, in_place=False)
@@ -177,6 +179,22 @@ def _empty_like_saved(metadata: Metadata, key: str, view: ParameterView | None) 
     if view is None or not saved.size or saved.size != view.shape:
         return torch.empty(saved.size, dtype=dtype)
     return RowShard.of(empty_at_rest(view.local, dtype), view.shape, view.rows)
+
+
+def _place(values: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
+    """Put what one flat key of a checkpoint stands for where it was: state may be lists of tensors (LBFGS)."""
+    inside: Any = values
+    for key, following in pairwise(path):
+        made: Any = [] if isinstance(following, int) else {}
+        if isinstance(inside, list):
+            inside += [None] * (key + 1 - len(inside))
+            inside[key] = made if inside[key] is None else inside[key]
+            inside = inside[key]
+        else:
+            inside = inside.setdefault(key, made)
+    if isinstance(inside, list):
+        inside += [None] * (path[-1] + 1 - len(inside))
+    inside[path[-1]] = value
 
 
 def _check_groups(path: Location, key: str, saved: list[list[str]], present: list[list[str]]) -> None:

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.parameter import place_of
-from lightning_mfsdp.engine.rows import gather_rows
+from lightning_mfsdp.engine.rows import gather_rows, sharded_axes
+from lightning_mfsdp.engine.tree import map_tensors
 
 __all__ = ["whole_model_state", "whole_optimizer_state"]
 
@@ -28,6 +29,11 @@ class _RowsOf:
 
     dtype: torch.dtype
     problem: str
+
+
+@dataclass(frozen=True)
+class _OnEveryRank:
+    """State, of any kind, of a parameter that every rank has whole."""
 
 
 def whole_model_state(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
@@ -77,9 +83,11 @@ def whole_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]
     for number, (parameter, parts) in enumerate(zip(parameters, layout, strict=True)):
         own = optimizer.state.get(parameter, {})
         for key, part in parts.items():
-            value = _gathered(own.get(key), part.dtype, parameter) if isinstance(part, _RowsOf) else part
+            value = own.get(key) if isinstance(part, _OnEveryRank) else part
+            if isinstance(part, _RowsOf):
+                value = _gathered(own.get(key), part.dtype, parameter)
             if keep:
-                state.setdefault(number, {})[key] = value.cpu() if isinstance(value, Tensor) else value
+                state.setdefault(number, {})[key] = map_tensors(_on_host, value)
             del value  # as above
     if not keep:
         return {}
@@ -92,11 +100,18 @@ def whole_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]
     return {"state": state, "param_groups": groups}
 
 
+def _on_host(value: Tensor) -> Tensor:
+    return (value.to_local() if isinstance(value, DTensor) else value).detach().cpu()
+
+
 def _described(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     """Each state of a parameter: how this rank's rows of it look, or the value where it is the same on all ranks."""
     place = place_of(parameter)
     described: dict[str, Any] = {}
     for key, value in state.items():
+        if place is not None and not sharded_axes(place[0]):
+            described[key] = _OnEveryRank()
+            continue
         if place is None or not isinstance(value, Tensor) or not value.dim():
             described[key] = value.detach().cpu() if isinstance(value, Tensor) else value
             continue
