@@ -35,6 +35,8 @@ class _RowsOf:
 class _OnEveryRank:
     """State, of any kind, of a parameter that every rank has whole."""
 
+    name: str
+
 
 def whole_model_state(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
     """A state dict with every sharded tensor whole, on the CPU. All ranks call it.
@@ -110,7 +112,7 @@ def _described(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     described: dict[str, Any] = {}
     for key, value in state.items():
         if place is not None and not sharded_axes(place[0]):
-            described[key] = _OnEveryRank()
+            described[key] = _OnEveryRank(place[0].entries[place[1]].name)
             continue
         if place is None or not isinstance(value, Tensor) or not value.dim():
             described[key] = value.detach().cpu() if isinstance(value, Tensor) else value
@@ -140,6 +142,12 @@ def _agreed(described: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     known[key] = part
     problems = [
         part.problem for parts in merged for part in parts.values() if isinstance(part, _RowsOf) and part.problem
+    ]
+    problems += [
+        f"{key} of parameter {part.name}: on some ranks only, though each has all of the parameter"
+        for number, parts in enumerate(merged)
+        for key, part in parts.items()
+        if isinstance(part, _OnEveryRank) and any(key not in theirs[number] for theirs in everyones)
     ]
     if problems:
         raise ValueError(

@@ -239,9 +239,17 @@ def test_training_handed_from_ddp_to_us_and_back_is_that_of_ddp(with_ddp: Any) -
 def a_state_that_no_file_can_hold_is_refused_on_all_ranks(rank: int, world: int) -> None:
     model = fully_shard(build())
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    held = optimizer.param_groups[0]["params"]
+    divided = next(one for one in held if one.dim())
     if rank == 0:
-        optimizer.state[optimizer.param_groups[0]["params"][0]]["odd"] = torch.zeros(3)
+        optimizer.state[divided]["odd"] = torch.zeros(3)
     with pytest.raises(ValueError, match=r"odd of parameter .*: \(3,\) where its rows are"):
+        whole_optimizer_state(optimizer, keep=rank == 0)
+    optimizer.state.clear()
+    whole = next(one for one in held if not one.dim())
+    if rank == 1:
+        optimizer.state[whole]["odd"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"odd of parameter .*: on some ranks only"):
         whole_optimizer_state(optimizer, keep=rank == 0)
 
 
