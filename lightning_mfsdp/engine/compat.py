@@ -42,6 +42,7 @@ __all__ = [
     "averages",
     "backward_task",
     "before_other_hooks",
+    "ddp_ignores",
     "foreach_add_",
     "foreach_copy_",
     "foreach_lerp_",
@@ -311,6 +312,11 @@ def shape_of_equal_part(tensor: DTensor) -> torch.Size:
 def is_traced() -> bool:
     """Whether torch.compile is at work here (torch 2.11 to 2.13: `CompileContext`)."""
     return CompileContext.try_get() is not None
+
+
+def ddp_ignores(module: torch.nn.Module) -> frozenset[str]:
+    """Names that DistributedDataParallel was told to leave alone (torch 2.11 to 2.13: `_set_params_and_buffers_to_ignore_for_model`)."""
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def storage_users(tensor: Tensor) -> int:
