@@ -266,6 +266,7 @@ def warn_of_other_options(
     sharding: str | int,
     outer_sharding: str | int,
     offload: str | None,
+    unused_parameters: str,
 ) -> None:
     """A model that is sharded already stays as it is; say so where a Trainer asks for something else."""
     name = type(module).__name__
@@ -286,6 +287,11 @@ def warn_of_other_options(
         rank_zero_warn(
             f"{name} is already sharded with main weights elsewhere than offload={offload!r} says, and they stay there. Use one strategy "
             "for one model, or build the model anew"
+        )
+    if root.context.reductions.zeros_unused != (unused_parameters == "zero"):
+        rank_zero_warn(
+            f"{name} is already sharded and treats unused parameters otherwise than unused_parameters={unused_parameters!r} says. Use one "
+            "strategy for one model, or build the model anew"
         )
 
 

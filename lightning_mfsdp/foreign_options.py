@@ -111,7 +111,7 @@ _SAME_ANSWER: dict[tuple[str, ...], str] = {
     ): "leave it out: checkpoints hold every parameter, so that they load without the base model",
     # DDPStrategy and DistributedDataParallel
     ("find_unused_parameters", "check_reduction", "skip_all_reduce_unused_params"): (
-        "leave it out: parameters without a gradient are found in every backward"
+        'leave it out: parameters that no rank used have no gradient after any backward; unused_parameters="zero" gives them zeros'
     ),
     (
         "static_graph",

@@ -65,6 +65,7 @@ class ShardingOptions:
     storage: Literal["pooled", "dynamic"]
     symmetric_memory: bool
     offload: Literal["optimizer"] | None
+    unused_parameters: Literal["none", "zero"]
     compile: bool | Mapping[str, Any]
     recompute: Recompute | Mapping[str, Any] | None
 
@@ -75,6 +76,7 @@ class ShardingOptions:
         check_choice("storage", self.storage, ("pooled", "dynamic"))
         check_choice("reshard_after_forward", self.reshard_after_forward, (True, False, "auto"))
         check_choice("offload", self.offload, (None, "optimizer"))
+        check_choice("unused_parameters", self.unused_parameters, ("none", "zero"))
         check_policy(self.policy)
         check_sizes(self.data_parallel_size, self.outer_size, self.mesh)
         check_ignored(self.ignored_parameters)
@@ -110,7 +112,9 @@ class ShardingOptions:
         if root is not None:
             refuse_unsharded(module)
             self._recompute_in(module)
-            warn_of_other_options(module, root, precision.policy, self.sharding, self.outer_sharding, self.offload)
+            warn_of_other_options(
+                module, root, precision.policy, self.sharding, self.outer_sharding, self.offload, self.unused_parameters
+            )
             return
         chosen: list[nn.Module | list[nn.Module]] = []
         if any(unit_of(part) is not None for part in module.modules()):
@@ -139,6 +143,7 @@ class ShardingOptions:
             storage=self.storage,
             symmetric_memory=self.symmetric_memory,
             offload=self.offload,
+            unused_parameters=self.unused_parameters,
         )
         precision.take_sharded_module(module)
         options = compile_options(self.compile)

@@ -82,6 +82,9 @@ class MFSDPStrategy(CheckpointingStrategy):
         symmetric_memory: Gather by copy engines, which leaves compute cores to the matrix products (NCCL 2.28, one NVLink domain).
         offload: "optimizer": main weights and optimizer state rest in host memory and visit the device a few at a time in the optimizer's
             step. Takes elementwise optimizers, and no `cuda_graph`.
+        unused_parameters: Parameters that no rank used in a step. "none": they have no gradient and optimizers leave them alone, as under
+            DDP(find_unused_parameters=True). "zero": their gradient is zeros, so weight decay and momentum move them; no rank ever waits to
+            hear of the others. `cuda_graph` always does that, and names them.
         compile: `torch.compile` the forward of every unit that has modules inside; a mapping holds options for it, such as
             {"mode": "max-autotune-no-cudagraphs"}. A compiled LightningModule (`torch.compile(model)`) is taken as True.
         recompute: Which activations are computed again in backward instead of being kept: a `Recompute`, or a mapping of its options.
@@ -123,6 +126,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         storage: Literal["pooled", "dynamic"] = "pooled",
         symmetric_memory: bool = False,
         offload: Literal["optimizer"] | None = None,
+        unused_parameters: Literal["none", "zero"] = "none",
         compile: bool | Mapping[str, Any] = False,
         recompute: Recompute | Mapping[str, Any] | None = None,
         cuda_graph: bool = False,
@@ -152,6 +156,7 @@ class MFSDPStrategy(CheckpointingStrategy):
             storage=storage,
             symmetric_memory=symmetric_memory,
             offload=offload,
+            unused_parameters=unused_parameters,
             compile=compile,
             recompute=recompute,
         )

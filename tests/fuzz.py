@@ -29,7 +29,7 @@ if __name__ == "__main__":  # Python looks for modules beside a script first, an
 from tests.fuzzing.checking import Verdict, check
 from tests.fuzzing.description import Description, features, from_json, size, to_json
 from tests.fuzzing.drawing import drawn
-from tests.fuzzing.known import KNOWN, REDUCED_TOO_OFTEN, known_items
+from tests.fuzzing.known import REDUCED_TOO_OFTEN, known_items
 from tests.fuzzing.refusals import MOST
 from tests.fuzzing.script import as_script
 from tests.fuzzing.shrinking import shrunk
@@ -61,8 +61,8 @@ class Tally:
 
 
 def judge(case: Description, workers: Workers) -> Verdict:
-    """Run a case. As long as item 4 is known, zeros are as good as no gradient; see also `REDUCED_TOO_OFTEN`."""
-    return check(case, workers, zero_is_none="4" in KNOWN, counts_reductions=not REDUCED_TOO_OFTEN)
+    """Run a case. See also `REDUCED_TOO_OFTEN`."""
+    return check(case, workers, counts_reductions=not REDUCED_TOO_OFTEN)
 
 
 def fuzz(

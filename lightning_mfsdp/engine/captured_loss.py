@@ -82,7 +82,6 @@ class CapturedLoss(Recording):
         self._anchor = torch.zeros((), device=self._context.device, requires_grad=True)
         self._shown: list[tuple[Any, Tensor]] = []
         self._shown_whole: list[tuple[nn.Parameter, Tensor]] = []
-        self._empty: list[Any] = []
         self._awaited: object = None
 
     @property
@@ -125,6 +124,7 @@ class CapturedLoss(Recording):
     def close(self) -> None:
         """Forget the graphs and let main gradients give their memory back between steps. Calls run as they are from now on."""
         self.failure = "closed"
+        self._context.reductions.is_recorded = False
         self._forget()
         for reducer in self._context.reductions.reducers:
             reducer.pin_main(False)
@@ -138,7 +138,7 @@ class CapturedLoss(Recording):
         """Let go of both graphs and what they wrote. NCCL waits in the end of a process group for every graph that uses it."""
         self._forward, self._backward, self._outputs, self._inputs, self._awaited = None, None, None, None, None
         self._context.pool.let_go_of_plan(self)
-        self._shown, self._shown_whole, self._empty = [], [], []
+        self._shown, self._shown_whole = [], []
         self._loss = self._gradient = torch.empty(0)
 
     def refuse(self, reason: str) -> None:
@@ -154,7 +154,7 @@ class CapturedLoss(Recording):
             reducer.pin_main(True)
         try:
             with self._preparing(inputs), self._gradients_aside(), reductions.synchronizing(Sync.ALL):
-                with self._graph(forward), self._same_state():
+                with self._graph(forward), self._same_state(), self._gradients_hidden():
                     outputs = self._step(*self._inputs)
                     loss = loss_in(outputs)
                     _check_devices(outputs, loss.device)
@@ -184,20 +184,26 @@ class CapturedLoss(Recording):
     def _gradients_aside(self) -> Iterator[None]:
         """Record as if the optimizer's gradients were cleared: the graph overwrites them. They are back afterwards."""
         put_back = self._gradients_now()
-        for local, sharded in self._faces():
-            local.grad, sharded.has_empty_grad = None, False
-        for parameter in self._whole():
+        for parameter in (*self._locals(), *self._whole()):
             parameter.grad = None
         try:
             yield
         finally:
             put_back()
 
+    @contextmanager
+    def _gradients_hidden(self) -> Iterator[None]:
+        """Refuse a step that looks at gradients."""
+        self._context.reductions.hides_gradients = True
+        try:
+            yield
+        finally:
+            self._context.reductions.hides_gradients = False
+
     def _remember_gradients(self) -> None:
         """Which gradients a backward leaves, and where."""
-        self._shown = [(local, local.grad) for local, _ in self._faces() if local.grad is not None]
+        self._shown = [(local, local.grad) for local in self._locals() if local.grad is not None]
         self._shown_whole = [(one, one.grad) for one in self._whole() if one.grad is not None]
-        self._empty = [sharded for _, sharded in self._faces() if sharded.has_empty_grad]
 
     @contextmanager
     def _same_state(self) -> Iterator[None]:
@@ -256,8 +262,6 @@ class CapturedLoss(Recording):
         for parameter, grad in (*self._shown, *self._shown_whole):
             if parameter.grad is not grad:
                 parameter.grad = grad
-        for sharded in self._empty:
-            sharded.has_empty_grad = True
 
 
 def _own_state(module: nn.Module) -> dict[str, int]:

@@ -45,7 +45,9 @@ class Context:
         trace: Of the step that is running, if somebody will repeat its gathers.
     """
 
-    def __init__(self, root: Unit, mesh: Mesh, device: torch.device, *, pooled: bool, symmetric: bool) -> None:
+    def __init__(
+        self, root: Unit, mesh: Mesh, device: torch.device, *, pooled: bool, symmetric: bool, zeros_unused: bool
+    ) -> None:
         self.mesh = mesh
         self.device = device
         self.streams = Streams(device)
@@ -53,7 +55,7 @@ class Context:
         self.pool = SlotPool(device, pooled=pooled)
         self.channels = Channels(device, symmetric=symmetric)
         self._planner = MemoryPlanner(self.pool, self.channels, mesh, device)
-        self.reductions = ReductionSchedule(self.streams, self.ranges)
+        self.reductions = ReductionSchedule(self.streams, self.ranges, zeros_unused=zeros_unused)
         self._covered: set[int] = set()
         self.ignored: dict[int, weakref.ref[nn.Parameter]] = {}
         self._uncovered: list[weakref.ref[Entry]] = []

@@ -47,6 +47,7 @@ def fully_shard(
     storage: Literal["pooled", "dynamic"] = "pooled",
     symmetric_memory: bool = False,
     offload: Literal["optimizer"] | None = None,
+    unused_parameters: Literal["none", "zero"] = "none",
 ) -> ModuleT:
     """Shard a module's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
@@ -77,6 +78,10 @@ def fully_shard(
             of one NVLink domain). Needs pooled storage. The root's choice holds for all its units.
         offload: "optimizer": main weights and the optimizer's state rest in host memory and visit the device a few at a time while the
             optimizer steps. What gathers read, this rank's shard of the compute weights, stays on the device. For elementwise optimizers.
+        unused_parameters: Whose gradient no rank computed in a step. "none": `.grad` stays `None` and optimizers leave them alone, as
+            under DDP(find_unused_parameters=True); a rank that leaves a parameter unused waits for the device once in each backward that
+            reduces, to hear of the others. "zero": their gradient is zeros, which weight decay and momentum go on from; nobody waits.
+            CUDA graphs always do that. The root's choice holds for all its units.
 
     Returns:
         The same module.
@@ -94,6 +99,8 @@ def fully_shard(
         )
     if offload not in (None, "optimizer"):
         raise ShardingError(f'fully_shard: offload: expected None or "optimizer", got {offload!r}')
+    if unused_parameters not in ("none", "zero"):
+        raise ShardingError(f'fully_shard: unused_parameters: expected "none" or "zero", got {unused_parameters!r}')
     outer_size = resolved.outer.size if resolved.outer else 1
     if outer_sharding not in ("no_shard", 0) and resolved.outer is None:
         raise ShardingError(
@@ -137,7 +144,14 @@ def fully_shard(
         policy = replace(policy, cast_forward_inputs=False)
     write_directly(members, groups)
     unit = Unit(members, groups, policy, reshard_after_forward=reshard_after_forward)
-    context = Context(unit, resolved, device, pooled=storage == "pooled", symmetric=symmetric_memory)
+    context = Context(
+        unit,
+        resolved,
+        device,
+        pooled=storage == "pooled",
+        symmetric=symmetric_memory,
+        zeros_unused=unused_parameters == "zero",
+    )
     context.ignored = {id(one): weakref.ref(one) for one in whole.parameters() if id(one) in ignored}
     _join(whole, unit, context)
     _borrow(unit, borrowed)

@@ -6,6 +6,7 @@ Source: `transformer_engine.pytorch.optimizers.fused_adam`, version 2.20.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lightning_mfsdp.engine.group import ParameterGroup
 __all__ = ["add_missing_remainders", "is_fused_adam", "refuse_unfit_options"]
 
 _NAME = ("transformer_engine", "FusedAdam")
+_PASSES_OVER_EMPTY = (2, 20)  # NVIDIA/TransformerEngine pull request 3212
 _REMAINDER = "master_param"
 _MOMENTS = (torch.float32, torch.bfloat16)
 _CAPTURABLE = (
@@ -53,6 +55,7 @@ def refuse_unfit_options(optimizer: Any, groups: Sequence[ParameterGroup]) -> No
         optimizer: A FusedAdam.
         groups: What it holds parameters of.
     """
+    _refuse_old_library()
     if optimizer.capturable:
         raise ShardingError(f"fully_shard_optimizer: FusedAdam(capturable=True): {_CAPTURABLE}")
     _refuse_unfit_weights(optimizer, [group.spec.main_dtype for group in groups if group.spec.trainable])
@@ -67,6 +70,18 @@ def refuse_unfit_options(optimizer: Any, groups: Sequence[ParameterGroup]) -> No
         raise ShardingError(
             'fully_shard_optimizer: FusedAdam counts the calls of its step, and offload="optimizer" makes several of one; use '
             "torch.optim.AdamW(fused=True)"
+        )
+
+
+def _refuse_old_library() -> None:
+    try:
+        found = version("transformer_engine")
+    except PackageNotFoundError:  # built by hand: nobody knows its version
+        return
+    if tuple(int(part) for part in found.split(".")[:2]) < _PASSES_OVER_EMPTY:
+        raise ShardingError(
+            f"fully_shard_optimizer: FusedAdam of Transformer Engine {found} leaves out updates where a rank has no rows of a parameter; "
+            "install version 2.20 or later, or use torch.optim.AdamW(fused=True)"
         )
 
 

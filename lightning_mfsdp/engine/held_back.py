@@ -63,7 +63,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], describe: An
     if name in ("zero_", "_foreach_zero_"):
         for tensor in tensors_in(args):
             if isinstance(tensor, (HeldBackGradient, HeldBackRows)):
-                _zero(_entry(tensor))
+                _zero(tensor)
             else:
                 tensor.zero_()
         return args[0]
@@ -101,11 +101,15 @@ _DESCRIBES = frozenset(
 _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 
 
-def _zero(entry: Entry) -> None:
-    """Show a gradient of zeros: what is held back is dropped then, as when another gradient is set."""
-    local = entry.local
-    local.grad = torch.zeros_like(local, dtype=local.grad_dtype or local.dtype) if local.numel() else None
-    entry.sharded.has_empty_grad = not local.numel()
+def _zero(tensor: HeldBackGradient | HeldBackRows) -> None:
+    """Make what is held back zeros. Whether any rank used the parameter is not known before the reduction, so it stays held back."""
+    group = tensor._owner[0]()
+    context = group.context if group is not None else None
+    grad = _entry(tensor).local.grad
+    if not isinstance(grad, HeldBackGradient) and grad is not None:
+        grad.zero_()
+    elif group is not None and context is not None:
+        context.reductions.reducer(group).zero_held_back(tensor._owner[1])
 
 
 def _entry(tensor: HeldBackGradient | HeldBackRows) -> Entry:

@@ -41,15 +41,6 @@ class RowPlacement:
 class LocalRowsOptimizer(Optimizer):
     """Base of optimizers that hold plain local rows and exchange what else their rule needs; see `row_placement` and `has_gradient`."""
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients; ranks without rows of a parameter know it then, too."""
-        super().zero_grad(set_to_none)
-        if set_to_none:
-            for parameter in (one for group in self.param_groups for one in group["params"]):
-                owner = owner_of(parameter)
-                if owner is not None:
-                    owner[1].sharded.has_empty_grad = False
-
 
 def row_placement(parameter: Tensor) -> RowPlacement | None:
     """Where the rows of a parameter lie, whichever of its faces is given; `None` if it is not sharded by this engine.
@@ -77,4 +68,4 @@ def has_gradient(parameter: Tensor) -> bool:
     if owner is None:
         return parameter.grad is not None
     entry = owner[1]
-    return entry.is_trained and (entry.local.grad is not None or entry.sharded.has_empty_grad)
+    return entry.is_trained and entry.local.grad is not None

@@ -141,7 +141,7 @@ def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:
     for group, indices in stepped:
         for index in indices:
             entry = group.entries[index]
-            if entry.local.grad is not None or entry.sharded.has_empty_grad:
+            if entry.local.grad is not None:
                 entry.outdate_graphs()
         if group.context is not None:
             by_context.setdefault(group.context, []).append(group)
@@ -191,7 +191,6 @@ def _adopt_parameters(
             held.setdefault(owner, []).append(entry)
             face = entry.local if local else entry.sharded
             group["params"][index] = face
-            entry.sharded.is_stepped = not local
             if parameter in optimizer.state and parameter is not face:
                 optimizer.state[face] = _shard_state(optimizer.state.pop(parameter), owner, entry, local=local)
             if owner.context is not None:

@@ -54,7 +54,8 @@ class PlacedTensor(DTensor):
         local: Tensor, like: PlacedTensor, shape: torch.Size | None = None, kind: type[PlacedTensor] | None = None
     ) -> Any:
         """Rows `local` of a tensor of `like`'s shape, or another with as many rows, shared out as `like` is; no copy, no history."""
-        plain = as_dtensor(local, like.shape if shape is None else shape, like.device_mesh, like.placements)
+        with compat.without_torch_function():  # what stands for a gradient that is held back is not to be computed yet
+            plain = as_dtensor(local, like.shape if shape is None else shape, like.device_mesh, like.placements)
         made = (kind or like._derived)(local, plain._spec, requires_grad=False)
         made._owner, made._rows, made.lies = like._owner, like._rows, like.lies
         return made

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mfsdp.engine.context import Context
@@ -50,6 +51,7 @@ class Recording:
         self.pool_bytes = 0
         self._caller = caller
         self._context = _capturable_context(caller, module)
+        self._context.reductions.is_recorded = True
         if warmup < 3:
             raise EngineStateError(f"{caller}: expected warmup of at least 3 calls, got {warmup}")
         self._remaining = warmup
@@ -87,8 +89,23 @@ class Recording:
         torch.cuda.empty_cache()
         reserved = torch.cuda.memory_reserved(device)
         yield
+        self._say_what_is_unused()
         context.forget_events()
         self.pool_bytes = torch.cuda.memory_reserved(device) - reserved
+
+    def _say_what_is_unused(self) -> None:
+        reducers = self._context.reductions.reducers
+        names = [
+            reducer.group.entries[index].sharded.described for reducer in reducers for index in sorted(reducer.filled)
+        ]
+        if names:
+            warnings.warn(
+                f"{self._caller}: in the step that was recorded, {len(names)} parameters got no gradient on rank {dist.get_rank()}: "
+                f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}. A graph cannot ask whether other ranks used them, so their "
+                'gradients are zeros (unused_parameters="zero") and weight decay and momentum move them; freeze them, or train without '
+                "CUDA graphs",
+                stacklevel=2,
+            )
 
     def _graph(self, graph: torch.cuda.CUDAGraph, pool: Any = None) -> Any:
         """Record what is launched inside, on the recording's stream."""
@@ -106,23 +123,21 @@ class Recording:
 
     def _gradients_now(self) -> Callable[[], None]:
         """Remember which gradients there are; what is returned puts them back, for a recording leaves some that nobody computed."""
-        kept = [(local, local.grad, sharded, sharded.has_empty_grad) for local, sharded in self._faces()]
+        kept = [(local, local.grad) for local in self._locals()]
         kept_whole = [(parameter, parameter.grad) for parameter in self._whole()]
 
         def put_back() -> None:
-            for parameter, grad in kept_whole:
+            for parameter, grad in (*kept_whole, *kept):
                 parameter.grad = grad
-            for local, grad, sharded, has_empty_grad in kept:
-                local.grad, sharded.has_empty_grad = grad, has_empty_grad
 
         return put_back
 
-    def _faces(self) -> Iterator[tuple[Any, Any]]:
-        """(local, sharded) of every parameter."""
+    def _locals(self) -> Iterator[nn.Parameter]:
+        """The local rows of every parameter."""
         for unit in self._context.units:
             for group in unit.groups:
                 for entry in group.entries:
-                    yield entry.local, entry.sharded
+                    yield entry.local
 
     def _whole(self) -> list[nn.Parameter]:
         """Parameters that the engine does not manage (ignored ones)."""

@@ -20,6 +20,7 @@ allocated on the reduce stream would be reserved for that stream alone.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -43,6 +44,8 @@ class GradientReducer:
         is_alone: There is no other rank: nothing to communicate.
         exposed: What the optimizer sees: `main`, or its copy in the dtype that the optimizer wants (decoupled.py) where that differs.
         holds_bucket: Whether the bucket's memory is still needed.
+        undecided: Parameters that were reduced and that this rank did not use: other ranks say whether they have a gradient (usage.py).
+        filled: Parameters that this rank did not use and that got zeros in the last reduction, unless another rank used them.
         writes: Gradients that layers write themselves (direct.py).
     """
 
@@ -59,8 +62,7 @@ class GradientReducer:
         if self.main_dtype != exposed_dtype:
             exposed = transient(layout, group.main_extent, exposed_dtype, group.device)
             self._exposed_memory, self.exposed = exposed
-        self.faces = [view if view.numel() else None for view in self.exposed.views()]
-        self._shown = [face for face in self.faces if face is not None]
+        self.faces = self.exposed.views()
         self._locals = [entry.local for entry in group.entries]
         self._own_references = self._references()
         self._fresh = False
@@ -74,6 +76,9 @@ class GradientReducer:
         self.writes = DirectWrites()
         self._stand_ins: list[HeldBackGradient] = []
         self._behind: list[Tensor | None] | None = None
+        self._unused: set[int] | None = None
+        self.undecided: list[int] = []
+        self.filled: frozenset[int] = frozenset()
 
     # -- on the compute stream -----------------------------------------------------------------------------------------
 
@@ -101,15 +106,24 @@ class GradientReducer:
             elif self.group.entries[index].is_trained:
                 changed.append(index)
         if len(changed) == sum(entry.is_trained for entry in self.group.entries):
-            self._unreduced = self._partial = None
+            self._unreduced = self._partial = self._unused = None
+        elif self._unused is not None:
+            self._unused.update(changed)
         for buffer in (self._unreduced, self._partial):
             if buffer is not None and changed:
                 compat.foreach_zero_([buffer.views()[index] for index in changed])
 
+    def zero_held_back(self, index: int) -> None:
+        """Make what is held back of a parameter zeros, and what its `.grad` was before."""
+        before = self._behind[index] if self._behind is not None else None
+        held = [buffer.views()[index] for buffer in (self._unreduced, self._partial) if buffer is not None]
+        compat.foreach_zero_([*held, *([before] if before is not None else [])])
+
     def drop(self) -> None:
         """Forget everything that is not reduced: the backward it belongs to failed."""
         self.settle_held_back()
-        self._unreduced = self._partial = None
+        self._unreduced = self._partial = self._unused = None
+        self.undecided = []
         self.writes.end()
 
     def begin_writes(self, *, communicates: bool) -> None:
@@ -205,11 +219,20 @@ class GradientReducer:
             self.group.gradients_outside.clear()
         return taken
 
+    def _note_use(self, grads: list[Tensor | None]) -> None:
+        """Remember which trained parameters this rank has not used since the last reduction."""
+        missing = {index for index, grad in enumerate(grads) if grad is None}
+        if missing:
+            entries, written = self.group.entries, self.writes.written
+            missing = {index for index in missing if index not in written and entries[index].is_trained}
+        self._unused = missing if self._unused is None else self._unused & missing
+
     def accumulate(self) -> None:
         """Keep the gradients of this backward unreduced, in the main gradient dtype."""
         grads = self._take()
         assert self.writes.target in (None, self._unreduced), "layers write where this backward keeps its gradients"
         first = self._unreduced is None or self.writes.is_new
+        self._note_use(grads)
         written = self.writes.end()
         if self._unreduced is None:
             if all(grad is None for grad in grads):
@@ -242,9 +265,10 @@ class GradientReducer:
         grads = self._take()
         self._open_for_this_backward()
         unreduced, self._unreduced = self._unreduced, None
-        if unreduced is None and (target := self.writes.target) is not None:
-            return Filling(grads, None, target, self.writes.end())
-        self.writes.end()
+        self._note_use(grads)
+        target, written = self.writes.target, self.writes.end()
+        if unreduced is None and target is not None:
+            return Filling(grads, None, target, written)
         if unreduced is not None and unreduced.dtype == self.comm_dtype:
             return Filling(grads, unreduced, unreduced)
         in_place = (
@@ -271,8 +295,8 @@ class GradientReducer:
             self._bucket_memory.discard()
         self.holds_bucket = False
 
-    def collect_alone(self) -> None:
-        """One rank: no bucket and no communication. A parameter without a gradient keeps none, as in plain PyTorch."""
+    def collect_alone(self, *, zeros_unused: bool) -> None:
+        """One rank: no bucket and no communication. A parameter without a gradient keeps none, as in plain PyTorch, or gets zeros."""
         grads = self.writes.joined(self._take())
         self._open_for_this_backward()
         self._fresh = True
@@ -281,7 +305,10 @@ class GradientReducer:
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
         for entry, grad, view, face in zip(self.group.entries, grads, self.main.views(), self.faces, strict=True):
-            if grad is None or face is None:
+            if grad is None:
+                if zeros_unused and entry.is_trained and entry.local.grad is None:
+                    view.zero_()
+                    entry.local.grad = face
                 continue
             targets, sources = fresh if entry.local.grad is None else added
             if grad is not view or self._factor != 1.0:
@@ -295,8 +322,12 @@ class GradientReducer:
 
     # -- on the reduce stream ------------------------------------------------------------------------------------------
 
-    def reduce(self, source: FlatBuffer, *, outer_later: bool) -> None:
-        """Reduce a full-size buffer into the main gradient, or as far as the shard axis with `outer_later`."""
+    def reduce(self, source: FlatBuffer, *, outer_later: bool, zeros_unused: bool) -> bool:
+        """Reduce a full-size buffer into the main gradient, or as far as the shard axis with `outer_later`.
+
+        Returns:
+            Whether it is in the main gradient. Then `undecided` are waiting, unless unused parameters get zeros.
+        """
         shard, outer = self.group.shard_axis, self.group.outer_axis
         outer_waits = outer is not None and outer.size > 1
         factor, result = self._factor, source
@@ -306,9 +337,10 @@ class GradientReducer:
         if outer is not None and outer_waits:
             if outer_later:
                 self._keep_partial(result)
-                return
+                return False
             result = self._over_outer_axis(result, factor)
-        self._to_main(result)
+        self._to_main(result, zeros_unused)
+        return True
 
     def _over_shard_axis(self, source: FlatBuffer, *, final: bool, factor: float) -> FlatBuffer:
         group, axis, precise = self.group, self.group.shard_axis, self.group.policy.high_precision_reduce
@@ -357,19 +389,35 @@ class GradientReducer:
             return source.part(extent)
         return FlatBuffer.empty(self.group.layout, extent, dtype, self.group.device)
 
-    def _to_main(self, result: FlatBuffer) -> None:
+    def _to_main(self, result: FlatBuffer, zeros_unused: bool) -> None:
         """Copy or add a reduced gradient to the main gradient, and show it to the optimizer."""
+        unused, self._unused = self._unused, None
+        waits = bool(unused) and not zeros_unused
+        self.filled = frozenset(unused or ()) if zeros_unused else frozenset()
         self._fresh = True
         if result is not self.main:
             if self._adds:
                 accumulate_segments(self.main, result)
             else:
                 compat.foreach_copy_(self.main.segments, result.segments)
-        for entry, local, face in zip(self.group.entries, self._locals, self.faces, strict=True):
-            if face is None:
-                entry.sharded.has_empty_grad = entry.sharded.has_empty_grad or entry.is_trained
-            elif local.grad is not face and entry.full.requires_grad and local.requires_grad:
-                local.grad = face
+        self.undecided = []
+        for index, (entry, local, face) in enumerate(zip(self.group.entries, self._locals, self.faces, strict=True)):
+            if local.grad is not face and entry.full.requires_grad and local.requires_grad:
+                if waits and unused is not None and index in unused:
+                    self.undecided.append(index)
+                else:
+                    local.grad = face
+
+    def show_used(self, used: Sequence[int]) -> None:
+        """Show gradients of undecided parameters that some rank has used; the others keep none.
+
+        Args:
+            used: One for each parameter, 0 where no rank has used it.
+        """
+        for index in self.undecided:
+            if used[index]:
+                self._locals[index].grad = self.faces[index]
+        self.undecided = []
 
     # -- what the optimizer sees ---------------------------------------------------------------------------------------
 
@@ -395,7 +443,7 @@ class GradientReducer:
             compat.foreach_zero_(gaps)
         for entry, face, view in zip(self.group.entries, self.faces, self.main.views(), strict=True):
             grad = entry.local.grad
-            if face is None or grad is face:
+            if grad is face:
                 continue
             if grad is None:
                 view.zero_()
@@ -424,7 +472,7 @@ class GradientReducer:
 
     def _references(self) -> int:
         """How many hold the optimizer's gradients: Python objects, and tensors that share their memory."""
-        return sum(map(sys.getrefcount, self._shown)) + compat.storage_users(self.exposed.segments[0])
+        return sum(map(sys.getrefcount, self.faces)) + compat.storage_users(self.exposed.segments[0])
 
     @property
     def allocated_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """ReductionSchedule: when the gradients of which unit are reduced, in an order that all ranks share.
 
 The order is a list that rank 0 dictates at the first backward: a unit that is ready early waits for its turn, and one whose
-gradients never came (unused on this rank) is reduced as zeros at the end.
+gradients never came (unused on this rank) is reduced as zeros at the end. Parameters that no rank used have no gradient (usage.py).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from lightning_mfsdp.engine.ranges import Ranges
 from lightning_mfsdp.engine.reduction import GradientReducer
 from lightning_mfsdp.engine.streams import Event, Streams
 from lightning_mfsdp.engine.unit import Unit
+from lightning_mfsdp.engine.usage import Usage
 
 __all__ = ["ReductionSchedule", "Sync"]
 
@@ -55,11 +56,16 @@ class ReductionSchedule:
         sync: How far the gradients of the current microbatch are reduced.
         holds_back: The last backward left gradients unreduced; the same on all ranks, whatever they computed.
         started: Collectives issued for gradients so far, for inspection.
+        zeros_unused: Parameters that no rank used get zeros as their gradient, and not none.
+        is_recorded: Backwards are or will be part of a CUDA graph, which cannot ask whether a parameter was used: zeros there, too.
+        hides_gradients: A forward is being recorded, and gradients are set aside.
         watches: Called with a unit whose gradients are there and not reduced yet, mostly none (gradient_watch.py).
     """
 
-    def __init__(self, streams: Streams, ranges: Ranges) -> None:
+    def __init__(self, streams: Streams, ranges: Ranges, *, zeros_unused: bool) -> None:
         self.sync = Sync.ALL
+        self.zeros_unused = zeros_unused
+        self.is_recorded = self.hides_gradients = False
         self.started = 0
         self.holds_back = False
         self.watches: list[Callable[[Unit], None]] = []
@@ -70,6 +76,8 @@ class ReductionSchedule:
         self._done: set[int] = set()
         self._with_news: list[ParameterGroup] = []  # whose hooks are to run
         self._in_flight: deque[_InFlight] = deque()
+        self._reduced: dict[GradientReducer, None] = {}  # in this backward, in an order that all ranks share
+        self._usage = Usage(streams)
         self._reducers: weakref.WeakKeyDictionary[ParameterGroup, GradientReducer] = weakref.WeakKeyDictionary()
 
     def reducer(self, group: ParameterGroup) -> GradientReducer:
@@ -178,7 +186,7 @@ class ReductionSchedule:
             for group in groups:
                 reducer = self.reducer(group)
                 if reducer.is_alone:
-                    reducer.collect_alone()
+                    reducer.collect_alone(zeros_unused=self.zeros_unused)
                 elif self._reduces(reducer.group):
                     waiting.append(reducer)
                 else:
@@ -196,12 +204,16 @@ class ReductionSchedule:
         ):
             self._retire()
         fillings = [reducer.prepare() for reducer in reducers]
-        ready = self._streams.record()
+        ready, zeros_unused = self._streams.record(), self.zeros_unused or self.is_recorded
         with self._streams.on(self._streams.reduce):
             self._streams.wait(ready, self._streams.reduce)
             for reducer, filling in zip(reducers, fillings, strict=True):
                 with self._ranges.around("reduce", reducer.group.name):
-                    reducer.reduce(filling.filled(), outer_later=self.sync is Sync.SHARD)
+                    is_done = reducer.reduce(
+                        filling.filled(), outer_later=self.sync is Sync.SHARD, zeros_unused=zeros_unused
+                    )
+                if is_done and not zeros_unused:
+                    self._reduced[reducer] = None
                 self.started += 1
             done = self._streams.record()
         self._in_flight.append(_InFlight(reducers, fillings, done))
@@ -254,6 +266,9 @@ class ReductionSchedule:
         """Have the compute stream wait for all reductions, and show their results."""
         while self._in_flight:
             self._retire()
+        if self._reduced:
+            self._usage.settle(list(self._reduced))
+            self._reduced.clear()
         if has_gradient_hooks():
             self._with_news = [reducer.group for reducer in self._reducers.values() if reducer.is_fresh]
         for reducer in self._reducers.values():
@@ -292,6 +307,7 @@ class ReductionSchedule:
             reducer.release_bucket()
             reducer.drop()
             reducer.finish()
+        self._reduced.clear()
         self._done.clear()
 
     def forget_events(self) -> None:

@@ -37,10 +37,6 @@ class ShardedParameter(Rows):
     _full_face: nn.Parameter
     _name: str
     _grad_face: Rows | None
-    # Where this rank has no rows the local face never has a gradient (fused optimizers), and this says what other ranks' say.
-    has_empty_grad: bool
-    # An optimizer holds this face, so it clears gradients here, also that of one frozen since; nobody hears of those of empty local faces.
-    is_stepped: bool
     # Whoever wants to put another tensor in its place (`module.half()`) finds that a weak reference forbids it.
     _unswappable: weakref.ref[ShardedParameter]
 
@@ -58,7 +54,6 @@ class ShardedParameter(Rows):
         made._rows = owned_rows(group, index)
         split = group.placement.main, group.placement.outer_main
         made.lies = Lies(group.layout.rows_by_shard[index], group.mesh, split)
-        made.has_empty_grad = made.is_stepped = False
         made._local_face, made._full_face, made._name, made._grad_face = local, full, name, None
         made._unswappable = weakref.ref(made)
         if full.requires_grad:
@@ -74,12 +69,11 @@ class ShardedParameter(Rows):
 
     @property
     def grad(self) -> DTensor | None:
-        """The reduced gradient of these rows; `None` until a synchronised backward."""
+        """The reduced gradient of these rows; `None` until a synchronised backward. Empty, and not `None`, on a rank without rows."""
         grad = self._local_face.grad
         if grad is None:
-            if not (self.has_empty_grad and (self.requires_grad or self.is_stepped)):
-                return None
-            grad = self._local_face.detach()
+            self._refuse_in_recording()
+            return None
         if self._grad_face is None or self._grad_face._local_tensor is not grad:
             is_held_back = isinstance(grad, HeldBackGradient)
             self._grad_face = Rows.over(grad, self, kind=HeldBackRows if is_held_back else Rows)
@@ -87,11 +81,21 @@ class ShardedParameter(Rows):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        self._refuse_in_recording()
         if value is not None and not isinstance(value, Rows):
             value = self._rows_of(value)
-        self._local_face.grad = None if value is None or not value._local_tensor.numel() else value._local_tensor
-        self.has_empty_grad = value is not None and not value._local_tensor.numel()
+        self._local_face.grad = None if value is None else value._local_tensor
         self._grad_face = value if isinstance(value, Rows) else None
+
+    def _refuse_in_recording(self) -> None:
+        """A graph of a forward knows no gradients: they are set aside while it is recorded, and replays would not look again."""
+        group = self._owner[0]()
+        context = group.context if group is not None else None
+        if context is not None and context.reductions.hides_gradients:
+            raise EngineStateError(
+                f"{self.described}: .grad is read or set in a step whose forward is recorded as a CUDA graph; do it after backward "
+                "(on_after_backward in Lightning), or train without CUDA graphs"
+            )
 
     def _rows_of(self, value: Tensor) -> Rows:
         """This rank's rows of a gradient that is whole on every rank."""

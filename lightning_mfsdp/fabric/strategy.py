@@ -62,7 +62,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
 
     Args:
         sharding, outer_sharding, policy, units, blocks_per_unit, data_parallel_size, outer_size, mesh, reshard_after_forward,
-            ignored_parameters, storage, symmetric_memory, offload, compile, recompute: As in `MFSDPStrategy`.
+            ignored_parameters, storage, symmetric_memory, offload, unused_parameters, compile, recompute: As in `MFSDPStrategy`.
         accumulation: Inside `fabric.no_backward_sync`, "local": no communication, for a full-size gradient in memory. "sharded":
             strategies with sharded gradients reduce each microbatch over the shard axis; the outer axis waits.
         state_dict_type: Of saved checkpoints. "sharded": a directory, every rank writes its rows; "full": one file with whole tensors.
@@ -93,6 +93,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         storage: Literal["pooled", "dynamic"] = "pooled",
         symmetric_memory: bool = False,
         offload: Literal["optimizer"] | None = None,
+        unused_parameters: Literal["none", "zero"] = "none",
         compile: bool | Mapping[str, Any] = False,
         recompute: Recompute | Mapping[str, Any] | None = None,
         accumulation: Literal["local", "sharded"] = "local",
@@ -118,6 +119,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
             storage=storage,
             symmetric_memory=symmetric_memory,
             offload=offload,
+            unused_parameters=unused_parameters,
             compile=compile,
             recompute=recompute,
         )

@@ -8,8 +8,6 @@ from lightning_mfsdp.engine.errors import EngineStateError
 KNOWN: dict[str, str] = {
     # Both means of its loss have nearly the same gradient of a norm's bias, so what is left in bfloat16 is rounding: 0.4 of its length.
     "clamped_critic-3ranks-optim_grads_params-accumulate1-bf16-mixed": "a tolerance for what cancels",
-    "multitask-2ranks-no_shard-accumulate3-bf16-mixed-recompute": "item 4",
-    "multitask-3ranks-optim_grads_params-accumulate1-64-true-resume": "item 4",
 }
 
 # Client and sharding -> the error and a part of its message. A row whose client is refused passes if this is raised.

@@ -88,6 +88,10 @@ class Observer:
                 assert self.unit_by_numel.setdefault(numel, name) == name, "sizes must tell units apart"
 
     def note(self, operation: str, longest: Tensor, group: dist.ProcessGroup) -> None:
+        if longest.dtype is torch.uint8:  # which parameters were used
+            assert longest.numel() == len(UNITS), "a byte for each parameter"
+            self.counts["usage", self.axes[id(group)], "all"] += 1
+            return
         self.counts[operation, self.axes[id(group)], self.unit_by_numel[longest.numel()]] += 1
 
     @contextmanager
@@ -101,7 +105,7 @@ class Observer:
         seen = Counter()
         for (operation, axis, unit), number in self.counts.items():
             # Under HFSDP one gather goes over both axes after a step, and one reduction over both: the counters count it once.
-            if not (operation == "gather" and axis == "outer") and not (operation != "gather" and axis == "outer"):
+            if axis != "outer" and operation != "usage":
                 seen[operation == "gather", unit] += number
         assert self.context.gathers_started - gathers == sum(n for (is_gather, _), n in seen.items() if is_gather)
         assert self.context.reductions.started - reductions == sum(
@@ -157,7 +161,7 @@ def expected_on_one_axis(sharding: str, microbatches: int, sync: str) -> Counts:
             expected["gather", "shard", unit] = microbatches * (1 if unit in ("root", LAST) else 2)
         every = sync == "always" or (sync == "keep_sharded" and level >= 2)
         operation = "all_reduce" if level == 0 else "reduce_scatter"
-        expected[operation, "shard", unit] = microbatches if every else 1
+        expected[operation, "shard", unit] = expected["usage", "shard", "all"] = microbatches if every else 1
     return expected
 
 
@@ -179,6 +183,8 @@ def expected_on_two_axes(sharding: str, outer: str, microbatches: int, sync: str
         expected[operation, "outer", unit] = microbatches if sync == "always" else 1
         if outer == "optim":
             expected["gather", "outer", unit] = 1
+    for axis in ("outer", "shard"):
+        expected["usage", axis, "all"] = microbatches if sync == "always" else 1
     return expected
 
 
@@ -212,6 +218,7 @@ def checkpointing_costs_one_gather_in_forward_and_one_in_backward(rank, world):
         gathered = LAYERS if reentrant else LAYERS[:-1]
         expected = Counter({("gather", "shard", unit): 1 for unit in gathered})
         expected.update({("reduce_scatter", "shard", unit): 1 for unit in UNITS})
+        expected["usage", "shard", "all"] = 1
         assert counts == expected, f"{case}: {counts - expected} over, {expected - counts} missing"
 
 

@@ -94,19 +94,21 @@ WAYS = ((1, None), (3, None), (1, again), (3, again))  # layers in a unit, and h
 
 
 def trained_alone(program, world: int) -> dict[str, Tensor]:
-    """Without the engine: mean gradients of what the ranks do, zero where a rank used nothing."""
+    """Without the engine: mean gradients of what the ranks do, none where no rank used a parameter."""
     model = built()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(4):
-        sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        sums, used = [torch.zeros_like(parameter) for parameter in model.parameters()], set()
         for rank in range(world):
             model.path = path_of(rank, step)
             program(model, model, lambda micro, rank=rank, step=step: inputs(10 * step + micro, rank))
             for total, parameter in zip(sums, model.parameters(), strict=True):
-                total += 0 if parameter.grad is None else parameter.grad / world
+                if parameter.grad is not None:
+                    total += parameter.grad / world
+                    used.add(parameter)
                 parameter.grad = None
         for total, parameter in zip(sums, model.parameters(), strict=True):
-            parameter.grad = total
+            parameter.grad = total if parameter in used else None
         optimizer.step()
         optimizer.zero_grad()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -126,9 +128,6 @@ def ranks_that_use_different_blocks_train_alike(rank, world):
                 program(model, model, lambda micro, step=step: inputs(10 * step + micro, rank))
                 backwards = context(model).backwards_finished - backwards
                 assert schedule.started - before == backwards * (6 // together + 1), case
-                for parameter in model.parameters():  # what no rank used may have none
-                    if parameter.grad is None:
-                        parameter.grad = parameter.detach() * 0
                 optimizer.step()
                 optimizer.zero_grad()
             for name, value in weights(model).items():
@@ -174,8 +173,6 @@ def a_rank_may_use_no_block_at_all(rank, world):
             for other in range(world):
                 plain.path = path_of(0, step) if other == 0 else []
                 (loss_of(plain, inputs(step, other)) / world).backward()
-            for parameter in plain.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             expected.step()
             expected.zero_grad()
         for name, value in weights(model).items():

@@ -71,7 +71,9 @@ class WireTap(TorchDispatchMode):
         name = str(func)
         if name.startswith("c10d") and any(kind in name for kind in ("reduce", "alltoall", "gather")):
             kind = next(kind for kind in ("reduce_scatter", "allreduce", "alltoall", "gather") if kind in name)
-            self.seen.append((kind, next(tensor.dtype for tensor in flat_tensors(args))))
+            dtype = next(tensor.dtype for tensor in flat_tensors(args))
+            if (kind, dtype) != ("allreduce", torch.uint8):  # which parameters were used
+                self.seen.append((kind, dtype))
         return func(*args, **(kwargs or {}))
 
 

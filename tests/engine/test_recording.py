@@ -102,6 +102,50 @@ def batches_with_other_keys_or_order_are_not_replayed(rank: int, world: int) -> 
         assert not step.replayed
 
 
+def a_step_that_handles_gradients_is_not_recorded(rank: int, world: int) -> None:
+    def reads(model: nn.Module) -> None:
+        assert model.out.weight.grad is None
+
+    def clears(model: nn.Module) -> None:
+        model.zero_grad()
+
+    def sets(model: nn.Module) -> None:
+        model.out.weight.grad = None
+
+    for handle in (reads, clears, sets):
+        model = sharded_chain()
+
+        def step_of(x: torch.Tensor, model: nn.Module = model, handle: Any = handle) -> torch.Tensor:
+            handle(model)
+            return loss_of(model, x)
+
+        step = captured(step_of, model)
+        for _ in range(3):
+            call(step, model, inputs(0, rank))
+        with pytest.warns(UserWarning, match=r"weight.*: .grad is read or set in a step whose forward is"):
+            call(step, model, inputs(0, rank))
+        assert not step.is_captured
+        call(step, model, inputs(0, rank))
+
+
+def unused_parameters_get_zeros_and_are_named(rank: int, world: int) -> None:
+    for sharding in ("no_shard", "optim_grads_params"):
+        model = sharded_chain(sharding=sharding)
+        model.wrap = lambda layer, x, model=model: x if layer is model.layers[1] else layer(x)
+        step = captured(lambda x, model=model: loss_of(model, x), model)
+        for _ in range(3):
+            step(inputs(0, rank)).backward()
+            assert (model.layers[1].bias.grad is None) == (world == 1)
+            model.zero_grad()
+        if world == 1:
+            step(inputs(0, rank))
+            continue
+        with pytest.warns(
+            UserWarning, match=rf"2 parameters got no gradient on rank {rank}: weight of unit layers.1, bias of"
+        ):
+            step(inputs(0, rank))
+
+
 def no_sync_is_refused(rank: int, world: int) -> None:
     model = sharded_chain()
     step = captured(lambda x: loss_of(model, x), model)
@@ -289,6 +333,8 @@ def gradients_that_were_there_are_back_after_a_recording(rank: int, world: int) 
 CASES = [
     the_call_that_is_recorded_is_like_the_one_before,
     batches_with_other_keys_or_order_are_not_replayed,
+    a_step_that_handles_gradients_is_not_recorded,
+    unused_parameters_get_zeros_and_are_named,
     no_sync_is_refused,
     state_that_a_replay_would_not_change_is_refused,
     a_step_that_fails_while_it_is_recorded_leaves_nothing_behind,

@@ -42,7 +42,6 @@ def check(
     case: Description,
     workers: Workers,
     *,
-    zero_is_none: bool = False,
     counts_reductions: bool = True,
     timeout_s: float | None = None,
 ) -> Verdict:
@@ -51,7 +50,6 @@ def check(
     Args:
         case: What to run.
         workers: Who runs it.
-        zero_is_none: A gradient of zeros is as good as none.
         counts_reductions: More of them than units and backwards are a difference.
         timeout_s: After which it hangs.
     """
@@ -64,7 +62,7 @@ def check(
     if not counts_reductions:
         outcome.events = [events and [one for one in events if one.tag != "reductions"] for events in outcome.events]
         expected = [one for one in expected if one.tag != "reductions"]
-    return _judged(case, refused, expected, outcome, zero_is_none)
+    return _judged(case, refused, expected, outcome)
 
 
 def _plainly(case: Description) -> tuple[str, Sequence[Event]]:
@@ -74,9 +72,7 @@ def _plainly(case: Description) -> tuple[str, Sequence[Event]]:
         return f"{type(error).__name__}: {error}", []
 
 
-def _judged(
-    case: Description, refused: str, expected: Sequence[Event], outcome: Outcome, zero_is_none: bool
-) -> Verdict:
+def _judged(case: Description, refused: str, expected: Sequence[Event], outcome: Outcome) -> Verdict:
     if outcome.errors:
         if refused and not outcome.hung:
             return Verdict(raises=refused)
@@ -88,5 +84,5 @@ def _judged(
         return Verdict(said, kind="hung" if outcome.hung else f"raised {re.sub(r'[0-9]+', 'n', first)[:50]}")
     if refused:
         return Verdict([f"plain PyTorch raises, the engine does not: {refused}"], kind="did not raise")
-    found = problems(case, expected, outcome, zero_is_none=zero_is_none)
+    found = problems(case, expected, outcome)
     return Verdict(found, kind=f"differs: {re.sub(r'rank [0-9]+: |[0-9]+| .event.*', '', found[0])}" if found else "")

@@ -38,20 +38,16 @@ def _adds_in_pieces(case: Description) -> bool:
     return any(block.checkpoint == "reentrant" for block in case.model.blocks)
 
 
-def problems(
-    case: Description, expected: Sequence[Event], outcome: Outcome, *, zero_is_none: bool = False
-) -> list[str]:
+def problems(case: Description, expected: Sequence[Event], outcome: Outcome) -> list[str]:
     """What differs, in words; empty if nothing does."""
     found = []
     for rank, events in enumerate(outcome.events):
-        found += [f"rank {rank}: {what}" for what in _of_rank(case, expected, events, zero_is_none)]
+        found += [f"rank {rank}: {what}" for what in _of_rank(case, expected, events)]
     found += [f"rank {rank}: {left} bytes outlived the model" for rank, left in enumerate(outcome.left) if left]
     return found
 
 
-def _of_rank(
-    case: Description, expected: Sequence[Event], events: Sequence[Event], zero_is_none: bool
-) -> Iterator[str]:
+def _of_rank(case: Description, expected: Sequence[Event], events: Sequence[Event]) -> Iterator[str]:
     tags, wanted = [event.tag for event in events], [event.tag for event in expected]
     if tags != wanted:
         yield f"saw {tags}, expected {wanted}"
@@ -69,7 +65,7 @@ def _of_rank(
                 yield f"{event.tag} (event {number}): {name} is not there in plain PyTorch"
                 continue
             whole = reference.values[name][1]
-            problem = _difference(value, whole, start, tolerance, scale, zero_is_none)
+            problem = _difference(value, whole, start, tolerance, scale)
             if problem:
                 yield f"{event.tag} (event {number}): {name}: {problem}"
         if event.tag == "optimizer state":
@@ -90,13 +86,9 @@ def _largest(value: Tensor | None) -> float:
     return float(value.detach().double().nan_to_num().abs().max())
 
 
-def _difference(
-    value: Tensor | None, whole: Tensor | None, start: int, tolerance: float, scale: float, zero_is_none: bool
-) -> str:
+def _difference(value: Tensor | None, whole: Tensor | None, start: int, tolerance: float, scale: float) -> str:
     if value is None or whole is None:
-        other = value if whole is None else whole
-        same = other is None or (zero_is_none and not _largest(other))
-        return "" if same else f"is {_say(value)}, expected {_say(whole)}"
+        return "" if value is whole else f"is {_say(value)}, expected {_say(whole)}"
     rows = whole[start : start + value.shape[0]] if whole.dim() and value.dim() else whole
     if rows.shape != value.shape:
         return f"has shape {tuple(value.shape)}, expected {tuple(rows.shape)}"

@@ -16,7 +16,7 @@ class Block:
             parameter; "nested": a unit inside the unit.
         unit: Given to `fully_shard` by itself; otherwise its parameters belong to the root.
         calls: How often a forward calls it.
-        checkpoint: "", "reentrant" or "non_reentrant".
+        checkpoint: "", "reentrant" or "non_reentrant"; "kept" is reentrant in which weights have a gradient, without computing again.
         result: "": a tensor; "dict"; "hidden": an object that nobody can look into.
         frozen: "", "weight" or "all".
         unused: It has a parameter that no forward reads.

@@ -44,15 +44,6 @@ def _handles_gradients_inside(case: Description) -> bool:
     return case.program.loop == "manual" and any(step.edit or step.zero.startswith("module") for step in steps)
 
 
-def _leaves_parameters_unused(case: Description) -> bool:
-    blocks = case.model.blocks
-    unused = case.model.unused or any(block.unused or block.dropped for block in blocks)
-    # A reentrant checkpoint whose input needs no gradient leaves none.
-    unused |= case.model.frozen and _has(case, checkpoint="reentrant")
-    nan = any(micro.poisoned for micro in _micros(case))  # a norm of NaN makes zeros NaN
-    return unused and case.configuration.ranks > 1 and (nan or case.program.optimizer != "sgd")
-
-
 def _clears_what_is_held_back(case: Description) -> bool:
     held = False
     for step in case.program.steps:
@@ -132,7 +123,6 @@ def _takes_norms_of_empty_gradients(case: Description) -> bool:
 
 
 KNOWN: dict[str, Callable[[Description], bool]] = {
-    "4": _leaves_parameters_unused,
     "10": _differs_by_rank,
     # clip_grad_norm_ takes the share of what is not sharded in float32.
     "unnamed 2": _takes_norms_of_float64_scalars,

@@ -129,7 +129,10 @@ class Parts:
             if index in skipped:
                 continue
             for _ in range(spec.calls):
-                if spec.checkpoint and torch.is_grad_enabled():
+                if spec.checkpoint == "kept" and torch.is_grad_enabled():
+                    with torch.set_grad_enabled(x.requires_grad):
+                        result = block(x)
+                elif spec.checkpoint and torch.is_grad_enabled():
                     result = checkpoint(block, x, use_reentrant=spec.checkpoint == "reentrant")
                 else:
                     result = block(x)

@@ -23,7 +23,8 @@ class PlainRun(Run):
         super().__init__(case, range(case.configuration.ranks))
         self._mixed = case.configuration.precision == "mixed"
         if self._mixed:  # weights are cast around the forward, and a block computed again would find them uncast
-            blocks = tuple(replace(block, checkpoint="") for block in case.model.blocks)
+            kept = {"reentrant": "kept"}
+            blocks = tuple(replace(block, checkpoint=kept.get(block.checkpoint, "")) for block in case.model.blocks)
             self.case = replace(case, model=replace(case.model, blocks=blocks))
         self.model = seeded(self.case)
         self.optimizer = make_optimizer(case, self.model.parameters())

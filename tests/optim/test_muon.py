@@ -92,9 +92,6 @@ def reference(model: nn.Module, world: int, steps: int) -> tuple[dict[str, Tenso
     optimizers = [torch.optim.Muon(matrices, lr=0.05), torch.optim.AdamW([others])]
     for step in range(steps):
         (model(step) * world).backward()
-        for parameter in model.parameters():
-            if world > 1 and parameter.grad is None and parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)  # as the engine has it on several ranks
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
