@@ -39,8 +39,8 @@ __all__ = [
 def no_sync(module: nn.Module, *, keep_sharded: bool = False) -> Iterator[None]:
     """Backwards inside do not communicate gradients; the next backward outside reduces everything at once.
 
-    Unreduced gradients are kept full-size in `main_grads_dtype`. They are part of no `.grad` yet: `zero_grad()` does
-    not clear them.
+    Unreduced gradients are kept full-size in `main_grads_dtype`. `.grad` stands for them: `zero_grad()` drops them, and whoever looks has
+    them reduced first (collective).
 
     Args:
         module: A sharded module; the setting holds for its whole root.
@@ -143,6 +143,10 @@ def gather_root(module: nn.Module) -> Iterator[None]:
     before = context.backwards_finished
     unit.enter(shows=False)
     unit.pinned = True
+    if torch.is_grad_enabled():
+        for group in unit.borrowed:  # whose unit cannot know that modules of the root read it, too
+            if (owner := group.unit()) is not None:
+                owner.use_outside()
     try:
         yield
     except BaseException:  # an interrupt, too, must not leave weights pinned; it goes on up

@@ -40,6 +40,7 @@ class Call:
         reads_weights: Its backward needs the weights.
         hides: A result had no tensors to listen to.
         is_recomputed: Its forward ran inside a backward.
+        is_inside_root: It ran in the forward of a root around its unit, or in a step of one.
         is_doubtful: Nobody knows whether its graph counts (awaited.py), so it is not waited for.
         missed: Backwards that have ended without reaching it since one did.
         outlasts_pass: It may come after further forwards.
@@ -48,7 +49,17 @@ class Call:
     """
 
     __slots__ = (
-        *("begun_in", "ended_in", "given", "has_end", "hides", "inputs", "is_doubtful", "is_recomputed"),
+        *(
+            "begun_in",
+            "ended_in",
+            "given",
+            "has_end",
+            "hides",
+            "inputs",
+            "is_doubtful",
+            "is_inside_root",
+            "is_recomputed",
+        ),
         *("missed", "outlasts_pass", "reads_weights", "slots"),
     )
 
@@ -57,7 +68,7 @@ class Call:
         self.has_end = False
         self.begun_in = self.ended_in = -1
         self.reads_weights = True
-        self.hides = self.is_recomputed = self.is_doubtful = False
+        self.hides = self.is_recomputed = self.is_doubtful = self.is_inside_root = False
         self.missed, self.outlasts_pass = 0, True
         self.given: set[int] = set()
         self.inputs: _Inputs | None = None

@@ -42,6 +42,7 @@ class Context:
         ranges: Names for what happens, for a profiler.
         gathers_started: Collectives issued for weights so far, for inspection.
         ignored: Parameters that were to be left as they are, by identity.
+        keeps_graph: The backward that runs, or ran last, leaves its graph for another one.
         trace: Of the step that is running, if somebody will repeat its gathers.
     """
 
@@ -73,7 +74,7 @@ class Context:
         self._ends_forward: weakref.ref[Unit] | None = None
         self._last_backward: weakref.ref[Unit] | None = None
         self._series: Series | None = None
-        self._in_backward = self._keeps_graph = False
+        self._in_backward = self.keeps_graph = False
         # Nobody but the backward itself holds what it runs at its end: dead once it has raised.
         self._at_end: weakref.ref[Callable[[], None]] | None = None
 
@@ -246,7 +247,7 @@ class Context:
             if self._at_end is not None and self._at_end() is not None:
                 return
             self.recover()  # the one before raised, and this is of the same graph or of another that was there
-        self._in_backward, self._keeps_graph = True, compat.keeps_graph()
+        self._in_backward, self.keeps_graph = True, compat.keeps_graph()
         self.interrupt()
         self._show_for_backward()
         end = self._end_backward
@@ -313,7 +314,7 @@ class Context:
         self.ranges.end_all("backward")
         self.pool.end_backward()
         for unit in self.units:
-            unit.rest(keeps_graph=self._keeps_graph)
+            unit.rest(keeps_graph=self.keeps_graph)
         self.backwards_finished += 1
         self._in_backward = False
         self._first_of_pass = None

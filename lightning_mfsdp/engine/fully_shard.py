@@ -89,8 +89,6 @@ def fully_shard(
     Raises:
         ShardingError: What cannot be sharded, with the names of the parameters or axes concerned.
     """
-    resolved = resolve_mesh(mesh)
-    policy = policy or MixedPrecisionPolicy()
     if storage not in ("pooled", "dynamic"):
         raise ShardingError(f'fully_shard: storage: expected "pooled" or "dynamic", got {storage!r}')
     if reshard_after_forward not in (True, False, "auto"):
@@ -101,6 +99,8 @@ def fully_shard(
         raise ShardingError(f'fully_shard: offload: expected None or "optimizer", got {offload!r}')
     if unused_parameters not in ("none", "zero"):
         raise ShardingError(f'fully_shard: unused_parameters: expected "none" or "zero", got {unused_parameters!r}')
+    resolved = resolve_mesh(mesh)
+    policy = policy or MixedPrecisionPolicy()
     outer_size = resolved.outer.size if resolved.outer else 1
     if outer_sharding not in ("no_shard", 0) and resolved.outer is None:
         raise ShardingError(

@@ -140,9 +140,11 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
             if axes_of[group]:
                 wanted.setdefault(group, []).append(index)
                 continue
-        if face.grad is not None:
-            plain.tensors.append(face.grad)
-            plain.device = face.grad.device
+        if (grad := face.grad) is not None:
+            plain.tensors.append(grad)
+            plain.device = grad.device
+            if grad.dtype is torch.float64:
+                plain.dtype = torch.float64
     parts: dict[tuple[int, ...], _Owned] = {(): plain}
     for group, indices in wanted.items():
         axes = axes_of[group]
@@ -171,6 +173,8 @@ def _norm(parts: list[_Owned], norm_type: float) -> Tensor:
     if whole and not any(part.axes for part in parts):
         # Nothing is sharded: the same sum as PyTorch's, parameter by parameter, so that one rank clips to the bit like
         # plain PyTorch.
+        if math.isinf(norm_type):  # which an empty tensor has not
+            whole = [tensor for tensor in whole if tensor.numel()]
         return torch.nn.utils.get_total_norm(whole, norm_type)
     totals = [_power_sum(part, norm_type) for part in parts]
     stacked = torch.stack([total.to(totals[0].device) for total in totals])

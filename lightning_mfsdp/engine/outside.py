@@ -178,7 +178,7 @@ def _whole(tensor: Rows) -> tuple[Tensor, Context | None]:
                 f'"{group.mesh.parts.name}" every rank holds other rows of it, so gradients could not be added up. Compute it in the '
                 "forward of the module that owns it, or under torch.no_grad()"
             )
-        unit.awaits_outside = True
+        unit.use_outside()
     if not records:
         return tensor.full_tensor(), None
     if unit.has_at_hand(group):

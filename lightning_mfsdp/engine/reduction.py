@@ -47,6 +47,7 @@ class GradientReducer:
         undecided: Parameters that were reduced and that this rank did not use: other ranks say whether they have a gradient (usage.py).
         filled: Parameters that this rank did not use and that got zeros in the last reduction, unless another rank used them.
         writes: Gradients that layers write themselves (direct.py).
+        frozen_since: Parameters of which a gradient was held back before they were frozen; it is reduced all the same. Known to all ranks.
     """
 
     def __init__(self, group: ParameterGroup) -> None:
@@ -75,10 +76,11 @@ class GradientReducer:
         self.holds_bucket = False
         self.writes = DirectWrites()
         self._stand_ins: list[HeldBackGradient] = []
-        self._behind: list[Tensor | None] | None = None
+        self._behind: dict[int, Tensor | None] | None = None
         self._unused: set[int] | None = None
         self.undecided: list[int] = []
         self.filled: frozenset[int] = frozenset()
+        self.frozen_since: set[int] = set()
 
     # -- on the compute stream -----------------------------------------------------------------------------------------
 
@@ -89,10 +91,9 @@ class GradientReducer:
         entries = self.group.entries
         if not self._stand_ins:
             self._stand_ins = [stand_in(self.group, index) for index in range(len(entries))]
-        self._behind = [local.grad for local in self._locals]
-        for entry, standing in zip(entries, self._stand_ins, strict=True):
-            if entry.is_trained:
-                entry.local.grad = standing
+        self._behind = {index: entries[index].local.grad for index in sorted(self._wanted())}
+        for index in self._behind:
+            entries[index].local.grad = self._stand_ins[index]
 
     def settle_held_back(self) -> None:
         """Something is about to be added: drop what is held back of parameters whose `.grad` was cleared or replaced meanwhile."""
@@ -100,12 +101,16 @@ class GradientReducer:
             return
         behind, self._behind = self._behind, None
         changed: list[int] = []
-        for index, (local, standing, before) in enumerate(zip(self._locals, self._stand_ins, behind, strict=True)):
-            if local.grad is standing:
-                local.grad = before
-            elif self.group.entries[index].is_trained:
+        self.frozen_since.clear()
+        for index, before in behind.items():
+            entry = self.group.entries[index]
+            if entry.local.grad is not self._stand_ins[index]:
                 changed.append(index)
-        if len(changed) == sum(entry.is_trained for entry in self.group.entries):
+                continue
+            entry.local.grad = before
+            if not entry.is_trained:
+                self.frozen_since.add(index)
+        if len(changed) == len(behind):
             self._unreduced = self._partial = self._unused = None
         elif self._unused is not None:
             self._unused.update(changed)
@@ -122,6 +127,7 @@ class GradientReducer:
     def drop(self) -> None:
         """Forget everything that is not reduced: the backward it belongs to failed."""
         self.settle_held_back()
+        self.frozen_since.clear()
         self._unreduced = self._partial = self._unused = None
         self.undecided = []
         self.writes.end()
@@ -169,6 +175,12 @@ class GradientReducer:
         if pinned:
             self.open_main()
         self.main_memory.fixed = self._exposed_memory.fixed = pinned
+
+    @property
+    def waits_for_outer_axis(self) -> bool:
+        """Whether gradients that are reduced over the shard axis are not all there is."""
+        outer = self.group.outer_axis
+        return outer is not None and outer.size > 1
 
     @property
     def holds_back(self) -> bool:
@@ -219,12 +231,16 @@ class GradientReducer:
             self.group.gradients_outside.clear()
         return taken
 
+    def _wanted(self) -> set[int]:
+        """Parameters whose gradients are reduced: those that are trained, and those that were when a gradient was held back."""
+        return {index for index, entry in enumerate(self.group.entries) if entry.is_trained} | self.frozen_since
+
     def _note_use(self, grads: list[Tensor | None]) -> None:
-        """Remember which trained parameters this rank has not used since the last reduction."""
+        """Remember which parameters this rank has not used since the last reduction."""
         missing = {index for index, grad in enumerate(grads) if grad is None}
         if missing:
-            entries, written = self.group.entries, self.writes.written
-            missing = {index for index in missing if index not in written and entries[index].is_trained}
+            missing &= self._wanted()
+            missing -= self.writes.written
         self._unused = missing if self._unused is None else self._unused & missing
 
     def accumulate(self) -> None:
@@ -279,6 +295,15 @@ class GradientReducer:
         )
         return Filling(grads, unreduced, self.main if in_place else self._bucket())
 
+    def prepare_partial(self) -> None:
+        """Have memory for `reduce_partial`. What was cleared since counts as zero: the others reduce it as well."""
+        self._open_for_this_backward()
+        if self._partial is None:
+            self._unused = self._wanted()
+            with torch.inference_mode(False):
+                group = self.group
+                self._partial = FlatBuffer.zeros(group.layout, group.inner_extent, self.main_dtype, group.device)
+
     def _bucket(self) -> FlatBuffer:
         """Full-size memory in the communication dtype, until `release_bucket`."""
         group = self.group
@@ -300,7 +325,8 @@ class GradientReducer:
         grads = self.writes.joined(self._take())
         self._open_for_this_backward()
         self._fresh = True
-        if not self._has_main() and (gaps := self.main.gaps()):
+        begins = not self._has_main()
+        if begins and (gaps := self.main.gaps()):
             compat.foreach_zero_(gaps)
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -329,7 +355,7 @@ class GradientReducer:
             Whether it is in the main gradient. Then `undecided` are waiting, unless unused parameters get zeros.
         """
         shard, outer = self.group.shard_axis, self.group.outer_axis
-        outer_waits = outer is not None and outer.size > 1
+        outer_waits = self.waits_for_outer_axis
         factor, result = self._factor, source
         if shard.size > 1:
             result = self._over_shard_axis(source, final=not outer_waits, factor=factor)
@@ -351,6 +377,12 @@ class GradientReducer:
         result = self._output(source, group.inner_extent, dtype, final=final)
         (axis.sum_scatter_high_precision if precise else axis.reduce_scatter)(result.segments, source.segments, factor)
         return result
+
+    def reduce_partial(self, *, zeros_unused: bool) -> None:
+        """Reduce over the outer axis what was reduced over the shard axis alone; `undecided` as for `reduce`."""
+        partial, self._partial = self._partial, None
+        assert partial is not None, "it was prepared"
+        self._to_main(self._over_outer_axis(partial, 1.0), zeros_unused)
 
     def _over_outer_axis(self, result: FlatBuffer, factor: float) -> FlatBuffer:
         group, axis, precise = self.group, self.group.outer_axis, self.group.policy.high_precision_reduce
@@ -401,12 +433,14 @@ class GradientReducer:
             else:
                 compat.foreach_copy_(self.main.segments, result.segments)
         self.undecided = []
+        frozen = self.frozen_since
         for index, (entry, local, face) in enumerate(zip(self.group.entries, self._locals, self.faces, strict=True)):
-            if local.grad is not face and entry.full.requires_grad and local.requires_grad:
+            if local.grad is not face and ((entry.full.requires_grad and local.requires_grad) or index in frozen):
                 if waits and unused is not None and index in unused:
                     self.undecided.append(index)
                 else:
                     local.grad = face
+        frozen.clear()
 
     def show_used(self, used: Sequence[int]) -> None:
         """Show gradients of undecided parameters that some rank has used; the others keep none.

@@ -54,7 +54,6 @@ class ReductionSchedule:
 
     Attributes:
         sync: How far the gradients of the current microbatch are reduced.
-        holds_back: The last backward left gradients unreduced; the same on all ranks, whatever they computed.
         started: Collectives issued for gradients so far, for inspection.
         zeros_unused: Parameters that no rank used get zeros as their gradient, and not none.
         is_recorded: Backwards are or will be part of a CUDA graph, which cannot ask whether a parameter was used: zeros there, too.
@@ -67,7 +66,6 @@ class ReductionSchedule:
         self.zeros_unused = zeros_unused
         self.is_recorded = self.hides_gradients = False
         self.started = 0
-        self.holds_back = False
         self.watches: list[Callable[[Unit], None]] = []
         self._streams = streams
         self._ranges = ranges
@@ -79,6 +77,8 @@ class ReductionSchedule:
         self._reduced: dict[GradientReducer, None] = {}  # in this backward, in an order that all ranks share
         self._usage = Usage(streams)
         self._reducers: weakref.WeakKeyDictionary[ParameterGroup, GradientReducer] = weakref.WeakKeyDictionary()
+        # What the last backward left unreduced, and whether the outer axis alone waits: the same on all ranks, whatever they computed.
+        self._held_back: dict[GradientReducer, bool] = {}
 
     def reducer(self, group: ParameterGroup) -> GradientReducer:
         """The group's gradients; their buffers are made when the first gradient arrives."""
@@ -91,17 +91,25 @@ class ReductionSchedule:
         """The group's gradients, if there ever were any."""
         return self._reducers.get(group)
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether the last backward left gradients unreduced; the same on all ranks."""
+        return bool(self._held_back)
+
     def take_over(self, other: ReductionSchedule, groups: Sequence[ParameterGroup]) -> None:
         """Groups come from another root, with gradients that are held back there perhaps."""
-        self.holds_back = self.holds_back or other.holds_back
         for group in groups:
             if (known := other._reducers.pop(group, None)) is not None:
                 self._reducers[group] = known
+                if known in other._held_back:
+                    self._held_back[known] = other._held_back.pop(known)
 
     def forget(self, group: ParameterGroup) -> bool:
         """Make another reducer for a group when it has a gradient again; `False` where the present one is in use."""
         known = self._reducers.get(group)
-        if known is not None and (known.holds_back or known.holds_bucket or known.writes.target is not None):
+        if known is not None and (
+            known in self._held_back or known.holds_back or known.holds_bucket or known.writes.target is not None
+        ):
             return False
         self._reducers.pop(group, None)
         return True
@@ -173,12 +181,7 @@ class ReductionSchedule:
         """Take a unit's gradients and start their reduction."""
         for watch in self.watches:
             watch(unit)
-        groups = []
-        for group in unit.groups:
-            if any(entry.is_trained for entry in group.entries):
-                groups.append(group)
-            else:
-                group.drop_full_gradients()
+        groups = self._trained(unit.groups)
         if not groups:
             return
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
@@ -194,15 +197,29 @@ class ReductionSchedule:
             if waiting:
                 self._reduce(waiting)
 
+    def _trained(self, groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
+        """Those whose gradients are wanted, or were when they were held back; what came for others is dropped."""
+        trained = []
+        for group in groups:
+            known = self._reducers.get(group)
+            if any(entry.is_trained for entry in group.entries) or (known is not None and known.frozen_since):
+                trained.append(group)
+            else:
+                group.drop_full_gradients()
+        return trained
+
     def _reduces(self, group: ParameterGroup) -> bool:
         """Whether this backward communicates the group's gradients."""
         return self.sync is Sync.ALL or (self.sync is Sync.SHARD and group.placement.gradient)
 
-    def _reduce(self, reducers: list[GradientReducer]) -> None:
+    def _make_room(self, reducers: list[GradientReducer]) -> None:
         while len(self._in_flight) >= _MAX_BUCKETS or any(
             reducer in sent.reducers for sent in self._in_flight for reducer in reducers
         ):
             self._retire()
+
+    def _reduce(self, reducers: list[GradientReducer]) -> None:
+        self._make_room(reducers)
         fillings = [reducer.prepare() for reducer in reducers]
         ready, zeros_unused = self._streams.record(), self.zeros_unused or self.is_recorded
         with self._streams.on(self._streams.reduce):
@@ -217,6 +234,21 @@ class ReductionSchedule:
                 self.started += 1
             done = self._streams.record()
         self._in_flight.append(_InFlight(reducers, fillings, done))
+
+    def _reduce_over_outer_axis(self, reducer: GradientReducer) -> None:
+        """What was reduced over the shard axis and waits for the other."""
+        self._make_room([reducer])
+        reducer.prepare_partial()
+        ready, zeros_unused = self._streams.record(), self.zeros_unused or self.is_recorded
+        with self._streams.on(self._streams.reduce):
+            self._streams.wait(ready, self._streams.reduce)
+            with self._ranges.around("reduce", reducer.group.name):
+                reducer.reduce_partial(zeros_unused=zeros_unused)
+            if not zeros_unused:
+                self._reduced[reducer] = None
+            self.started += 1
+            done = self._streams.record()
+        self._in_flight.append(_InFlight([reducer], [], done))
 
     def _retire(self) -> None:
         """Wait, on the compute stream, for the oldest reduction and give its buckets back."""
@@ -238,10 +270,7 @@ class ReductionSchedule:
                 self._collect(unit)
         self._wait()
         self._done.clear()
-        self.holds_back = self.sync is not Sync.ALL
-        if self.holds_back:
-            for reducer in self._reducers.values():
-                reducer.show_held_back()
+        self._note_held_back()
         if reduced := [unit.name for unit in late if self._communicates(unit)]:
             raise EngineStateError(
                 f"{', '.join(reduced)}: on rank {dist.get_rank()} a gradient came after the gradients of this unit had been reduced, which "
@@ -250,16 +279,38 @@ class ReductionSchedule:
                 "reduce_pending(module) after it"
             )
 
+    def _note_held_back(self) -> None:
+        """A backward has ended: which gradients wait follows from the placement and from what is synchronised."""
+        self._held_back.clear()
+        if self.sync is Sync.ALL:
+            return
+        for reducer in self._reducers.values():
+            reduces = reducer.is_alone or self._reduces(reducer.group)
+            if not reduces or reducer.waits_for_outer_axis:
+                self._held_back[reducer] = reduces
+                reducer.show_held_back()
+
     def reduce_pending(self, units: Sequence[Unit]) -> None:
-        """Between backwards: reduce what was kept unreduced, as a backward that communicates would."""
+        """Between backwards: reduce what was kept unreduced, as far as it is."""
         for reducer in self._reducers.values():
             reducer.settle_held_back()
-        with self.synchronizing(Sync.ALL):
+        held_back, self._held_back = self._held_back, {}
+        with self.synchronizing(Sync.ALL), torch.no_grad():
             for unit in self.in_order(units):
-                if not all(self.reducer(group).is_alone for group in unit.groups):
-                    self._collect(unit)
+                known = [one for group in unit.groups if (one := self._reducers.get(group)) is not None]
+                waiting = [reducer for reducer in known if reducer in held_back]
+                if not waiting:
+                    continue
+                for watch in self.watches:
+                    watch(unit)
+                trained = self._trained([reducer.group for reducer in waiting])
+                waiting = [reducer for reducer in waiting if reducer.group in trained]
+                for reducer in waiting:
+                    if held_back[reducer]:
+                        self._reduce_over_outer_axis(reducer)
+                if whole := [reducer for reducer in waiting if not held_back[reducer]]:
+                    self._reduce(whole)
         self._wait()
-        self.holds_back = False
         self.run_hooks(units)
 
     def _wait(self) -> None:

@@ -66,7 +66,8 @@ class Unit:
         shown: Whether its modules show them.
         may_stay: Weights stay between forward and backward if there is memory to spare (planning.py).
         pinned: Stays so through the end of a backward: code around it is still running (`gather_root`).
-        awaits_outside: Parameters of it were used outside of a forward (outside.py); their gradients may come at any time of a backward.
+        outside_for: Parameters of it were used outside of a forward that has a call: by themselves (outside.py), or by modules in a step of
+            the root. Their gradients may come at any time of so many backwards.
         step_slots: Where saved tensors of such code expect the weights, by group; it has no call.
     """
 
@@ -87,7 +88,8 @@ class Unit:
         self.may_stay = reshard_after_forward == "auto"
         self.context: Context
         self.users: list[weakref.ref[Unit]] = [weakref.ref(self)]
-        self.live = self.pinned = self.awaits_outside = False
+        self.live = self.pinned = False
+        self.outside_for = 0
         self.shown = Shown()
         self.step_slots: list[Slot | None] | None = None
         self.next_forward: weakref.ref[Unit] | None = None
@@ -145,9 +147,13 @@ class Unit:
     @property
     def is_done(self) -> bool:
         """Whether no gradient comes any more of a call of it, or of a module that shares its parameters."""
-        if self.awaits_outside:
+        if self.outside_for:
             return False
         return all((user := reference()) is None or user.awaited.is_over() for reference in self.users)
+
+    def use_outside(self) -> None:
+        """Parameters of it are used in grad mode where no call tells when gradients come: in the next two backwards, as those of calls."""
+        self.outside_for = 2
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -361,10 +367,11 @@ class Unit:
         if self is context.root:
             context.interrupt()
         keeps = not (reshard and self.reshard_after_forward) or context.keeps_after_forward(self)
-        if not (self.awaited.hides_calls or (keeps and torch.is_grad_enabled())):
+        unnoticed = self.reads_unnoticed
+        if not (unnoticed or (keeps and torch.is_grad_enabled())):
             self.release()
         else:
-            self._idle = self is not context.root and not self.awaited.hides_calls
+            self._idle = self is not context.root and not unnoticed
             # Outside of forwards `parameters()` are those that have gradients and take what is written.
             self.hide()
         self.refuse_lost_writes()
@@ -374,6 +381,16 @@ class Unit:
         for group in self.all_groups:
             if group.lost_writes and not sys.exc_info()[0]:
                 group.refuse_lost_writes()
+
+    @property
+    def reads_unnoticed(self) -> bool:
+        """Whether a backward may begin with a hidden result of it, so that weights are read before anybody hears of it."""
+        hidden = [call for call in self.awaited.spent if call.hides and call.outlasts_pass]
+        if not hidden:
+            return self.awaited.hides_calls
+        root = self.context.root
+        is_heard = root is not None and root is not self and not root.reads_unnoticed
+        return self.awaited.hides_calls or not (is_heard and all(call.is_inside_root for call in hidden))
 
     @property
     def is_inside_root(self) -> bool:
@@ -396,7 +413,10 @@ class Unit:
 
     def _new_call(self) -> Call | None:
         self.note_run()
-        return self.awaited.new_call() if torch.is_grad_enabled() and self.all_groups else None
+        call = self.awaited.new_call() if torch.is_grad_enabled() and self.all_groups else None
+        if call is not None:
+            call.is_inside_root = self.is_inside_root
+        return call
 
     def note_run(self) -> None:
         """One of its modules runs; without gradients it may be computed again with them, unless all of the root runs without."""
@@ -446,7 +466,7 @@ class Unit:
             call.begun_in = -1
             self.context.ranges.end("backward", self.name)
             self._running -= 1
-        if self._running == 0:
+        if self._running == 0 and not (call.hides and self.context.keeps_graph):
             self.release()
         if self.awaited.is_over():
             self.context.reductions.unit_done(self)
@@ -478,9 +498,9 @@ class Unit:
             handle.remove()
         self.leaf_hooks.clear()
         self.awaited.end_backward(self.context.backwards_finished, keeps_graph=keeps_graph)
-        self.awaits_outside = False
+        self.outside_for = max(0, self.outside_for - (not keeps_graph))
         if not self._open_calls:  # else the backward ran inside its forward, which goes on
-            self.release()
+            self.hide() if self.reads_unnoticed else self.release()
 
     def release_if_idle(self) -> bool:
         """Give weights back that were only kept because their backward was thought to come next."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -10,9 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mfsdp.engine import EngineStateError, MixedPrecisionPolicy, fully_shard, no_sync, reduce_pending
+from lightning_mfsdp.engine import (
+    EngineStateError,
+    MixedPrecisionPolicy,
+    fully_shard,
+    gather_root,
+    no_sync,
+    reduce_pending,
+    watch_backward,
+)
 from tests.engine.worlds import by_world, check
-from tests.helpers.chain import STRATEGIES, Chain, adamw, assert_same_weights, context, inputs, loss_of
+from tests.helpers.chain import STRATEGIES, Chain, adamw, assert_same_weights, context, inputs, loss_of, weights
 from tests.helpers.hidden import Hidden
 
 WIDE_GRADIENTS = MixedPrecisionPolicy(
@@ -262,6 +271,108 @@ def units_that_hide_their_tensors_may_be_called_more_than_once(rank, world):
             assert context(model).pool.allocated_bytes == context(model).pool.fixed_bytes
 
 
+class HidingStem(Stem):
+    """The root, and perhaps its units, hide their results: nobody hears of a backward before it reads the last layer's weight."""
+
+    def forward(self, x: Tensor) -> Hidden:
+        return Hidden(super().forward(x))
+
+
+def retained(model: nn.Module, x: Tensor) -> None:
+    loss = model(x).value.square().mean()
+    loss.backward(retain_graph=True)
+    model(x)  # without a backward
+    loss.backward()
+
+
+def after_its_inputs(model: nn.Module, x: Tensor) -> None:
+    loss = model(x.requires_grad_()).value.square().mean()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    with torch.no_grad():
+        model(x)
+    loss.backward()
+
+
+def interleaved(model: nn.Module, x: Tensor) -> None:
+    losses = [model(x * factor).value.square().mean() for factor in (1, 2)]
+    for loss in losses:
+        loss.backward()
+
+
+def a_root_that_hides_its_result_has_its_weights_in_every_backward(rank, world):
+    for hides_all, backwards in product((False, True), (retained, after_its_inputs, interleaved)):
+        torch.manual_seed(0)
+        plain, model = HidingStem(), HidingStem()
+        model.load_state_dict(plain.state_dict())
+        if hides_all:
+            for one in (plain, model):
+                one.wrap = lambda layer, x: layer(x).value
+                for layer in one.layers:
+                    layer.__class__ = Hiding
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer, expected = adamw(model), torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        for step in range(3):
+            for one, stepper in ((model, optimizer), (plain, expected)):
+                backwards(one, inputs(step))
+                stepper.step()
+                stepper.zero_grad()
+        for name, value in weights(model).items():
+            torch.testing.assert_close(value, plain.get_parameter(name).detach(), rtol=1e-4, atol=1e-5)
+
+
+def weights_used_outside_of_forwards_are_awaited_in_later_backwards(rank, world):
+    """Penalties that were computed before the forward, so that their gradients come last."""
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        penalty = sum(layer.weight.square().sum() for layer in model.layers)
+        return penalty + loss_of(model, inputs(step))
+
+    plain, model = built(0), built()
+    for one in (plain, model):
+        first = loss(one, 0)
+        first.backward(retain_graph=True)
+        first.backward()
+        together = [loss(one, step) for step in (1, 2)]
+        for each in together:
+            each.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
+
+
+class Tied(Stem):
+    """The first layer's weight is that of the stem, which belongs to the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].weight = self.stem.weight
+
+    def step(self, x: Tensor) -> Tensor:
+        return loss_of(super().forward, x)  # no hook of the root runs
+
+
+def a_weight_tied_to_the_root_is_awaited_where_no_forward_of_the_root_runs(rank, world):
+    torch.manual_seed(0)
+    plain, model = Tied(), Tied()
+    model.load_state_dict(plain.state_dict())
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for one in (plain, model):
+        sharded = one is model
+        for steps in ((0,), (1, 2), (3,)):
+            with gather_root(one) if sharded else nullcontext():
+                losses = [one.step(inputs(step)) for step in steps]
+            for loss in losses:
+                if sharded:
+                    watch_backward(one, loss)
+                loss.backward(retain_graph=True)
+            losses[0].backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
+
+
 class Around(nn.Module):
     """A sharded model becomes part of a larger one."""
 
@@ -301,6 +412,9 @@ COMMON = (
     a_gradient_that_comes_too_late_is_an_error_on_several_ranks,
     units_that_hide_their_tensors_may_be_called_more_than_once,
     gradients_held_back_stay_when_the_module_around_is_sharded,
+    a_root_that_hides_its_result_has_its_weights_in_every_backward,
+    weights_used_outside_of_forwards_are_awaited_in_later_backwards,
+    a_weight_tied_to_the_root_is_awaited_where_no_forward_of_the_root_runs,
 )
 WORLDS = {1: COMMON, 2: (*COMMON, what_is_computed_again_is_reduced_before_the_backward_ends)}
 

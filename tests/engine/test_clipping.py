@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from itertools import product
 
@@ -169,11 +170,72 @@ def low_precision(strategy: str, rank: int, world: int) -> None:
     problems.finish()
 
 
+def in_double_precision(strategy: str, rank: int, world: int) -> None:
+    """Also what is not sharded, a 0-D parameter, counts in float64."""
+    policy = MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=None)
+    x = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for norm_type in NORMS:
+        torch.manual_seed(0)
+        reference = Uneven().double()
+        model = copy.deepcopy(reference)
+        fully_shard(model, sharding=strategy, policy=policy)
+        reference(x).square().mean().backward()
+        model(x.chunk(world)[rank]).square().mean().backward()
+        for choose in (lambda module: [module.scale], lambda module: module):
+            chosen = choose(reference)
+            parameters = chosen if isinstance(chosen, list) else list(chosen.parameters())
+            expected = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+            torch.testing.assert_close(grad_norm(choose(model), norm_type), expected, rtol=1e-14, atol=0)
+
+
 def nothing_there(strategy: str, rank: int, world: int) -> None:
     model = fully_shard(Uneven(), sharding=strategy)
     assert clip_grad_norm_(model, 1.0).item() == 0.0
     clip_grad_value_(model, 1.0)
     assert grad_norm([]).item() == 0.0
+
+
+class WithoutElements(nn.Module):
+    """Several parameters, between them one without elements that may be used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.ParameterList(torch.randn(3, 2) for _ in range(4))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.after = nn.ParameterList(torch.randn(3, 2) for _ in range(5))
+
+    def forward(self, x: Tensor, uses_nothing: bool = True) -> Tensor:
+        for parameter in (*self.before, *self.after):
+            x = torch.tanh(x + parameter)
+        return x.square().sum() + (self.nothing.sum() if uses_nothing else 0)
+
+
+def beside_nothing(rank: int, world: int) -> None:
+    """A gradient without elements counts as in plain PyTorch: norms are the same to the bit."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        reference = WithoutElements()
+        model = copy.deepcopy(reference)
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(fully_shard(model).parameters()))
+        x = torch.randn(3, 2)
+        for norm_type in (1.0, 2.0, float("inf")):
+            reference(x).backward()
+            model(x).backward()
+            assert model.nothing.grad.shape == (0, 3)
+            gradients = [p.grad for p in reference.parameters() if p.grad.numel()]
+            limit = 0.7 * float(torch.nn.utils.get_total_norm(gradients, norm_type))
+            expected = (
+                torch_clip_norm(reference.parameters(), limit, norm_type)
+                if norm_type != float("inf")
+                else torch.nn.utils.get_total_norm(gradients, norm_type)  # which plain PyTorch refuses of an empty one
+            )
+            assert torch.equal(clip_grad_norm_(model, limit, norm_type), expected)
+        optimizer.zero_grad()
+        model(x, uses_nothing=False).backward()
+        assert model.nothing.grad is None
+        model(x).backward()
+        model.zero_grad()
+        assert model.nothing.grad is None
 
 
 def on_a_2d_mesh(strategy: str, outer: str, rank: int, world: int) -> None:
@@ -198,6 +260,7 @@ BY_STRATEGY = {
     "by value": values,
     "not finite": not_finite,
     "gradients in another dtype than weights": low_precision,
+    "float64": in_double_precision,
     "no gradient yet": nothing_there,
 }
 ONE_AXIS = {
@@ -230,6 +293,11 @@ def test_norms_that_are_none_are_refused(norm_type):
 @pytest.mark.parametrize("case", ONE_AXIS)
 def test_clips_as_one_process_does(one_axis, case):
     assert not one_axis[case], one_axis[case]
+
+
+def test_one_process_clips_to_the_bit_beside_a_parameter_without_elements():
+    problems = run_cases({"beside nothing": beside_nothing}, 1)["beside nothing"]
+    assert not problems, problems
 
 
 @pytest.mark.parametrize("case", TWO_AXES)

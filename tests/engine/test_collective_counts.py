@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mfsdp.engine import compat, fully_shard, no_sync
+from lightning_mfsdp.engine import compat, fully_shard, no_sync, reduce_pending, sharded_parameters
 from lightning_mfsdp.engine.unit import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context
@@ -105,7 +105,14 @@ class Observer:
         seen = Counter()
         for (operation, axis, unit), number in self.counts.items():
             # Under HFSDP one gather goes over both axes after a step, and one reduction over both: the counters count it once.
-            if axis != "outer" and operation != "usage":
+            if operation == "usage":
+                continue
+            both = {
+                one
+                for name, one, whose in self.counts
+                if whose == unit and name != "usage" and (name == "gather") == (operation == "gather")
+            }
+            if axis == "shard" or "shard" not in both:
                 seen[operation == "gather", unit] += number
         assert self.context.gathers_started - gathers == sum(n for (is_gather, _), n in seen.items() if is_gather)
         assert self.context.reductions.started - reductions == sum(
@@ -200,6 +207,77 @@ def outer_axis_is_used_on_the_last_microbatch_only(rank, world):
         assert found == expected, f"{sharding} {outer} {sync}: {found - expected} over, {expected - found} missing"
 
 
+def look(model, rank, sync: str) -> Counts:
+    """Counts of looking, twice, at gradients that were held back."""
+    observer = Observer(model)
+    with no_sync(model, keep_sharded=sync == "keep_sharded"):
+        model(torch.full((2, DIM), rank + 1.0, requires_grad=True)).square().sum().backward()
+    with observer.watching() as counts:
+        for _ in range(2):
+            for view in sharded_parameters(model):
+                if view.local.numel():
+                    assert torch.isfinite(view.grad.detach()).all()
+            reduce_pending(model)
+    return counts
+
+
+def a_look_at_what_is_held_back_reduces_what_is_missing(rank, world):
+    """Nothing where `keep_sharded` reduced all there is to reduce."""
+    for sharding, sync in product(STRATEGIES, ("no_sync", "keep_sharded")):
+        found = look(build(sharding=sharding), rank, sync)
+        level = STRATEGIES.index(sharding)
+        operation = "reduce_scatter" if level else "all_reduce"
+        is_there = world == 1 or (sync == "keep_sharded" and level >= 2)
+        missing = {("usage", "shard", "all"): 1, **{(operation, "shard", unit): 1 for unit in UNITS}}
+        expected = Counter() if is_there else Counter(missing)
+        assert found == expected, f"{sharding} {sync}: {found - expected} over, {expected - found} missing"
+
+
+def dropping_what_is_held_back_communicates_nothing(rank, world):
+    """Also asking whether a gradient is there, and of what shape, as loops do before they drop it."""
+
+    def describe(model, optimizer):
+        assert all(
+            p.grad is not None and p.grad.shape == p.shape and p.grad.dtype == p.dtype for p in model.parameters()
+        )
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    ways = (
+        lambda model, optimizer: model.zero_grad(),
+        lambda model, optimizer: model.zero_grad(set_to_none=False),
+        lambda model, optimizer: optimizer.zero_grad(),
+        lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+        describe,
+    )
+    for sharding, way in product(STRATEGIES, ways):
+        model = build(sharding=sharding)
+        optimizer, observer = adamw(model), Observer(model)
+        with no_sync(model):
+            model(torch.ones(2, DIM, requires_grad=True)).square().sum().backward()
+        with observer.watching() as counts:
+            way(model, optimizer)
+        assert not counts, counts
+        model(torch.zeros(2, DIM, requires_grad=True)).sum().backward()
+        assert not any(view.grad.detach().any() for view in sharded_parameters(model) if view.local.numel())
+
+
+def a_look_reduces_over_the_axis_that_waits(rank, world):
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    for sharding, outer, sync in product(STRATEGIES, ("no_shard", "optim"), ("no_sync", "keep_sharded")):
+        if sharding == "no_shard" and outer == "optim":
+            continue
+        found = look(build(mesh, sharding=sharding, outer_sharding=outer), rank, sync)
+        level = STRATEGIES.index(sharding)
+        expected = Counter(
+            {("reduce_scatter" if outer == "optim" else "all_reduce", "outer", unit): 1 for unit in UNITS}
+        )
+        expected.update({("usage", axis, "all"): 1 for axis in ("shard", "outer")})
+        if sync == "no_sync" or level < 2:
+            expected.update({("reduce_scatter" if level else "all_reduce", "shard", unit): 1 for unit in UNITS})
+        assert found == expected, f"{sharding} {outer} {sync}: {found - expected} over, {expected - found} missing"
+
+
 def checkpointing_costs_one_gather_in_forward_and_one_in_backward(rank, world):
     for reentrant, regions in product((False, True), ([[0], [1], [2], [3]], [[0, 1], [2, 3]])):
         model = build()
@@ -276,16 +354,18 @@ def a_lookup_is_not_gathered_for_its_backward(rank, world):
 
 
 WORLDS = {
-    1: (gathers_and_reductions_are_exact_for_every_strategy,),
+    1: (gathers_and_reductions_are_exact_for_every_strategy, a_look_at_what_is_held_back_reduces_what_is_missing),
     2: (
         gathers_and_reductions_are_exact_for_every_strategy,
+        a_look_at_what_is_held_back_reduces_what_is_missing,
+        dropping_what_is_held_back_communicates_nothing,
         checkpointing_costs_one_gather_in_forward_and_one_in_backward,
         passes_without_gradients_gather_once_and_reduce_nothing,
         keeping_weights_after_forward_saves_the_gather_of_backward,
         a_lookup_is_not_gathered_for_its_backward,
     ),
     3: (gathers_and_reductions_are_exact_for_every_strategy,),
-    4: (outer_axis_is_used_on_the_last_microbatch_only,),
+    4: (outer_axis_is_used_on_the_last_microbatch_only, a_look_reduces_over_the_axis_that_waits),
 }
 
 

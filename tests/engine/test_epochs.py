@@ -80,6 +80,22 @@ def a_backward_after_a_step_of_its_weights_raises_as_in_plain_pytorch(rank, worl
             train(model, optimizer, [3], rank)
 
 
+def copies_that_autocast_saved_outlast_a_step(rank, world):
+    """Where weights are gathered in float32; the engine's own copies in the compute dtype do not."""
+    for sharding in STRATEGIES:
+        plain, model = plain_chain(), sharded_chain(sharding=sharding)
+        for one, optimizer in ((plain, torch.optim.SGD(plain.parameters(), lr=0.1)), (model, adamw(model))):
+            with torch.autocast("cpu", torch.bfloat16):
+                old = loss_of(one, inputs(0))
+            for parameter in one.parameters():
+                parameter.grad = torch.ones(parameter.shape)
+            optimizer.step()
+            optimizer.zero_grad()
+            old.backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad)
+
+
 def what_was_not_stepped_may_still_be_read(rank, world):
     """A generator's graph outlasts the step of the discriminator, also where both lie in one group."""
     for together in (False, True):
@@ -115,6 +131,7 @@ def what_was_not_stepped_may_still_be_read(rank, world):
 COMMON = (
     two_optimizers_train_like_plain_pytorch,
     a_backward_after_a_step_of_its_weights_raises_as_in_plain_pytorch,
+    copies_that_autocast_saved_outlast_a_step,
     what_was_not_stepped_may_still_be_read,
 )
 WORLDS = {1: COMMON, 2: (*COMMON, a_step_of_one_optimizer_gathers_again_what_it_holds)}

@@ -27,7 +27,7 @@ from lightning_mfsdp.engine import (
     unshard,
 )
 from tests.engine.worlds import by_world, check
-from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, sharded_chain, train
+from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, plain_chain, sharded_chain, train
 from tests.helpers.hidden import Hidden
 
 
@@ -59,6 +59,41 @@ def a_gradient_set_while_others_wait_to_be_reduced_takes_their_place(rank, world
         loss_of(model, inputs(1, rank)).backward()
         for found, expected in zip(gradients(model), gradients(expected_model), strict=True):
             torch.testing.assert_close(found, expected + 1)
+
+
+def a_gradient_held_back_of_a_parameter_that_was_frozen_since_is_reduced(rank, world):
+    """As one process shows it; and only once. A whole unit is frozen, and one parameter of another."""
+    for sharding, keeps, clears in product(STRATEGIES, (False, True), (False, True)):
+        model = sharded_chain(sharding=sharding)
+        frozen = [*model.layers[0].parameters(), model.layers[1].bias]
+        names = [name for name, parameter in model.named_parameters() if any(parameter is one for one in frozen)]
+        for step in range(3):
+            plain = plain_chain()
+            for one in range(world):
+                (loss_of(plain, inputs(step, one)) / world).backward()
+            first = {name: parameter.grad.clone() for name, parameter in plain.named_parameters()}
+            for one in range(world):
+                (loss_of(plain, inputs(step + 10, one)) / world).backward()
+            with no_sync(model, keep_sharded=keeps):
+                loss_of(model, inputs(step, rank)).backward()
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+                if clears:
+                    parameter.grad = None
+            loss_of(model, inputs(step + 10, rank)).backward()
+            for view in sharded_parameters(model):
+                if not view.local.numel():
+                    continue
+                case = f"{sharding} {keeps} {clears} {view.name}"
+                if clears and view.name in names:
+                    assert view.grad is None or not view.grad.any(), case
+                    continue
+                expected = first[view.name] if view.name in names else plain.get_parameter(view.name).grad
+                rows = expected[view.rows.start : view.rows.stop]
+                torch.testing.assert_close(view.grad, rows, rtol=1e-4, atol=1e-6, msg=lambda m, c=case: f"{c}: {m}")
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            model.zero_grad()
 
 
 def small_gradients_add_up_where_the_optimizer_sees_rounded_ones(rank, world):
@@ -408,6 +443,7 @@ WORLDS = {
     2: (
         a_gradient_set_before_the_first_backward_is_added_to,
         a_gradient_set_while_others_wait_to_be_reduced_takes_their_place,
+        a_gradient_held_back_of_a_parameter_that_was_frozen_since_is_reduced,
         small_gradients_add_up_where_the_optimizer_sees_rounded_ones,
         a_unit_whose_call_is_hidden_is_reduced_once,
         a_kept_gradient_outlives_clearing_and_the_next_forward,

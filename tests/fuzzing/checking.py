@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from tests.fuzzing.comparing import problems
+from tests.fuzzing.comparing import BFLOAT16, problems, tolerance_of
 from tests.fuzzing.description import Description
 from tests.fuzzing.plain import run_plainly
 from tests.fuzzing.refusals import refusal_of
 from tests.fuzzing.running import Event
 from tests.fuzzing.workers import Outcome, Workers
+
+_OTHER_DATA = 2
 
 
 @dataclass
@@ -45,7 +47,7 @@ def check(
     counts_reductions: bool = True,
     timeout_s: float | None = None,
 ) -> Verdict:
-    """Run a case and judge it.
+    """Run a case and judge it. What differs in bfloat16 has to do so with other data, too: rounding alone may, once in some hundred cases.
 
     Args:
         case: What to run.
@@ -54,6 +56,16 @@ def check(
         timeout_s: After which it hangs.
     """
     torch.set_num_threads(1)  # sums over rows depend on it
+    verdict = Verdict()
+    for data in range(_OTHER_DATA + 1 if tolerance_of(case) == BFLOAT16 else 1):
+        again = replace(case, program=replace(case.program, data=case.program.data + data))
+        verdict = _checked(again, workers, counts_reductions, timeout_s)
+        if not verdict.kind.startswith("differs"):
+            break
+    return verdict
+
+
+def _checked(case: Description, workers: Workers, counts_reductions: bool, timeout_s: float | None) -> Verdict:
     workers.begin(case)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

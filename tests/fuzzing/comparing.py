@@ -6,6 +6,7 @@ zero by cancellation has no digits to agree on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -15,15 +16,16 @@ from tests.fuzzing.description import Description
 from tests.fuzzing.running import Event
 from tests.fuzzing.workers import Outcome
 
-TOLERANCES = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 8 * 2.0**-8}
+TOLERANCES = {"float64": 1e-12, "float32": 1e-6}
+BFLOAT16 = 8  # units in the last place
 _SHARE = 0.1
 
 
 def tolerance_of(case: Description) -> float:
-    """Relative; 0 where results are equal to the bit."""
+    """Relative, or `BFLOAT16`; 0 where results are equal to the bit."""
     configuration = case.configuration
     if configuration.precision in ("mixed", "bfloat16") or (configuration.comm and configuration.ranks > 1):
-        return TOLERANCES["bfloat16"]
+        return BFLOAT16
     several_dtypes = any(block.dtype for block in case.model.blocks)  # gradients add up in the larger one
     if configuration.ranks == 1 and not several_dtypes and not _adds_in_pieces(case):
         return 0.0
@@ -98,10 +100,16 @@ def _difference(value: Tensor | None, whole: Tensor | None, start: int, toleranc
     if bool((a.isnan() != b.isnan()).any()):
         return f"is NaN in {int(a.isnan().sum())} places, expected {int(b.isnan().sum())}"
     worst = float((a - b).nan_to_num().abs().max())
-    allowed = tolerance * max(_largest(whole), _SHARE * scale)
+    allowed = _allowed(tolerance, max(_largest(whole), _SHARE * scale))
     if worst <= allowed and (tolerance or worst == 0.0):
         return ""
     return f"differs by {worst:.3g}, allowed {allowed:.3g}, expected about {_largest(whole):.3g}"
+
+
+def _allowed(tolerance: float, largest: float) -> float:
+    if tolerance != BFLOAT16:
+        return tolerance * largest
+    return BFLOAT16 * 2.0 ** (math.floor(math.log2(largest)) - 7) if largest else 0.0
 
 
 def _say(value: Tensor | None) -> str:

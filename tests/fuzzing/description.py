@@ -130,12 +130,14 @@ class Program:
         steps: In order.
         optimizer: "sgd", "momentum", "adamw" (with a large eps and weight decay), "adagrad" or "lars" (norms of whole tensors).
         calls_method: training_step calls a method of the root and not the root.
+        data: Which batches.
     """
 
     loop: str = "raw"
     steps: tuple[Step, ...] = (Step(),)
     optimizer: str = "sgd"
     calls_method: bool = False
+    data: int = 0
 
 
 @dataclass(frozen=True)

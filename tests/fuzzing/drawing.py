@@ -202,8 +202,8 @@ def settled(case: Description) -> Description:
                 or other.same_as >= 0
             ):
                 block = replace(block, tied_to=-1)
-            else:
-                block = replace(block, dtype=other.dtype, frozen=other.frozen)
+            else:  # who clamps what another block has read changes that block's saved weight under it
+                block = replace(block, dtype=other.dtype, frozen=other.frozen, clamps=False)
         if configuration.precision != "float64" or program.loop != "raw":
             block = replace(block, dtype="")
         if low:

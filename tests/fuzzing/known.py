@@ -112,39 +112,13 @@ def _steps_dtensors_with_gaps(case: Description) -> bool:
     return case.program.optimizer == "lars" and gaps
 
 
-def _takes_norms_of_float64_scalars(case: Description) -> bool:
-    clips = any(step.edit == "clip_norm" for step in case.program.steps)
-    return clips and case.model.scale and case.configuration.precision == "float64" and case.configuration.ranks > 1
-
-
-def _takes_norms_of_empty_gradients(case: Description) -> bool:
-    clips = any(step.edit == "clip_norm" for step in case.program.steps)
-    return clips and case.model.empty and case.configuration.ranks == 1
-
-
 KNOWN: dict[str, Callable[[Description], bool]] = {
     "10": _differs_by_rank,
-    # clip_grad_norm_ takes the share of what is not sharded in float32.
-    "unnamed 2": _takes_norms_of_float64_scalars,
-    # A parameter without elements has an empty gradient in plain PyTorch and none here, so norms are added up in another order.
-    "unnamed 3": _takes_norms_of_empty_gradients,
-    # Under autocast plain PyTorch saves copies of weights, so that a step does not outdate the graph; the engine raises.
-    "stale under autocast": lambda case: (
-        case.configuration.precision == "mixed" and any(micro.kind == "stale" for micro in _micros(case))
-    ),
-    # Gradients of a unit that is sharded into a root later, with an optimizer on DTensors: shown as None, or reduced to be shown. A rank
-    # that dies where such a root has a unit with a hidden result. The plain case, 11a, is right.
-    "unnamed 4": lambda case: (
-        case.configuration.late_root
-        and (case.program.optimizer == "lars" or _has(case, result="hidden") or case.configuration.ranks > 2)
-    ),
 }
 
 
 # What is right and costs needless communication; as long as these are known, reductions are not counted.
-REDUCED_TOO_OFTEN: tuple[str, ...] = (
-    "unnamed 5",  # gradients that keep_sharded holds back are looked at, which reduces them
-)
+REDUCED_TOO_OFTEN: tuple[str, ...] = ()
 
 
 def _case(*blocks: Block, steps: tuple[Step, ...] = (Step(),), **options: object) -> Description:
@@ -381,6 +355,33 @@ DEFECTS: tuple[Defect, ...] = (
             late_root=True,
             optimizer="lars",
         ),
+    ),
+    Defect(
+        "unnamed 5",
+        "clearing what is held back",
+        _case(steps=(Step(zero="module none", zero_at="before"),), late_root=True),
+    ),
+    Defect(
+        "unnamed 6",
+        "a root that hides its result, two backwards, sharded weights",
+        _case(steps=(Step((Micro("retained"),)),), hidden=True),
+    ),
+    Defect(
+        "unnamed 6",
+        "a root that hides its result, after autograd.grad",
+        _case(steps=(Step((Micro("input_grad"),)),), hidden=True, direct=True),
+    ),
+    Defect(
+        "unnamed 7",
+        "a weight of a unit in a block of the root, in a step that calls a method",
+        _case(
+            Block(unit=False), Block(tied_to=0), steps=(Step(zero_at="between"),), loop="automatic", calls_method=True
+        ),
+    ),
+    Defect(
+        "unnamed 8",
+        "frozen while a gradient is held back",
+        _case(steps=(Step((_HELD,), takes_step=False, freezes="freeze", zero_at="before"), Step())),
     ),
 )
 

@@ -170,7 +170,7 @@ def seeded(case: Description, make: Any = Net, seed: int = 0) -> Any:
 def batch(case: Description, turn: tuple[int, int, int], rank: int) -> Tensor:
     """`[ROWS, DIM]` for a step, a microbatch, one of its forwards and a rank."""
     step, micro, which = turn
-    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + 10 * which + rank)
+    generator = torch.Generator().manual_seed(10000 * case.program.data + 1000 * step + 100 * micro + 10 * which + rank)
     return torch.randn(ROWS, DIM, generator=generator, dtype=torch.float64).to(dtype_of(case))
 
 

@@ -28,9 +28,14 @@ class PlainRun(Run):
             self.case = replace(case, model=replace(case.model, blocks=blocks))
         self.model = seeded(self.case)
         self.optimizer = make_optimizer(case, self.model.parameters())
-        self.start()
+        self._averages = case.configuration.precision in ("mixed", "bfloat16")
+        if self._averages:  # gradients, as ranks do: a third of a loss is rounded in every operation on the way
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_hook(lambda gradient: gradient / len(self.ranks))
         if case.configuration.late_root:
             self.go_back_early()
+        self.start()
 
     def forward(self, x: Tensor, skipped: tuple[int, ...]) -> Any:
         if not self._mixed:
@@ -45,6 +50,9 @@ class PlainRun(Run):
         finally:
             for table, values in zip(tables, before, strict=True):
                 table.update(values)
+
+    def mean(self, losses: list[Tensor]) -> Tensor:
+        return sum(losses) if self._averages else super().mean(losses)  # type: ignore[return-value]
 
     def gradients(self) -> dict[str, tuple[int, Tensor | None]]:
         found = self.model.named_parameters()

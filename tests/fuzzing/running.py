@@ -86,11 +86,15 @@ class Run:
     def note(self, tag: str, **values: Any) -> None:
         self.events.append(Event(tag, {name: (0, _apart(value)) for name, value in values.items()}))
 
+    def mean(self, losses: list[Tensor]) -> Tensor:
+        """The loss of which gradients are wanted."""
+        return sum(losses) / len(losses)  # type: ignore[return-value]
+
     def go_back_early(self) -> None:
         """A backward of the first unit alone, before there is a root."""
         block = next(block for block in self.model.blocks if block.spec.unit)
         losses = [shown(block(batch(self.case, (8, 0, 0), rank))).square().mean() for rank in self.ranks]
-        (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+        self.mean(losses).backward()
 
     # -- forwards and backwards ----------------------------------------------------------------------------------------
 
@@ -127,14 +131,14 @@ class Run:
         inputs: list[Tensor] | None = [] if micro.kind == "input_grad" else None
         first = self.losses((*at, 0), inputs)
         self.note_losses("loss", first)
-        mean = sum(first) / len(first)
+        mean = self.mean(first)
         loss = mean * share
         if micro.poisoned:
             loss = loss * float("nan")
         if micro.kind in ("two_forwards", "interleaved", "stale"):
             second = self.losses((*at, 1))
             self.note_losses("second loss", second)
-            other = sum(second) / len(second) * share
+            other = self.mean(second) * share
         if micro.evaluates == "between":
             self.evaluate(at, micro)
         between()
@@ -155,11 +159,13 @@ class Run:
             backward(loss)
             second = self.losses((*at, 1))
             self.note_losses("second loss", second)
-            return sum(second) / len(second) * share  # type: ignore[return-value]
+            return self.mean(second) * share
         elif micro.kind == "input_grad":
             assert inputs is not None
-            found = torch.autograd.grad(mean, inputs, retain_graph=True)
-            self.note("input gradient", **{str(r): g * len(first) for r, g in zip(self.ranks, found, strict=True)})
+            found = torch.autograd.grad(sum(first), inputs, retain_graph=True)  # type: ignore[arg-type]
+            self.note(
+                "input gradient", **{str(rank): gradient for rank, gradient in zip(self.ranks, found, strict=True)}
+            )
         elif micro.kind == "stale":
             self._stale.append(loss)
             return other

@@ -20,6 +20,7 @@ from lightning_mfsdp import (
     unshard,
 )
 from lightning_mfsdp.engine import MixedPrecisionPolicy
+from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.inspect import context_of
 from tests.fuzzing.description import Description, Micro
 from tests.fuzzing.model import BlockModule, Net, seeded
@@ -100,7 +101,7 @@ class EngineRun(Run):
         self.evaluate((9, 0), Micro())
         self.note("gradient memory", bytes=self.memory())
         context = context_of(self.model)
-        most = backwards(self.case) * sum(len(unit.groups) for unit in context.units)
+        most = sum(most_reductions(self.case, group) for unit in context.units for group in unit.groups)
         self.note("reductions", too_many=max(0, context.reductions.started - most))
 
     def memory(self) -> int:
@@ -108,17 +109,32 @@ class EngineRun(Run):
         configuration = self.case.configuration
         whole = configuration.sharding in ("no_shard", "optim") or configuration.ranks == max(configuration.outer, 1)
         whole |= self.case.model.scale  # 0-D parameters are whole everywhere
-        if whole and any(micro.sync != "all" for step in self.case.program.steps for micro in step.micros):
+        holds_back = any(micro.sync != "all" for step in self.case.program.steps for micro in step.micros)
+        if whole and (holds_back or configuration.late_root):
             return 0
         waiting = context_of(self.model).reductions.reducers
         return 0 if any(one.holds_back for one in waiting) else sum(unit.gradient_bytes for unit in units(self.model))
 
 
-def backwards(case: Description) -> int:
-    """Those that reduce gradients."""
-    counts = {"no_backward": 0, "plain": 1, "two_forwards": 1}
-    micros = [micro for step in case.program.steps for micro in step.micros if micro.sync != "no_sync"]
-    return sum(counts.get(micro.kind, 2) for micro in micros)
+def most_reductions(case: Description, group: ParameterGroup) -> int:
+    """Of one group: one for each backward that communicates, and one for a look at what is held back."""
+    reduces_early = group.placement.gradient  # under keep_sharded
+    leaves_back = not reduces_early or case.configuration.outer > 1
+    count, held_back = 0, case.configuration.late_root
+    for step in case.program.steps:
+        stale = 0
+        for micro in step.micros:
+            backwards = {"no_backward": 0, "plain": 1, "two_forwards": 1, "stale": 1}.get(micro.kind, 2)
+            stale += micro.kind == "stale"
+            if micro.sync == "all" or (micro.sync == "keep_sharded" and reduces_early):
+                count += backwards
+            if backwards:
+                held_back = micro.sync == "no_sync" or (micro.sync == "keep_sharded" and leaves_back)
+        if step.takes_step and held_back:
+            count, held_back = count + 1, False
+        if stale:
+            count, held_back = count + stale, False
+    return count
 
 
 def policy_of(case: Description) -> MixedPrecisionPolicy:
