@@ -176,6 +176,8 @@ class Unit:
             if in_advance and needed is not None and needed.holder not in (None, group.client):
                 continue
             if needed is not None and group.gathered and group.slot is not needed:
+                if in_advance and group.users_live:
+                    continue  # a unit that shares it reads it where it is
                 group.release(keep_memory=self._recomputed)
             self.context.gather(group, needed, apart=apart, for_backward=for_backward)
 
@@ -212,8 +214,11 @@ class Unit:
     def _hide(self, group: ParameterGroup) -> None:
         """Show sharded parameters of a group, unless another unit that shares it shows the others."""
         owner = group.unit()
-        if owner is None or len(owner.users) == 1 or not any((one := user()) and one.shown.now for user in owner.users):
-            group.hide()
+        if owner is not None and len(owner.users) > 1:
+            users = [user for reference in owner.users if (user := reference()) is not None]
+            if any(user.shown.now and group in user.all_groups for user in users):
+                return
+        group.hide()
 
     def release(self) -> None:
         """Show sharded parameters and give slots back, unless they are pinned or a unit that shares a group uses it."""

@@ -208,6 +208,10 @@ def settled(case: Description) -> Description:
             block = replace(block, dtype="")
         if low:
             block = replace(block, clamps=False)
+        if configuration.precision == "mixed" and program.calls_method and not block.unit and block.kind == "norm":
+            block = replace(
+                block, kind="linear"
+            )  # a step's own parameters are float32, and on CPU autocast leaves LayerNorm alone
         blocks.append(block)
     # What shares a module says the same of it.
     blocks = [

@@ -383,6 +383,23 @@ DEFECTS: tuple[Defect, ...] = (
         "frozen while a gradient is held back",
         _case(steps=(Step((_HELD,), takes_step=False, freezes="freeze", zero_at="before"), Step())),
     ),
+    Defect(
+        "unnamed 9",
+        "a weight shared by a unit that is called twice, in fixed slots",
+        _case(Block(), Block(calls=2, tied_to=0), Block(), steps=(Step(), Step())),
+    ),
+    Defect(
+        "unnamed 10",
+        "gradients shown of a unit that stays gathered and shares a weight with the root",
+        _case(
+            Block(unit=False),
+            Block(tied_to=0),
+            steps=(Step((Micro("no_backward"),), edit="torch_clip_norm"),),
+            ranks=1,
+            reshard="no",
+            late_root=True,
+        ),
+    ),
 )
 
 
