@@ -178,6 +178,7 @@ class Context:
 
     def optimizer_stepped(self, groups: Iterable[ParameterGroup]) -> None:
         """An optimizer wrote main weights of some groups; code may read them at once."""
+        self._first_of_pass = self._last_forward = None  # also after a forward whose backward never came
         self._has_stepped = self._weights_changed = True
         for group in groups:
             group.outdated = True

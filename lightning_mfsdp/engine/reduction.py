@@ -119,10 +119,13 @@ class GradientReducer:
                 compat.foreach_zero_([buffer.views()[index] for index in changed])
 
     def zero_held_back(self, index: int) -> None:
-        """Make what is held back of a parameter zeros, and what its `.grad` was before."""
+        """Make what is held back of a parameter zeros, and what its `.grad` was before. A rank that used nothing holds nothing."""
         before = self._behind[index] if self._behind is not None else None
-        held = [buffer.views()[index] for buffer in (self._unreduced, self._partial) if buffer is not None]
-        compat.foreach_zero_([*held, *([before] if before is not None else [])])
+        for buffer in (self._unreduced, self._partial):
+            if buffer is not None:
+                buffer.views()[index].zero_()
+        if before is not None:
+            before.zero_()
 
     def drop(self) -> None:
         """Forget everything that is not reduced: the backward it belongs to failed."""

@@ -98,7 +98,8 @@ class Unit:
         self.awaited = Awaited()
         self._open_calls: list[Call | None] = []
         self._running = 0
-        self._idle = self._recomputed = self._runs_without_gradients = self._is_called_inside = False
+        self._recomputed = 0  # forwards that ran inside this backward, and whose own backward is not over
+        self._idle = self._runs_without_gradients = self._is_called_inside = False
         self._is_series = len(modules) > 1
         self.leaf_hooks: list[RemovableHandle] = []
         self.hears_end = False
@@ -178,7 +179,7 @@ class Unit:
             if needed is not None and group.gathered and group.slot is not needed:
                 if in_advance and group.users_live:
                     continue  # a unit that shares it reads it where it is
-                group.release(keep_memory=self._recomputed)
+                group.release(keep_memory=self._recomputed > 0)
             self.context.gather(group, needed, apart=apart, for_backward=for_backward)
 
     def install(self) -> None:
@@ -238,7 +239,7 @@ class Unit:
         for group in self.all_groups:
             group.users_live -= 1
             if group.users_live == 0:
-                group.release(keep_memory=self._recomputed and self.pending > 0)
+                group.release(keep_memory=self._recomputed > 0 and self.pending > 0)
             else:
                 self._hide(group)
 
@@ -271,7 +272,8 @@ class Unit:
         if self.context.trace is not None:
             self.context.trace.events.append(self.enter)
         if compat.backward_task() != -1:
-            self._recomputed = True
+            self.context.begin_backward()  # and not in a backward inside this one, by which reentrant checkpointing goes on
+            self._recomputed += 1
             self.start_gather(self._latest_slots())
         else:
             self.context.note_forward(self)
@@ -465,6 +467,7 @@ class Unit:
         self.context.begin_backward()  # nobody may have noticed, if results were hidden
         call.ended_in = compat.backward_task()
         self.awaited.ended(call)
+        self._recomputed = max(0, self._recomputed - 1)
         if call.hides and not call.is_recomputed and call.begun_in != self.context.backwards_finished:
             refuse_forgotten(self)
         if call.begun_in == self.context.backwards_finished:
@@ -498,7 +501,7 @@ class Unit:
     def rest(self, *, keeps_graph: bool) -> None:
         """After a backward, or after one that failed: nothing of it is waited for any more."""
         self._running = 0
-        self._recomputed = False
+        self._recomputed = 0
         for handle in self.leaf_hooks:
             handle.remove()
         self.leaf_hooks.clear()

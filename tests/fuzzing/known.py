@@ -400,6 +400,26 @@ DEFECTS: tuple[Defect, ...] = (
             late_root=True,
         ),
     ),
+    Defect(
+        "unnamed 11",
+        "two graphs with a recomputed block, in slots that one graph planned",
+        _case(Block(), Block(), Block(checkpoint="non_reentrant"), steps=(Step(), Step((Micro("interleaved"),)))),
+    ),
+    Defect(
+        "unnamed 12",
+        "a root that hides its results and a block computed again in a backward of its own",
+        _case(_REENTRANT, steps=(Step((Micro("two_forwards"),)),), hidden=True),
+    ),
+    Defect(
+        "unnamed 13",
+        "gradients of a unit that nobody used, after a forward without a backward",
+        _case(
+            Block(dropped="all"),
+            steps=(Step((Micro(), Micro(), Micro("no_backward"))),),
+            loop="manual",
+            calls_method=True,
+        ),
+    ),
 )
 
 
