@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tests.fuzzing.comparing import BFLOAT16, problems, tolerance_of
+from tests.fuzzing.comparing import BFLOAT16, TOLERANCES, problems, tolerance_of
 from tests.fuzzing.description import Description
 from tests.fuzzing.plain import run_plainly
 from tests.fuzzing.refusals import refusal_of
@@ -47,7 +47,7 @@ def check(
     counts_reductions: bool = True,
     timeout_s: float | None = None,
 ) -> Verdict:
-    """Run a case and judge it. What differs in bfloat16 has to do so with other data, too: rounding alone may, once in some hundred cases.
+    """Run a case and judge it. What differs by rounding has to differ with other data, too: once in some hundred cases it is rounding alone.
 
     Args:
         case: What to run.
@@ -57,7 +57,7 @@ def check(
     """
     torch.set_num_threads(1)  # sums over rows depend on it
     verdict = Verdict()
-    for data in range(_OTHER_DATA + 1 if tolerance_of(case) == BFLOAT16 else 1):
+    for data in range(_OTHER_DATA + 1 if tolerance_of(case) in (BFLOAT16, TOLERANCES["float32"]) else 1):
         again = replace(case, program=replace(case.program, data=case.program.data + data))
         verdict = _checked(again, workers, counts_reductions, timeout_s)
         if not verdict.kind.startswith("differs"):
