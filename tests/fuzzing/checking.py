@@ -47,7 +47,7 @@ def check(
     counts_reductions: bool = True,
     timeout_s: float | None = None,
 ) -> Verdict:
-    """Run a case and judge it. What differs by rounding has to differ with other data, too: once in some hundred cases it is rounding alone.
+    """Run a case and judge it. What differs by a rounding has to differ with other data, too: in one of some hundred cases it is rounding.
 
     Args:
         case: What to run.
