@@ -19,7 +19,7 @@ from lightning_mfsdp.checkpoint.sharded import (
     plain_name,
     refresh,
 )
-from lightning_mfsdp.checkpoint.sharded_optimizer import restore_optimizer
+from lightning_mfsdp.checkpoint.sharded_optimizer import is_packed, restore_optimizer
 from lightning_mfsdp.engine import ParameterView
 
 __all__ = ["check_optimizers", "load_model", "load_optimizers"]
@@ -118,6 +118,13 @@ def _rows(value: Tensor, view: ParameterView) -> Tensor:
 
 
 def _state_rows(value: Any, view: ParameterView | None) -> Any:
+    if isinstance(value, Tensor) and is_packed(value):
+        if view is None or view.local.shape == view.shape:
+            return value
+        raise RuntimeError(
+            f"optimizer state of {view.name} in the checkpoint is a {type(value).__name__}, which cannot be divided; resume with "
+            'sharding="no_shard", or load weights only: trainer.validate(ckpt_path=...), then fit'
+        )
     if isinstance(value, Tensor) and view is not None and value.dim() and value.shape == view.shape:
         return _rows(value, view).clone()
     return value.clone() if isinstance(value, Tensor) else value
