@@ -29,6 +29,7 @@ from lightning_mfsdp.lightning_api import (
     Precision,
 )
 from lightning_mfsdp.loss_scaling import agreeing_scaler, unscales_by_itself
+from lightning_mfsdp.policy_and_precision import refuse_contradiction, replaced_fields
 from lightning_mfsdp.te import (
     Fp8Compute,
     Fp8Options,
@@ -95,14 +96,16 @@ class ShardedPrecision(FabricPrecision):
     Args:
         precision: One of "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true", "transformer-engine". See
             `default_policy` for the dtypes.
-        policy: Replaces the dtypes the string stands for; autocast, the model's own dtype and the inputs' still follow the string.
+        policy: Replaces the dtypes the string stands for; autocast, the model's own dtype and the inputs' still follow the string. Beside
+            "32-true" any policy goes: without autocast, the policy alone decides.
         scaler: Loss scaler for float16 compute. `None` makes a `DistributedGradScaler` where one is needed. A plain
             `torch.amp.GradScaler` is taken as settings for one; any other class must itself agree over all ranks on skipping a step.
         recipe, replace_layers, keep_high_precision, overrides, fp8_weights, keep_transpose_cache, fuse_weight_gradients, keep_quantized:
             For "transformer-engine", as `Fp8Options` explains them.
 
     Raises:
-        ValueError: An unknown precision, a scaler where nothing computes in float16, or options of FP8 where nothing computes in it.
+        ValueError: An unknown precision, a policy that contradicts it, a scaler where nothing computes in float16, or options of FP8
+            where nothing computes in it.
     """
 
     def __init__(
@@ -146,6 +149,8 @@ class ShardedPrecision(FabricPrecision):
                 f"{type(self).__name__}({precision!r}): recipe, {', '.join(fp8)} are about FP8, which "
                 'this precision does not use. Leave them out, or use "transformer-engine"'
             )
+        if precision != "32-true":
+            refuse_contradiction(precision, self.policy, type(self).__name__)
         self._device_type = "cpu"
         if scaler is not None and not self.needs_scaler:
             raise ValueError(
@@ -156,6 +161,10 @@ class ShardedPrecision(FabricPrecision):
     def known_as(self, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
         """What a policy given to this precision becomes: for FP8 it knows quantized weights."""
         return policy if self.fp8 is None else self.fp8.policy(policy)
+
+    def policy_beside_precision(self) -> str:
+        """A sentence on what a policy of the user's makes other than the string does; empty where it makes nothing other."""
+        return replaced_fields(self.precision, self.policy, self.known_as(default_policy(self.precision)))
 
     @property
     def needs_scaler(self) -> bool:
@@ -305,12 +314,12 @@ def translate(plugin: FabricPrecision, policy: MixedPrecisionPolicy | None, into
 
     Args:
         plugin: Lightning's `Precision`, `HalfPrecision`, `MixedPrecision` or `DoublePrecision`, or one of ours.
-        policy: Wins over the dtypes of the string.
+        policy: Replaces the dtypes of the string.
         into: Class of the result.
 
     Raises:
         TypeError: A plugin that has no counterpart here.
-        ValueError: Two different policies.
+        ValueError: Two different policies, or one that contradicts the precision.
     """
     if isinstance(plugin, ShardedPrecision):
         if policy is not None and plugin.policy_is_explicit and plugin.policy != plugin.known_as(policy):
@@ -320,6 +329,8 @@ def translate(plugin: FabricPrecision, policy: MixedPrecisionPolicy | None, into
         own = plugin.policy if plugin.policy_is_explicit else None
         if isinstance(plugin, into) and (policy is None or plugin.policy_is_explicit):
             return plugin
+        if policy is not None and not plugin.policy_is_explicit and plugin.precision == "32-true":
+            refuse_contradiction(plugin.precision, policy, into.__name__)
         fp8 = {} if plugin.fp8 is None else vars(plugin.fp8.options)
         return into(plugin.precision, policy=policy or own, scaler=plugin.scaler, **fp8)
     if isinstance(plugin, FabricTransformerEnginePrecision):
@@ -328,6 +339,8 @@ def translate(plugin: FabricPrecision, policy: MixedPrecisionPolicy | None, into
         scaler = plugin.scaler if isinstance(plugin, (MixedPrecision, FabricMixedPrecision)) else None
         return into(cast(PrecisionName, plugin.precision), policy=policy, scaler=scaler)
     if type(plugin) in _PLAIN:
+        if policy is not None:
+            refuse_contradiction("32-true", policy, into.__name__)
         return into("32-true", policy=policy)
     raise TypeError(
         f"mfsdp cannot work with the precision plugin {type(plugin).__name__}. Use precision=... with one of "

@@ -117,7 +117,9 @@ _SAME_ANSWER: dict[tuple[str, ...], str] = {
         "static_graph",
     ): "leave it out: no reduction depends on the graph staying as it is; for fixed shapes cuda_graph=True saves host time",
     ("gradient_as_bucket_view",): "leave it out: gradients are views of the reduced buffer already",
-    ("broadcast_buffers", "forward_sync_buffers"): "leave it out: buffers stay as each rank's forward leaves them",
+    (
+        "forward_sync_buffers",
+    ): "use broadcast_buffers: buffers follow rank 0 before an evaluation, a checkpoint and a state dict, and not in every forward",
     ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper"): (
         "use policy=MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16) for smaller gradients on the wire; other hooks there are none"
     ),

@@ -33,14 +33,16 @@ class MFSDPPrecision(ShardedPrecision, Precision):
     Args:
         precision: One of "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true", "transformer-engine". See
             `default_policy` for the dtypes.
-        policy: Replaces the dtypes the string stands for; autocast, the model's own dtype and the inputs' still follow the string.
+        policy: Replaces the dtypes the string stands for; autocast, the model's own dtype and the inputs' still follow the string. Beside
+            "32-true" any policy goes: without autocast, the policy alone decides.
         scaler: Loss scaler for float16 compute. `None` makes a `DistributedGradScaler` where one is needed. A plain
             `torch.amp.GradScaler` is taken as settings for one; any other class must itself agree over all ranks on skipping a step.
         recipe, replace_layers, keep_high_precision, overrides, fp8_weights, keep_transpose_cache, fuse_weight_gradients, keep_quantized:
             For "transformer-engine", as `Fp8Options` explains them.
 
     Raises:
-        ValueError: An unknown precision, a scaler where nothing computes in float16, or options of FP8 where nothing computes in it.
+        ValueError: An unknown precision, a policy that contradicts it, a scaler where nothing computes in float16, or options of FP8
+            where nothing computes in it.
     """
 
     def connect(

@@ -68,6 +68,7 @@ class ShardingOptions:
     unused_parameters: Literal["none", "zero"]
     compile: bool | Mapping[str, Any]
     recompute: Recompute | Mapping[str, Any] | None
+    broadcast_buffers: bool
 
     def __post_init__(self) -> None:
         resolve_placement(self.sharding, self.outer_sharding, 1, 1)
@@ -77,6 +78,7 @@ class ShardingOptions:
         check_choice("reshard_after_forward", self.reshard_after_forward, (True, False, "auto"))
         check_choice("offload", self.offload, (None, "optimizer"))
         check_choice("unused_parameters", self.unused_parameters, ("none", "zero"))
+        check_choice("broadcast_buffers", self.broadcast_buffers, (True, False))
         check_policy(self.policy)
         check_sizes(self.data_parallel_size, self.outer_size, self.mesh)
         check_ignored(self.ignored_parameters)
@@ -150,6 +152,8 @@ class ShardingOptions:
         if options is not None:
             compile_units(module, options)
         warn_of_other_policies(module, precision.policy)
+        if said := precision.policy_beside_precision():
+            rank_zero_info(said)
         rank_zero_info(describe_units(units(module), sum(view.main.numel() for view in sharded_parameters(module))))
 
     def _recompute_in(self, module: nn.Module) -> None:

@@ -46,6 +46,7 @@ from lightning_mfsdp.engine import (
     refuse_unsharded,
     watch_backward,
 )
+from lightning_mfsdp.engine import broadcast_buffers as share_buffers
 from lightning_mfsdp.evaluation import step_with_all_ranks
 from lightning_mfsdp.foreign_options import answers_foreign_options
 from lightning_mfsdp.lightning_api import MockOptimizer, StrategyRegistry, TrainerFn, to_uncompiled
@@ -69,7 +70,8 @@ class MFSDPStrategy(CheckpointingStrategy):
     Args:
         sharding: What is sharded on the shard axis: "no_shard", "optim", "optim_grads", "optim_grads_params", or 0 to 3.
         outer_sharding: On the outer axis: "no_shard" (HSDP) or "optim" (HFSDP).
-        policy: Dtypes of weights, gradients and communication. `None`: what `Trainer(precision=...)` stands for; if given, it wins.
+        policy: Dtypes of weights, gradients and communication. `None`: what `Trainer(precision=...)` stands for. If given, it replaces
+            that, and may not contradict it in what is computed.
         units: "auto", a list of module classes or class names, or a callable: which modules are gathered as one. See `select_units`.
         blocks_per_unit: How many neighbouring blocks are gathered as one. "auto": small ones together, if `units` is "auto".
         data_parallel_size: Number of ranks that see different data. "auto" or `None`: all ranks, the only number this version takes.
@@ -88,6 +90,8 @@ class MFSDPStrategy(CheckpointingStrategy):
         compile: `torch.compile` the forward of every unit that has modules inside; a mapping holds options for it, such as
             {"mode": "max-autotune-no-cudagraphs"}. A compiled LightningModule (`torch.compile(model)`) is taken as True.
         recompute: Which activations are computed again in backward instead of being kept: a `Recompute`, or a mapping of its options.
+        broadcast_buffers: Before an evaluation, a checkpoint and a state dict buffers take the values of rank 0, such as running
+            statistics. `False` leaves those of each rank.
         cuda_graph: Record training_step and its backward as CUDA graphs after a few steps and replay them: hardly any host time. For
             fixed shapes. Every backward is reduced, also with `accumulate_grad_batches`. What cannot be recorded is named and runs as ever.
         free_gradients: Clear gradients right after the optimizer's step. Lightning clears them after the next training_step, so they take
@@ -129,6 +133,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         unused_parameters: Literal["none", "zero"] = "none",
         compile: bool | Mapping[str, Any] = False,
         recompute: Recompute | Mapping[str, Any] | None = None,
+        broadcast_buffers: bool = True,
         cuda_graph: bool = False,
         free_gradients: bool = False,
         accumulation: Literal["local", "sharded"] = "local",
@@ -159,6 +164,7 @@ class MFSDPStrategy(CheckpointingStrategy):
             unused_parameters=unused_parameters,
             compile=compile,
             recompute=recompute,
+            broadcast_buffers=broadcast_buffers,
         )
         check_choice("accumulation", accumulation, ("local", "sharded"))
         check_cuda_graph(cuda_graph, storage, offload)
@@ -296,6 +302,34 @@ class MFSDPStrategy(CheckpointingStrategy):
     def model_to_device(self) -> None:
         """Move what the engine does not manage: buffers, ignored parameters, metrics."""
         move_rest_to_device(self._module, self.root_device)
+
+    # -- buffers -------------------------------------------------------------------------------------------------------
+
+    def _share_buffers(self) -> None:
+        """All ranks have those of rank 0, if that is wanted."""
+        if self._options.broadcast_buffers and not self._is_alone:
+            with self._with_others():
+                share_buffers(self._module)
+
+    def on_validation_start(self) -> None:
+        """All ranks evaluate with the buffers of rank 0."""
+        super().on_validation_start()
+        self._share_buffers()
+
+    def on_test_start(self) -> None:
+        """All ranks evaluate with the buffers of rank 0."""
+        super().on_test_start()
+        self._share_buffers()
+
+    def on_predict_start(self) -> None:
+        """All ranks predict with the buffers of rank 0."""
+        super().on_predict_start()
+        self._share_buffers()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """As in `CheckpointingStrategy`, with the buffers of rank 0, so that the run goes on with what is saved. Collective."""
+        self._share_buffers()
+        return super().lightning_module_state_dict()
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from lightning_mfsdp.checkpoint.sharded import (
     plain_name,
     refresh,
 )
-from lightning_mfsdp.checkpoint.sharded_optimizer import holds_rows_elsewhere, restore_optimizer
+from lightning_mfsdp.checkpoint.sharded_optimizer import is_packed, restore_optimizer
 from lightning_mfsdp.engine import ParameterView
 
 __all__ = ["check_optimizers", "load_model", "load_optimizers"]
@@ -73,12 +73,11 @@ def load_optimizers(
     index = ParameterIndex(module)
     for state, optimizer in zip(saved, optimizers, strict=True):
         names_by_group = index.names_by_group(optimizer)
-        everywhere = holds_rows_elsewhere(optimizer)
         by_name: dict[str, dict[str, Any]] = {}
         for group, names in zip(state["param_groups"], names_by_group, strict=True):
             for key, name in zip(group["params"], names, strict=True):
                 view = index.views.get(name)
-                if key in state["state"] and (view is None or view.local.numel() or everywhere):
+                if key in state["state"]:  # also where a rank has no rows: its gradient there is empty, and is stepped
                     by_name[name] = {part: _state_rows(value, view) for part, value in state["state"][key].items()}
                 if reads is not None:
                     reads.took(state["state"].get(key))
@@ -119,6 +118,13 @@ def _rows(value: Tensor, view: ParameterView) -> Tensor:
 
 
 def _state_rows(value: Any, view: ParameterView | None) -> Any:
+    if isinstance(value, Tensor) and is_packed(value):
+        if view is None or view.local.shape == view.shape:
+            return value
+        raise RuntimeError(
+            f"optimizer state of {view.name} in the checkpoint is a {type(value).__name__}, which cannot be divided; resume with "
+            'sharding="no_shard", or load weights only: trainer.validate(ckpt_path=...), then fit'
+        )
     if isinstance(value, Tensor) and view is not None and value.dim() and value.shape == view.shape:
         return _rows(value, view).clone()
     return value.clone() if isinstance(value, Tensor) else value

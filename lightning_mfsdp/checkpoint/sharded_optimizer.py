@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from lightning_mfsdp.checkpoint.sharded import ParameterIndex, paths_of, plain_n
 from lightning_mfsdp.engine import ParameterView
 from lightning_mfsdp.engine.parameter import owner_of
 from lightning_mfsdp.engine.resting_state import empty_at_rest, put_to_rest
+from lightning_mfsdp.engine.rows import sharded_axes
 from lightning_mfsdp.engine.sharded_tensor import Rows
 
 __all__ = [
     "OptimizerPlan",
-    "holds_rows_elsewhere",
+    "is_packed",
     "optimizer_state",
     "plan_optimizer",
     "restore_optimizer",
@@ -35,14 +37,14 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """State of an optimizer by parameter name, for `save`; tensors share memory with the optimizer's.
 
     Raises:
-        ValueError: A state tensor that is sharded in another way than its parameter.
+        ValueError: A state tensor that is sharded in another way than its parameter, or has another shape than the rows that it is of.
     """
     index = ParameterIndex(module)
     state: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
         name = index.name_of(parameter)
         view = index.views.get(name)
-        state[name] = {key: _state_value(f"{name}.{key}", value, view) for key, value in values.items()}
+        state[name] = {key: _state_value(f"{name}.{key}", value, view, parameter) for key, value in values.items()}
     groups = []
     for group, names in zip(optimizer.param_groups, index.names_by_group(optimizer), strict=True):
         groups.append({**group, "params": names})
@@ -87,7 +89,6 @@ def plan_optimizer(
     index = ParameterIndex(module)
     names_by_group = index.names_by_group(optimizer)
     known = {name for names in names_by_group for name in names}
-    everywhere = holds_rows_elsewhere(optimizer)
     target: dict[str, Any] = {"state": {}, "param_groups": []}
     found = False
     for flat, item in paths_of(metadata).items():
@@ -100,8 +101,8 @@ def plan_optimizer(
             target["param_groups"][int(item[2])][item[3]] = _empty_like_saved(metadata, flat, None)
         elif plain_name(str(item[2])) in known:
             view = index.views.get(plain_name(str(item[2])))
-            if view is None or view.local.numel() or everywhere:
-                target["state"].setdefault(item[2], {})[item[3]] = _empty_like_saved(metadata, flat, view)
+            # Also where this rank has no rows: its gradient there is empty, and is stepped.
+            _place(target["state"].setdefault(item[2], {}), item[3:], _empty_like_saved(metadata, flat, view))
     if not found:
         return None
     read_rows(path, metadata, [_Groups(key, {"param_groups": target["param_groups"]})], trusted=trusted, in_place=False)
@@ -144,19 +145,15 @@ def _like_its_parameter(value: Any, face: Tensor) -> Any:
     return put_to_rest(local, face) if isinstance(local, Tensor) and local.dim() else local
 
 
-def holds_rows_elsewhere(optimizer: Optimizer) -> bool:
-    """Whether a rank keeps state also for parameters it has no rows of: such optimizers hold DTensors only.
-
-    One that holds local rows may hold DTensors too, of groups that were added and wait for the next step.
-    """
-    faces = [face for group in optimizer.param_groups for face in group["params"] if owner_of(face) is not None]
-    return bool(faces) and all(isinstance(face, Rows) for face in faces)
-
-
-def _state_value(name: str, value: Any, view: ParameterView | None) -> Any:
+def _state_value(name: str, value: Any, view: ParameterView | None, face: Tensor) -> Any:
     if view is None or not isinstance(value, Tensor):
         return value
     local = value.to_local() if isinstance(value, DTensor) else value
+    if is_packed(local):
+        raise ValueError(
+            f"optimizer state {name}: a {type(local).__name__}, whose numbers only its own class reads; a sharded checkpoint can hold "
+            'plain tensors. Use sharding="no_shard" with state_dict_type="full", which saves it as it is, or save weights only'
+        )
     if value.dim() and local.shape == view.local.shape and value.shape in (view.shape, view.local.shape):
         return RowShard.of(local, view.shape, view.rows)
     if isinstance(value, DTensor):
@@ -166,7 +163,19 @@ def _state_value(name: str, value: Any, view: ParameterView | None) -> Any:
                 f"{tuple(view.shape)}; a sharded checkpoint can hold state shaped like its parameter, or the same on all ranks"
             )
         return local
+    owner = owner_of(face)
+    if value.numel() > 1 and not isinstance(face, Rows) and owner is not None and sharded_axes(owner[0]):
+        raise ValueError(
+            f"optimizer state {name}: a tensor of shape {tuple(value.shape)} was made of this rank's rows of shape {tuple(face.shape)}, "
+            "so each rank has another one; a sharded checkpoint can hold state shaped like its parameter, or one for all ranks. Train "
+            'with sharding="no_shard", where every rank has all rows, or save weights only'
+        )
     return value
+
+
+def is_packed(value: Tensor) -> bool:
+    """Whether a tensor is of a class of somebody's own, as torchao's states of 8 bits are: what operators it has is unknown."""
+    return type(value) not in (Tensor, nn.Parameter)
 
 
 def _empty_like_saved(metadata: Metadata, key: str, view: ParameterView | None) -> Any:
@@ -177,6 +186,22 @@ def _empty_like_saved(metadata: Metadata, key: str, view: ParameterView | None) 
     if view is None or not saved.size or saved.size != view.shape:
         return torch.empty(saved.size, dtype=dtype)
     return RowShard.of(empty_at_rest(view.local, dtype), view.shape, view.rows)
+
+
+def _place(values: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
+    """Put what one flat key of a checkpoint stands for where it was: state may be lists of tensors (LBFGS)."""
+    inside: Any = values
+    for key, following in pairwise(path):
+        made: Any = [] if isinstance(following, int) else {}
+        if isinstance(inside, list):
+            inside += [None] * (key + 1 - len(inside))
+            inside[key] = made if inside[key] is None else inside[key]
+            inside = inside[key]
+        else:
+            inside = inside.setdefault(key, made)
+    if isinstance(inside, list):
+        inside += [None] * (path[-1] + 1 - len(inside))
+    inside[path[-1]] = value
 
 
 def _check_groups(path: Location, key: str, saved: list[list[str]], present: list[list[str]]) -> None:

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_mfsdp.checkpoint.sharded_optimizer import is_packed
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.parameter import place_of
-from lightning_mfsdp.engine.rows import gather_rows
+from lightning_mfsdp.engine.rows import gather_rows, sharded_axes
+from lightning_mfsdp.engine.tree import map_tensors
 
 __all__ = ["whole_model_state", "whole_optimizer_state"]
 
@@ -28,6 +30,13 @@ class _RowsOf:
 
     dtype: torch.dtype
     problem: str
+
+
+@dataclass(frozen=True)
+class _OnEveryRank:
+    """State, of any kind, of a parameter that every rank has whole."""
+
+    name: str
 
 
 def whole_model_state(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
@@ -77,9 +86,11 @@ def whole_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]
     for number, (parameter, parts) in enumerate(zip(parameters, layout, strict=True)):
         own = optimizer.state.get(parameter, {})
         for key, part in parts.items():
-            value = _gathered(own.get(key), part.dtype, parameter) if isinstance(part, _RowsOf) else part
+            value = own.get(key) if isinstance(part, _OnEveryRank) else part
+            if isinstance(part, _RowsOf):
+                value = _gathered(own.get(key), part.dtype, parameter)
             if keep:
-                state.setdefault(number, {})[key] = value.cpu() if isinstance(value, Tensor) else value
+                state.setdefault(number, {})[key] = map_tensors(_on_host, value)
             del value  # as above
     if not keep:
         return {}
@@ -92,18 +103,27 @@ def whole_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]
     return {"state": state, "param_groups": groups}
 
 
+def _on_host(value: Tensor) -> Tensor:
+    return (value.to_local() if isinstance(value, DTensor) else value).detach().cpu()
+
+
 def _described(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     """Each state of a parameter: how this rank's rows of it look, or the value where it is the same on all ranks."""
     place = place_of(parameter)
     described: dict[str, Any] = {}
     for key, value in state.items():
+        if place is not None and not sharded_axes(place[0]):
+            described[key] = _OnEveryRank(place[0].entries[place[1]].name)
+            continue
         if place is None or not isinstance(value, Tensor) or not value.dim():
             described[key] = value.detach().cpu() if isinstance(value, Tensor) else value
             continue
         entry = place[0].entries[place[1]]
         local = value.to_local() if isinstance(value, DTensor) else value
         problem = ""
-        if local.shape != entry.local.shape:
+        if is_packed(local):
+            problem = f"{key} of parameter {entry.name}: a {type(local).__name__}"
+        elif local.shape != entry.local.shape:
             problem = (
                 f"{key} of parameter {entry.name}: {tuple(local.shape)} where its rows are {tuple(entry.local.shape)}"
             )
@@ -126,10 +146,17 @@ def _agreed(described: list[dict[str, Any]]) -> list[dict[str, Any]]:
     problems = [
         part.problem for parts in merged for part in parts.values() if isinstance(part, _RowsOf) and part.problem
     ]
+    problems += [
+        f"{key} of parameter {part.name}: on some ranks only, though each has all of the parameter"
+        for number, parts in enumerate(merged)
+        for key, part in parts.items()
+        if isinstance(part, _OnEveryRank) and any(key not in theirs[number] for theirs in everyones)
+    ]
     if problems:
         raise ValueError(
-            f"optimizer state in a full checkpoint: expected tensors shaped like their parameters, or single numbers, got {problems[0]} "
-            f'(of {len(problems)}). Use state_dict_type="sharded"'
+            "optimizer state in a full checkpoint: expected plain tensors shaped like their parameters, or single numbers, got "
+            f'{problems[0]} (of {len(problems)}). Use state_dict_type="sharded" if it is the same on all ranks, train with '
+            'sharding="no_shard", where every rank has all rows, or save weights only'
         )
     return merged
 

@@ -12,6 +12,7 @@ from lightning_mfsdp.engine.api import (
     watch_backward,
 )
 from lightning_mfsdp.engine.averaging import AveragedWeights
+from lightning_mfsdp.engine.buffers import broadcast_buffers
 from lightning_mfsdp.engine.capture import CapturedStep, capture_step
 from lightning_mfsdp.engine.captured_loss import CapturedLoss, capture_loss
 from lightning_mfsdp.engine.errors import CollectiveError, EngineStateError, ShardingError
@@ -52,6 +53,7 @@ __all__ = [
     "RowPlacement",
     "ShardingError",
     "UnitView",
+    "broadcast_buffers",
     "capture_loss",
     "capture_step",
     "clip_grad_norm_",

@@ -18,9 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _distributed_c10d as distributed_types
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch._guards import CompileContext
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import Node
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,6 +42,7 @@ __all__ = [
     "averages",
     "backward_task",
     "before_other_hooks",
+    "ddp_ignores",
     "foreach_add_",
     "foreach_copy_",
     "foreach_lerp_",
@@ -52,6 +56,7 @@ __all__ = [
     "in_function_forward",
     "is_due",
     "is_lost_connection",
+    "is_traced",
     "is_transformed",
     "keeps_graph",
     "no_symmetric_memory_because",
@@ -61,6 +66,8 @@ __all__ = [
     "reduce_scatter_flat",
     "set_data",
     "sets_data",
+    "shape_of_equal_part",
+    "step_pre_hooks",
     "storage_users",
     "symmetric_memory",
     "undecorated_step",
@@ -284,11 +291,32 @@ def undecorated_step(kind: type[Optimizer]) -> Callable[..., Any] | None:
     return getattr(step, "__wrapped__", None) if getattr(step, "hooked", False) else None
 
 
+def step_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """What runs before each step of an optimizer (torch 2.11 to 2.13: `_optimizer_step_pre_hooks`, an ordered dictionary)."""
+    return list(optimizer._optimizer_step_pre_hooks.values())
+
+
 def before_other_hooks(handle: RemovableHandle) -> None:
     """Let a hook run before those that were registered earlier (torch 2.11 to 2.13: `hooks_dict_ref`, an ordered dictionary)."""
     hooks = handle.hooks_dict_ref()
     assert hooks is not None, "whoever was hooked is alive"
     hooks.move_to_end(handle.id, last=False)
+
+
+def shape_of_equal_part(tensor: DTensor) -> torch.Size:
+    """Of this rank's part of a DTensor, as DTensor shares rows out (torch 2.11 to 2.13: `compute_local_shape_and_global_offset`)."""
+    shape, _ = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return torch.Size(shape)
+
+
+def is_traced() -> bool:
+    """Whether torch.compile is at work here (torch 2.11 to 2.13: `CompileContext`)."""
+    return CompileContext.try_get() is not None
+
+
+def ddp_ignores(module: torch.nn.Module) -> frozenset[str]:
+    """Names that DistributedDataParallel was told to leave alone (torch 2.11 to 2.13: `_set_params_and_buffers_to_ignore_for_model`)."""
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def storage_users(tensor: Tensor) -> int:

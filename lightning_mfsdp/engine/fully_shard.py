@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from lightning_mfsdp.engine.buffers import share_from_first
 from lightning_mfsdp.engine.channels import check_symmetric_memory
 from lightning_mfsdp.engine.checks import Named, check_same_model, refuse_other_mesh, refuse_parts, refuse_unfit
-from lightning_mfsdp.engine.collectives import Mesh, broadcast_from_first, resolve_mesh
+from lightning_mfsdp.engine.collectives import Mesh, resolve_mesh
 from lightning_mfsdp.engine.context import Context
 from lightning_mfsdp.engine.direct import write_directly
 from lightning_mfsdp.engine.errors import ShardingError
@@ -283,18 +285,15 @@ def _encode(
 
 def _share_buffers(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
     """Buffers are not sharded; they go where the parameters are, with the values of the mesh's first rank."""
+    moved: dict[int, Tensor] = {}
     for prefix, child in module.named_modules():
         if prefix and _is_inside_unit(module, prefix):
             continue
         for key, buffer in child._buffers.items():
-            if not isinstance(buffer, Tensor):
+            if not isinstance(buffer, Tensor) or isinstance(buffer, DTensor):
                 continue
-            value = buffer.to(device).contiguous()
-            broadcast_from_first(value, mesh)
-            if buffer.device == device:
-                buffer.copy_(value)
-            else:
-                child._buffers[key] = value
+            child._buffers[key] = moved.setdefault(id(buffer), buffer.to(device))
+    share_from_first(list(moved.values()), mesh)
 
 
 def _advise_on_padding(groups: Sequence[ParameterGroup]) -> None:

@@ -1,9 +1,9 @@
 """Who writes main weights, and the refresh of compute weights after a step.
 
 An elementwise optimizer does to each number what it would do to it in the whole tensor, so it can work on plain local
-rows: no DTensor dispatch, and fused kernels. So can one that fetches by itself what it needs of other ranks (local_rows.py).
-Others (LARS, LAMB: norms of the whole tensor) keep DTensors; those that need whole matrices (torch's Muon, Shampoo, Adafactor)
-are refused, by name or by the operation.
+rows: no DTensor dispatch, and fused kernels. So can one that fetches by itself what it needs of other ranks (local_rows.py), and
+any optimizer at all where every rank has all rows (`no_shard`, one rank). Others (LARS, LAMB: norms of the whole tensor) keep DTensors
+of divided parameters; those that need whole matrices (torch's Muon, Shampoo, Adafactor) are refused there, by name or by the operation.
 
 Source of the list: the update rules in `torch.optim`; a class is taken only if it is exactly one of these, since a
 subclass may do anything. Transformer Engine's FusedAdam is known by its name (fused_adam.py).
@@ -30,6 +30,7 @@ from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.offload import StreamedStep
 from lightning_mfsdp.engine.parameter import Entry, owner_of
+from lightning_mfsdp.engine.rows import sharded_axes
 
 __all__ = ["ELEMENTWISE_OPTIMIZERS", "fully_shard_optimizer"]
 
@@ -47,11 +48,8 @@ ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
 )
 
-# Written by users by hand, so a later call without the argument, such as a strategy's, leaves it.
-_SAID_ELEMENTWISE: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-
-# LBFGS takes all parameters as one vector, SparseAdam sparse gradients, Muon products of whole matrices, Adafactor their means.
-_UNFIT_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon, torch.optim.Adafactor)
+# LBFGS takes all parameters as one vector, Muon products of whole matrices, Adafactor their means.
+_WHOLE_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adafactor)
 
 
 def fully_shard_optimizer(
@@ -60,9 +58,10 @@ def fully_shard_optimizer(
     """Let an optimizer step sharded parameters.
 
     Elementwise optimizers, and any `LocalRowsOptimizer`, get plain local rows in their `param_groups`, and their state (if
-    any yet) is keyed by them; others keep DTensors. After each step the weights that forward uses are refreshed. No step is
-    taken here: step counters and weight decay start where the user starts. What comes into the groups later, by
-    `add_param_group` or otherwise, is taken over when the next step begins. Parameters that were sharded with
+    any yet) is keyed by them; others keep DTensors. Where every rank has all rows (`no_shard`, one rank) they are whole plain tensors,
+    so that any optimizer works on them. The weights that forward uses are refreshed after each step, and within one before its closure is
+    called again (LBFGS). No step is taken here: step counters and weight decay start where the user starts. What comes into the groups
+    later, by `add_param_group` or otherwise, is taken over when the next step begins. Parameters that were sharded with
     `offload="optimizer"` are stepped a few at a time (offload.py).
 
     Args:
@@ -80,59 +79,123 @@ def fully_shard_optimizer(
             without a scaler.
     """
     name = type(optimizer).__name__
-    if elementwise is None:
-        elementwise = _SAID_ELEMENTWISE.get(optimizer)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ShardingError(
+            f"fully_shard_optimizer: {name} needs sparse gradients, and what is reduced here is dense; use torch.optim.AdamW, and "
+            "nn.Embedding(sparse=False)"
+        )
+    step = next((hook for hook in compat.step_pre_hooks(optimizer) if isinstance(hook, _ShardedStep)), None)
+    if step is None:
+        step = _ShardedStep()
+        step.adopt(optimizer, elementwise, grad_scaler)
+        optimizer.register_step_pre_hook(step)
+        # They find weights and gradients as after any step.
+        compat.before_other_hooks(optimizer.register_step_post_hook(step.end))
     else:
-        _SAID_ELEMENTWISE[optimizer] = elementwise
-    if isinstance(optimizer, _UNFIT_OPTIMIZERS) and elementwise is None:
-        instead = "an elementwise optimizer such as torch.optim.AdamW, or sharding without this engine"
+        step.adopt(optimizer, elementwise, grad_scaler)
+    return optimizer
+
+
+class _ShardedStep:
+    """What is done around the steps of one optimizer, and what was said of it. The optimizer's own hooks keep it."""
+
+    def __init__(self) -> None:
+        self._elementwise: bool | None = None
+        self._grad_scaler: object | None = None
+        self._groups: list[tuple[weakref.ref[ParameterGroup], list[int]]] = []
+        self._held: list[Tensor] = []
+        self._streamed = StreamedStep()
+        self._keeps_remainders = False
+
+    def adopt(self, optimizer: Optimizer, elementwise: bool | None, grad_scaler: object | None) -> None:
+        """Take over the parameters that the optimizer holds. `elementwise=None` leaves what was said before."""
+        if elementwise is not None:
+            self._elementwise = elementwise
+        self._grad_scaler = grad_scaler
+        self._take_over(optimizer)
+        if not self._groups:
+            raise ShardingError(
+                f"fully_shard_optimizer: {type(optimizer).__name__} holds no parameter of a sharded module; call fully_shard(module) first "
+                "and build the optimizer "
+                "from module.parameters()"
+            )
+
+    def _take_over(self, optimizer: Optimizer) -> None:
+        found = _adopt_parameters(optimizer, _works_on_rows(optimizer, self._elementwise), self._grad_scaler)
+        self._groups = [
+            (weakref.ref(group), [group.entries.index(entry) for entry in entries]) for group, entries in found.items()
+        ]
+        self._streamed.adopt(optimizer)
+        self._held = _parameters(optimizer)
+        self._keeps_remainders = is_fused_adam(optimizer) and getattr(optimizer, "store_param_remainders", False)
+
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before a step."""
+        if not _is_same(self._held, _parameters(optimizer)):
+            self._take_over(optimizer)
+        if self._keeps_remainders:
+            add_missing_remainders(optimizer)
+        changed = self._streamed.begin(optimizer, args, kwargs)
+        return self._refreshing(args, kwargs) if changed is None else changed
+
+    def end(self, optimizer: Optimizer, *_: Any) -> None:
+        """After a step."""
+        if self._streamed.end(optimizer):
+            self._note_write()
+
+    def _note_write(self) -> None:
+        _note_step((group, indices) for reference, indices in self._groups if (group := reference()) is not None)
+
+    def _refreshing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Arguments of a step with a closure that finds what was written since it was last called (LBFGS); `None` without a closure."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            return None
+        was_called = False
+
+        def evaluate(*given: Any, **named: Any) -> Any:
+            nonlocal was_called
+            if was_called:
+                self._note_write()
+            was_called = True
+            return closure(*given, **named)
+
+        if len(args) > 1:
+            return (args[0], evaluate, *args[2:]), kwargs
+        return args, {**kwargs, "closure": evaluate}
+
+
+def _works_on_rows(optimizer: Optimizer, said: bool | None) -> bool:
+    """Whether an optimizer gets plain rows. All ranks agree.
+
+    Raises:
+        ShardingError: It needs whole tensors, and some are divided.
+    """
+    owners = {id(found[0]): found[0] for one in _parameters(optimizer) if (found := owner_of(one)) is not None}
+    if said is not False and owners and all(_is_whole(group) for group in owners.values()):
+        return True
+    name = type(optimizer).__name__
+    # Of a class of its own the user may know better.
+    if isinstance(optimizer, _WHOLE_OPTIMIZERS) and (said is None or type(optimizer) in _WHOLE_OPTIMIZERS):
+        instead = "an elementwise optimizer such as torch.optim.AdamW"
         if isinstance(optimizer, torch.optim.Muon):
             instead = "lightning_mfsdp.optim.Muon, the same rule with the same arguments for sharded matrices"
         raise ShardingError(
-            f"fully_shard_optimizer: {name} needs whole vectors or matrices, or sparse gradients, and cannot run on shards; "
-            f"use {instead}"
+            f"fully_shard_optimizer: {name} needs whole vectors or matrices and cannot run on shards; use {instead}, or "
+            'sharding="no_shard" without offload, which leaves everything whole on every rank'
         )
-    is_known = type(optimizer) in ELEMENTWISE_OPTIMIZERS or is_fused_adam(optimizer)
-    works_locally = is_known or isinstance(optimizer, LocalRowsOptimizer)
-    local = works_locally if elementwise is None else elementwise
-    keeps_remainders = is_fused_adam(optimizer) and getattr(optimizer, "store_param_remainders", False)
-    groups: list[tuple[weakref.ref[ParameterGroup], list[int]]] = []
-    held: list[Tensor] = []
-    streamed = StreamedStep()
+    if said is not None:
+        return said
+    return (
+        type(optimizer) in ELEMENTWISE_OPTIMIZERS
+        or is_fused_adam(optimizer)
+        or isinstance(optimizer, LocalRowsOptimizer)
+    )
 
-    def adopt_new(optimizer: Optimizer) -> None:
-        nonlocal held
-        if not _is_same(held, _parameters(optimizer)):
-            found = _adopt_parameters(optimizer, local, grad_scaler)
-            groups[:] = [
-                (weakref.ref(group), [group.entries.index(entry) for entry in entries])
-                for group, entries in found.items()
-            ]
-            streamed.adopt(optimizer)
-            held = _parameters(optimizer)
 
-    def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        adopt_new(optimizer)
-        if keeps_remainders:
-            add_missing_remainders(optimizer)
-        return streamed.begin(optimizer, args, kwargs)
-
-    def end(optimizer: Optimizer, *_: Any) -> None:
-        if streamed.end(optimizer):
-            _note_step((group, indices) for reference, indices in groups if (group := reference()) is not None)
-
-    adopt_new(optimizer)
-    if not groups:
-        raise ShardingError(
-            f"fully_shard_optimizer: {name} holds no parameter of a sharded module; call fully_shard(module) first "
-            "and build the optimizer "
-            "from module.parameters()"
-        )
-    optimizer.register_step_pre_hook(begin)
-    compat.before_other_hooks(
-        optimizer.register_step_post_hook(end)
-    )  # they find weights and gradients as after any step
-    return optimizer
+def _is_whole(group: ParameterGroup) -> bool:
+    """Whether every rank has all rows of the main weights, all of the time."""
+    return not sharded_axes(group) and not group.offloads
 
 
 def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:

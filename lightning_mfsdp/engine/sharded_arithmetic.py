@@ -16,14 +16,17 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.number import Number
 from lightning_mfsdp.engine.placed_tensor import PlacedTensor
 from lightning_mfsdp.engine.rows_exchange import lie_alike, rows_where
 from lightning_mfsdp.engine.sharded_reductions import REDUCTIONS, foreach_norms, reduce_rows
+from lightning_mfsdp.engine.stepping import OPTIMIZER_ADVICE, stepping_optimizer
 from lightning_mfsdp.engine.tree import map_tensors, tensors_in
 
 __all__ = ["LayoutError", "assign_data", "refuse_gradient", "refuse_layout", "run"]
@@ -205,6 +208,8 @@ def _whole(tensor: Tensor) -> Tensor:
         return tensor
     if all(placement.is_replicate() for placement in tensor.placements):
         return tensor._local_tensor
+    if not isinstance(tensor, PlacedTensor):
+        _refuse_other_parts(tensor)
     return tensor.full_tensor()
 
 
@@ -312,6 +317,24 @@ def _shared_out(value: Tensor, like: PlacedTensor | None, *, shows_weight: bool 
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
+def _refuse_other_parts(tensor: DTensor) -> None:
+    """Raise on all ranks where a DTensor that is not ours has other rows on any than DTensor would give it: it could not be gathered."""
+    mesh = tensor.device_mesh
+    differs = torch.tensor(
+        tensor._local_tensor.shape != compat.shape_of_equal_part(tensor), dtype=torch.int32, device=mesh.device_type
+    )
+    for dim in range(mesh.ndim):
+        dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    if differs.item():
+        optimizer = stepping_optimizer()
+        where = f" in the step of {type(optimizer).__name__}" if optimizer is not None else ""
+        raise LayoutError(
+            f"a DTensor of shape {tuple(tensor.shape)}{where} has other rows than DTensor gives each rank: it was made of a sharded "
+            "parameter's rows, which are shared out in parts that differ in length. Make it by torch.zeros_like(parameter). "
+            f"{OPTIMIZER_ADVICE}"
+        )
+
+
 def _refuse_partners(name: str, partners: Sequence[PlacedTensor]) -> NoReturn:
     described = ", ".join(dict.fromkeys(partner.described for partner in partners))
     raise EngineStateError(
@@ -322,6 +345,12 @@ def _refuse_partners(name: str, partners: Sequence[PlacedTensor]) -> NoReturn:
 
 def refuse_layout(name: str, operand: PlacedTensor) -> NoReturn:
     """Raise: the operation looks at rows by their position."""
+    optimizer = stepping_optimizer()
+    if optimizer is not None:
+        raise LayoutError(
+            f"{name}: {type(optimizer).__name__} calls it in its step on parameter {operand.described}, which is sharded by rows in parts "
+            f"that differ in length, and this operation would mix them up. {OPTIMIZER_ADVICE}"
+        )
     raise LayoutError(
         f"{name}: parameter {operand.described} is sharded by rows in parts that differ in length, which this operation would mix up; "
         "call it on value.full_tensor(), the whole tensor, on all ranks, use the weight inside its unit's forward, or change it under "

@@ -29,6 +29,7 @@ from lightning_mfsdp.engine.outside import (
 )
 from lightning_mfsdp.engine.placed_tensor import PlacedTensor
 from lightning_mfsdp.engine.sharded_arithmetic import LayoutError, assign_data, refuse_gradient, refuse_layout, run
+from lightning_mfsdp.engine.stepping import OPTIMIZER_ADVICE, stepping_optimizer
 from lightning_mfsdp.engine.tree import tensors_in
 
 __all__ = ["Rows"]
@@ -91,6 +92,17 @@ class Rows(PlacedTensor):
             f"parameter {self.described}: sharded tensors cannot be pickled (torch.save), because each rank has rows of its own; "
             "save value.full_tensor(), called on all ranks, or use torch.distributed.checkpoint"
         )
+
+    def __tensor_flatten__(self) -> Any:
+        """For those who take subclasses apart; torch.compile would put a DTensor of equal parts together again."""
+        if compat.is_traced():
+            optimizer = stepping_optimizer()
+            where = f", in the step of {type(optimizer).__name__}" if optimizer is not None else ""
+            raise EngineStateError(
+                f"torch.compile meets the sharded rows of parameter {self.described}{where}, and its code would take them for equal parts. "
+                f"{OPTIMIZER_ADVICE}"
+            )
+        return super().__tensor_flatten__()  # type: ignore[no-untyped-call]
 
     # -- arithmetic ----------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from lightning_mfsdp.engine import (
     fully_shard_optimizer,
     no_sync,
 )
+from lightning_mfsdp.engine import broadcast_buffers as share_buffers
 from lightning_mfsdp.fabric import checkpoints
 from lightning_mfsdp.fabric.precision import MFSDPFabricPrecision
 from lightning_mfsdp.foreign_options import answers_foreign_options
@@ -63,6 +64,8 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
     Args:
         sharding, outer_sharding, policy, units, blocks_per_unit, data_parallel_size, outer_size, mesh, reshard_after_forward,
             ignored_parameters, storage, symmetric_memory, offload, unused_parameters, compile, recompute: As in `MFSDPStrategy`.
+        broadcast_buffers: Buffers take the values of rank 0 before a checkpoint, a state dict and the first forward in evaluation mode
+            after one in training mode. `False` leaves those of each rank, and lets one rank evaluate alone where weights are whole.
         accumulation: Inside `fabric.no_backward_sync`, "local": no communication, for a full-size gradient in memory. "sharded":
             strategies with sharded gradients reduce each microbatch over the shard axis; the outer axis waits.
         state_dict_type: Of saved checkpoints. "sharded": a directory, every rank writes its rows; "full": one file with whole tensors.
@@ -96,6 +99,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         unused_parameters: Literal["none", "zero"] = "none",
         compile: bool | Mapping[str, Any] = False,
         recompute: Recompute | Mapping[str, Any] | None = None,
+        broadcast_buffers: bool = True,
         accumulation: Literal["local", "sharded"] = "local",
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
@@ -122,6 +126,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
             unused_parameters=unused_parameters,
             compile=compile,
             recompute=recompute,
+            broadcast_buffers=broadcast_buffers,
         )
         check_choice("accumulation", accumulation, ("local", "sharded"))
         check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
@@ -240,7 +245,16 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         """Shard the module, unless it is, and move the rest to the device."""
         self._options.shard(module, self.device_mesh, self.precision)
         move_rest_to_device(module, self.root_device)
-        return _Forward(module)
+        return _Forward(module, self._share_buffers)
+
+    def _share_buffers(self, module: nn.Module) -> None:
+        if self._options.broadcast_buffers:
+            share_buffers(module)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Of a module as it was set up, with the buffers of rank 0. Collective."""
+        self._share_buffers(_unwrapped(module))
+        return super().get_module_state_dict(_unwrapped(module))
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Give an optimizer this rank's rows of the parameters it holds."""
@@ -312,6 +326,8 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         if self._saving_ranks is None:
             self._saving_ranks = Ranks.patient()
         saved = {key: _unwrapped(value) for key, value in state.items()}
+        for model in _models(saved).values():
+            self._share_buffers(model)
         checkpoints.save(
             locate(self.broadcast(os.fspath(path))),
             {**saved, **self.precision.fp8_scaling(_models(saved))},
@@ -369,11 +385,24 @@ class _Forward(nn.Module):
     itself; on that way the root's weights are gathered.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, before_evaluation: Callable[[nn.Module], None]) -> None:
         super().__init__()
         self.module = module
+        self._before_evaluation = before_evaluation
+        self._was_trained = True
+
+    def train(self, mode: bool = True) -> _Forward:
+        """As of any module; ranks that see no batch in training mode go with the others."""
+        super().train(mode)
+        self._was_trained |= mode
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.module.training:
+            self._was_trained = True
+        elif self._was_trained:
+            self._was_trained = False
+            self._before_evaluation(self.module)
         return self.module(*args, **kwargs)
 
 

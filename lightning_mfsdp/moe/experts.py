@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,7 @@ class GroupedExperts(nn.Module):
         saver: Keeps activations for backward.
         first_expert: Number of this rank's first expert.
         dispatcher: `None`, or what expert parallelism set.
+        buffers_of_each_rank: Which buffers ranks have for themselves, see `broadcast_buffers`.
 
     Raises:
         ValueError: A size or factor out of range, or an unknown activation.
@@ -71,6 +72,7 @@ class GroupedExperts(nn.Module):
     weight_out: nn.Parameter
     live_rows: Tensor
     over_budget: Tensor
+    buffers_of_each_rank: ClassVar[frozenset[str]] = frozenset(("live_rows", "over_budget"))
 
     def __init__(
         self,

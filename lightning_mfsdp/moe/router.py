@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,7 @@ class TopKRouter(nn.Module):
         bias: float32 `[E]` whatever the module is converted to, a buffer; zero without bias-based balancing.
         load: Choices of each expert in training since `balance()`, int64 `[E]`, a buffer.
         choice_keeper: Asked for each choice; `None` where nothing is computed again.
+        buffers_of_each_rank: Which buffers ranks have for themselves, see `broadcast_buffers`.
 
     Raises:
         ValueError: A size or option out of range.
@@ -88,6 +89,7 @@ class TopKRouter(nn.Module):
 
     bias: Tensor
     load: Tensor
+    buffers_of_each_rank: ClassVar[frozenset[str]] = frozenset(("load",))
 
     def __init__(
         self,

@@ -203,6 +203,53 @@ def test_a_hook_can_be_put_before_earlier_ones():
     assert calls == ["later", "earlier"]
 
 
+def test_hooks_before_a_step_can_be_looked_at():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+
+    def hook(*_):
+        return None
+
+    optimizer.register_step_pre_hook(hook)
+    assert compat.step_pre_hooks(optimizer) == [hook]
+
+
+def test_names_that_ddp_was_told_to_ignore_are_found():
+    module = nn.BatchNorm1d(2)
+    assert compat.ddp_ignores(module) == frozenset()
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["running_mean"])
+    assert compat.ddp_ignores(module) == {"running_mean"}
+
+
+def test_compiling_is_noticed_where_a_subclass_is_taken_apart():
+    """As DTensors are; `Rows` says then that it cannot be."""
+    seen = []
+
+    class Taken(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape)
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __tensor_flatten__(self):
+            seen.append(compat.is_traced())
+            return ["inner"], None
+
+        @staticmethod
+        def __tensor_unflatten__(inner, _, size, stride):
+            return Taken(inner["inner"])
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args, kwargs=None):
+            return func(*(one.inner if isinstance(one, Taken) else one for one in args), **(kwargs or {}))
+
+    Taken(torch.ones(2)).__tensor_flatten__()
+    assert seen == [False]
+    torch.compile(lambda one: one + 1, backend="eager")(Taken(torch.ones(2)))
+    assert any(seen)
+
+
 def test_a_storage_can_be_emptied_and_refilled_at_views_that_stay():
     memory = torch.empty(16, dtype=torch.uint8)
     view = memory.view(torch.float32)[1:3]
@@ -344,7 +391,14 @@ def gloo_is_not_nccl(rank: int, world: int) -> None:
     assert not compat.averages(dist.group.WORLD, "cpu"), "gloo refuses ReduceOp.AVG"
 
 
+def equal_parts(rank: int, world: int) -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    own = DTensor.from_local(torch.zeros(5 - rank, 2), mesh, [Shard(0)], run_check=False, shape=(9, 2), stride=(2, 1))
+    assert compat.shape_of_equal_part(own) == (5 - rank, 2)
+
+
 CASES = {
+    "equal parts": equal_parts,
     "gloo is not taken for NCCL": gloo_is_not_nccl,
     "flat collectives": partial(collectives, 1),
     "coalesced collectives, also where the backend has none": partial(collectives, 3),

@@ -451,10 +451,10 @@ def an_error_in_the_middle_of_a_step_leaves_everything_in_its_place(rank, world)
 
 
 def areas_of(optimizer: torch.optim.Optimizer) -> list[visiting.Area]:
-    """Staging areas of its last step, found through the closures of its hooks."""
+    """Staging areas of its last step, found through its hooks."""
     hooks = optimizer._optimizer_step_pre_hooks.values()
-    cells = [cell.cell_contents for hook in hooks for cell in (hook.__closure__ or ())]
-    steps = [cell for cell in cells if isinstance(cell, streaming.StreamedStep)]
+    parts = [part for hook in hooks for part in vars(hook).values()]
+    steps = [part for part in parts if isinstance(part, streaming.StreamedStep)]
     return list({id(chunk.area): chunk.area for step in steps for chunk in step._chunks}.values())
 
 

@@ -60,9 +60,9 @@ def every_string_gives_its_dtypes(rank: int, world_size: int) -> None:
         assert norms == {torch.float32 if name.endswith("mixed") else compute}, name
 
 
-def a_policy_wins_over_the_string(rank: int, world_size: int) -> None:
+def a_policy_alone_decides_beside_32_true(rank: int, world_size: int) -> None:
     policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16)
-    fabric = launched(world_size, {"policy": policy, "units": [nn.Linear]}, precision="32-true")
+    fabric = launched(world_size, {"units": [nn.Linear]}, plugins=[MFSDPFabricPrecision("32-true", policy=policy)])
     assert fabric.strategy.precision.policy is policy
     model = fabric.setup(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     assert model(torch.ones(2, 3)).dtype == torch.bfloat16
@@ -126,7 +126,7 @@ def what_cannot_work_is_refused(rank: int, world_size: int) -> None:
 
 
 WORLDS = {
-    1: (every_string_gives_its_dtypes, a_policy_wins_over_the_string, modules_sharded_by_hand_keep_their_units),
+    1: (every_string_gives_its_dtypes, a_policy_alone_decides_beside_32_true, modules_sharded_by_hand_keep_their_units),
     2: (an_overflow_on_one_rank_skips_the_step_on_all, what_cannot_work_is_refused),
 }
 
@@ -137,7 +137,7 @@ def test_precision(world, case):
 
 
 def test_plugins_of_the_trainer_are_translated_and_others_refused() -> None:
-    policy = MixedPrecisionPolicy(compute_dtype=torch.float16)
+    policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
     strategy = MFSDPFabricStrategy(precision=MFSDPPrecision("bf16-mixed", policy=policy))
     assert type(strategy.precision) is MFSDPFabricPrecision
     assert (strategy.precision.precision, strategy.precision.policy) == ("bf16-mixed", policy)

@@ -15,11 +15,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_mfsdp import MFSDPStrategy, fully_shard, fully_shard_optimizer
+from lightning_mfsdp.checkpoint.full import load_optimizers
 from lightning_mfsdp.checkpoint.ranks import Ranks
+from lightning_mfsdp.checkpoint.sharded_optimizer import optimizer_state
 from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
 from tests.engine.worlds import by_world, check
 from tests.helpers.distributed import run_distributed
-from tests.helpers.models import build
+from tests.helpers.models import batch, build
+from tests.helpers.other_optimizers import LowBitAdam
 from tests.lightning.models import FOREIGN_WARNINGS, full_state, loader, make_trainer, seeded, strict_warnings
 from tests.lightning.test_checkpoint import EPOCH, STEPS, Scheduled, assert_same, local_state
 
@@ -239,10 +242,68 @@ def test_training_handed_from_ddp_to_us_and_back_is_that_of_ddp(with_ddp: Any) -
 def a_state_that_no_file_can_hold_is_refused_on_all_ranks(rank: int, world: int) -> None:
     model = fully_shard(build())
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    held = optimizer.param_groups[0]["params"]
+    divided = next(one for one in held if one.dim())
     if rank == 0:
-        optimizer.state[optimizer.param_groups[0]["params"][0]]["odd"] = torch.zeros(3)
+        optimizer.state[divided]["odd"] = torch.zeros(3)
     with pytest.raises(ValueError, match=r"odd of parameter .*: \(3,\) where its rows are"):
         whole_optimizer_state(optimizer, keep=rank == 0)
+    optimizer.state.clear()
+    whole = next(one for one in held if not one.dim())
+    if rank == 1:
+        optimizer.state[whole]["odd"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"odd of parameter .*: on some ranks only"):
+        whole_optimizer_state(optimizer, keep=rank == 0)
+
+
+def state_of_rows_in_another_shape_is_refused_by_both_kinds(rank: int, world: int) -> None:
+    model = fully_shard(build())
+    optimizer = fully_shard_optimizer(LowBitAdam(model.parameters()), elementwise=True)
+    model(batch(0, 2)[0]).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"mean_scale of parameter .* where its rows are"):
+        whole_optimizer_state(optimizer, keep=rank == 0)
+    with pytest.raises(ValueError, match=r'mean_scale: .* made of this rank\'s rows .*sharding="no_shard"'):
+        optimizer_state(model, optimizer)
+
+
+class Packed(torch.Tensor):
+    """Numbers in a class of their own that knows few operators, as torchao's states of 8 bits."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Packed:
+        made: Packed = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default):
+            raise NotImplementedError(f"{func} of Packed")
+        return cls(func(args[0].inner, *args[1:], **(kwargs or {})))
+
+
+def packed_state_is_kept_where_it_is_whole_and_refused_elsewhere(rank: int, world: int) -> None:
+    def made(sharding: str, value: float) -> tuple[Any, Any]:
+        model = fully_shard(build(), sharding=sharding)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for one in optimizer.param_groups[0]["params"]:
+            optimizer.state[one]["packed"] = Packed(torch.full_like(one, value))
+        return model, optimizer
+
+    state = whole_optimizer_state(made("no_shard", 3.0)[1], keep=True)
+    model, optimizer = made("no_shard", 0.0)
+    assert load_optimizers([state], model, [optimizer]) == [True]
+    assert all(one["packed"].inner.unique().tolist() == [3.0] for one in optimizer.state.values())
+    with pytest.raises(ValueError, match=r'packed: a Packed, whose numbers.*state_dict_type="full"'):
+        optimizer_state(model, optimizer)
+    model, optimizer = made("optim", 0.0)
+    with pytest.raises(ValueError, match="packed: a Packed"):
+        optimizer_state(model, optimizer)
+    with pytest.raises(ValueError, match=r'packed of parameter .*: a Packed.*sharding="no_shard"'):
+        whole_optimizer_state(optimizer, keep=True)
+    with pytest.raises(RuntimeError, match=r'is a Packed, which cannot be divided; resume with sharding="no_shard"'):
+        load_optimizers([state], model, [optimizer])
 
 
 def tied_weights_stay_tied(rank: int, world: int) -> None:
@@ -251,7 +312,14 @@ def tied_weights_stay_tied(rank: int, world: int) -> None:
     assert (not state) if rank else state["head.weight"] is state["embedding.weight"]
 
 
-WORLDS = {2: [a_state_that_no_file_can_hold_is_refused_on_all_ranks, tied_weights_stay_tied]}
+WORLDS = {
+    2: [
+        a_state_that_no_file_can_hold_is_refused_on_all_ranks,
+        state_of_rows_in_another_shape_is_refused_by_both_kinds,
+        packed_state_is_kept_where_it_is_whole_and_refused_elsewhere,
+        tied_weights_stay_tied,
+    ]
+}
 
 
 @by_world(WORLDS)

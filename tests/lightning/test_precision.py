@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.precision import (
 )
 from torch import Tensor, nn
 
-from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy, MixedPrecisionPolicy
+from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy
 from lightning_mfsdp.precision import DistributedGradScaler, translate_precision
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import Classifier, full_state, loader, make_trainer, seeded, strict_warnings, train_plainly
@@ -46,13 +46,6 @@ def test_the_trainers_precision_string_arrives(precision: Any, tmp_path: Any) ->
     trainer = make_trainer(tmp_path, 1, precision=precision)
     assert isinstance(trainer.precision_plugin, MFSDPPrecision)
     assert trainer.precision == precision
-
-
-def test_an_explicit_policy_wins_over_the_string(tmp_path: Any) -> None:
-    policy = MixedPrecisionPolicy(compute_dtype=torch.float16)
-    trainer = make_trainer(tmp_path, 1, precision="bf16-mixed", strategy=MFSDPStrategy(policy=policy))
-    assert trainer.precision_plugin.policy is policy  # type: ignore[attr-defined]
-    assert trainer.precision_plugin.needs_scaler  # type: ignore[attr-defined]
 
 
 def test_plugins_without_a_counterpart_are_refused_with_the_way_out() -> None:

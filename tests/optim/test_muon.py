@@ -333,8 +333,9 @@ def misuse_is_named(rank, world):
     assert "parameter scale of shape (3,)" in raised(ValueError, lambda: Muon(named))
     model(torch.ones(2, 8)).sum().backward()
     assert "call fully_shard_optimizer(optimizer) first" in raised(ShardingError, optimizer.step)
-    message = raised(ShardingError, lambda: fully_shard_optimizer(torch.optim.Muon(matrices)))
-    assert "use lightning_mfsdp.optim.Muon" in message
+    if world > 1:  # where matrices are divided
+        message = raised(ShardingError, lambda: fully_shard_optimizer(torch.optim.Muon(matrices)))
+        assert "use lightning_mfsdp.optim.Muon" in message
 
 
 def saved_and_gone_on(rank: int, world: int, folder: str) -> dict[str, Tensor]:

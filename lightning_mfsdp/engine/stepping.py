@@ -1,0 +1,25 @@
+"""In whose step an error is raised: an optimizer that works on whole tensors alone is told what to do."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch.optim import Optimizer
+
+__all__ = ["OPTIMIZER_ADVICE", "stepping_optimizer"]
+
+OPTIMIZER_ADVICE = (
+    "An optimizer that treats every number by itself works on plain rows: call fully_shard_optimizer(optimizer, elementwise=True), under "
+    'Lightning in configure_optimizers. One that needs whole tensors works where they are whole: sharding="no_shard" without offload'
+)
+
+
+def stepping_optimizer() -> Optimizer | None:
+    """The optimizer whose `step` calls this, if any. It looks through the frames of the stack, so it is for messages only."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "step" and isinstance(owner, Optimizer):
+            return owner
+        frame = frame.f_back
+    return None

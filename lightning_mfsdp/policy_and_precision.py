@@ -1,0 +1,81 @@
+"""Where a policy and a precision string say different things: a contradiction in what is computed is refused, the rest is said."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from lightning_mfsdp.engine import MixedPrecisionPolicy
+
+__all__ = ["refuse_contradiction", "replaced_fields"]
+
+# What a policy may compute in beside each string, its own dtype first. Under autocast float32 weights are cast where they are used.
+_COMPUTE_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "32-true": (torch.float32,),
+    "bf16-mixed": (torch.bfloat16, torch.float32),
+    "bf16-true": (torch.bfloat16,),
+    "16-mixed": (torch.float16, torch.float32),
+    "16-true": (torch.float16,),
+    "64-true": (torch.float64,),
+    "transformer-engine": (torch.bfloat16, torch.float32),
+}
+# And what the optimizer may update: float32 weights lose nothing, except of float64.
+_MAIN_DTYPES = {
+    name: dtypes if name == "64-true" else tuple(dict.fromkeys((*dtypes, torch.float32)))
+    for name, dtypes in _COMPUTE_DTYPES.items()
+}
+
+
+def refuse_contradiction(precision: str, policy: MixedPrecisionPolicy, plugin: str) -> None:
+    """See to it that a policy can be meant beside a precision string.
+
+    Args:
+        precision: One of the strings.
+        policy: Given by the user.
+        plugin: Name of the class that takes both, for the message.
+
+    Raises:
+        ValueError: They say different things of what is computed, or of what the optimizer updates.
+    """
+    for field, known in (("compute_dtype", _COMPUTE_DTYPES), ("main_params_dtype", _MAIN_DTYPES)):
+        given, allowed = getattr(policy, field), known[precision]
+        if given is None or given in allowed:
+            continue
+        fitting = [f'"{name}"' for name, dtypes in known.items() if dtypes[0] is given and name != "transformer-engine"]
+        ways = f"use precision={' or '.join(fitting)}, if the policy is meant"
+        default = ""
+        if precision == "32-true":
+            default = " (it is also what there is where no precision was given)"
+            ways += (
+                f', or plugins=[{plugin}("32-true", policy=policy)], where the policy decides alone, without autocast'
+            )
+        raise ValueError(
+            f"precision={precision!r}{default} and policy.{field}={given} contradict each other: expected "
+            f"{' or '.join(map(str, allowed))}, or None, beside that precision. Set {field} so, or {ways}"
+        )
+
+
+def replaced_fields(precision: str, policy: MixedPrecisionPolicy, alone: MixedPrecisionPolicy) -> str:
+    """A sentence on what a policy makes other than the string does; empty where it makes nothing other.
+
+    Args:
+        precision: The string.
+        policy: The one in use.
+        alone: What the string stands for.
+    """
+    changed = [
+        f"{field.name}={_in_short(given)} instead of {_in_short(usual)}"
+        for field in dataclasses.fields(policy)
+        if (given := getattr(policy, field.name)) != (usual := getattr(alone, field.name))
+        and field.name != "weight_codecs"
+    ]
+    if not changed:
+        return ""
+    return f"mfsdp: the policy replaces what precision={precision!r} stands for: {', '.join(changed)}"
+
+
+def _in_short(value: Any) -> str:
+    """A value of a field, without a list of many classes."""
+    return f"{len(value)} kinds of modules" if isinstance(value, tuple) and len(value) > 2 else repr(value)

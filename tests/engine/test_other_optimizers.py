@@ -1,0 +1,229 @@
+"""Optimizers on no list: any of them where tensors are whole, elementwise ones on rows, and words for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lightning_mfsdp.engine import EngineStateError, MixedPrecisionPolicy, ShardingError, fully_shard_optimizer
+from tests.engine.worlds import by_world, check
+from tests.helpers.chain import Chain, inputs, loss_of, plain_chain, sharded_chain, weights
+from tests.helpers.other_optimizers import ADOPT, SOAP, Adan, LowBitAdam, Prodigy, Shampoo
+
+STEPS = 4
+DOUBLE = MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=None)
+SHARDED = ("optim", "optim_grads", "optim_grads_params")
+
+Make = Callable[[Any], torch.optim.Optimizer]
+LINE_SEARCH = partial(torch.optim.LBFGS, lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+WHOLE: dict[str, Make] = {
+    "Adafactor": torch.optim.Adafactor,
+    "LBFGS": partial(torch.optim.LBFGS, lr=0.1, max_iter=3),
+    "LBFGS with line search": LINE_SEARCH,
+    "Prodigy": Prodigy,
+    "Shampoo": Shampoo,
+    "SOAP": SOAP,
+}
+ELEMENTWISE: dict[str, Make] = {"Adan": Adan, "ADOPT": ADOPT}
+BLOCKWISE: dict[str, Make] = {"LowBitAdam": LowBitAdam}
+SEVERAL: dict[str, Make] = {**WHOLE, **ELEMENTWISE, **BLOCKWISE}
+
+
+def double_chain(make: Callable[..., Chain], **options: Any) -> Chain:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return make(**options)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int], world: int) -> list[float]:
+    """Steps by closure; the loss is the mean over all ranks, as an optimizer that looks at it needs. Every value the closure gave."""
+    seen: list[float] = []
+    for step in range(STEPS):
+
+        def evaluate(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = torch.stack([loss_of(model, inputs(step, rank, rows=8).double()) for rank in ranks]).mean()
+            loss.backward()
+            mean = loss.detach().clone()
+            if len(ranks) < world:
+                dist.all_reduce(mean)
+                mean /= world
+            seen.append(float(mean))
+            return mean
+
+        optimizer.step(evaluate)
+    return seen
+
+
+def trained_plainly(make: Make, world: int) -> tuple[Chain, list[float]]:
+    model = double_chain(plain_chain)
+    return model, train(model, make(model.parameters()), list(range(world)), world)
+
+
+def assert_as_plain(case: str, make: Make, rank: int, world: int, elementwise: bool | None, **options: Any) -> None:
+    plain, expected = trained_plainly(make, world)
+    model = double_chain(sharded_chain, policy=DOUBLE, **options)
+    optimizer = fully_shard_optimizer(make(model.parameters()), elementwise=elementwise)
+    seen = train(model, optimizer, [rank], world)
+    torch.testing.assert_close(seen, expected, rtol=1e-12, atol=1e-12, msg=lambda text: f"{case}: {text}")
+    for name, value in weights(model).items():
+        wanted = plain.get_parameter(name).detach()
+        torch.testing.assert_close(value, wanted, rtol=1e-11, atol=1e-12, msg=lambda text: f"{case} {name}: {text}")  # noqa: B023
+
+
+def where_tensors_are_whole_every_optimizer_trains_like_one_process(rank, world):
+    for name, make in SEVERAL.items():
+        assert_as_plain(name, make, rank, world, None, sharding="no_shard")
+
+
+def on_one_rank_every_optimizer_works_under_every_sharding(rank, world):
+    for name, make in SEVERAL.items():
+        assert_as_plain(name, make, rank, world, None)
+
+
+def torchs_muon_trains_matrices_where_they_are_whole(rank, world):
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon([one for one in parameters if one.dim() == 2], lr=0.05)
+
+    assert_as_plain("Muon", make, rank, world, None, sharding="no_shard")
+
+
+def elementwise_optimizers_train_rows_and_dtensors_alike(rank, world):
+    for sharding in SHARDED:
+        for name, make in ELEMENTWISE.items():
+            for said in (None, True):
+                assert_as_plain(f"{name} {sharding} {said}", make, rank, world, said, sharding=sharding)
+        for name, make in BLOCKWISE.items():
+            assert_as_plain(f"{name} {sharding}", make, rank, world, True, sharding=sharding)
+
+
+def a_closure_that_is_called_again_in_a_step_finds_the_weights_written_since(rank, world):
+    """Also where forward reads copies of them in another dtype."""
+    _, expected = trained_plainly(LINE_SEARCH, world)
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float64, main_grads_dtype=None, compute_dtype=torch.float32)
+    model = double_chain(sharded_chain, policy=policy, sharding="no_shard")
+    seen = train(model, fully_shard_optimizer(LINE_SEARCH(model.parameters())), [rank], world)
+    assert len(set(seen[:4])) == 4, "the first step evaluates several times"
+    torch.testing.assert_close(seen[:4], expected[:4], rtol=1e-4, atol=1e-6)
+
+
+def what_needs_whole_tensors_is_refused_with_the_ways_out(rank, world):
+    for sharding in SHARDED:
+        model = sharded_chain(sharding=sharding)
+        matrices = [one for one in model.parameters() if one.dim() == 2]
+        for kind in (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon):
+            for said in (None, True):
+                with pytest.raises(ShardingError, match=rf'{kind.__name__} needs whole.*sharding="no_shard"'):
+                    fully_shard_optimizer(kind(matrices), elementwise=said)
+    model = sharded_chain(sharding="no_shard")
+    with pytest.raises(ShardingError, match="SparseAdam needs sparse gradients"):
+        fully_shard_optimizer(torch.optim.SparseAdam(list(model.parameters())))
+
+
+def an_operation_that_mixes_rows_up_names_the_optimizer_and_the_ways_out(rank, world):
+    operations = {"new_zeros": LowBitAdam, "view": Prodigy, "permute": SOAP}
+    for operation, kind in operations.items():
+        model = sharded_chain()
+        optimizer = fully_shard_optimizer(kind(model.parameters()))
+        loss_of(model, inputs(0)).backward()
+        with pytest.raises(EngineStateError) as info:
+            optimizer.step()
+        said = str(info.value)
+        assert said.startswith(f"{operation}: {kind.__name__} calls it in its step on parameter weight of unit"), said
+        assert "elementwise=True" in said
+        assert 'sharding="no_shard"' in said
+    with pytest.raises(EngineStateError) as info, torch.no_grad():
+        model.out.weight.view(-1)
+    assert "calls it in its step" not in str(info.value)
+
+
+class Remade(torch.optim.SGD):
+    """Makes its state of the rows of its parameters, as torchao's optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            rows = torch.ones_like(parameter.to_local())
+            place = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
+            parameter.sub_(DTensor.from_local(rows, parameter.device_mesh, parameter.placements, **place))
+
+
+def dtensors_of_a_users_own_meet_parameters_where_they_are_of_equal_parts(rank, world):
+    model = sharded_chain()
+    weight = model.layers[0].weight
+    own = distribute_tensor(torch.ones(weight.shape), weight.device_mesh, [Shard(0)])
+    with torch.no_grad():
+        expected = weight.full_tensor() + 1
+        weight.add_(own)
+    assert torch.equal(weight.full_tensor(), expected)
+    optimizer = fully_shard_optimizer(Remade(model.parameters(), lr=0.1))
+    loss_of(model, inputs(0)).backward()
+    with pytest.raises(EngineStateError, match=r"in the step of Remade has other rows than DTensor gives each rank"):
+        optimizer.step()
+
+
+class Compiled(torch.optim.SGD):
+    """Its arithmetic is compiled, as that of torchao's optimizers is."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        def rule(parameter: Tensor, grad: Tensor) -> None:
+            parameter.copy_(parameter.float() - 0.1 * grad.float())
+
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                torch.compile(rule, backend="eager", fullgraph=True, dynamic=True)(parameter.detach(), parameter.grad)
+
+
+def a_compiled_step_works_on_rows_and_says_so_where_it_meets_dtensors(rank, world):
+    model, plain = sharded_chain(layers=1), plain_chain(layers=1)
+    optimizer = fully_shard_optimizer(Compiled(model.parameters(), lr=0.1))
+    loss_of(model, inputs(0)).backward()
+    with pytest.raises(
+        Exception, match=r"torch.compile meets the sharded rows .* in the step of Compiled.*elementwise=True"
+    ):
+        optimizer.step()
+    torch._dynamo.reset()
+    for one, stepped in (
+        (model, fully_shard_optimizer(optimizer, elementwise=True)),
+        (plain, torch.optim.SGD(plain.parameters(), lr=0.1)),
+    ):
+        stepped.zero_grad()
+        loss_of(one, inputs(0)).backward()
+        stepped.step()
+    for name, value in weights(model).items():
+        torch.testing.assert_close(value, plain.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+
+
+TWO = (
+    where_tensors_are_whole_every_optimizer_trains_like_one_process,
+    torchs_muon_trains_matrices_where_they_are_whole,
+    a_closure_that_is_called_again_in_a_step_finds_the_weights_written_since,
+    what_needs_whole_tensors_is_refused_with_the_ways_out,
+    an_operation_that_mixes_rows_up_names_the_optimizer_and_the_ways_out,
+    dtensors_of_a_users_own_meet_parameters_where_they_are_of_equal_parts,
+    a_compiled_step_works_on_rows_and_says_so_where_it_meets_dtensors,
+)
+WORLDS = {
+    1: (on_one_rank_every_optimizer_works_under_every_sharding,),
+    2: TWO,
+    3: (
+        where_tensors_are_whole_every_optimizer_trains_like_one_process,
+        elementwise_optimizers_train_rows_and_dtensors_alike,
+    ),
+}
+
+
+@by_world(WORLDS)
+def test_other_optimizers(world, case):
+    check(WORLDS, world, case)
