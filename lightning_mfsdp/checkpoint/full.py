@@ -19,7 +19,7 @@ from lightning_mfsdp.checkpoint.sharded import (
     plain_name,
     refresh,
 )
-from lightning_mfsdp.checkpoint.sharded_optimizer import holds_rows_elsewhere, restore_optimizer
+from lightning_mfsdp.checkpoint.sharded_optimizer import restore_optimizer
 from lightning_mfsdp.engine import ParameterView
 
 __all__ = ["check_optimizers", "load_model", "load_optimizers"]
@@ -73,12 +73,11 @@ def load_optimizers(
     index = ParameterIndex(module)
     for state, optimizer in zip(saved, optimizers, strict=True):
         names_by_group = index.names_by_group(optimizer)
-        everywhere = holds_rows_elsewhere(optimizer)
         by_name: dict[str, dict[str, Any]] = {}
         for group, names in zip(state["param_groups"], names_by_group, strict=True):
             for key, name in zip(group["params"], names, strict=True):
                 view = index.views.get(name)
-                if key in state["state"] and (view is None or view.local.numel() or everywhere):
+                if key in state["state"]:
                     by_name[name] = {part: _state_rows(value, view) for part, value in state["state"][key].items()}
                 if reads is not None:
                     reads.took(state["state"].get(key))
@@ -115,7 +114,7 @@ def check_optimizers(
 def _rows(value: Tensor, view: ParameterView) -> Tensor:
     if not value.dim():
         return value if view.rows else value.reshape(1)[:0]
-    return value[view.rows.start : view.rows.stop]
+    return value if not value.numel() else value[view.rows.start : view.rows.stop]
 
 
 def _state_rows(value: Any, view: ParameterView | None) -> Any:

@@ -17,13 +17,11 @@ from lightning_mfsdp.checkpoint.opening import read_rows
 from lightning_mfsdp.checkpoint.rows import RowShard
 from lightning_mfsdp.checkpoint.sharded import ParameterIndex, paths_of, plain_name
 from lightning_mfsdp.engine import ParameterView
-from lightning_mfsdp.engine.parameter import owner_of
 from lightning_mfsdp.engine.resting_state import empty_at_rest, put_to_rest
 from lightning_mfsdp.engine.sharded_tensor import Rows
 
 __all__ = [
     "OptimizerPlan",
-    "holds_rows_elsewhere",
     "optimizer_state",
     "plan_optimizer",
     "restore_optimizer",
@@ -87,7 +85,6 @@ def plan_optimizer(
     index = ParameterIndex(module)
     names_by_group = index.names_by_group(optimizer)
     known = {name for names in names_by_group for name in names}
-    everywhere = holds_rows_elsewhere(optimizer)
     target: dict[str, Any] = {"state": {}, "param_groups": []}
     found = False
     for flat, item in paths_of(metadata).items():
@@ -100,8 +97,7 @@ def plan_optimizer(
             target["param_groups"][int(item[2])][item[3]] = _empty_like_saved(metadata, flat, None)
         elif plain_name(str(item[2])) in known:
             view = index.views.get(plain_name(str(item[2])))
-            if view is None or view.local.numel() or everywhere:
-                target["state"].setdefault(item[2], {})[item[3]] = _empty_like_saved(metadata, flat, view)
+            target["state"].setdefault(item[2], {})[item[3]] = _empty_like_saved(metadata, flat, view)
     if not found:
         return None
     read_rows(path, metadata, [_Groups(key, {"param_groups": target["param_groups"]})], trusted=trusted, in_place=False)
@@ -142,15 +138,6 @@ def _like_its_parameter(value: Any, face: Tensor) -> Any:
     if isinstance(face, Rows) and isinstance(local, Tensor) and local.dim() and local.shape == face.to_local().shape:
         return Rows.over(local.to(face.to_local().device), face)
     return put_to_rest(local, face) if isinstance(local, Tensor) and local.dim() else local
-
-
-def holds_rows_elsewhere(optimizer: Optimizer) -> bool:
-    """Whether a rank keeps state also for parameters it has no rows of: such optimizers hold DTensors only.
-
-    One that holds local rows may hold DTensors too, of groups that were added and wait for the next step.
-    """
-    faces = [face for group in optimizer.param_groups for face in group["params"] if owner_of(face) is not None]
-    return bool(faces) and all(isinstance(face, Rows) for face in faces)
 
 
 def _state_value(name: str, value: Any, view: ParameterView | None) -> Any:

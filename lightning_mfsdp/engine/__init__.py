@@ -14,6 +14,7 @@ from lightning_mfsdp.engine.api import (
 from lightning_mfsdp.engine.averaging import AveragedWeights
 from lightning_mfsdp.engine.capture import CapturedStep, capture_step
 from lightning_mfsdp.engine.captured_loss import CapturedLoss, capture_loss
+from lightning_mfsdp.engine.conversion import bring_home, unshard_model
 from lightning_mfsdp.engine.errors import CollectiveError, EngineStateError, ShardingError
 from lightning_mfsdp.engine.fully_shard import fully_shard
 from lightning_mfsdp.engine.gradient_watch import GradientWatch, NonFiniteGradients, NonFiniteParameter
@@ -52,6 +53,7 @@ __all__ = [
     "RowPlacement",
     "ShardingError",
     "UnitView",
+    "bring_home",
     "capture_loss",
     "capture_step",
     "clip_grad_norm_",
@@ -78,5 +80,6 @@ __all__ = [
     "traced_step",
     "units",
     "unshard",
+    "unshard_model",
     "watch_backward",
 ]

@@ -29,6 +29,7 @@ from lightning_mfsdp.engine.fused_adam import add_missing_remainders, is_fused_a
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.offload import StreamedStep
+from lightning_mfsdp.engine.optimizer_state import refuse_left_behind, show_state, take_state
 from lightning_mfsdp.engine.parameter import Entry, owner_of
 
 __all__ = ["ELEMENTWISE_OPTIMIZERS", "fully_shard_optimizer"]
@@ -63,7 +64,8 @@ def fully_shard_optimizer(
     any yet) is keyed by them; others keep DTensors. After each step the weights that forward uses are refreshed. No step is
     taken here: step counters and weight decay start where the user starts. What comes into the groups later, by
     `add_param_group` or otherwise, is taken over when the next step begins. Parameters that were sharded with
-    `offload="optimizer"` are stepped a few at a time (offload.py).
+    `offload="optimizer"` are stepped a few at a time (offload.py). `optimizer.state_dict()` shows state as DTensors, as under FSDP2, and
+    `load_state_dict` takes these, or whole tensors (optimizer_state.py).
 
     Args:
         optimizer: Built from `module.parameters()`, before or after `fully_shard`.
@@ -113,6 +115,8 @@ def fully_shard_optimizer(
 
     def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         adopt_new(optimizer)
+        if any(_has_ended(reference()) for reference, _ in groups):
+            refuse_left_behind(optimizer, "step")
         if keeps_remainders:
             add_missing_remainders(optimizer)
         return streamed.begin(optimizer, args, kwargs)
@@ -128,6 +132,8 @@ def fully_shard_optimizer(
             "and build the optimizer "
             "from module.parameters()"
         )
+    optimizer.register_state_dict_post_hook(show_state)
+    optimizer.register_load_state_dict_pre_hook(take_state)
     optimizer.register_step_pre_hook(begin)
     compat.before_other_hooks(
         optimizer.register_step_post_hook(end)
@@ -147,6 +153,12 @@ def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:
             by_context.setdefault(group.context, []).append(group)
     for context, groups in by_context.items():
         context.optimizer_stepped(groups)
+
+
+def _has_ended(group: ParameterGroup | None) -> bool:
+    """Whether a group is sharded no more: its module is gone, or plain again."""
+    context = group.context if group is not None else None
+    return context is None or context.root is None
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
