@@ -3,6 +3,7 @@
 Importing this package registers "mfsdp", "mfsdp_optim_grads", "mfsdp_optim" and "mfsdp_no_shard" with Lightning.
 """
 
+from lightning_mfsdp.checkpoint.whole import full_state_dict
 from lightning_mfsdp.engine import (
     AveragedWeights,
     CapturedLoss,
@@ -30,6 +31,7 @@ from lightning_mfsdp.engine import (
     sharded_parameters,
     units,
     unshard,
+    unshard_model,
 )
 from lightning_mfsdp.loading import load_from_checkpoint
 from lightning_mfsdp.precision import MFSDPPrecision
@@ -58,6 +60,7 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "flat_gradients",
+    "full_state_dict",
     "fully_shard",
     "fully_shard_optimizer",
     "fully_shard_units",
@@ -70,6 +73,7 @@ __all__ = [
     "sharded_parameters",
     "units",
     "unshard",
+    "unshard_model",
 ]
 
 register_strategies()

@@ -27,7 +27,14 @@ from lightning_mfsdp.arguments import (
 )
 from lightning_mfsdp.compilation import compile_options, compile_units
 from lightning_mfsdp.dtypes import ShardedPrecision
-from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard_units, refuse_unsharded, sharded_parameters, units
+from lightning_mfsdp.engine import (
+    MixedPrecisionPolicy,
+    bring_home,
+    fully_shard_units,
+    refuse_unsharded,
+    sharded_parameters,
+    units,
+)
 from lightning_mfsdp.engine.placement import resolve_placement
 from lightning_mfsdp.engine.unit import unit_of
 from lightning_mfsdp.recompute import Recompute, apply_recompute, as_recompute
@@ -112,6 +119,7 @@ class ShardingOptions:
         precision.prepare_module(module, mesh)
         root = unit_of(module)
         if root is not None:
+            bring_home(module)  # from where `.cpu()` or `.half()` brought it
             refuse_unsharded(module)
             self._recompute_in(module)
             warn_of_other_options(

@@ -114,7 +114,7 @@ def check_optimizers(
 def _rows(value: Tensor, view: ParameterView) -> Tensor:
     if not value.dim():
         return value if view.rows else value.reshape(1)[:0]
-    return value[view.rows.start : view.rows.stop]
+    return value if not value.numel() else value[view.rows.start : view.rows.stop]
 
 
 def _state_rows(value: Any, view: ParameterView | None) -> Any:

@@ -37,7 +37,8 @@ class RowShard(Tensor):
         made = plain.as_subclass(cls)
         made._piece = plain
         made._global_shape = torch.Size(shape)
-        made._offsets = torch.Size([rows.start, *[0] * (len(shape) - 1)] if shape else [])
+        first = rows.start if made._global_shape.numel() else 0  # without elements all ranks have all of it
+        made._offsets = torch.Size([first, *[0] * (len(shape) - 1)] if shape else [])
         return made
 
     @property

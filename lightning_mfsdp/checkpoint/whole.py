@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -21,7 +21,7 @@ from lightning_mfsdp.engine.parameter import place_of
 from lightning_mfsdp.engine.rows import gather_rows, sharded_axes
 from lightning_mfsdp.engine.tree import map_tensors
 
-__all__ = ["whole_model_state", "whole_optimizer_state"]
+__all__ = ["full_state_dict", "whole_model_state", "whole_optimizer_state"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,19 @@ class _OnEveryRank:
     """State, of any kind, of a parameter that every rank has whole."""
 
     name: str
+
+
+def full_state_dict(module: nn.Module, *, rank0_only: bool = True) -> dict[str, Any]:
+    """`module.state_dict()` with plain whole tensors on the CPU, as plain PyTorch has it. Collective.
+
+    Tensors are gathered one after the other, so the device holds one of them whole.
+
+    Args:
+        module: Sharded, or with sharded modules inside.
+        rank0_only: Other ranks get an empty dictionary, and need no memory for it.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return whole_model_state(module.state_dict(), keep=rank == 0 or not rank0_only)
 
 
 def whole_model_state(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
@@ -132,7 +145,7 @@ def _described(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
 
 
 def _agreed(described: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What any rank knows, in an order that all share: a rank without rows of a parameter has no state of it."""
+    """What any rank knows, in an order that all share."""
     everyones: list[list[dict[str, Any]]] = [described]
     if dist.is_initialized():
         everyones = [[] for _ in range(dist.get_world_size())]

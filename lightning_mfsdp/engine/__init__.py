@@ -15,6 +15,7 @@ from lightning_mfsdp.engine.averaging import AveragedWeights
 from lightning_mfsdp.engine.buffers import broadcast_buffers
 from lightning_mfsdp.engine.capture import CapturedStep, capture_step
 from lightning_mfsdp.engine.captured_loss import CapturedLoss, capture_loss
+from lightning_mfsdp.engine.conversion import bring_home, unshard_model
 from lightning_mfsdp.engine.errors import CollectiveError, EngineStateError, ShardingError
 from lightning_mfsdp.engine.fully_shard import fully_shard
 from lightning_mfsdp.engine.gradient_watch import GradientWatch, NonFiniteGradients, NonFiniteParameter
@@ -53,6 +54,7 @@ __all__ = [
     "RowPlacement",
     "ShardingError",
     "UnitView",
+    "bring_home",
     "broadcast_buffers",
     "capture_loss",
     "capture_step",
@@ -80,5 +82,6 @@ __all__ = [
     "traced_step",
     "units",
     "unshard",
+    "unshard_model",
     "watch_backward",
 ]

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _distributed_c10d as distributed_types
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch._guards import CompileContext
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import Node
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
@@ -133,6 +133,33 @@ def is_transformed() -> bool:
 def without_torch_function() -> AbstractContextManager[Any]:
     """Inside, tensor subclasses behave as if they did not override `__torch_function__`."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> None:
+    """What `module.to(...)` and its like do with a module's tensors, by the rule of its class."""
+    # Recurrent layers would look for their flat weights, which are those of the full parameters and stay.
+    inherited: Any = nn.Module._apply if isinstance(module, nn.RNNBase) else type(module)._apply
+    inherited(module, function, recurse)
+
+
+# Where DistributedDataParallel looks, before anything else, for the names that it shall leave alone.
+IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+
+
+class OwnRows(Shard):
+    """A placement for a tensor whose rows on this rank follow a layout: DTensor's own functions ask it what this rank has.
+
+    Args:
+        rows: Of dim 0, of the whole tensor, that lie here.
+        is_first: Of several axes that split it, the first answers for all.
+    """
+
+    def __init__(self, rows: range, is_first: bool) -> None:
+        super().__init__(0)
+        self._rows, self._is_first = rows, is_first
+
+    def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: int, rank: Any) -> Any:
+        return (len(self._rows), self._rows.start) if self._is_first else (curr_local_size, 0)
 
 
 def sets_data(function: Any) -> bool:

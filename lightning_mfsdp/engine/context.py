@@ -66,7 +66,7 @@ class Context:
         self.trace: StepTrace | None = None
         self.backwards_finished = 0
         self._has_stepped = False
-        self._root = weakref.ref(root)
+        self._root: Callable[[], Unit | None] = weakref.ref(root)
         self._units: list[weakref.ref[Unit]] = []
         self._weights_changed = True
         self._first_of_pass: weakref.ref[Unit] | None = None
@@ -101,6 +101,11 @@ class Context:
         self._units.append(weakref.ref(unit))
         for group in unit.groups:
             group.attach(unit, self)
+
+    def end(self) -> None:
+        """The root is sharded no more."""
+        self._units.clear()
+        self._root = lambda: None
 
     def take_over(self, unit: Unit) -> None:
         """Keep what is known about optimizers and gradients in the context of a unit that moves into this one."""

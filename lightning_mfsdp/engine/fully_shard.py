@@ -19,6 +19,7 @@ from lightning_mfsdp.engine.channels import check_symmetric_memory
 from lightning_mfsdp.engine.checks import Named, check_same_model, refuse_other_mesh, refuse_parts, refuse_unfit
 from lightning_mfsdp.engine.collectives import Mesh, resolve_mesh
 from lightning_mfsdp.engine.context import Context
+from lightning_mfsdp.engine.conversion import follow_conversions
 from lightning_mfsdp.engine.direct import write_directly
 from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.fp32_modules import casts_alike, fp32_parameters
@@ -158,6 +159,8 @@ def fully_shard(
     _join(whole, unit, context)
     _borrow(unit, borrowed)
     unit.hook_inside()
+    for member in members:
+        follow_conversions(member)
     return module
 
 

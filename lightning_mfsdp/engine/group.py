@@ -347,8 +347,8 @@ class ParameterGroup:
         self.installed = False
         raise EngineStateError(
             f"{self.name}: parameter {entry.name} was replaced after fully_shard (expected its sharded DTensor, got "
-            f"{type(found).__name__}), by load_state_dict(assign=True) or an assignment. Assign before fully_shard; afterwards copy "
-            "values in place"
+            f"{type(found).__name__}), by load_state_dict(assign=True), an assignment, or a conversion such as half() or cpu(). Assign "
+            "before fully_shard and copy values in place afterwards; convert it back, or call unshard_model(module) on the root"
         )
 
     def release(self, *, keep_memory: bool = False) -> None:

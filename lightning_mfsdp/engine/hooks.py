@@ -42,14 +42,21 @@ class Shown:
         self.depth = 0
 
 
-def attach(unit: Unit, modules: Sequence[nn.Module]) -> None:
-    """Register the unit's hooks on its modules. A compiler that looks into a module stops at them and goes on inside."""
+def attach(unit: Unit, modules: Sequence[nn.Module]) -> list[RemovableHandle]:
+    """Register the unit's hooks on its modules, and return what takes them away.
+
+    A compiler that looks into a module stops at them and goes on inside.
+    """
     series = Series(unit, len(modules)) if len(modules) > 1 else None
+    hooks: list[RemovableHandle] = []
     for index, module in enumerate(modules):
-        _attach_one(weakref.ref(unit), module, index, series)
+        hooks += _attach_one(weakref.ref(unit), module, index, series)
+    return hooks
 
 
-def _attach_one(this: weakref.ref[Unit], module: nn.Module, index: int, series: Series | None) -> None:
+def _attach_one(
+    this: weakref.ref[Unit], module: nn.Module, index: int, series: Series | None
+) -> tuple[RemovableHandle, ...]:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = this()
@@ -79,11 +86,15 @@ def _attach_one(this: weakref.ref[Unit], module: nn.Module, index: int, series: 
         if unit is not None:
             unit.context.weights_changed()
 
-    module.register_forward_pre_hook(pre_forward, with_kwargs=True, prepend=True)  # other hooks may read the weights
-    module.register_forward_hook(post_forward, always_call=True)
-    module.register_state_dict_pre_hook(rest)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(rest)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_post_hook(weights_changed)  # type: ignore[no-untyped-call]
+    return (
+        module.register_forward_pre_hook(
+            pre_forward, with_kwargs=True, prepend=True
+        ),  # other hooks may read the weights
+        module.register_forward_hook(post_forward, always_call=True),
+        module.register_state_dict_pre_hook(rest),  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(rest),  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(weights_changed),  # type: ignore[no-untyped-call]
+    )
 
 
 def attach_inside(unit: Unit, root: nn.Module) -> list[RemovableHandle]:

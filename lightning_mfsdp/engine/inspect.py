@@ -164,8 +164,8 @@ def refuse_unsharded(module: nn.Module) -> None:
         raise ShardingError(
             f"{type(module).__name__}: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''} came into the model after it was sharded, "
             "by a new, replaced or wrapped layer, so they would be neither sharded nor reduced and ranks would drift apart; expected the "
-            "parameters that were sharded. Build such layers before fit, in __init__, setup or configure_model; for another fit, build the "
-            "model anew and load the checkpoint into it"
+            "parameters that were sharded. Build such layers before fit, in __init__, setup or configure_model; before another fit, call "
+            "unshard_model(module) on all ranks: it makes the model plain, and the fit shards it as it is then"
         )
 
 

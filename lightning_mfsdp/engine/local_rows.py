@@ -39,7 +39,11 @@ class RowPlacement:
 
 
 class LocalRowsOptimizer(Optimizer):
-    """Base of optimizers that hold plain local rows and exchange what else their rule needs; see `row_placement` and `has_gradient`."""
+    """Base of optimizers that hold plain local rows and exchange what else their rule needs; see `row_placement` and `has_gradient`.
+
+    A rank without rows of a parameter has an empty gradient of it. Such an optimizer makes the same state there as elsewhere, over no
+    rows: `state_dict()` has to show the same on all ranks.
+    """
 
 
 def row_placement(parameter: Tensor) -> RowPlacement | None:

@@ -29,6 +29,7 @@ from lightning_mfsdp.engine.fused_adam import add_missing_remainders, is_fused_a
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.offload import StreamedStep
+from lightning_mfsdp.engine.optimizer_state import refuse_left_behind, show_state, take_state
 from lightning_mfsdp.engine.parameter import Entry, owner_of
 from lightning_mfsdp.engine.rows import sharded_axes
 
@@ -62,7 +63,8 @@ def fully_shard_optimizer(
     so that any optimizer works on them. The weights that forward uses are refreshed after each step, and within one before its closure is
     called again (LBFGS). No step is taken here: step counters and weight decay start where the user starts. What comes into the groups
     later, by `add_param_group` or otherwise, is taken over when the next step begins. Parameters that were sharded with
-    `offload="optimizer"` are stepped a few at a time (offload.py).
+    `offload="optimizer"` are stepped a few at a time (offload.py). `optimizer.state_dict()` shows state as DTensors, as under FSDP2, and
+    `load_state_dict` takes these, or whole tensors (optimizer_state.py).
 
     Args:
         optimizer: Built from `module.parameters()`, before or after `fully_shard`.
@@ -88,6 +90,8 @@ def fully_shard_optimizer(
     if step is None:
         step = _ShardedStep()
         step.adopt(optimizer, elementwise, grad_scaler)
+        optimizer.register_state_dict_post_hook(show_state)
+        optimizer.register_load_state_dict_pre_hook(take_state)
         optimizer.register_step_pre_hook(step)
         # They find weights and gradients as after any step.
         compat.before_other_hooks(optimizer.register_step_post_hook(step.end))
@@ -133,6 +137,8 @@ class _ShardedStep:
         """Before a step."""
         if not _is_same(self._held, _parameters(optimizer)):
             self._take_over(optimizer)
+        if any(_has_ended(reference()) for reference, _ in self._groups):
+            refuse_left_behind(optimizer, "step")
         if self._keeps_remainders:
             add_missing_remainders(optimizer)
         changed = self._streamed.begin(optimizer, args, kwargs)
@@ -210,6 +216,12 @@ def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:
             by_context.setdefault(group.context, []).append(group)
     for context, groups in by_context.items():
         context.optimizer_stepped(groups)
+
+
+def _has_ended(group: ParameterGroup | None) -> bool:
+    """Whether a group is sharded no more: its module is gone, or plain again."""
+    context = group.context if group is not None else None
+    return context is None or context.root is None
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

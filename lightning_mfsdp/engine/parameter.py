@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.engine import compat
+from lightning_mfsdp.engine.codec import WeightCodec, marks_of
 from lightning_mfsdp.engine.sharded_parameter import ShardedParameter
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.group import ParameterGroup
 
-__all__ = ["Entry", "UnshardedParameter", "mark_owner", "owner_of", "place_of"]
+__all__ = ["Entry", "UnshardedParameter", "is_left_behind", "leave_behind", "mark_owner", "owner_of", "place_of"]
 
 _OWNER = "_owner"
+_LEFT_BEHIND = "_left_behind"
 
 
 class UnshardedParameter(nn.Parameter):
@@ -92,6 +94,23 @@ class Entry:
         self.full.data_was_asked_for = False
         return version != self.version
 
+    def as_plain(self, whole: Tensor, codec: WeightCodec | None) -> nn.Parameter:
+        """`full`, over memory of its own and without traces of the engine; of a codec, a parameter like it in ordinary numbers."""
+        with torch.inference_mode(False):
+            if codec is not None:
+                parameter = nn.Parameter(whole, requires_grad=self.full.requires_grad)
+                parameter.__dict__.update(marks_of(self.full, codec))
+                return parameter
+            full: Any = self.full
+            plain: Any = nn.Parameter
+            full.grad = None
+            compat.set_data(full, whole)
+            if type(full) is UnshardedParameter:
+                full.__class__ = plain
+            for mark in (_OWNER, "data_was_asked_for"):
+                full.__dict__.pop(mark, None)
+            return cast("nn.Parameter", full)
+
     def install(self, parameter: Any) -> None:
         """Show `parameter` under all names."""
         for table, key in self.sites:
@@ -108,6 +127,21 @@ def place_of(parameter: Tensor) -> tuple[ParameterGroup, int] | None:
     reference, index = getattr(parameter, _OWNER, (None, 0))
     group = reference() if reference is not None else None
     return None if group is None else (group, index)
+
+
+def leave_behind(entry: Entry) -> None:
+    """Note on what optimizers hold that the module has another parameter now, and let it hold no memory."""
+    nothing = entry.local.detach().new_empty(0)
+    entry.local.grad = entry.sharded.grad = None
+    compat.set_data(entry.local, nothing)
+    entry.sharded._local_tensor = nothing
+    for face in (entry.local, entry.sharded):
+        setattr(face, _LEFT_BEHIND, True)
+
+
+def is_left_behind(parameter: Tensor) -> bool:
+    """Whether `leave_behind` said so."""
+    return bool(getattr(parameter, _LEFT_BEHIND, False))
 
 
 def owner_of(parameter: Tensor) -> tuple[ParameterGroup, Entry] | None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_mfsdp.engine.collectives import Mesh
     from lightning_mfsdp.engine.group import ParameterGroup
 
-__all__ = ["Lies", "PlacedTensor", "as_dtensor"]
+__all__ = ["Lies", "PlacedTensor", "as_dtensor", "own_rows"]
 
 
 class Lies(NamedTuple):
@@ -34,6 +34,10 @@ class Lies(NamedTuple):
     rows_by_shard: Sequence[range]
     mesh: Mesh
     split: tuple[bool, bool]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Lies:
+        # Copies of a tensor on another device (torch.distributed.checkpoint makes them) lie where it lies.
+        return self
 
 
 class PlacedTensor(DTensor):
@@ -55,7 +59,7 @@ class PlacedTensor(DTensor):
     ) -> Any:
         """Rows `local` of a tensor of `like`'s shape, or another with as many rows, shared out as `like` is; no copy, no history."""
         with compat.without_torch_function():  # what stands for a gradient that is held back is not to be computed yet
-            plain = as_dtensor(local, like.shape if shape is None else shape, like.device_mesh, like.placements)
+            plain = as_dtensor(local, like.shape if shape is None else shape, like.device_mesh, like._spec.placements)
         made = (kind or like._derived)(local, plain._spec, requires_grad=False)
         made._owner, made._rows, made.lies = like._owner, like._rows, like.lies
         return made
@@ -84,7 +88,7 @@ class PlacedTensor(DTensor):
     @property
     def is_divided(self) -> bool:
         """Whether ranks hold different rows; all ranks agree."""
-        return any(placement.is_shard() for placement in self.placements)
+        return any(placement.is_shard() for placement in self._spec.placements)
 
     def note_write(self) -> None:
         """Main weights may have been written: forward must see it."""
@@ -96,7 +100,25 @@ class PlacedTensor(DTensor):
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole tensor, plain and without history: a loss computed from it has no gradient. Collective."""
         with torch.no_grad(), compat.without_torch_function():
-            return gather_rows(self._group("full_tensor"), self._owner[1], self._local_tensor.detach())
+            group, rows = self._group("full_tensor"), self._local_tensor.detach()
+            return gather_rows(group, self._owner[1], rows.to(group.device)).to(rows.device)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """As of any DTensor; those that split it know which rows are here."""
+        found, is_first = [], True
+        for placement in self._spec.placements:
+            splits = placement.is_shard()
+            found.append(compat.OwnRows(self._rows, is_first) if splits else placement)
+            is_first = is_first and not splits
+        return tuple(found)
+
+
+def own_rows(whole: Tensor, like: PlacedTensor) -> Tensor:
+    """This rank's rows of a whole tensor that is shared out as `like` is; all ranks have all of one without elements."""
+    if not whole.dim():
+        return whole if like._rows else whole.reshape(1)[:0]
+    return whole if not whole.numel() else whole[like._rows.start : like._rows.stop]
 
 
 def as_dtensor(local: Tensor, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

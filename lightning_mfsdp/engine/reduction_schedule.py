@@ -114,6 +114,11 @@ class ReductionSchedule:
         self._reducers.pop(group, None)
         return True
 
+    def end(self, groups: Sequence[ParameterGroup]) -> None:
+        """These groups are sharded no more: nothing is reduced for them, and what is held back of their gradients goes."""
+        for group in groups:
+            self._reducers.pop(group, None)
+
     def writes(self, group: ParameterGroup) -> DirectWrites | None:
         """Where a layer may write gradients of a group in this backward; `None`: leave them to autograd."""
         return None if self.reducer(group).is_alone else self.required_writes(group)

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.gradient_hooks import add_gradient_hook
 from lightning_mfsdp.engine.held_back import HeldBackGradient, HeldBackRows
-from lightning_mfsdp.engine.placed_tensor import Lies, as_dtensor
+from lightning_mfsdp.engine.placed_tensor import Lies, as_dtensor, own_rows
 from lightning_mfsdp.engine.rows import owned_rows, whole_shape
 from lightning_mfsdp.engine.sharded_arithmetic import refuse_gradient
 from lightning_mfsdp.engine.sharded_tensor import Rows
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from lightning_mfsdp.engine.group import ParameterGroup
 
 __all__ = ["ShardedParameter"]
+
+# How dictionaries compare their keys.
+_EQUAL = (Tensor.__eq__, Tensor.eq)
 
 
 class ShardedParameter(Rows):
@@ -59,6 +62,18 @@ class ShardedParameter(Rows):
         if full.requires_grad:
             Tensor.register_hook(made, partial(_refuse_gradient, made._unswappable))  # type: ignore[no-untyped-call]
         return made
+
+    def __hash__(self) -> int:
+        # Optimizers hold the local face, and others (torch.distributed.checkpoint) look for what the module shows.
+        return id(self._local_face)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _EQUAL and _are_faces(*args):
+            return True
+        return super().__torch_function__(func, types, args, kwargs)
 
     @property
     def described(self) -> str:
@@ -106,8 +121,7 @@ class ShardedParameter(Rows):
                 f"{self.described}: its gradient was set to a tensor of shape {tuple(value.shape)}; expected {tuple(self.shape)}, the "
                 "shape of the whole parameter, with the same values on every rank"
             )
-        rows = value[self._rows.start : self._rows.stop] if value.dim() else value
-        made: Rows = Rows.over(rows.detach().to(self._local_face).clone(), self)
+        made: Rows = Rows.over(own_rows(value, self).detach().to(self._local_face).clone(), self)
         return made
 
     def note_write(self) -> None:
@@ -155,8 +169,7 @@ class ShardedParameter(Rows):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         raise EngineStateError(
             f"{self._name}: a sharded parameter cannot be deep-copied, because the copy would belong to no unit. Copy "
-            "the module before fully_shard, "
-            "or copy values with unshard(module)"
+            "the module before fully_shard or after unshard_model, or copy values with unshard(module)"
         )
 
     def register_hook(self, hook: Any) -> NoReturn:
@@ -182,8 +195,15 @@ class ShardedParameter(Rows):
     def share_memory_(self) -> NoReturn:
         """Refused: its memory is part of a buffer."""
         raise EngineStateError(
-            f"share_memory_ on parameter {self.described}: shards lie in buffers of the engine; share the module before fully_shard"
+            f"share_memory_ on parameter {self.described}: shards lie in buffers of the engine; share the module before fully_shard or "
+            "after unshard_model"
         )
+
+
+def _are_faces(one: Any, other: Any) -> bool:
+    """Whether they are the sharded and the local face of one parameter: as keys of a dictionary they are the same."""
+    faces = (one, other) if isinstance(one, ShardedParameter) else (other, one)
+    return isinstance(faces[0], ShardedParameter) and faces[0]._local_face is faces[1]
 
 
 def _refuse_gradient(reference: weakref.ref[ShardedParameter], _: Tensor) -> NoReturn:

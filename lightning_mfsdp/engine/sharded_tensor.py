@@ -9,12 +9,15 @@ runs: DTensor would silently take the wrong rows, or wait for ranks that have no
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.errors import EngineStateError
@@ -51,9 +54,14 @@ class Rows(PlacedTensor):
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         self.numpy()
 
-    def redistribute(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: rows cannot be moved as DTensor would."""
-        refuse_layout("redistribute", self)
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """The whole tensor on every rank, without history; collective. Other placements are refused: DTensor would move wrong rows."""
+        same_mesh = device_mesh is None or device_mesh == self.device_mesh
+        if not same_mesh or not placements or not all(placement.is_replicate() for placement in placements):
+            refuse_layout("redistribute", self)
+        return DTensor.from_local(self.full_tensor(), self.device_mesh, list(placements), run_check=False)
 
     # -- saving and copying --------------------------------------------------------------------------------------------
 
@@ -84,13 +92,25 @@ class Rows(PlacedTensor):
         """For torch.distributed.checkpoint: the memory it reads from and writes to."""
         return self._local_tensor
 
+    def data_ptr(self) -> int:
+        """0: the memory is that of `to_local()`. PyTorch would say how far into it these rows begin."""
+        return 0
+
+    def new_empty(self, *size: Any, **options: Any) -> Tensor:
+        """A tensor of this shape, shared out as this one; other shapes are refused."""
+        wanted = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+        if tuple(wanted) != tuple(self.shape):
+            refuse_layout("new_empty", self)
+        made: Rows = Rows.over(self._local_tensor.new_empty(self._local_tensor.shape, **options), self)
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return Rows.over(copy.deepcopy(self._local_tensor.detach(), memo), self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise EngineStateError(
             f"parameter {self.described}: sharded tensors cannot be pickled (torch.save), because each rank has rows of its own; "
-            "save value.full_tensor(), called on all ranks, or use torch.distributed.checkpoint"
+            "save full_state_dict(module), called on all ranks, use torch.distributed.checkpoint, or call unshard_model(module) first"
         )
 
     def __tensor_flatten__(self) -> Any:

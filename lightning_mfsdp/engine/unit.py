@@ -107,7 +107,7 @@ class Unit:
             module.__dict__[UNIT] = self
         self._modules = [weakref.ref(module) for module in modules]
         self._inside: list[RemovableHandle] = []
-        attach(self, modules)
+        self._hooks = attach(self, modules)
 
     def rename(self, names: Sequence[str]) -> None:
         """Take the full name inside a root; `names` are those of its modules."""
@@ -133,6 +133,17 @@ class Unit:
             module = reference()
             if module is not None:
                 self._inside += attach_inside(self, module)
+
+    def end(self) -> None:
+        """Its modules are sharded no more, and do not hold it."""
+        self.rest(keeps_graph=False)
+        self.unhook_inside()
+        for handle in self._hooks:
+            handle.remove()
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                module.__dict__.pop(UNIT, None)
 
     def unhook_inside(self) -> None:
         """It is no outermost unit any more."""

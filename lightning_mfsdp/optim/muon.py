@@ -150,7 +150,7 @@ class Muon(LocalRowsOptimizer):
             if group["use_muon"]:
                 self._step_matrices(number, group, trained)
             else:
-                self._step_adamw(group, [parameter for parameter in trained if parameter.numel()])
+                self._step_adamw(group, trained)
         return loss
 
     # -- Muon ----------------------------------------------------------------------------------------------------------
@@ -204,22 +204,16 @@ class Muon(LocalRowsOptimizer):
             finish(*returning)
 
     def _take_gradients(self, group: Mapping[str, Any], parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Move the momentum of these rows towards their gradient; what is to be orthogonalised, nothing where there are no rows."""
-        filled = [parameter for parameter in parameters if parameter.grad is not None and parameter.numel()]
-        gradients = [parameter.grad for parameter in filled if parameter.grad is not None]
+        """Move the momentum of these rows towards their gradient; what is to be orthogonalised, without rows where there are none."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         momenta = []
-        for parameter in filled:
+        for parameter in parameters:
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             momenta.append(state["momentum_buffer"])
-        updates = momenta
-        if filled:
-            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-            if group["nesterov"]:
-                updates = list(torch._foreach_lerp(gradients, momenta, group["momentum"]))
-        of_filled = dict(zip(map(id, filled), updates, strict=True))
-        return [of_filled.get(id(parameter), parameter.detach()[:0]) for parameter in parameters]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        return list(torch._foreach_lerp(gradients, momenta, group["momentum"])) if group["nesterov"] else momenta
 
     # -- AdamW ---------------------------------------------------------------------------------------------------------
 

@@ -91,7 +91,8 @@ def elementwise_optimizers_hold_local_rows_and_train_like_plain_pytorch(rank, wo
         assert_like_plain(model, plain, case, world)
         for view in sharded_parameters(model):
             state = optimizer.state.get(view.local, {})
-            assert view.dtensor not in optimizer.state
+            assert not any(key is view.dtensor for key in optimizer.state)
+            assert (view.dtensor in optimizer.state) == (view.local in optimizer.state), "one parameter, one key"
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim():
                     assert value.shape == view.local.shape, f"{case} {key}: state of this rank's rows only"

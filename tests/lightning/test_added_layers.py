@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-from lightning_mfsdp import MFSDPStrategy
+from lightning_mfsdp import MFSDPStrategy, sharded_parameters, unshard_model
 from tests.engine.worlds import by_world, check
 
 
@@ -48,12 +48,15 @@ def of_a_replaced_head(rank: int, world: int) -> None:
     model = Model()
     fit(model)
     fit(model)
-    model.head = nn.Linear(4, 3)
+    model.head = nn.Linear(4, 2)
     model.body.extra = nn.Parameter(torch.ones(3))
     with pytest.raises(
         ValueError, match=r"Model: body\.extra, head\.weight, head\.bias came into the model after it was sharded"
     ):
         fit(model)
+    fit(unshard_model(model))
+    names = {name for name, _ in model.named_parameters() if not name.startswith("frozen")}
+    assert {view.name for view in sharded_parameters(model)} == names
 
 
 def of_a_layer_wrapped_when_training_starts(rank: int, world: int) -> None:

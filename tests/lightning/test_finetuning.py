@@ -183,7 +183,10 @@ def refusals() -> str:
     model = nn.Linear(4, 4)
     fully_shard(model)
     optimizer = fully_shard_optimizer(torch.optim.AdamW([model.weight], lr=0.1))
-    optimizer.add_param_group({"params": [model.bias, model.weight]})
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [model.weight]})
+    optimizer.add_param_group({"params": [model.bias]})
+    optimizer.param_groups[1]["params"].append(model.weight)
     with pytest.raises(ShardingError) as twice:
         optimizer.step()
     with pytest.warns(UserWarning, match="1 of 1 parameters to be unfrozen are in the optimizer already"):

@@ -32,6 +32,17 @@ class Own(Classifier):
         return OwnAdamW(self.parameters(), lr=0.05)
 
 
+class Scaled(Classifier):
+    """Of numbers, too, one rank has the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(2.0))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) * self.factor
+
+
 class TwoGroups(Classifier):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         parameters = list(self.parameters())
@@ -68,15 +79,16 @@ def runs(rank: int, world: int, folder: str) -> dict[str, Any]:
         trainer.fit(model, data, **options)
         return trainer
 
-    for kind in ("sharded", "full"):
-        straight = seeded(Own)
+    for model in (Own, Scaled):
+        straight = seeded(model)
         fit(straight, 4)
-        half = seeded(Own)
-        fit(half, 2, kind).save_checkpoint(f"{folder}/own-{kind}.ckpt")
-        again = seeded(Own)
-        trainer = fit(again, 4, ckpt_path=f"{folder}/own-{kind}.ckpt")
-        steps = {float(state["step"]) for state in trainer.optimizers[0].state.values()}
-        found[kind] = full_state(straight), full_state(again), steps
+        for kind in ("sharded", "full"):
+            path = f"{folder}/{model.__name__}-{kind}.ckpt"
+            fit(seeded(model), 2, kind).save_checkpoint(path)
+            again = seeded(model)
+            trainer = fit(again, 4, ckpt_path=path)
+            steps = {float(state["step"]) for state in trainer.optimizers[0].state.values()}
+            found[f"{model.__name__} {kind}"] = full_state(straight), full_state(again), steps
 
     fit(seeded(Classifier), 1, "full").save_checkpoint(f"{folder}/one.ckpt")
     other = seeded(TwoGroups)
@@ -110,9 +122,10 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_an_optimizer_that_holds_dtensors_goes_on_to_the_bit(ran: Any, kind: str) -> None:
+@pytest.mark.parametrize("model", ["Own", "Scaled"])
+def test_an_optimizer_goes_on_to_the_bit_whether_it_holds_dtensors_or_rows(ran: Any, model: str, kind: str) -> None:
     for found in ran:
-        straight, again, steps = found[kind]
+        straight, again, steps = found[f"{model} {kind}"]
         assert steps == {4.0}, "on every rank, also for parameters without rows there"
         for name, value in straight.items():
             assert torch.equal(again[name], value), name

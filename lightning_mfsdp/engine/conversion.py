@@ -1,0 +1,228 @@
+"""What becomes of a sharded module when it is moved, converted or made plain again.
+
+`module.cpu()`, `.to(dtype)`, `.half()` work on shards: the module shows this rank's rows as they were moved or cast, while the engine's
+memory, the optimizer and communication stay where they are. Forward says that the module was converted; the way back (`.to(...)`, another
+fit) writes the rows into the main weights. `unshard_model` ends the sharding: whole plain parameters in place, unit by unit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mfsdp.engine import compat
+from lightning_mfsdp.engine.context import Context
+from lightning_mfsdp.engine.direct import write_as_ever
+from lightning_mfsdp.engine.errors import ShardingError
+from lightning_mfsdp.engine.group import ParameterGroup
+from lightning_mfsdp.engine.parameter import Entry, leave_behind, owner_of, place_of
+from lightning_mfsdp.engine.sharded_parameter import ShardedParameter
+from lightning_mfsdp.engine.sharded_tensor import Rows
+from lightning_mfsdp.engine.unit import Unit, unit_of
+
+__all__ = ["bring_home", "follow_conversions", "unshard_model"]
+
+
+class MovedRows(Rows):
+    """A sharded parameter whose rows are elsewhere or of another dtype than the main weight."""
+
+    @classmethod
+    def of(cls, rows: Rows, home: ShardedParameter) -> MovedRows:
+        """What a module shows of `home` after a conversion."""
+        made = cls(rows._local_tensor.detach(), rows._spec, requires_grad=False)
+        made._owner, made._rows, made.lies = home._owner, home._rows, home.lies
+        made._is_param = True
+        return made
+
+
+class _NotForDDP:
+    """Whoever asks which parameters DistributedDataParallel shall ignore wants to wrap shards with it."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise ShardingError(
+            "DistributedDataParallel (strategy ddp) was given a module that is sharded, whose ranks hold different rows; call "
+            "unshard_model(module) first, or train on with the sharded module"
+        )
+
+
+def follow_conversions(module: nn.Module) -> None:
+    """Have the modules in `module` that show sharded parameters convert them as shards, and DistributedDataParallel refuse `module`."""
+    module.__dict__.setdefault(compat.IGNORED_BY_DDP, _NotForDDP())
+    for child in module.modules():
+        if any(isinstance(parameter, ShardedParameter) for parameter in child._parameters.values()):
+            child.__dict__["_apply"] = _apply_of(weakref.ref(child))
+
+
+def _apply_of(this: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
+    """`_apply` of one module; it does not keep the module alive."""
+
+    def _apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        module = this()
+        assert module is not None, "called through the module"
+        return _converted(module, function, recurse)
+
+    return _apply
+
+
+def _converted(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
+    """What `nn.Module._apply` does, which would put other tensors where shards are."""
+    table: dict[str, Any] = module._parameters
+    shown = {key: one for key, one in table.items() if isinstance(one, (ShardedParameter, MovedRows))}
+    with torch.no_grad():
+        applied = {key: function(one) for key, one in shown.items()}
+    table.update(dict.fromkeys(shown))
+    try:
+        compat.apply_to_tensors(module, function, recurse)
+    finally:
+        table.update(shown)
+    for key, value in applied.items():
+        owner = owner_of(shown[key])
+        if owner is not None and isinstance(value, Rows) and value is not shown[key]:
+            _show_as(owner[1], value)
+    return module
+
+
+def _show_as(entry: Entry, value: Rows) -> None:
+    local, rows = entry.local, value._local_tensor
+    if (local.dtype, local.device) == (rows.dtype, rows.device):
+        _write_home(entry, rows)
+    else:
+        entry.install(MovedRows.of(value, entry.sharded))
+
+
+def _write_home(entry: Entry, rows: Tensor) -> None:
+    with torch.no_grad():
+        entry.local.copy_(rows)
+    entry.sharded.note_write()
+    entry.install(entry.resting)
+
+
+def bring_home(module: nn.Module) -> None:
+    """Write rows that were moved back into the main weights, and show these again.
+
+    Raises:
+        ShardingError: They have another dtype now.
+    """
+    for one in _shown_in(module):
+        owner = owner_of(one) if isinstance(one, MovedRows) else None
+        if owner is None:
+            continue
+        entry = owner[1]
+        if one.dtype != entry.local.dtype:
+            raise ShardingError(
+                f"parameter {entry.name} was sharded with main weights of {entry.local.dtype} and converted to {one.dtype} since; "
+                "convert the module back (module.to(dtype)), or call unshard_model(module) to have it sharded anew as it is"
+            )
+        _write_home(entry, one._local_tensor)
+
+
+def _shown_in(module: nn.Module) -> list[Any]:
+    """All that modules show as parameters."""
+    return [one for child in module.modules() for one in child._parameters.values()]
+
+
+# -- plain again -------------------------------------------------------------------------------------------------------
+
+
+def unshard_model(module: nn.Module, *, device: torch.device | str | None = None) -> nn.Module:
+    """Make a sharded module plain again, in place: whole parameters, no hooks, nothing of the engine. Collective.
+
+    Units become whole one after the other, and the engine's memory of each goes then: `device`, or where they are, holds the model once
+    and the shards of what comes next. Parameters are the objects that they were before `fully_shard`, in the dtype of main weights (that
+    of `state_dict()`). Names, ties and buffers stay; gradients go. Optimizers that stepped the sharded module cannot go on: take their
+    state before, if need be, and build them anew.
+
+    Args:
+        module: The root that was sharded, or a module with such roots inside.
+        device: Where parameters and buffers go; `None`: where they are.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ShardingError: Nothing in it is sharded, or a module around it is, or it runs.
+    """
+    found = {id(unit): unit for child in module.modules() if (unit := unit_of(child)) is not None}
+    _check_whole_roots(module, list(found.values()))
+    contexts = _brought_to_rest(list(found.values()))
+    while found:
+        _end(found.popitem()[1], device)
+    for context in contexts:
+        context.end()
+    for child in module.modules():
+        child.__dict__.pop("_apply", None)
+        if isinstance(vars(child).get(compat.IGNORED_BY_DDP), _NotForDDP):
+            del child.__dict__[compat.IGNORED_BY_DDP]
+        write_as_ever(child)
+    return module if device is None else module.to(device)
+
+
+def _check_whole_roots(module: nn.Module, found: list[Unit]) -> None:
+    name = type(module).__name__
+    owners = (place_of(one) for one in _shown_in(module) if isinstance(one, Rows))
+    around = [owner[0].unit() if owner is not None else None for owner in owners]
+    if not (found or around):
+        raise ShardingError(f"unshard_model: nothing in {name} is sharded; expected what fully_shard was called on")
+    if any(unit is None or unit.context.root not in found for unit in (*found, *around)):
+        raise ShardingError(
+            f"unshard_model: {name} is part of a sharded module, which holds some of its weights; expected the root that was sharded "
+            "last, or a module around it, and while it is alive"
+        )
+    entries = [entry for unit in found for group in unit.groups for entry in group.entries]
+    if compat.backward_task() != -1 or any(unit.pinned for unit in found) or any(map(_is_shown_whole, entries)):
+        raise ShardingError(
+            f"unshard_model: {name} is in use, by a training step, a backward or unshard() around this call; call it between steps, or "
+            "after fit"
+        )
+    for unit in found:
+        if any(group.mesh.parts is not None for group in unit.groups):
+            raise ShardingError(
+                f"unshard_model: {unit.name} holds experts that are divided among ranks, and its module has a place for this rank's alone; "
+                "save a checkpoint and load it into a model built without expert_parallel"
+            )
+
+
+def _brought_to_rest(units: list[Unit]) -> list[Context]:
+    """Whom the units belong to, once nothing is gathered or waited for."""
+    contexts = list({id(unit.context): unit.context for unit in units}.values())
+    for context in contexts:
+        if context.in_backward:
+            context.recover()  # from one that raised
+    for unit in units:
+        unit.release()
+    return contexts
+
+
+def _is_shown_whole(entry: Entry) -> bool:
+    return entry.resting is not entry.sharded
+
+
+def _end(unit: Unit, device: torch.device | str | None) -> None:
+    """Make what a unit owns plain; nobody else holds the unit, so its memory goes with it."""
+    for group in unit.groups:
+        for entry in group.entries:
+            _make_plain(group, entry, device)
+    unit.context.reductions.end(unit.groups)
+    unit.end()
+
+
+def _make_plain(group: ParameterGroup, entry: Entry, device: torch.device | str | None) -> None:
+    sites = [(table, key) for table, key in entry.sites if _is_of(table.get(key), entry)]
+    shown = next((table[key] for table, key in sites), entry.sharded)
+    whole = shown.full_tensor()
+    if device is not None:
+        whole = whole.to(device)
+    parameter = entry.as_plain(whole, group.spec.codec)
+    for table, key in sites:
+        table[key] = parameter
+    leave_behind(entry)
+
+
+def _is_of(shown: Any, entry: Entry) -> bool:
+    """Whether a module shows this entry, and nobody has put something else there."""
+    owner = owner_of(shown) if isinstance(shown, Rows) else None
+    return owner is not None and owner[1] is entry

@@ -1,0 +1,357 @@
+"""Sharded modules that are moved, converted, or made plain again."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_mfsdp import full_state_dict
+from lightning_mfsdp.engine import (
+    EngineStateError,
+    MixedPrecisionPolicy,
+    ShardingError,
+    fully_shard,
+    fully_shard_optimizer,
+    gather_root,
+    sharded_parameters,
+    unshard,
+    unshard_model,
+)
+from tests.engine.worlds import by_world, check
+
+SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+class Model(nn.Module):
+    """Units inside a root with weights of its own, a recurrent layer, a tied and a frozen weight, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.block = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        self.recurrent = nn.LSTM(6, 6)
+        self.last = nn.Linear(6, 4)
+        self.again = self.last
+        self.scale = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.recurrent(self.block(self.first(x))[None])[0][0]
+        return self.again(hidden) * self.scale
+
+
+def plain() -> Model:
+    torch.manual_seed(3)
+    return Model()
+
+
+def sharded(sharding: str = "optim_grads_params", **options: Any) -> Model:
+    model = plain()
+    fully_shard(model.block, sharding=sharding, **options)
+    return fully_shard(model, sharding=sharding, **options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[Tensor]:
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        loss = model(torch.randn(3, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.01)
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    assert list(found) == list(expected), what
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, (what, name)
+        assert torch.equal(found[name], value), (what, name)
+
+
+# -- moved and converted -----------------------------------------------------------------------------------------------
+
+
+def conversions_to_what_it_is_already_change_nothing(rank: int, world: int) -> None:
+    for sharding in SHARDINGS:
+        model = sharded(sharding)
+        optimizer = fully_shard_optimizer(adam(model))
+        train(model, optimizer)
+        before, shown = values(model), list(model.parameters())
+        for convert in (nn.Module.float, nn.Module.cpu, lambda one: one.to(torch.float32), lambda one: one.to("cpu")):
+            assert convert(model) is model
+            assert convert(model.block) is model.block
+        around = nn.ModuleDict({"inner": model, "other": nn.Linear(2, 2)})
+        around.to("cpu").float()
+        assert all(one is other for one, other in zip(model.parameters(), shown, strict=True))
+        assert_equal(values(model), before, sharding)
+        train(model, optimizer)
+        straight = sharded(sharding)
+        train_on = fully_shard_optimizer(adam(straight))
+        for _ in range(2):
+            train(straight, train_on)
+        assert_equal(values(model), values(straight), f"{sharding}, trained on")
+
+
+def shards_are_converted_and_come_back_as_in_plain_pytorch(rank: int, world: int) -> None:
+    for sharding in SHARDINGS:
+        model, reference = sharded(sharding), plain()
+        optimizer = fully_shard_optimizer(adam(model))
+        for there, back in ((nn.Module.half, nn.Module.float), (nn.Module.double, nn.Module.float)):
+            there(model)
+            there(reference)
+            assert {one.dtype for one in model.parameters()} == {one.dtype for one in reference.parameters()}
+            assert all(isinstance(one, DTensor) and isinstance(one, nn.Parameter) for one in model.parameters())
+            assert model.last.weight is model.again.weight
+            assert_equal(values(model), values(reference), f"{sharding} {there.__name__}")
+            with pytest.raises(EngineStateError, match="conversion such as half"):
+                model(torch.ones(3, 4))
+            back(model)
+            back(reference)
+            assert_equal(values(model), values(reference), f"{sharding} {back.__name__}")
+        theirs = adam(reference)
+        for one, other in zip(train(model, optimizer), train(reference, theirs), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def what_a_conversion_computes_is_written(rank: int, world: int) -> None:
+    model = sharded()
+    expected = {name: value * 2 for name, value in values(model).items()}
+    model._apply(lambda value: value * 2)
+    assert_equal(values(model), expected, "doubled in place")
+    assert all(type(one).__name__ == "ShardedParameter" for one in model.parameters())
+
+
+def a_part_may_be_converted_alone(rank: int, world: int) -> None:
+    model = sharded()
+    model.block.to(torch.bfloat16)
+    assert model.block[0].weight.dtype is torch.bfloat16
+    assert model.first.weight.dtype is torch.float32
+    model.block.float()
+    model(torch.ones(3, 4))
+
+
+def memory_that_is_shared_with_processes_is_still_refused(rank: int, world: int) -> None:
+    with pytest.raises(EngineStateError, match="share_memory_ on parameter"):
+        sharded().share_memory()
+
+
+def modules_are_freed_at_once(rank: int, world: int) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = sharded()
+        reference = weakref.ref(model.first)
+        del model
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+# -- plain again -------------------------------------------------------------------------------------------------------
+
+
+def an_unsharded_model_is_a_plain_one(rank: int, world: int) -> None:
+    for sharding in SHARDINGS:
+        for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(direct_weight_gradients=True)):
+            model = sharded(sharding, policy=policy)
+            old = fully_shard_optimizer(adam(model))
+            train(model, old)
+            expected = values(model)
+            assert unshard_model(model) is model
+            assert all(type(one) is nn.Parameter for one in model.parameters())
+            assert model.last.weight is model.again.weight
+            assert not model.scale.requires_grad
+            assert_equal({name: value.detach() for name, value in model.state_dict().items()}, expected, sharding)
+            reference = plain()
+            reference.load_state_dict(expected)
+            assert_same_training(model, reference)
+            assert not sharded_parameters(model)
+            for child in model.modules():
+                assert not child._forward_hooks
+                assert not child._forward_pre_hooks
+                assert "forward" not in vars(child)
+                assert not {"_apply", "_ddp_params_and_buffers_to_ignore"} & vars(child).keys()
+            state = reference_state(expected)
+            for use in (old.step, old.state_dict, partial(old.load_state_dict, state)):
+                with pytest.raises(ShardingError, match="build a new optimizer"):
+                    use()
+
+
+def assert_same_training(model: nn.Module, reference: nn.Module) -> None:
+    losses = [train(one, adam(one)) for one in (model, reference)]
+    for one, other in zip(*losses, strict=True):
+        assert torch.equal(one, other)
+    model.half().float()
+    torch.save(model.state_dict(), "/dev/null")
+
+
+def reference_state(weights: dict[str, Tensor]) -> dict[str, Any]:
+    """Of an optimizer over a plain model, after a step."""
+    reference = plain()
+    reference.load_state_dict(weights)
+    optimizer = adam(reference)
+    train(reference, optimizer, steps=1)
+    return optimizer.state_dict()
+
+
+def an_unsharded_model_has_the_parameters_that_it_was_built_with(rank: int, world: int) -> None:
+    for main in (torch.float32, torch.float64):
+        policy, model, called = MixedPrecisionPolicy(main_params_dtype=main), plain(), []
+        before = list(model.parameters())
+        before[1].mark = "kept"
+        before[1].register_hook(lambda gradient, called=called: called.append(gradient.shape))
+        fully_shard(model.block, policy=policy)
+        fully_shard(model, policy=policy)
+        train(model, fully_shard_optimizer(adam(model)))
+        assert len(called) == 2
+        unshard_model(model)
+        assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+        assert {one.dtype for one in before if one.requires_grad} == {main}
+        model.float()
+        assert vars(before[1]).keys() == {"mark"}
+        model(torch.ones(3, 4)).sum().backward()
+        assert len(called) == 3
+        assert all(one is getattr(model.recurrent, one_name) for one_name, one in flat_weights(model.recurrent))
+
+
+def flat_weights(recurrent: nn.LSTM) -> list[tuple[str, Any]]:
+    """What the layer computes with."""
+    return list(zip(recurrent._flat_weights_names, recurrent._flat_weights, strict=True))
+
+
+def what_was_put_where_a_shard_was_stays(rank: int, world: int) -> None:
+    model = sharded()
+    new = model.first.weight = nn.Parameter(torch.full((6, 4), 3.0))
+    model.last = nn.Linear(6, 4)
+    unshard_model(model)
+    assert model.first.weight is new
+    assert torch.equal(new, torch.full((6, 4), 3.0))
+    assert model.again.weight is not model.last.weight
+    model(torch.ones(3, 4))
+
+
+def a_model_in_use_is_not_unsharded(rank: int, world: int) -> None:
+    model = sharded()
+    within = pytest.raises(ShardingError, match="Model is in use")
+    with gather_root(model), within:
+        unshard_model(model)
+    with unshard(model), within:
+        unshard_model(model)
+    hook = model.last.register_full_backward_hook(lambda *_: unshard_model(model))
+    loss = model(torch.ones(3, 4)).sum()
+    with within:
+        loss.backward()
+    hook.remove()
+    unshard_model(model)
+    assert all(type(one) is nn.Parameter for one in model.parameters())
+
+
+def an_unsharded_model_can_be_exported_and_sharded_again(rank: int, world: int) -> None:
+    model = sharded()
+    model.eval()
+    expected = model(torch.ones(3, 4)).detach()
+    unshard_model(model, device="cpu")
+    exported = torch.export.export(model, (torch.ones(3, 4),))
+    torch.testing.assert_close(exported.module()(torch.ones(3, 4)), expected)
+    fully_shard(model)
+    torch.testing.assert_close(model(torch.ones(3, 4)).detach(), expected)
+    model.train()
+    train(model, fully_shard_optimizer(adam(model)))
+
+
+def a_converted_model_is_unsharded_as_it_is(rank: int, world: int) -> None:
+    model, reference = sharded(), plain()
+    model.to(torch.bfloat16)
+    reference.to(torch.bfloat16)
+    unshard_model(model)
+    assert_equal(dict(model.state_dict()), dict(reference.state_dict()), "bf16")
+
+
+def only_whole_roots_are_unsharded(rank: int, world: int) -> None:
+    with pytest.raises(ShardingError, match="nothing in Model is sharded"):
+        unshard_model(plain())
+    model = sharded()
+    for part in (model.block, model.first):
+        with pytest.raises(ShardingError, match="is part of a sharded module"):
+            unshard_model(part)
+    first = sharded().first
+    with pytest.raises(ShardingError, match="and while it is alive"):
+        unshard_model(first)
+    around = nn.ModuleList([model, sharded()])
+    unshard_model(around)
+    assert all(type(one) is nn.Parameter for one in around.parameters())
+
+
+def full_state_dicts_are_plain_and_whole(rank: int, world: int) -> None:
+    for sharding in SHARDINGS:
+        state = full_state_dict(sharded(sharding))
+        assert bool(state) == (rank == 0)
+        everywhere = full_state_dict(sharded(sharding), rank0_only=False)
+        assert_equal(everywhere, dict(plain().state_dict()), sharding)
+        assert all(type(value) is Tensor for value in everywhere.values())
+        assert everywhere["last.weight"] is everywhere["again.weight"]
+
+
+def what_cannot_be_done_while_sharded_says_how_to_go_on(rank: int, world: int) -> None:
+    model = sharded()
+    for use in (copy.deepcopy, saved, nn.Module.share_memory, exported, nn.parallel.DistributedDataParallel):
+        for part in (model, model.block):
+            with pytest.raises((EngineStateError, ShardingError), match="unshard_model"):
+                use(part)
+    unshard_model(model)
+    for use in (copy.deepcopy, saved, exported, nn.parallel.DistributedDataParallel, nn.Module.share_memory):
+        use(model)
+
+
+def saved(module: nn.Module) -> None:
+    torch.save(module.state_dict(), io.BytesIO())
+
+
+def exported(module: nn.Module) -> None:
+    torch.export.export(module.eval(), (torch.ones(3, 4 if isinstance(module, Model) else 6),))
+
+
+CASES = [
+    conversions_to_what_it_is_already_change_nothing,
+    shards_are_converted_and_come_back_as_in_plain_pytorch,
+    what_a_conversion_computes_is_written,
+    a_part_may_be_converted_alone,
+    memory_that_is_shared_with_processes_is_still_refused,
+    modules_are_freed_at_once,
+    an_unsharded_model_is_a_plain_one,
+    an_unsharded_model_has_the_parameters_that_it_was_built_with,
+    what_was_put_where_a_shard_was_stays,
+    a_model_in_use_is_not_unsharded,
+    an_unsharded_model_can_be_exported_and_sharded_again,
+    a_converted_model_is_unsharded_as_it_is,
+    only_whole_roots_are_unsharded,
+    full_state_dicts_are_plain_and_whole,
+    what_cannot_be_done_while_sharded_says_how_to_go_on,
+]
+WORLDS = {1: CASES, 2: CASES}
+
+
+@by_world(WORLDS)
+def test_conversion(world: int, case: Any) -> None:
+    check(WORLDS, world, case)
