@@ -152,11 +152,12 @@ class OwnRows(Shard):
     Args:
         rows: Of dim 0, of the whole tensor, that lie here.
         is_first: Of several axes that split it, the first answers for all.
+        like: A tensor that is shared out in this way.
     """
 
-    def __init__(self, rows: range, is_first: bool) -> None:
+    def __init__(self, rows: range, is_first: bool, like: DTensor) -> None:
         super().__init__(0)
-        self._rows, self._is_first = rows, is_first
+        self._rows, self._is_first, self.like = rows, is_first, like
 
     def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: int, rank: Any) -> Any:
         return (len(self._rows), self._rows.start) if self._is_first else (curr_local_size, 0)

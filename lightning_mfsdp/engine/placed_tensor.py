@@ -109,7 +109,7 @@ class PlacedTensor(DTensor):
         found, is_first = [], True
         for placement in self._spec.placements:
             splits = placement.is_shard()
-            found.append(compat.OwnRows(self._rows, is_first) if splits else placement)
+            found.append(compat.OwnRows(self._rows, is_first, self) if splits else placement)
             is_first = is_first and not splits
         return tuple(found)
 

@@ -162,10 +162,20 @@ def _tensors_by_place(given: dict[int | str, Any]) -> dict[_Place, Tensor]:
     found: dict[_Place, Tensor] = {}
     for key, value in given.items():
         if isinstance(value, Tensor):
-            found[key, None] = value
+            found[key, None] = _placed(value)
         elif isinstance(value, (list, tuple)):
-            found.update(((key, at), one) for at, one in enumerate(value) if isinstance(one, Tensor))
+            found.update(((key, at), _placed(one)) for at, one in enumerate(value) if isinstance(one, Tensor))
     return found
+
+
+def _placed(tensor: Tensor) -> Tensor:
+    """A DTensor that somebody made of a parameter's rows and its `placements`, as one of ours."""
+    if isinstance(tensor, DTensor) and not isinstance(tensor, PlacedTensor):
+        for placement in tensor.placements:
+            if isinstance(placement, compat.OwnRows) and isinstance(placement.like, PlacedTensor):
+                made: PlacedTensor = PlacedTensor.over(tensor._local_tensor, placement.like, shape=tensor.shape)
+                return made
+    return tensor
 
 
 def _replaced(value: Any, key: int | str, here: dict[_Place, Tensor]) -> Any:

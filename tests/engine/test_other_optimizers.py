@@ -148,14 +148,21 @@ def an_operation_that_mixes_rows_up_names_the_optimizer_and_the_ways_out(rank, w
 
 
 class Remade(torch.optim.SGD):
-    """Makes its state of the rows of its parameters, as torchao's optimizers do."""
+    """Makes its state of the rows of its parameters, as torchao's optimizers do.
+
+    Attributes:
+        placements: With which; those of the parameter if there are none.
+    """
+
+    placements: Any = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
             rows = torch.ones_like(parameter.to_local())
             place = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
-            parameter.sub_(DTensor.from_local(rows, parameter.device_mesh, parameter.placements, **place))
+            placements = self.placements or parameter.placements
+            parameter.sub_(DTensor.from_local(rows, parameter.device_mesh, placements, **place))
 
 
 def dtensors_of_a_users_own_meet_parameters_where_they_are_of_equal_parts(rank, world):
@@ -166,8 +173,13 @@ def dtensors_of_a_users_own_meet_parameters_where_they_are_of_equal_parts(rank, 
         expected = weight.full_tensor() + 1
         weight.add_(own)
     assert torch.equal(weight.full_tensor(), expected)
+    before = weights(model)
     optimizer = fully_shard_optimizer(Remade(model.parameters(), lr=0.1))
     loss_of(model, inputs(0)).backward()
+    optimizer.step()
+    for name, value in weights(model).items():
+        assert torch.equal(value, before[name] - 1), name
+    optimizer.placements = [Shard(0)]
     with pytest.raises(EngineStateError, match=r"in the step of Remade has other rows than DTensor gives each rank"):
         optimizer.step()
 
