@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -344,7 +344,8 @@ def is_traced() -> bool:
 
 def ddp_ignores(module: torch.nn.Module) -> frozenset[str]:
     """Names that DistributedDataParallel was told to leave alone (torch 2.11 to 2.13: `_set_params_and_buffers_to_ignore_for_model`)."""
-    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    found = getattr(module, IGNORED_BY_DDP, ())
+    return frozenset(found) if isinstance(found, Collection) else frozenset()  # else what refuses DDP (conversion.py)
 
 
 def storage_users(tensor: Tensor) -> int:
