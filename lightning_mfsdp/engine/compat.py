@@ -42,7 +42,9 @@ __all__ = [
     "averages",
     "backward_task",
     "before_other_hooks",
+    "carries_data",
     "ddp_ignores",
+    "default_store",
     "foreach_add_",
     "foreach_copy_",
     "foreach_lerp_",
@@ -247,6 +249,16 @@ def _coalesced(group: dist.ProcessGroup, device: torch.device) -> AbstractContex
 def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether NCCL carries tensors of this device; a group's backend may be unnamed or a list such as "cpu:gloo,cuda:nccl"."""
     return device.type == "cuda" and dist.get_backend(group) not in ("gloo", "mpi", "ucc", "fake")
+
+
+def carries_data(group: dist.ProcessGroup) -> bool:
+    """Whether ranks of a group exist; the fake backend stands in for them and moves nothing."""
+    return bool(dist.get_backend(group) != "fake")
+
+
+def default_store() -> Store:
+    """Where the ranks of the default process group met (torch 2.11 to 2.13: `_get_default_store`)."""
+    return c10d._get_default_store()
 
 
 def averages(group: dist.ProcessGroup, device_type: str) -> bool:

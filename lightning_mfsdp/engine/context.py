@@ -17,6 +17,7 @@ from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.channels import Channels
 from lightning_mfsdp.engine.codec import quantize_all
 from lightning_mfsdp.engine.collectives import Mesh
+from lightning_mfsdp.engine.gather_order import GatherOrder
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.parameter import Entry
 from lightning_mfsdp.engine.planning import MemoryPlanner
@@ -38,6 +39,7 @@ class Context:
 
     Attributes:
         reductions: Of gradients.
+        order: Of gathers, which ranks have to share.
         weights_ready: After the last write to a main or held weight; `None` once the gather stream has waited for it.
         ranges: Names for what happens, for a profiler.
         gathers_started: Collectives issued for weights so far, for inspection.
@@ -52,11 +54,12 @@ class Context:
         self.mesh = mesh
         self.device = device
         self.streams = Streams(device)
-        self.ranges = Ranges()
+        self.order = GatherOrder.over(mesh.shard, device)
+        self.ranges = Ranges(self.order.told)
         self.pool = SlotPool(device, pooled=pooled)
         self.channels = Channels(device, symmetric=symmetric)
         self._planner = MemoryPlanner(self.pool, self.channels, mesh, device)
-        self.reductions = ReductionSchedule(self.streams, self.ranges, zeros_unused=zeros_unused)
+        self.reductions = ReductionSchedule(self.streams, self.ranges, self.order, zeros_unused=zeros_unused)
         self._covered: set[int] = set()
         self.ignored: dict[int, weakref.ref[nn.Parameter]] = {}
         self._uncovered: list[weakref.ref[Entry]] = []
@@ -68,6 +71,7 @@ class Context:
         self._has_stepped = False
         self._root: Callable[[], Unit | None] = weakref.ref(root)
         self._units: list[weakref.ref[Unit]] = []
+        self._num_groups = 0
         self._weights_changed = True
         self._first_of_pass: weakref.ref[Unit] | None = None
         self._last_forward: weakref.ref[Unit] | None = None
@@ -100,7 +104,8 @@ class Context:
         unit.context = self
         self._units.append(weakref.ref(unit))
         for group in unit.groups:
-            group.attach(unit, self)
+            self._num_groups += 1
+            group.attach(unit, self, self._num_groups)
 
     def end(self) -> None:
         """The root is sharded no more."""
@@ -184,6 +189,7 @@ class Context:
     def optimizer_stepped(self, groups: Iterable[ParameterGroup]) -> None:
         """An optimizer wrote main weights of some groups; code may read them at once."""
         self._first_of_pass = self._last_forward = None  # also after a forward whose backward never came
+        self.order.stepped()
         self._has_stepped = self._weights_changed = True
         for group in groups:
             group.outdated = True

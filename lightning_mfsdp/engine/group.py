@@ -26,6 +26,7 @@ from lightning_mfsdp.engine.codec import Fragment, marks_of
 from lightning_mfsdp.engine.collectives import Axis, Mesh, broadcast_from_first
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.full_weight import FullWeight
+from lightning_mfsdp.engine.gather_order import BACKWARD, FORWARD
 from lightning_mfsdp.engine.group_spec import GroupSpec
 from lightning_mfsdp.engine.host_memory import HostMemory
 from lightning_mfsdp.engine.layout import plan_layout
@@ -61,6 +62,7 @@ class ParameterGroup:
         lost_writes: Unsharded parameters that a forward wrote to, though main weights of another dtype cannot take that over.
         gradients_outside: Whole gradients, by index, of parameters that were used outside of a forward (outside.py).
         advised: It was said that this costs a gather each time.
+        number: Among the groups of its root.
         users_live: How many units are using the full weights.
     """
 
@@ -97,6 +99,7 @@ class ParameterGroup:
         self.lost_writes: list[Entry] = []
         self.gradients_outside: dict[int, torch.Tensor] = {}
         self.advised = False
+        self.number = 0
         self.users_live = 0
         self.stale = self.outdated = self.written_elsewhere = True
         if not self.placement.weight:
@@ -210,11 +213,12 @@ class ParameterGroup:
         """Memory of the held weight beside the main weight."""
         return sum(plane.size_bytes for plane in self.held) - (self.main.size_bytes if self.main_is_held else 0)
 
-    def attach(self, unit: Unit, context: Context) -> None:
-        """Join a unit and its root: slots come from the root's pool, and work runs on its streams."""
+    def attach(self, unit: Unit, context: Context, number: int) -> None:
+        """Join a unit and its root, as one of so many groups: slots come from the root's pool, and work runs on its streams."""
         self.unit = weakref.ref(unit)
         self._context = weakref.ref(context)
         self._pool, self.streams = context.pool, context.streams
+        self._order, self.number = context.order, number
         if self.placement.weight:
             self._pool.add(self.client)
 
@@ -281,6 +285,8 @@ class ParameterGroup:
         """
         if self.is_there(for_backward=for_backward):
             return False
+        if self.placement.weight and self._order.is_on:
+            self._order.note(self.number, self.name, BACKWARD if for_backward else FORWARD)
         begins = not self.gathered
         planes = [self.spec.plane(for_backward=for_backward)] if self.placement.weight else list(self.spec.planes)
         self._planes_there += planes

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 
 import torch.distributed as dist
@@ -22,9 +23,11 @@ class Ranges:
     Attributes:
         enabled: Whether new ones are recorded; those that are open end in any case.
         collectives: How many were begun.
+        told: Why another rank could not go on; empty if none has said so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[], str] = str) -> None:
+        self.told = told
         self.enabled = False
         self.collectives = 0
         self._latest = ("", "")
@@ -88,6 +91,10 @@ class _Around:
             self._recorded.__exit__(kind, error, where)
         if error is not None and compat.is_lost_connection(error):
             rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+            if told := self._ranges.told():
+                raise CollectiveError(
+                    f"{rank}{self._ranges.latest} failed, because another rank ended: {told}"
+                ) from error
             raise CollectiveError(
                 f"{rank}{self._ranges.latest} failed, because another rank is gone or does something else. Look for the first error in "
                 "the output of the others. If there is none: all ranks must call the same, also full_tensor(), unshard, clip_grad_norm_ "

@@ -20,6 +20,7 @@ from lightning_mfsdp.engine.buffer import Filling
 from lightning_mfsdp.engine.collectives import Mesh
 from lightning_mfsdp.engine.direct import DirectWrites
 from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.gather_order import REDUCTION, GatherOrder
 from lightning_mfsdp.engine.gradient_hooks import has_gradient_hooks, run_gradient_hooks
 from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.ranges import Ranges
@@ -61,7 +62,7 @@ class ReductionSchedule:
         watches: Called with a unit whose gradients are there and not reduced yet, mostly none (gradient_watch.py).
     """
 
-    def __init__(self, streams: Streams, ranges: Ranges, *, zeros_unused: bool) -> None:
+    def __init__(self, streams: Streams, ranges: Ranges, order: GatherOrder, *, zeros_unused: bool) -> None:
         self.sync = Sync.ALL
         self.zeros_unused = zeros_unused
         self.is_recorded = self.hides_gradients = False
@@ -69,6 +70,7 @@ class ReductionSchedule:
         self.watches: list[Callable[[Unit], None]] = []
         self._streams = streams
         self._ranges = ranges
+        self._gather_order = order
         self._order: list[weakref.ref[Unit]] = []
         self._turn = 0
         self._done: set[int] = set()
@@ -218,6 +220,9 @@ class ReductionSchedule:
         return self.sync is Sync.ALL or (self.sync is Sync.SHARD and group.placement.gradient)
 
     def _make_room(self, reducers: list[GradientReducer]) -> None:
+        """Have the buckets of some reductions free, which come next on all ranks."""
+        if self._gather_order.has_reductions and (group := reducers[0].group).placement.weight:
+            self._gather_order.note(group.number, group.name, REDUCTION)
         while len(self._in_flight) >= _MAX_BUCKETS or any(
             reducer in sent.reducers for sent in self._in_flight for reducer in reducers
         ):

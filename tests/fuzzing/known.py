@@ -92,13 +92,6 @@ def _is_reduced_twice(case: Description) -> bool:
     return bool(blocks) and (case.configuration.grouped or several or again)
 
 
-def _differs_by_rank(case: Description) -> bool:
-    if case.configuration.ranks == 1 or not _has(case, dropped="by rank"):
-        return False
-    again = _has(case, checkpoint="reentrant") or any(m.kind not in ("plain", "no_backward") for m in _micros(case))
-    return _shards_weights(case) or case.configuration.grouped or again
-
-
 def _hides_and_repeats(case: Description) -> bool:
     """Also called twice: two backwards of one call, and several forwards before a backward."""
     hiding = [block for block in case.model.blocks if block.result == "hidden"]
@@ -112,9 +105,7 @@ def _steps_dtensors_with_gaps(case: Description) -> bool:
     return case.program.optimizer == "lars" and gaps
 
 
-KNOWN: dict[str, Callable[[Description], bool]] = {
-    "10": _differs_by_rank,
-}
+KNOWN: dict[str, Callable[[Description], bool]] = {}
 
 
 # What is right and costs needless communication; as long as these are known, reductions are not counted.
@@ -252,9 +243,8 @@ DEFECTS: tuple[Defect, ...] = (
             frozen=True,
         ),
     ),
-    Defect("10", "sharded weights", _case(Block(dropped="by rank"))),
     Defect(
-        "10, whole weights",
+        "10",
         "grouped blocks, reentrant checkpoints",
         _case(
             Block(dropped="by rank", checkpoint="reentrant"),
@@ -264,7 +254,7 @@ DEFECTS: tuple[Defect, ...] = (
         ),
     ),
     Defect(
-        "10, whole weights",
+        "10",
         "a second backward",
         _case(
             Block(),

@@ -1,0 +1,307 @@
+"""GatherOrder: ranks that share weights gather the same units in the same order, or end with an error that says where they differ.
+
+A gather takes every rank of the axis. Where one rank leaves a block out, the others would wait for it for ever, or would compute with
+another unit's weights, because gathers of equal size fit each other. So every rank predicts its next gather from the gathers before, of
+which all ranks know that they were the same:
+
+    it is the predicted one                 nobody is asked; a step that repeats an earlier one costs a few lookups
+    it is another, or none was predicted    the rank says in the store what it gathers, and waits until all ranks have said the same.
+                                            They do where all begin something new: the first step, an evaluation
+    a rank says something else, or has      nobody can go on: every rank gets an error with the units and the ranks
+    gone on as predicted
+
+A rank that says nothing may be late, or it waits in a gather for this rank. Therefore a thread of each process writes into the store how
+many gathers were begun, whenever they have stood still for a second.
+
+Alternatives considered: ranks that take part in gathers of units they do not use (the order of reductions between the gathers has to be
+agreed on as well, and every new order of an evaluation costs collectives); a number of the unit in every gather (the host has to wait for
+it before the weights are used); asking before every gather. With sharding="optim_grads" weights are whole, and ranks may run any units.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from lightning_mfsdp.engine import compat
+from lightning_mfsdp.engine.collectives import Axis
+from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.process_groups import kept
+
+__all__ = ["BACKWARD", "FORWARD", "REDUCTION", "GatherOrder", "History"]
+
+FORWARD = 0
+BACKWARD = 1
+REDUCTION = 2
+_KINDS = ("in forward", "in backward", "for its gradients")
+
+_ADVICE = (
+    "Ranks that share weights have to run the same units in the same order. Run them on all ranks, or take "
+    'sharding="optim_grads", under which each rank may leave out what it likes'
+)
+
+_STILL_S = 1.0
+_HEARD_S = 3.0
+_LONGEST_PAUSE_S = 0.02
+
+_STEPS = (8, 1, 0)  # how many steps a past goes back
+_LONGEST_STEP = 4096  # gathers
+_MOST_PASTS = 1 << 17
+
+
+class History:
+    """What was gathered after what. It is the same on ranks that gathered the same, and so is what it predicts.
+
+    A past is what was gathered since the last step of an optimizer, and in so many steps before. What came after the longest past that is
+    known is expected again.
+    """
+
+    def __init__(self) -> None:
+        self._recent = (-1, -1, -1)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._numbers: dict[tuple[int, ...], int] = {}  # of pasts
+        self._after: dict[int | tuple[int, ...], int] = {}  # what came, by past
+        self._steps = (0,) * max(_STEPS)
+        self._pasts = [0] * len(_STEPS)
+        self._length = 0
+
+    @property
+    def prediction(self) -> int | None:
+        """What came last time; `None` if nothing is known."""
+        for past in self._pasts:
+            found = self._after.get(past)
+            if found is not None:
+                return found
+        return self._after.get(self._recent)
+
+    def add(self, event: int) -> None:
+        """Something was gathered."""
+        after, numbers = self._after, self._numbers
+        for index, past in enumerate(self._pasts):
+            after[past] = event
+            self._pasts[index] = numbers.setdefault((past, event), len(numbers) + 1)
+        after[self._recent] = event
+        self._recent = (self._recent[1], self._recent[2], event)
+        self._length += 1
+        if self._length == _LONGEST_STEP:  # an evaluation, or no optimizer: the last few gathers say enough
+            self._pasts.clear()
+
+    def stepped(self) -> None:
+        """An optimizer stepped: what comes next begins anew."""
+        if len(self._numbers) > _MOST_PASTS:
+            self._forget()
+        self._steps = (*self._steps[1:], self._pasts[-1] if self._pasts else 0)
+        numbers = self._numbers
+        self._pasts = [
+            numbers.setdefault((-1, *self._steps[len(self._steps) - count :]), len(numbers) + 1) for count in _STEPS
+        ]
+        self._length = 0
+
+
+class GatherOrder:
+    """The gathers of one root's units on this rank.
+
+    Args:
+        ranks: Global ranks of those that share weights, this one among them.
+        rank: Index of this one in them.
+        store: Where they meet; `None`: nothing is checked.
+        place: Prefix of the keys, the same on all ranks.
+        still_s: Seconds after which a rank that waits looks for the others.
+        heard_s: Seconds at most that a rank gives the others to hear why it ends.
+
+    Attributes:
+        is_on: Whether there are other ranks.
+        has_reductions: Whether reductions are to be noted, too.
+        asked: How often ranks were asked, for inspection.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        store: compat.Store | None,
+        place: str,
+        *,
+        still_s: float = _STILL_S,
+        heard_s: float = _HEARD_S,
+    ) -> None:
+        self.is_on = len(ranks) > 1 and store is not None
+        self.has_reductions = False
+        self.asked = 0
+        self._ranks, self._rank, self._place = ranks, rank, place
+        self._store = store
+        self._still_s, self._heard_s = still_s, heard_s
+        self._history = History()
+        self._count = 0
+        self._latest = (-1, "")
+        self._agreed_on = ""  # the key of the last agreement
+        self._written = -1  # what was said when it stood still
+        self._told = ""
+
+    @classmethod
+    def over(cls, axis: Axis, device: torch.device) -> GatherOrder:
+        """For the weights of a new root. All ranks of an axis make theirs in the same order.
+
+        Where calls wait for other ranks (gloo), the order of gathers and reductions between each other counts as well. Where calls queue on
+        a device, reductions have a communicator of their own.
+        """
+        if axis.size == 1 or not compat.carries_data(axis.group):
+            return cls([axis.rank], 0, None, "")
+        made = kept(("gather order",), _Watch).order(dist.get_process_group_ranks(axis.group), axis.rank)
+        made.has_reductions = not compat.uses_nccl(axis.group, device)
+        return made
+
+    def note(self, number: int, name: str, kind: int) -> None:
+        """This rank is about to gather a group, or to reduce its gradients.
+
+        Args:
+            number: Of the group among those of its root.
+            name: Of the group.
+            kind: `FORWARD`, `BACKWARD` or `REDUCTION`.
+
+        Raises:
+            EngineStateError: Another rank does something else.
+        """
+        event = len(_KINDS) * number + kind
+        if self._history.prediction != event:
+            self._agree(event, name)
+        self._latest = event, name
+        self._count += 1
+        self._history.add(event)
+
+    def stepped(self) -> None:
+        """An optimizer has stepped."""
+        self._history.stepped()
+
+    def told(self) -> str:
+        """Why another rank could not go on; empty if none has said so."""
+        if not self._told and self.is_on:
+            try:
+                self._told = self._word("end")
+            except RuntimeError:  # the store is gone with the rank that had it
+                return ""
+        return self._told
+
+    def say_where(self) -> None:
+        """Called once in a while, by another thread: write how far this rank is if it stands still, and hear of others that ended."""
+        if self.is_on and self._count and self._count == self._written and not self._told:
+            assert self._store is not None
+            self._store.set(f"{self._place}/at{self._rank}", f"{self._count} {_described(*self._latest)}")
+            if self.told():
+                self._store.add(f"{self._place}/heard", 1)
+        self._written = self._count
+
+    # -- agreeing ------------------------------------------------------------------------------------------------------
+
+    def _agree(self, event: int, name: str) -> None:
+        if not self.is_on:
+            return
+        assert self._store is not None
+        self.asked += 1
+        key, pause = f"{self._place}/{self._count}/{event}", 0.0
+        began = looked = time.monotonic()
+        while self._store.add(key, 0 if pause else 1) < len(self._ranks):
+            pause = min(2 * pause + 0.0002, _LONGEST_PAUSE_S)
+            time.sleep(pause)
+            if time.monotonic() - looked > self._still_s:
+                self._look(_described(event, name), event)
+                looked = time.monotonic()
+                if looked - began > self._store.timeout.total_seconds():  # type: ignore[attr-defined]
+                    mine = self._ranks[self._rank]
+                    message = (
+                        f"{_described(event, name)}: rank {mine} waited {looked - began:.0f} s for the other ranks to come to it, too. "
+                        f"{_ADVICE}"
+                    )
+                    self._tell(message)
+                    raise EngineStateError(message)
+        if self._rank == 0 and self._agreed_on:
+            self._store.delete_key(self._agreed_on)  # every rank has gone on to this one
+        self._agreed_on = key
+
+    def _look(self, what: str, event: int) -> None:
+        """Say what this rank comes to; raise if another rank comes to something else, or has gone on."""
+        assert self._store is not None
+        if told := self.told():
+            self._store.add(f"{self._place}/heard", 1)
+            raise EngineStateError(f"{what} does not come about, because another rank ended: {told}")
+        self._store.set(f"{self._place}/{self._count}/of{self._rank}", f"{event} {what}")
+        mine = self._ranks[self._rank]
+        for index, rank in enumerate(self._ranks):
+            if index == self._rank:
+                continue
+            wanted, _, other = self._word(f"{self._count}/of{index}").partition(" ")
+            if wanted and int(wanted) != event:
+                message = f"{what}: rank {mine} comes to it next, and rank {rank} to {other}. {_ADVICE}"
+                self._tell(message)
+                raise EngineStateError(message)
+            begun, _, other = self._word(f"at{index}").partition(" ")
+            if begun and int(begun) > self._count:
+                message = f"{what}: rank {mine} comes to it next, and rank {rank} waits for {other}. {_ADVICE}"
+                self._tell(message)
+                raise EngineStateError(message)
+
+    def _tell(self, message: str) -> None:
+        """Leave word of why this rank ends, and give the others time to hear it: the store may go with this rank."""
+        assert self._store is not None
+        self._told = message
+        self._store.set(f"{self._place}/end", message)
+        until = time.monotonic() + self._heard_s
+        while self._store.add(f"{self._place}/heard", 0) < len(self._ranks) - 1 and time.monotonic() < until:
+            time.sleep(_LONGEST_PAUSE_S)
+
+    def _word(self, key: str) -> str:
+        assert self._store is not None
+        key = f"{self._place}/{key}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+def _described(event: int, name: str) -> str:
+    return f"{name} {_KINDS[event % len(_KINDS)]}"
+
+
+class _Watch:
+    """All orders of a process, and the thread that says where they are; one while a default process group lives."""
+
+    def __init__(self) -> None:
+        self._store = compat.default_store()
+        self._made: dict[tuple[int, ...], int] = {}
+        self._sessions: dict[tuple[int, ...], int] = {}
+        self._orders: list[weakref.ref[GatherOrder]] = []
+        world = dist.group.WORLD
+        assert world is not None, "a mesh has a process group"
+        arguments = (weakref.ref(self), weakref.ref(world))
+        threading.Thread(target=_run, args=arguments, name="mfsdp-gathers", daemon=True).start()
+
+    def order(self, ranks: list[int], rank: int) -> GatherOrder:
+        among, key = tuple(ranks), f"mfsdp/gathers/{hash(tuple(ranks))}"
+        if among not in self._sessions:  # a store may outlive a process group, and have keys of the one before
+            self._sessions[among] = (self._store.add(key, 1) - 1) // len(ranks)
+        number = self._made[among] = self._made.get(among, 0) + 1
+        made = GatherOrder(ranks, rank, self._store, f"{key}/{self._sessions[among]}/{number}")
+        self._orders = [*(one for one in self._orders if one() is not None), weakref.ref(made)]
+        return made
+
+    def say_where(self) -> None:
+        for reference in self._orders:
+            if (order := reference()) is not None:
+                order.say_where()
+
+
+def _run(watch: weakref.ref[_Watch], world: weakref.ref[dist.ProcessGroup]) -> None:
+    while True:
+        time.sleep(_STILL_S)
+        here = watch()
+        if here is None or world() is None or dist.group.WORLD is not world():
+            return
+        try:
+            here.say_where()
+        except RuntimeError:  # the store is gone, and so is the run
+            return
+        del here

@@ -1,0 +1,259 @@
+"""Ranks that share weights gather the same units in the same order, or all end with an error; what repeats asks nobody."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_mfsdp.engine import CollectiveError, EngineStateError, compat
+from lightning_mfsdp.engine.gather_order import BACKWARD, REDUCTION, GatherOrder, History
+from tests.engine.test_different_blocks import built
+from tests.helpers.chain import adamw, context, inputs, loss_of
+from tests.helpers.distributed import run_distributed
+
+PATIENCE_S = 20.0
+STEP = -1  # an optimizer steps
+MOST_BLOCKS = 4
+
+Program = Sequence[int]
+
+
+# -- what is predicted -----------------------------------------------------------------------------------------------------
+
+
+def microbatch(*blocks: int) -> list[int]:
+    """Forward and backward of some blocks: events are three times their number, plus a kind."""
+    backward = [event for block in reversed(blocks) for event in (3 * block + BACKWARD, 3 * block + REDUCTION)]
+    return [0, *(3 * block for block in blocks), *backward]
+
+
+@pytest.mark.parametrize(
+    "repeated",
+    [
+        pytest.param([*microbatch(1, 2, 3), STEP], id="plain"),
+        pytest.param([*microbatch(1, 2, 3) * 4, 100, STEP], id="accumulation-with-another-end"),
+        pytest.param([100, *microbatch(1, 2, 3) * 4, STEP], id="accumulation-with-another-beginning"),
+        pytest.param([*microbatch(1, 2), STEP, *microbatch(1, 2, 3, 4), STEP], id="two-optimizers-in-turn"),
+        pytest.param(
+            [*microbatch(1, 2), STEP, *microbatch(1, 2), STEP, 7, 7, STEP], id="two-steps-of-one-and-one-of-another"
+        ),
+        pytest.param([*microbatch(1, 1, 1, 2), STEP], id="a-block-called-often"),
+        pytest.param([0, 3, 6] * 50, id="no-optimizer"),
+    ],
+)
+def test_what_repeats_is_predicted(repeated):
+    history = History()
+    wrong = []
+    for _ in range(6):
+        wrong.append(0)
+        for event in repeated:
+            if event == STEP:
+                history.stepped()
+                continue
+            wrong[-1] += history.prediction != event
+            history.add(event)
+    assert wrong[0] > 0
+    assert not any(wrong[4:]), wrong
+
+
+def test_an_evaluation_costs_questions_only_where_it_begins_and_ends():
+    history, wrong = History(), 0
+    for epoch in range(6):
+        for event in [*([*microbatch(1, 2, 3), STEP] * 5), *([0, 3, 6, 9] * 5000)]:
+            if event == STEP:
+                history.stepped()
+                continue
+            wrong += epoch > 2 and history.prediction != event
+            history.add(event)
+    assert wrong <= 3 * 4
+    assert len(history._numbers) < 100_000
+
+
+# -- ranks in threads ------------------------------------------------------------------------------------------------------
+
+
+class GoneError(Exception):
+    """Another rank has raised."""
+
+
+class Wire:
+    """Gathers of all ranks: each waits until all have come, and they must have come for the same."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.broken = ""
+        self.differ: list[object] = []
+        self._changed = threading.Condition()
+        self._begun: list[list[int]] = []
+        self._done = [0] * size
+
+    def gather(self, rank: int, event: int) -> None:
+        with self._changed:
+            number = self._done[rank]
+            self._done[rank] += 1
+            if number == len(self._begun):
+                self._begun.append([])
+            here = self._begun[number]
+            here.append(event)
+            if len(set(here)) > 1:
+                self.differ.append(here)
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self.broken or len(here) == self.size, PATIENCE_S), "hung"
+            if len(here) < self.size:
+                raise GoneError(self.broken)
+
+    def leave(self, why: str) -> None:
+        with self._changed:
+            self.broken = self.broken or why
+            self._changed.notify_all()
+
+
+@contextmanager
+def watched(orders: Sequence[GatherOrder]) -> Iterator[None]:
+    """Inside, ranks that stand still are noticed, as by the thread of each process."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.02):
+            for order in orders:
+                order.say_where()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+
+
+def run(
+    programs: Sequence[Program], *, timeout_s: float = 60
+) -> tuple[list[BaseException | None], Wire, list[GatherOrder]]:
+    """Run a program on each rank; returns what each raised."""
+    size, store = len(programs), dist.HashStore()
+    store.set_timeout(timedelta(seconds=timeout_s))
+    wire, ranks = Wire(size), [10 * rank for rank in range(size)]
+    orders = [GatherOrder(ranks, rank, store, "here", still_s=0.05, heard_s=0.5) for rank in range(size)]
+    raised: list[BaseException | None] = [None] * size
+
+    def work(rank: int) -> None:
+        try:
+            for event in programs[rank]:
+                if event == STEP:
+                    orders[rank].stepped()
+                    continue
+                orders[rank].note(event // 3, f"blocks.{event // 3}", event % 3)
+                wire.gather(rank, event)
+            wire.leave(f"rank {rank} is at its end")
+        except BaseException as error:
+            raised[rank] = error
+            wire.leave(repr(error))
+
+    with watched(orders):
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * PATIENCE_S)
+    return raised, wire, orders
+
+
+def of_blocks(draw: Callable) -> list[int]:
+    blocks = [block for block in range(1, MOST_BLOCKS + 1) if draw(st.booleans())]
+    return draw(
+        st.sampled_from([microbatch(*blocks), [*microbatch(*blocks), STEP], [0, *(3 * block for block in blocks)]])
+    )
+
+
+@st.composite
+def drawn_programs(draw: Callable) -> list[list[int]]:
+    """What all ranks do, and one that does something else from some place on."""
+    shared = [event for _ in range(draw(st.integers(1, 5))) for event in of_blocks(draw)] * draw(st.integers(1, 3))
+    events = [index for index, event in enumerate(shared) if event != STEP]
+    at = draw(st.sampled_from(events))
+    how = draw(st.sampled_from(["leaves out", "does in addition", "does instead"]))
+    other = draw(st.integers(0, 3 * MOST_BLOCKS + 2).filter(lambda event: event != shared[at]))
+    instead = {"leaves out": [], "does in addition": [other, shared[at]], "does instead": [other]}[how]
+    odd = [*shared[:at], *instead, *shared[at + 1 :]]
+    programs = [shared] * draw(st.integers(1, 2)) + [odd]
+    return draw(st.permutations(programs))
+
+
+slow = settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+
+
+@slow
+@given(drawn_programs())
+def test_ranks_that_do_the_same_go_on(programs):
+    raised, wire, orders = run([programs[0]] * 3)
+    assert raised == [None] * 3
+    assert not wire.differ
+    assert len({order.asked for order in orders}) == 1
+
+
+@slow
+@given(drawn_programs())
+def test_no_rank_gathers_what_another_does_not(programs):
+    raised, wire, _ = run(programs, timeout_s=1)
+    assert not wire.differ
+    assert any(error is not None for error in raised), raised
+    # None where a rank has done all of its own before the other came to what is different.
+    assert all(error is None or isinstance(error, (EngineStateError, GoneError)) for error in raised), raised
+    for error in raised:
+        if isinstance(error, EngineStateError):
+            assert "rank" in str(error)
+            assert "blocks." in str(error)
+            assert 'sharding="optim_grads"' in str(error)
+
+
+def test_the_error_names_units_and_ranks():
+    alike = [*microbatch(1, 2, 3), STEP] * 2
+    raised, _, _ = run([[*alike, 0, 3, 6], [*alike, 0, 6]])
+    (said,) = {str(error) for error in raised if isinstance(error, EngineStateError)}
+    assert said.startswith("blocks.2 in forward: rank 10 comes to it next, and rank 0 waits for blocks.1 in forward.")
+    raised, _, _ = run([[*alike, 9], [*alike, 6]])
+    said = [str(error) for error in raised if isinstance(error, EngineStateError)]
+    ways = (
+        "blocks.3 in forward: rank 0 comes to it next, and rank 10 to blocks.2",
+        "blocks.2 in forward: rank 10 comes to it next, and rank 0 to blocks.3",
+    )
+    assert any(way in one for one in said for way in ways), said
+
+
+# -- processes -------------------------------------------------------------------------------------------------------------
+
+
+def train(rank: int, world: int) -> dict[str, str]:
+    """Two steps alike, in which nobody is asked any more in the second; then one rank leaves a block out."""
+    found = {}
+    model = built(1)
+    optimizer, order = adamw(model), context(model).order
+    for step in range(3):
+        asked = order.asked
+        loss_of(model, inputs(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert order.asked == asked, "a step that repeats"
+    model.path = [0, 1, 2, 3, 4, 5] if rank == 0 else [0, 1, 3, 4, 5]
+    try:
+        loss_of(model, inputs(0, rank)).backward()
+    except (EngineStateError, CollectiveError) as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+        compat.abort_process_groups()
+    return found
+
+
+def test_a_rank_that_leaves_a_block_out_ends_all_ranks_with_an_error():
+    errors = [result["error"] for result in run_distributed(train, 2)]
+    for error in errors:
+        assert (
+            "layers.3[0] for its gradients: rank 1 comes to it next, and rank 0 waits for layers.2[0] in backward"
+            in error
+        ), errors
+    assert errors[1].startswith("EngineStateError: layers.3[0]")
