@@ -54,55 +54,87 @@ _LONGEST_STEP = 4096  # gathers
 _MOST_PASTS = 1 << 17
 
 
+class _Past:
+    """What was gathered until now, as far back as it is remembered.
+
+    Attributes:
+        lengths: Numbers of what was gathered since the last step of an optimizer together with so many steps before (`_STEPS`); empty where
+            nothing but the last few gathers counts.
+        recent: The last few gathers.
+        since: How many came since the last step.
+        expected: What came here last time.
+        following: The past after that.
+    """
+
+    __slots__ = ("expected", "following", "lengths", "recent", "since")
+
+    def __init__(self, lengths: tuple[int, ...], recent: tuple[int, ...], since: int) -> None:
+        self.lengths, self.recent, self.since = lengths, recent, since
+        self.expected: int | None = None
+        self.following = self
+
+
 class History:
     """What was gathered after what. It is the same on ranks that gathered the same, and so is what it predicts.
 
-    A past is what was gathered since the last step of an optimizer, and in so many steps before. What came after the longest past that is
-    known is expected again.
+    What came after the longest past that is known is expected again.
     """
 
     def __init__(self) -> None:
-        self._recent = (-1, -1, -1)
-        self._forget()
+        self._forget((-1, -1, -1))
 
-    def _forget(self) -> None:
-        self._numbers: dict[tuple[int, ...], int] = {}  # of pasts
-        self._after: dict[int | tuple[int, ...], int] = {}  # what came, by past
+    def _forget(self, recent: tuple[int, ...]) -> None:
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._pasts: dict[int | tuple[int, ...], _Past] = {}
+        self._after: dict[int | tuple[int, ...], int] = {}  # what came, by shorter pasts
         self._steps = (0,) * max(_STEPS)
-        self._pasts = [0] * len(_STEPS)
-        self._length = 0
+        self._past = self._known((0,) * len(_STEPS), recent, 0)
 
     @property
     def prediction(self) -> int | None:
         """What came last time; `None` if nothing is known."""
-        for past in self._pasts:
-            found = self._after.get(past)
-            if found is not None:
-                return found
-        return self._after.get(self._recent)
+        past = self._past
+        if past.expected is not None:
+            return past.expected
+        return next(
+            (found for key in (*past.lengths, past.recent) if (found := self._after.get(key)) is not None), None
+        )
 
     def add(self, event: int) -> None:
         """Something was gathered."""
-        after, numbers = self._after, self._numbers
-        for index, past in enumerate(self._pasts):
-            after[past] = event
-            self._pasts[index] = numbers.setdefault((past, event), len(numbers) + 1)
-        after[self._recent] = event
-        self._recent = (self._recent[1], self._recent[2], event)
-        self._length += 1
-        if self._length == _LONGEST_STEP:  # an evaluation, or no optimizer: the last few gathers say enough
-            self._pasts.clear()
+        past = self._past
+        if past.expected != event:
+            past.expected = event
+            for key in (*past.lengths, past.recent):
+                self._after[key] = event
+            past.following = self._after_it(past, event)
+        self._past = past.following
 
     def stepped(self) -> None:
         """An optimizer stepped: what comes next begins anew."""
+        past = self._past
         if len(self._numbers) > _MOST_PASTS:
-            self._forget()
-        self._steps = (*self._steps[1:], self._pasts[-1] if self._pasts else 0)
-        numbers = self._numbers
-        self._pasts = [
-            numbers.setdefault((-1, *self._steps[len(self._steps) - count :]), len(numbers) + 1) for count in _STEPS
-        ]
-        self._length = 0
+            self._forget(past.recent)
+        self._steps = (*self._steps[1:], past.lengths[-1] if past.lengths else 0)
+        lengths = tuple(self._number((-1, *self._steps[len(self._steps) - count :])) for count in _STEPS)
+        self._past = self._known(lengths, past.recent, 0)
+
+    def _after_it(self, past: _Past, event: int) -> _Past:
+        since = past.since + 1
+        lengths = tuple(self._number((length, event)) for length in past.lengths)
+        if since == _LONGEST_STEP:  # an evaluation, or no optimizer
+            lengths = ()
+        return self._known(lengths, (*past.recent[1:], event), since)
+
+    def _number(self, past: tuple[int, ...]) -> int:
+        return self._numbers.setdefault(past, len(self._numbers) + 1)
+
+    def _known(self, lengths: tuple[int, ...], recent: tuple[int, ...], since: int) -> _Past:
+        key = lengths[0] if lengths else recent
+        found = self._pasts.get(key)
+        if found is None:
+            found = self._pasts[key] = _Past(lengths, recent, since)
+        return found
 
 
 class GatherOrder:
