@@ -73,6 +73,11 @@ class _Past:
         self.expected: int | None = None
         self.following = self
 
+    @property
+    def keys(self) -> tuple[int | tuple[int, ...], ...]:
+        """The longest past first."""
+        return (*self.lengths, self.recent)
+
 
 class History:
     """What was gathered after what. It is the same on ranks that gathered the same, and so is what it predicts.
@@ -96,16 +101,14 @@ class History:
         past = self._past
         if past.expected is not None:
             return past.expected
-        return next(
-            (found for key in (*past.lengths, past.recent) if (found := self._after.get(key)) is not None), None
-        )
+        return next((found for key in past.keys if (found := self._after.get(key)) is not None), None)
 
     def add(self, event: int) -> None:
         """Something was gathered."""
         past = self._past
         if past.expected != event:
             past.expected = event
-            for key in (*past.lengths, past.recent):
+            for key in past.keys:
                 self._after[key] = event
             past.following = self._after_it(past, event)
         self._past = past.following
