@@ -101,7 +101,7 @@ class CapturedStep(Recording):
     def close(self) -> None:
         """Let go of the graph. Calls run as they are from now on."""
         self.failure = "closed"
-        self._context.reductions.is_recorded = False
+        self._end()
         self._replayable, self._outputs, self._inputs = None, None, None
         self._context.pool.let_go_of_plan(self)
         for reducer in self._written:

@@ -124,7 +124,10 @@ class CapturedLoss(Recording):
     def close(self) -> None:
         """Forget the graphs and let main gradients give their memory back between steps. Calls run as they are from now on."""
         self.failure = "closed"
-        self._context.reductions.is_recorded = False
+        self._end()
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._forget()
         for reducer in self._context.reductions.reducers:
             reducer.pin_main(False)
@@ -166,11 +169,12 @@ class CapturedLoss(Recording):
                     torch.autograd.backward(loss, self._gradient)
                 self._remember_gradients()
         except RuntimeError as error:
-            self.close()
+            self._let_go()
             self._give_up(error)
             return
         except BaseException:  # no matter of recording: the step itself failed
-            self.close()
+            self.failure = "closed"
+            self._let_go()
             self._drop()
             raise
         self._outputs = map_tensors(torch.Tensor.detach, outputs)

@@ -4,14 +4,18 @@ A gather takes every rank of the axis. Where one rank leaves a block out, the ot
 another unit's weights, because gathers of equal size fit each other. So every rank predicts its next gather from the gathers before, of
 which all ranks know that they were the same:
 
-    it is the predicted one                 nobody is asked; a step that repeats an earlier one costs a few lookups
-    it is another, or none was predicted    the rank says in the store what it gathers, and waits until all ranks have said the same.
-                                            They do where all begin something new: the first step, an evaluation
-    a rank says something else, or has      nobody can go on: every rank gets an error with the units and the ranks
-    gone on as predicted
+    it is the predicted one       nobody is asked; a step that repeats an earlier one costs half a microsecond for each gather
+    it is another, or none was    the rank says in the store what it gathers, and waits until all ranks have said the same. They do where
+    predicted                     all begin something new: the first step, an evaluation
+    a rank says something else    nobody can go on: every rank gets an error with the units and the ranks
+    a rank has gone on, as it     the same
+    predicted
 
 A rank that says nothing may be late, or it waits in a gather for this rank. Therefore a thread of each process writes into the store how
-many gathers were begun, whenever they have stood still for a second.
+many gathers were begun, once they have stood still for a second. Ends of backwards that reduce count like gathers.
+
+What is not seen: a rank that leaves out the last thing of all and goes on to another collective, and what ranks do while steps are
+recorded as CUDA graphs, where nothing is checked.
 
 Alternatives considered: ranks that take part in gathers of units they do not use (the order of reductions between the gathers has to be
 agreed on as well, and every new order of an evaluation costs collectives); a number of the unit in every gather (the host has to wait for
@@ -30,7 +34,7 @@ import torch.distributed as dist
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.collectives import Axis
-from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.engine.errors import CollectiveError, EngineStateError
 from lightning_mfsdp.engine.process_groups import kept
 
 __all__ = ["BACKWARD", "FORWARD", "REDUCTION", "GatherOrder", "History"]
@@ -38,16 +42,17 @@ __all__ = ["BACKWARD", "FORWARD", "REDUCTION", "GatherOrder", "History"]
 FORWARD = 0
 BACKWARD = 1
 REDUCTION = 2
-_KINDS = ("in forward", "in backward", "for its gradients")
+_KINDS = ("the gather of {} in forward", "the gather of {} in backward", "the reduction of {}")
+_WHOLE_BACKWARD = (0, "a whole backward", REDUCTION)  # groups are numbered from 1
 
 _ADVICE = (
     "Ranks that share weights have to run the same units in the same order. Run them on all ranks, or take "
-    'sharding="optim_grads", under which each rank may leave out what it likes'
+    'sharding="optim_grads", which keeps weights whole on every rank, so that each may leave out what it likes'
 )
 
 _STILL_S = 1.0
 _HEARD_S = 3.0
-_LONGEST_PAUSE_S = 0.02
+_PAUSES_S = (0.02, 0.2)  # the longest between two looks at the store, at first and after `_STILL_S`
 
 _STEPS = (8, 1, 0)  # how many steps a past goes back
 _LONGEST_STEP = 4096  # gathers
@@ -176,8 +181,8 @@ class GatherOrder:
         self._history = History()
         self._count = 0
         self._latest = (-1, "")
-        self._agreed_on = ""  # the key of the last agreement
-        self._written = -1  # what was said when it stood still
+        self._agreed_on: list[str] = []  # keys of the last agreement
+        self._seen = self._said = -1  # how many were begun when the thread came by, and as the store has it
         self._told = ""
 
     @classmethod
@@ -204,6 +209,8 @@ class GatherOrder:
         Raises:
             EngineStateError: Another rank does something else.
         """
+        if not self.is_on:
+            return
         event = len(_KINDS) * number + kind
         if self._history.prediction != event:
             self._agree(event, name)
@@ -211,76 +218,97 @@ class GatherOrder:
         self._count += 1
         self._history.add(event)
 
+    def end_backward(self) -> None:
+        """A backward that reduces gradients is at its end."""
+        if self._count:  # else weights are whole
+            self.note(*_WHOLE_BACKWARD)
+
     def stepped(self) -> None:
         """An optimizer has stepped."""
         self._history.stepped()
 
+    def stop(self) -> None:
+        """Check nothing from now on. All ranks call it."""
+        self.is_on = False
+
     def told(self) -> str:
         """Why another rank could not go on; empty if none has said so."""
-        if not self._told and self.is_on:
+        if not self._told and self._store is not None:
             try:
                 self._told = self._word("end")
+                if self._told:
+                    self._store.add(f"{self._place}/heard", 1)
             except RuntimeError:  # the store is gone with the rank that had it
                 return ""
         return self._told
 
     def say_where(self) -> None:
-        """Called once in a while, by another thread: write how far this rank is if it stands still, and hear of others that ended."""
-        if self.is_on and self._count and self._count == self._written and not self._told:
-            assert self._store is not None
-            self._store.set(f"{self._place}/at{self._rank}", f"{self._count} {_described(*self._latest)}")
-            if self.told():
-                self._store.add(f"{self._place}/heard", 1)
-        self._written = self._count
+        """Called once in a while, by another thread: where this rank stands still, write how far it is, and hear of others that ended."""
+        count = self._count
+        if self.is_on and count and count == self._seen and not self.told() and self._said < count:
+            begun, _, _ = self._word("furthest").partition(" ")
+            if begun and int(begun) >= count:
+                self._said = count
+            else:  # looked at again the next time, because another rank may write at the same time
+                assert self._store is not None
+                where = f"{count} rank {self._ranks[self._rank]} waits in {_described(*self._latest)}"
+                self._store.set(f"{self._place}/furthest", where)
+        self._seen = count
 
     # -- agreeing ------------------------------------------------------------------------------------------------------
 
     def _agree(self, event: int, name: str) -> None:
-        if not self.is_on:
-            return
+        what = _described(event, name)
+        try:
+            self._ask(event, what)
+        except dist.DistError as error:
+            raise CollectiveError(
+                f"{what} does not come about, because the process that has the store is gone. Look for the first error in the output of "
+                "the other ranks"
+            ) from error
+
+    def _ask(self, event: int, what: str) -> None:
         assert self._store is not None
         self.asked += 1
-        key, pause = f"{self._place}/{self._count}/{event}", 0.0
+        place = f"{self._place}/{self._count}"
+        key, pause, longest = f"{place}/{event}", 0.0, _PAUSES_S[0]
         began = looked = time.monotonic()
         while self._store.add(key, 0 if pause else 1) < len(self._ranks):
-            pause = min(2 * pause + 0.0002, _LONGEST_PAUSE_S)
+            pause = min(2 * pause + 0.0002, longest)
             time.sleep(pause)
             if time.monotonic() - looked > self._still_s:
-                self._look(_described(event, name), event)
+                longest = _PAUSES_S[1]
+                self._look(place, event, what, time.monotonic() - began)
                 looked = time.monotonic()
-                if looked - began > self._store.timeout.total_seconds():  # type: ignore[attr-defined]
-                    mine = self._ranks[self._rank]
-                    message = (
-                        f"{_described(event, name)}: rank {mine} waited {looked - began:.0f} s for the other ranks to come to it, too. "
-                        f"{_ADVICE}"
-                    )
-                    self._tell(message)
-                    raise EngineStateError(message)
-        if self._rank == 0 and self._agreed_on:
-            self._store.delete_key(self._agreed_on)  # every rank has gone on to this one
-        self._agreed_on = key
+        if self._rank == 0:
+            for old in self._agreed_on:  # every rank has gone on to this one
+                self._store.delete_key(old)
+            self._agreed_on = [key, f"{place}/of"]
 
-    def _look(self, what: str, event: int) -> None:
-        """Say what this rank comes to; raise if another rank comes to something else, or has gone on."""
+    def _look(self, place: str, event: int, what: str, waited_s: float) -> None:
+        """Raise if another rank ends, is about to do something else, or has gone on."""
         assert self._store is not None
-        if told := self.told():
-            self._store.add(f"{self._place}/heard", 1)
-            raise EngineStateError(f"{what} does not come about, because another rank ended: {told}")
-        self._store.set(f"{self._place}/{self._count}/of{self._rank}", f"{event} {what}")
         mine = self._ranks[self._rank]
-        for index, rank in enumerate(self._ranks):
-            if index == self._rank:
-                continue
-            wanted, _, other = self._word(f"{self._count}/of{index}").partition(" ")
-            if wanted and int(wanted) != event:
-                message = f"{what}: rank {mine} comes to it next, and rank {rank} to {other}. {_ADVICE}"
-                self._tell(message)
-                raise EngineStateError(message)
-            begun, _, other = self._word(f"at{index}").partition(" ")
-            if begun and int(begun) > self._count:
-                message = f"{what}: rank {mine} comes to it next, and rank {rank} waits for {other}. {_ADVICE}"
-                self._tell(message)
-                raise EngineStateError(message)
+        if told := self.told():
+            raise EngineStateError(f"{what} does not come about, because another rank ended: {told}")
+        first = self._store.compare_set(f"{place}/of", "", f"{event} rank {mine} to {what}").decode()
+        if int(first.partition(" ")[0]) != event:
+            message = f"rank {mine} comes to {what}, and {first.partition(' ')[2]}. {_ADVICE}"
+            self._tell(message)
+            raise EngineStateError(message)
+        begun, _, other = self._word("furthest").partition(" ")
+        has_gone_on = bool(begun) and int(begun) > self._count
+        # Who goes on after all have come has said so before.
+        if self._store.add(f"{place}/{event}", 0) == len(self._ranks):
+            return
+        if has_gone_on:
+            message = f"rank {mine} comes to {what}, and {other}. {_ADVICE}"
+            self._tell(message)
+            raise EngineStateError(message)
+        if waited_s > self._store.timeout.total_seconds():  # type: ignore[attr-defined]
+            message = f"rank {mine} comes to {what} and has waited {waited_s:.0f} s for the other ranks to do so, too. {_ADVICE}"
+            self._tell(message)
+            raise EngineStateError(message)
 
     def _tell(self, message: str) -> None:
         """Leave word of why this rank ends, and give the others time to hear it: the store may go with this rank."""
@@ -289,7 +317,7 @@ class GatherOrder:
         self._store.set(f"{self._place}/end", message)
         until = time.monotonic() + self._heard_s
         while self._store.add(f"{self._place}/heard", 0) < len(self._ranks) - 1 and time.monotonic() < until:
-            time.sleep(_LONGEST_PAUSE_S)
+            time.sleep(_PAUSES_S[0])
 
     def _word(self, key: str) -> str:
         assert self._store is not None
@@ -298,7 +326,7 @@ class GatherOrder:
 
 
 def _described(event: int, name: str) -> str:
-    return f"{name} {_KINDS[event % len(_KINDS)]}"
+    return _KINDS[event % len(_KINDS)].format(name)
 
 
 class _Watch:

@@ -51,9 +51,11 @@ class Recording:
         self.pool_bytes = 0
         self._caller = caller
         self._context = _capturable_context(caller, module)
-        self._context.reductions.is_recorded = True
         if warmup < 3:
             raise EngineStateError(f"{caller}: expected warmup of at least 3 calls, got {warmup}")
+        self._context.reductions.recordings += 1
+        self._context.order.stop()  # a replay asks nobody, and a rank whose call does not fit the graph runs it as it is
+        self._is_open = True
         self._remaining = warmup
         self._module = module
         self._modules = list(module.modules())
@@ -61,6 +63,12 @@ class Recording:
         self._inputs: Any = None
         self._state: list[bool] = []
         self._last: list[str] = []
+
+    def _end(self) -> None:
+        """All ranks are done with recordings. One that could not record goes on reducing as those that could."""
+        if self._is_open:
+            self._is_open = False
+            self._context.reductions.recordings -= 1
 
     def _is_due(self, inputs: Any) -> bool:
         """Whether to record now: enough calls ran as they are, and this one is like the last. Counts them."""
@@ -94,6 +102,8 @@ class Recording:
         self.pool_bytes = torch.cuda.memory_reserved(device) - reserved
 
     def _say_what_is_unused(self) -> None:
+        if self._context.reductions.zeros_unused:
+            return
         reducers = self._context.reductions.reducers
         names = [
             reducer.group.entries[index].sharded.described for reducer in reducers for index in sorted(reducer.filled)
@@ -155,7 +165,8 @@ class Recording:
         self.failure = reason
         warnings.warn(
             f"{self._caller}: the step cannot be recorded and runs as it is from now on. {reason}. Avoid what waits for the "
-            "device or reads values on the host (item(), print, masks of unknown size), or do it outside the step",
+            "device or reads values on the host (item(), print, masks of unknown size), or do it outside the step. "
+            "Parameters that no rank uses get zeros as their gradients, as on ranks that did record",
             stacklevel=5,
         )
 

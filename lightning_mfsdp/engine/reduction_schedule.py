@@ -57,7 +57,7 @@ class ReductionSchedule:
         sync: How far the gradients of the current microbatch are reduced.
         started: Collectives issued for gradients so far, for inspection.
         zeros_unused: Parameters that no rank used get zeros as their gradient, and not none.
-        is_recorded: Backwards are or will be part of a CUDA graph, which cannot ask whether a parameter was used: zeros there, too.
+        recordings: How many CUDA graphs backwards are or will be part of. A graph cannot ask whether a parameter was used: zeros then, too.
         hides_gradients: A forward is being recorded, and gradients are set aside.
         watches: Called with a unit whose gradients are there and not reduced yet, mostly none (gradient_watch.py).
     """
@@ -65,7 +65,8 @@ class ReductionSchedule:
     def __init__(self, streams: Streams, ranges: Ranges, order: GatherOrder, *, zeros_unused: bool) -> None:
         self.sync = Sync.ALL
         self.zeros_unused = zeros_unused
-        self.is_recorded = self.hides_gradients = False
+        self.recordings = 0
+        self.hides_gradients = False
         self.started = 0
         self.watches: list[Callable[[Unit], None]] = []
         self._streams = streams
@@ -231,7 +232,7 @@ class ReductionSchedule:
     def _reduce(self, reducers: list[GradientReducer]) -> None:
         self._make_room(reducers)
         fillings = [reducer.prepare() for reducer in reducers]
-        ready, zeros_unused = self._streams.record(), self.zeros_unused or self.is_recorded
+        ready, zeros_unused = self._streams.record(), self.zeros_unused or self.recordings > 0
         with self._streams.on(self._streams.reduce):
             self._streams.wait(ready, self._streams.reduce)
             for reducer, filling in zip(reducers, fillings, strict=True):
@@ -249,7 +250,7 @@ class ReductionSchedule:
         """What was reduced over the shard axis and waits for the other."""
         self._make_room([reducer])
         reducer.prepare_partial()
-        ready, zeros_unused = self._streams.record(), self.zeros_unused or self.is_recorded
+        ready, zeros_unused = self._streams.record(), self.zeros_unused or self.recordings > 0
         with self._streams.on(self._streams.reduce):
             self._streams.wait(ready, self._streams.reduce)
             with self._ranges.around("reduce", reducer.group.name):
@@ -274,6 +275,8 @@ class ReductionSchedule:
             if unit is not None:
                 self._collect(unit)
         self._turn = len(self._order)
+        if self.sync is not Sync.NONE:
+            self._gather_order.end_backward()
         late = [unit for unit in units if self._has_unreduced(unit)]
         for unit in late:
             if not self._communicates(unit):

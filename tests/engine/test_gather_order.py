@@ -133,10 +133,10 @@ def watched(orders: Sequence[GatherOrder]) -> Iterator[None]:
 
 
 def run(
-    programs: Sequence[Program], *, timeout_s: float = 60
+    programs: Sequence[Program], *, timeout_s: float = 60, store: dist.Store | None = None
 ) -> tuple[list[BaseException | None], Wire, list[GatherOrder]]:
     """Run a program on each rank; returns what each raised."""
-    size, store = len(programs), dist.HashStore()
+    size, store = len(programs), store or dist.HashStore()
     store.set_timeout(timedelta(seconds=timeout_s))
     wire, ranks = Wire(size), [10 * rank for rank in range(size)]
     orders = [GatherOrder(ranks, rank, store, "here", still_s=0.05, heard_s=0.5) for rank in range(size)]
@@ -216,14 +216,46 @@ def test_the_error_names_units_and_ranks():
     alike = [*microbatch(1, 2, 3), STEP] * 2
     raised, _, _ = run([[*alike, 0, 3, 6], [*alike, 0, 6]])
     (said,) = {str(error) for error in raised if isinstance(error, EngineStateError)}
-    assert said.startswith("blocks.2 in forward: rank 10 comes to it next, and rank 0 waits for blocks.1 in forward.")
+    assert said.startswith(
+        "rank 10 comes to the gather of blocks.2 in forward, and rank 0 waits in the gather of blocks.1 in forward."
+    )
     raised, _, _ = run([[*alike, 9], [*alike, 6]])
     said = [str(error) for error in raised if isinstance(error, EngineStateError)]
+    three, two = "rank 0 {} the gather of blocks.3 in forward", "rank 10 {} the gather of blocks.2 in forward"
     ways = (
-        "blocks.3 in forward: rank 0 comes to it next, and rank 10 to blocks.2",
-        "blocks.2 in forward: rank 10 comes to it next, and rank 0 to blocks.3",
+        f"{three.format('comes to')}, and {two.format('to')}",
+        f"{two.format('comes to')}, and {three.format('to')}",
     )
     assert any(way in one for one in said for way in ways), said
+
+
+def test_a_rank_that_came_late_is_not_taken_for_one_that_has_gone_on():
+    """The last to come goes on, and stands still in the gather, before the first looks for it."""
+    store, ranks = dist.HashStore(), [0, 1]
+    first, last = (GatherOrder(ranks, rank, store, "here", still_s=0.05) for rank in ranks)
+    place = "here/0"
+    store.add(f"{place}/3", 1)  # the first has said what it comes to
+    last.note(1, "blocks.1", 0)
+    last.say_where()
+    last.say_where()
+    assert store.get("here/furthest") == b"1 rank 1 waits in the gather of blocks.1 in forward"
+    first._look(place, 3, "the gather of blocks.1 in forward", 1.0)
+
+
+def test_agreements_leave_nothing_in_the_store():
+    alike = [*microbatch(1, 2, 3), STEP, *microbatch(2, 1), STEP] * 3
+    store = dist.HashStore()
+    _, _, orders = run([alike, alike], store=store)
+    assert orders[0].asked > 5
+    assert store.num_keys() <= 3
+
+
+def test_nothing_is_checked_once_an_order_was_stopped():
+    store = dist.HashStore()
+    order = GatherOrder([0, 1], 0, store, "here")
+    order.stop()
+    order.note(1, "blocks.1", 0)
+    assert order.asked == store.num_keys() == 0
 
 
 # -- processes -------------------------------------------------------------------------------------------------------------
@@ -253,7 +285,7 @@ def test_a_rank_that_leaves_a_block_out_ends_all_ranks_with_an_error():
     errors = [result["error"] for result in run_distributed(train, 2)]
     for error in errors:
         assert (
-            "layers.3[0] for its gradients: rank 1 comes to it next, and rank 0 waits for layers.2[0] in backward"
+            "rank 1 comes to the reduction of layers.3[0], and rank 0 waits in the gather of layers.2[0] in backward"
             in error
         ), errors
-    assert errors[1].startswith("EngineStateError: layers.3[0]")
+    assert errors[1].startswith("EngineStateError: rank 1")
