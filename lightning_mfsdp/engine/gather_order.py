@@ -292,16 +292,13 @@ class GatherOrder:
         if told := self.told():
             raise EngineStateError(f"{what} does not come about, because another rank ended: {told}")
         first = self._store.compare_set(f"{place}/of", "", f"{event} rank {mine} to {what}").decode()
-        if int(first.partition(" ")[0]) != event:
-            message = f"rank {mine} comes to {what}, and {first.partition(' ')[2]}. {_ADVICE}"
-            self._tell(message)
-            raise EngineStateError(message)
         begun, _, other = self._word("furthest").partition(" ")
-        has_gone_on = bool(begun) and int(begun) > self._count
-        # Who goes on after all have come has said so before.
+        # Who goes on after all have come has said before that it came.
         if self._store.add(f"{place}/{event}", 0) == len(self._ranks):
             return
-        if has_gone_on:
+        if int(first.partition(" ")[0]) != event:
+            begun, other = str(self._count + 1), first.partition(" ")[2]
+        if begun and int(begun) > self._count:
             message = f"rank {mine} comes to {what}, and {other}. {_ADVICE}"
             self._tell(message)
             raise EngineStateError(message)
