@@ -245,10 +245,12 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         """Shard the module, unless it is, and move the rest to the device."""
         self._options.shard(module, self.device_mesh, self.precision)
         move_rest_to_device(module, self.root_device)
+        if self._options.broadcast_buffers:
+            share_buffers(module)  # as DDP does; from here on all ranks know that they have the same ones, or none
         return _Forward(module, self._share_buffers)
 
     def _share_buffers(self, module: nn.Module) -> None:
-        if self._options.broadcast_buffers:
+        if self._options.broadcast_buffers and any(True for _ in module.buffers()):
             share_buffers(module)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:

@@ -47,6 +47,14 @@ def runs(rank: int, world: int, folder: str) -> dict[str, Any]:
             module.norm.running_mean.fill_(40.0 + rank)
         state = fabric.strategy.get_module_state_dict(model._forward_module)
         found[f"{name} state dict"] = state["norm.running_mean"].clone()
+    fabric = launched(world, {"units": [nn.Linear], "sharding": "no_shard"})
+    model = fabric.setup(nn.Sequential(nn.Linear(3, 5)))
+    if rank == 0:
+        model.eval()
+        model(torch.ones(2, 3))
+        model.train()
+    fabric.backward(model(torch.ones(2, 3)).sum())
+    found["without buffers"] = model.module[0].bias.grad.full_tensor()
     return found
 
 
@@ -62,5 +70,6 @@ def test_the_first_forward_of_an_evaluation_a_checkpoint_and_a_state_dict_follow
         assert found["followed first, later in it"].tolist() == [30.0 + rank] * 3, "once an evaluation"
         assert found["followed saved"].tolist() == [30.0] * 3
         assert found["followed state dict"].tolist() == [40.0] * 3
+        assert found["without buffers"].tolist() == [2.0] * 5, "one rank may evaluate alone"
         assert found["left saved"].tolist() == [30.0 + rank] * 3
         assert found["left state dict"].tolist() == [40.0 + rank] * 3
