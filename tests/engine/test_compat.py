@@ -510,3 +510,15 @@ def test_a_part_of_a_store_has_keys_of_its_own():
     compat.PrefixStore("one", store).set("key", "value")
     assert store.check(["one/key"])
     assert not compat.PrefixStore("two", store).check(["key"])
+
+
+def meeting(rank, world):
+    assert compat.carries_data(dist.group.WORLD)
+    store = compat.default_store()
+    store.add("met", 1)
+    dist.barrier()
+    return store.add("met", 0)
+
+
+def test_ranks_meet_in_the_default_store():
+    assert run_distributed(meeting, 2) == [2, 2]

@@ -21,7 +21,7 @@ LAYERS, DIM = 16, 1024
 LAYER_BYTES = DIM * DIM * 4
 MODEL_BYTES = LAYERS * LAYER_BYTES  # 64 MiB
 OF_ONE_LAYER = LAYER_BYTES // WORLD + 2 * LAYER_BYTES  # its rows here, those of all ranks, and the whole
-MARGIN_BYTES = 2 * 2**20  # what Python, allocators and threads may add
+MARGIN_BYTES = 3 * 2**20  # what Python, allocators and threads may add
 
 
 def trained(sharding: str) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -61,13 +61,21 @@ class EngineRun(Run):
             yield
 
     def gradients(self) -> dict[str, tuple[int, Tensor | None]]:
+        self._look()
         return {
             view.name: (view.rows.start, None if view.grad is None else view.grad.detach().clone())
             for view in sharded_parameters(self.model)
             if view.local.numel()
         }
 
+    def _look(self) -> None:
+        """What is held back shows as a gradient until somebody looks: whether any rank used the parameter is known after that."""
+        for view in sharded_parameters(self.model):
+            if view.grad is not None:
+                view.grad.detach()
+
     def shown_gradients(self) -> dict[str, tuple[int, Tensor | None]]:
+        self._look()
         views = {view.name: view for view in sharded_parameters(self.model)}
         found: dict[str, tuple[int, Tensor | None]] = {}
         for name, parameter in self.model.named_parameters():

@@ -102,8 +102,9 @@ def heads_are_gathered_once_in_forward_and_once_in_backward(rank, world):
             optimizer.step()
             optimizer.zero_grad()
         # Forward: embedding (with the tied weight), body, head, last. Backward: head and body; `last` never left, a lookup needs no
-        # weight. A tied head needs the embedding's group, which it gathers, and it has no parameter of its own.
-        assert counts[1:] == [(4, 4, 2, 2)] * 2, (tied, output, storage, counts)
+        # weight, and the ranks ask each other which parameters were used. A tied head needs the embedding's group, which it gathers, and it
+        # has no parameter of its own.
+        assert counts[1:] == [(4, 4, 2, 3)] * 2, (tied, output, storage, counts)
         plain = build(tied, output)
         reference = torch.optim.SGD(plain.parameters(), lr=0.3)
         for step in range(3):
