@@ -53,6 +53,7 @@ class Series:
         expected = 0 < index == self._next and unit.live and compat.backward_task() == -1
         going_on = expected and self._with_grad == torch.is_grad_enabled()
         if going_on:
+            unit.install()
             args, kwargs = cast_inputs(unit, args, kwargs)
             unit.note_run()
         else:
@@ -75,6 +76,8 @@ class Series:
             self._next = index + 1
             unit.context.note_series(self)
             unit.listen_to_result(unit.open_call, output)
+            if not unit.is_inside_forward_of_root:  # what comes next is code of a step, which sees sharded weights
+                unit.hide()
 
     def stop(self) -> None:
         """The run ends here, before the last module, if there is one."""

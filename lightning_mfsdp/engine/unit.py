@@ -417,6 +417,12 @@ class Unit:
         return root is not None and root is not self and (root.pinned or bool(root._open_calls))
 
     @property
+    def is_inside_forward_of_root(self) -> bool:
+        """Whether the forward of a root around it is running, also in a step of one."""
+        root = self.context.root
+        return root is not None and root is not self and bool(root._open_calls)
+
+    @property
     def full_bytes(self) -> int:
         """Memory of its own gathered weights."""
         return sum(group.client.size_bytes for group in self.groups if group.placement.weight)

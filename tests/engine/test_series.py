@@ -14,9 +14,11 @@ from lightning_mfsdp.engine import (
     ShardingError,
     fully_shard,
     fully_shard_units,
+    gather_root,
     no_sync,
     sharded_parameters,
     units,
+    watch_backward,
 )
 from lightning_mfsdp.engine.unit import unit_of
 from tests.engine.worlds import by_world, check
@@ -269,6 +271,24 @@ def modules_called_by_themselves_leave_nothing_gathered(rank, world):
         assert torch.equal(parameter.grad.full_tensor(), other.grad.full_tensor()), name
 
 
+def a_step_sees_sharded_weights_after_every_module_of_a_run(rank, world):
+    """A run may go on, and until then the step looks at weights and clears gradients."""
+    model, plain = in_series(), plain_chain()
+    for step in range(3):
+        with gather_root(model):
+            x = model.layers[1](model.layers[0](inputs(step)))
+            x = model.layers[0](x)
+            assert not any(unit_of(layer).shown.now for layer in model.layers)
+            model.zero_grad()
+            loss = x.square().sum()
+        watch_backward(model, loss)
+        loss.backward()
+        plain.zero_grad()
+        plain.layers[0](plain.layers[1](plain.layers[0](inputs(step)))).square().sum().backward()
+        for name, parameter in model.layers[:2].named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), plain.layers.get_parameter(name).grad)
+
+
 def float32_patterns_name_what_they_name_in_single_units(rank, world):
     policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, fp32_modules=("own",))
     blocks = [Holder(), Holder()]
@@ -361,6 +381,7 @@ CASES = (
     a_series_keeps_names_and_shows_as_one_unit,
     a_series_built_on_meta_equals_a_real_one,
     unusual_modules_train_like_plain_pytorch,
+    a_step_sees_sharded_weights_after_every_module_of_a_run,
     modules_called_by_themselves_leave_nothing_gathered,
     float32_patterns_name_what_they_name_in_single_units,
     units_that_are_not_inside_are_refused,

@@ -410,6 +410,20 @@ DEFECTS: tuple[Defect, ...] = (
             calls_method=True,
         ),
     ),
+    Defect(
+        "unnamed 14",
+        "gradients cleared after a run of several modules that may go on",
+        _case(
+            Block(),
+            Block(),
+            Block(same_as=0),
+            steps=(Step(zero_at="between"), Step(zero="module none", zero_at="between")),
+            loop="manual",
+            calls_method=True,
+            ranks=1,
+            grouped=True,
+        ),
+    ),
 )
 
 
