@@ -105,7 +105,26 @@ def _steps_dtensors_with_gaps(case: Description) -> bool:
     return case.program.optimizer == "lars" and gaps
 
 
-KNOWN: dict[str, Callable[[Description], bool]] = {}
+def _asks_for_inputs(case: Description) -> bool:
+    return any(micro.kind == "input_grad" for micro in _micros(case))
+
+
+KNOWN: dict[str, Callable[[Description], bool]] = {
+    # autograd.grad of inputs is a backward that reduces. A rank whose step calls a method, and no unit, does not notice it.
+    "unnamed 15": lambda case: (
+        case.program.calls_method
+        and _asks_for_inputs(case)
+        and _has(case, dropped="by rank")
+        and case.configuration.ranks > 1
+    ),
+    # A unit that hides its results may be read by every backward, so its slot is wanted where the plan has given it to another one.
+    "unnamed 16": lambda case: (
+        _asks_for_inputs(case)
+        and (case.model.hidden or _has(case, result="hidden"))
+        and not case.configuration.dynamic
+        and case.configuration.ranks > 1
+    ),
+}
 
 
 # What is right and costs needless communication; as long as these are known, reductions are not counted.
@@ -422,6 +441,25 @@ DEFECTS: tuple[Defect, ...] = (
             calls_method=True,
             ranks=1,
             grouped=True,
+        ),
+    ),
+    Defect(
+        "unnamed 15",
+        "ranks that use different blocks and ask for gradients of inputs",
+        _case(
+            Block(dropped="by rank"),
+            steps=(Step((Micro("input_grad"),)),),
+            loop="manual",
+            optimizer="lars",
+            calls_method=True,
+            sharding="optim",
+        ),
+    ),
+    Defect(
+        "unnamed 16",
+        "a hidden result and gradients of inputs, in slots that another step planned",
+        _case(
+            Block(), Block(), Block(result="hidden"), steps=(Step((Micro(), Micro("input_grad"))),), loop="automatic"
         ),
     ),
 )
