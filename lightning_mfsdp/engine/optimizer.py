@@ -110,6 +110,7 @@ class _ShardedStep:
         self._held: list[Tensor] = []
         self._streamed = StreamedStep()
         self._keeps_remainders = False
+        self._is_watched = False
 
     def adopt(self, optimizer: Optimizer, elementwise: bool | None, grad_scaler: object | None) -> None:
         """Take over the parameters that the optimizer holds. `elementwise=None` leaves what was said before."""
@@ -125,7 +126,14 @@ class _ShardedStep:
             )
 
     def _take_over(self, optimizer: Optimizer) -> None:
-        found = _adopt_parameters(optimizer, _works_on_rows(optimizer, self._elementwise), self._grad_scaler)
+        local = _works_on_rows(optimizer, self._elementwise)
+        found = _adopt_parameters(optimizer, local, self._grad_scaler)
+        # DTensors note what is written to them; local rows do not.
+        self._is_watched = local and not _writes_in_steps_alone(optimizer)
+        if self._is_watched:
+            for group in found:
+                if group.context is not None:
+                    group.context.watch([group])
         self._groups = [
             (weakref.ref(group), [group.entries.index(entry) for entry in entries]) for group, entries in found.items()
         ]
@@ -147,21 +155,34 @@ class _ShardedStep:
     def end(self, optimizer: Optimizer, *_: Any) -> None:
         """After a step."""
         if self._streamed.end(optimizer):
+            self._was_written()  # which also puts rows back where they belong
             self._note_write()
 
     def _note_write(self) -> None:
         _note_step((group, indices) for reference, indices in self._groups if (group := reference()) is not None)
 
+    def _was_written(self) -> bool:
+        """Whether rows that are watched were written since this was last asked, or held weights refreshed."""
+        if not self._is_watched:
+            return False
+        written = [group.note_writes() for reference, _ in self._groups if (group := reference()) is not None]
+        return any(written)
+
     def _refreshing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Arguments of a step with a closure that finds what was written since it was last called (LBFGS); `None` without a closure."""
+        """Arguments of a step with a closure that finds what was written since it was last called (LBFGS), or since the step began (SAM).
+
+        `None` without a closure.
+        """
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             return None
         was_called = False
+        if self._was_written():  # between the last pass and this step
+            self._note_write()
 
         def evaluate(*given: Any, **named: Any) -> Any:
             nonlocal was_called
-            if was_called:
+            if self._was_written() or was_called:
                 self._note_write()
             was_called = True
             return closure(*given, **named)
@@ -192,6 +213,11 @@ def _works_on_rows(optimizer: Optimizer, said: bool | None) -> bool:
         )
     if said is not None:
         return said
+    return _writes_in_steps_alone(optimizer)
+
+
+def _writes_in_steps_alone(optimizer: Optimizer) -> bool:
+    """Whether it is known to work on rows, and to write to them nowhere but in `step`, after its closure."""
     return (
         type(optimizer) in ELEMENTWISE_OPTIMIZERS
         or is_fused_adam(optimizer)
