@@ -32,6 +32,7 @@ from lightning_mfsdp.engine.offload import StreamedStep
 from lightning_mfsdp.engine.optimizer_state import refuse_left_behind, show_state, take_state
 from lightning_mfsdp.engine.parameter import Entry, owner_of
 from lightning_mfsdp.engine.rows import sharded_axes
+from lightning_mfsdp.engine.stepping import call_closure
 
 __all__ = ["ELEMENTWISE_OPTIMIZERS", "fully_shard_optimizer"]
 
@@ -185,7 +186,7 @@ class _ShardedStep:
             if self._was_written() or was_called:
                 self._note_write()
             was_called = True
-            return closure(*given, **named)
+            return call_closure(closure, *given, **named)
 
         if len(args) > 1:
             return (args[0], evaluate, *args[2:]), kwargs

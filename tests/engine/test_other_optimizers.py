@@ -153,6 +153,19 @@ def an_operation_that_mixes_rows_up_names_the_optimizer_and_the_ways_out(rank, w
     assert "calls it in its step" not in str(info.value)
 
 
+def an_operation_in_a_closure_is_not_said_to_be_the_optimizers(rank, world):
+    for offload in (None, "optimizer"):
+        model = sharded_chain(offload=offload)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def evaluate(model: Chain = model) -> None:
+            with torch.no_grad():
+                model.out.weight.view(-1)
+
+        with pytest.raises(EngineStateError, match=r"^view: parameter out\.weight of unit Chain is .*full_tensor"):
+            optimizer.step(evaluate)
+
+
 class Remade(torch.optim.SGD):
     """Makes its state of the rows of its parameters, as torchao's optimizers do.
 
@@ -381,6 +394,7 @@ TWO = (
     a_closure_that_is_called_again_in_a_step_finds_the_weights_written_since,
     what_needs_whole_tensors_is_refused_with_the_ways_out,
     an_operation_that_mixes_rows_up_names_the_optimizer_and_the_ways_out,
+    an_operation_in_a_closure_is_not_said_to_be_the_optimizers,
     dtensors_of_a_users_own_meet_parameters_where_they_are_of_equal_parts,
     a_compiled_step_works_on_rows_and_says_so_where_it_meets_dtensors,
 )
