@@ -59,9 +59,9 @@ def fully_shard_optimizer(
 ) -> Optimizer:
     """Let an optimizer step sharded parameters.
 
-    Elementwise optimizers, and any `LocalRowsOptimizer`, get plain local rows in their `param_groups`, and their state (if
-    any yet) is keyed by them; others keep DTensors. Where every rank has all rows (`no_shard`, one rank) they are whole plain tensors,
-    so that any optimizer works on them. The weights that forward uses are refreshed after each step, and within one before its closure is
+    Where every rank has all rows (`no_shard`, one rank) every optimizer gets whole plain tensors in its `param_groups`, and works on them.
+    Elsewhere elementwise optimizers, and any `LocalRowsOptimizer`, get plain local rows, and others keep DTensors. State (if any yet) is
+    keyed by what they get. The weights that forward uses are refreshed after each step, and within one before its closure is
     called again (LBFGS). No step is taken here: step counters and weight decay start where the user starts. What comes into the groups
     later, by `add_param_group` or otherwise, is taken over when the next step begins. Parameters that were sharded with
     `offload="optimizer"` are stepped a few at a time (offload.py). `optimizer.state_dict()` shows state as DTensors, as under FSDP2, and
@@ -69,10 +69,10 @@ def fully_shard_optimizer(
 
     Args:
         optimizer: Built from `module.parameters()`, before or after `fully_shard`.
-        elementwise: Overrides the list, for an optimizer of your own. Once said, it holds for later calls that leave it out: the
-            Trainer's strategy calls this again for what `configure_optimizers` returns.
+        elementwise: Overrides the list, for an optimizer of your own; with `False` it keeps DTensors everywhere. Once said, it holds for
+            later calls that leave it out: the Trainer's strategy calls this again for what `configure_optimizers` returns.
         grad_scaler: Needed (any object) when parameters compute in float16: without loss scaling their gradients
-            underflow.
+            underflow. Once said, it holds, too.
 
     Returns:
         The same optimizer.
@@ -114,10 +114,11 @@ class _ShardedStep:
         self._is_watched = False
 
     def adopt(self, optimizer: Optimizer, elementwise: bool | None, grad_scaler: object | None) -> None:
-        """Take over the parameters that the optimizer holds. `elementwise=None` leaves what was said before."""
+        """Take over the parameters that the optimizer holds. `None` leaves what was said before."""
         if elementwise is not None:
             self._elementwise = elementwise
-        self._grad_scaler = grad_scaler
+        if grad_scaler is not None:
+            self._grad_scaler = grad_scaler
         self._take_over(optimizer)
         if not self._groups:
             raise ShardingError(

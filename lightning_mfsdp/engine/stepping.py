@@ -22,7 +22,10 @@ def call_closure(closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def stepping_optimizer() -> Optimizer | None:
-    """The optimizer whose `step` calls this, if any, and not by a closure of the user's. It looks through the frames of the stack, so it is for messages only."""
+    """The optimizer whose `step` calls this, if any, and not by a closure of the user's.
+
+    It looks through the frames of the stack, so it is for messages only.
+    """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not call_closure.__code__:
         owner = frame.f_locals.get("self")
