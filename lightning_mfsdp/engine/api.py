@@ -75,6 +75,7 @@ def unshard(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
     wanted: dict[ParameterGroup, list[int]] = {}
     for unit in units_in(module):
         unit.release()
+        unit.context.note_writes()
         for group in unit.all_groups:
             inside = [any(id(table) in tables for table, _ in entry.sites) for entry in group.entries]
             if any(inside):

@@ -61,6 +61,7 @@ class Context:
         self._planner = MemoryPlanner(self.pool, self.channels, mesh, device)
         self.reductions = ReductionSchedule(self.streams, self.ranges, self.order, zeros_unused=zeros_unused)
         self._covered: set[int] = set()
+        self._watched_groups: list[weakref.ref[ParameterGroup]] = []
         self.ignored: dict[int, weakref.ref[nn.Parameter]] = {}
         self._uncovered: list[weakref.ref[Entry]] = []
         self._known_units = -1  # for which `_uncovered` holds
@@ -115,6 +116,7 @@ class Context:
     def take_over(self, unit: Unit) -> None:
         """Keep what is known about optimizers and gradients in the context of a unit that moves into this one."""
         self._covered |= unit.context._covered
+        self._watched_groups += unit.context._watched_groups
         self.ignored.update(unit.context.ignored)
         self.reductions.take_over(unit.context.reductions, unit.groups)
         self._known_units = -1
@@ -144,6 +146,8 @@ class Context:
             sources += pair[1]
             group.outdated = group.written_elsewhere = False
             group.stale = True
+            if self._watched_groups:
+                group.forget_writes()
             if group.gathered and not group.installed:
                 group.release()
         if targets:
@@ -205,6 +209,18 @@ class Context:
         self._covered.update(id(entry) for entry in entries)
         self._known_units = -1
 
+    def watch(self, groups: Iterable[ParameterGroup]) -> None:
+        """Somebody may write local rows of these without a word, outside of a step: they are looked at when a pass begins."""
+        known = set(self._watched_groups)
+        self._watched_groups += [reference for group in groups if (reference := weakref.ref(group)) not in known]
+
+    def note_writes(self) -> None:
+        """See what was written to local rows that are watched."""
+        groups = [group for reference in self._watched_groups if (group := reference()) is not None]
+        written = [group.note_writes() and not group.outdated for group in groups]
+        if any(written):
+            self.weights_changed(groups)  # all of them, since a rank without rows of one may not have written to it
+
     @property
     def has_optimizer(self) -> bool:
         """Whether every trained parameter is held by an optimizer that reports its steps."""
@@ -231,6 +247,8 @@ class Context:
                 one.awaited.begin_pass()
             if not self.has_optimizer:
                 self.weights_changed()
+            elif self._watched_groups:
+                self.note_writes()
         elif last is not None and last is not unit:
             last.next_forward = weakref.ref(unit)
             unit.previous_forward = weakref.ref(last)

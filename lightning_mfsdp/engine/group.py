@@ -101,6 +101,7 @@ class ParameterGroup:
         self.advised = False
         self.number = 0
         self.users_live = 0
+        self._known_writes = 0
         self.stale = self.outdated = self.written_elsewhere = True
         if not self.placement.weight:
             self._full.bind(self.held)
@@ -184,6 +185,24 @@ class ParameterGroup:
         if local.numel():
             local.copy_(self._rows(value, index, self.main_extent))
         self.stale = True
+
+    def note_writes(self) -> bool:
+        """Whether main weights were written since the last call, by whomever. PyTorch does not count writes through `tensor.data`.
+
+        A tensor that was assigned to the `data` of local rows is copied to where the rows belong.
+        """
+        for entry, rows in zip(self.entries, self.main.views(), strict=True):
+            if entry.local.data_ptr() != rows.data_ptr():
+                with torch.no_grad():
+                    rows.copy_(entry.local)
+                compat.set_data(entry.local, rows)
+        before = self._known_writes
+        self.forget_writes()
+        return self._known_writes != before
+
+    def forget_writes(self) -> None:
+        """What was written to main weights until now is known, or was the engine."""
+        self._known_writes = self.main.segments[0]._version  # all views of a buffer have one counter
 
     def _full_weight(self) -> FullWeight:
         this = weakref.ref(self)
@@ -315,6 +334,7 @@ class ParameterGroup:
         """Fill held weights from what the ranks of an axis hold of them."""
         outputs = [segment for plane in self.held for segment in plane.part(whole).segments]
         axis.gather(outputs, [segment for plane in self.held for segment in plane.part(part).segments])
+        self.forget_writes()
 
     def _gather_into(self, full: list[FlatBuffer], planes: list[int]) -> None:
         """Fill planes of a full weight, and point the parameters there."""
@@ -410,6 +430,7 @@ class ParameterGroup:
                     rows.copy_(own)
                 else:
                     rows.copy_(torch.where(rows.to(own.dtype) == own, rows, own.to(rows.dtype)))
+        self.forget_writes()
         if self.context is not None:
             self.context.weights_ready = self.streams.record()
 

@@ -80,6 +80,7 @@ def _attach_one(
         unit = this()
         if unit is not None:
             unit.release()
+            unit.context.note_writes()
 
     def weights_changed(*_: Any) -> None:
         unit = this()

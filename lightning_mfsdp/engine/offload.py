@@ -35,6 +35,7 @@ from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.own_step import OwnStep
 from lightning_mfsdp.engine.parameter import place_of
 from lightning_mfsdp.engine.resting_state import RestingState, StateTensor, state_of
+from lightning_mfsdp.engine.stepping import call_closure
 from lightning_mfsdp.engine.streams import Streams
 from lightning_mfsdp.engine.visit import Chunk, Visit
 
@@ -87,7 +88,7 @@ class StreamedStep:
                     "stepped when it was called first; call it once, first of all, as the optimizers of torch.optim do"
                 )
             was_called = True
-            loss = closure() if closure is not None else None
+            loss = call_closure(closure) if closure is not None else None
             self._is_due = False
             with torch.no_grad():
                 self._run(OwnStep(optimizer, args, kwargs))

@@ -32,6 +32,7 @@ from lightning_mfsdp.engine.offload import StreamedStep
 from lightning_mfsdp.engine.optimizer_state import refuse_left_behind, show_state, take_state
 from lightning_mfsdp.engine.parameter import Entry, owner_of
 from lightning_mfsdp.engine.rows import sharded_axes
+from lightning_mfsdp.engine.stepping import call_closure
 
 __all__ = ["ELEMENTWISE_OPTIMIZERS", "fully_shard_optimizer"]
 
@@ -58,9 +59,9 @@ def fully_shard_optimizer(
 ) -> Optimizer:
     """Let an optimizer step sharded parameters.
 
-    Elementwise optimizers, and any `LocalRowsOptimizer`, get plain local rows in their `param_groups`, and their state (if
-    any yet) is keyed by them; others keep DTensors. Where every rank has all rows (`no_shard`, one rank) they are whole plain tensors,
-    so that any optimizer works on them. The weights that forward uses are refreshed after each step, and within one before its closure is
+    Where every rank has all rows (`no_shard`, one rank) every optimizer gets whole plain tensors in its `param_groups`, and works on them.
+    Elsewhere elementwise optimizers, and any `LocalRowsOptimizer`, get plain local rows, and others keep DTensors. State (if any yet) is
+    keyed by what they get. The weights that forward uses are refreshed after each step, and within one before its closure is
     called again (LBFGS). No step is taken here: step counters and weight decay start where the user starts. What comes into the groups
     later, by `add_param_group` or otherwise, is taken over when the next step begins. Parameters that were sharded with
     `offload="optimizer"` are stepped a few at a time (offload.py). `optimizer.state_dict()` shows state as DTensors, as under FSDP2, and
@@ -68,10 +69,10 @@ def fully_shard_optimizer(
 
     Args:
         optimizer: Built from `module.parameters()`, before or after `fully_shard`.
-        elementwise: Overrides the list, for an optimizer of your own. Once said, it holds for later calls that leave it out: the
-            Trainer's strategy calls this again for what `configure_optimizers` returns.
+        elementwise: Overrides the list, for an optimizer of your own; with `False` it keeps DTensors everywhere. Once said, it holds for
+            later calls that leave it out: the Trainer's strategy calls this again for what `configure_optimizers` returns.
         grad_scaler: Needed (any object) when parameters compute in float16: without loss scaling their gradients
-            underflow.
+            underflow. Once said, it holds, too.
 
     Returns:
         The same optimizer.
@@ -110,12 +111,14 @@ class _ShardedStep:
         self._held: list[Tensor] = []
         self._streamed = StreamedStep()
         self._keeps_remainders = False
+        self._is_watched = False
 
     def adopt(self, optimizer: Optimizer, elementwise: bool | None, grad_scaler: object | None) -> None:
-        """Take over the parameters that the optimizer holds. `elementwise=None` leaves what was said before."""
+        """Take over the parameters that the optimizer holds. `None` leaves what was said before."""
         if elementwise is not None:
             self._elementwise = elementwise
-        self._grad_scaler = grad_scaler
+        if grad_scaler is not None:
+            self._grad_scaler = grad_scaler
         self._take_over(optimizer)
         if not self._groups:
             raise ShardingError(
@@ -125,7 +128,14 @@ class _ShardedStep:
             )
 
     def _take_over(self, optimizer: Optimizer) -> None:
-        found = _adopt_parameters(optimizer, _works_on_rows(optimizer, self._elementwise), self._grad_scaler)
+        local = _works_on_rows(optimizer, self._elementwise)
+        found = _adopt_parameters(optimizer, local, self._grad_scaler)
+        # DTensors note what is written to them; local rows do not.
+        self._is_watched = local and not _writes_in_steps_alone(optimizer)
+        if self._is_watched:
+            for group in found:
+                if group.context is not None:
+                    group.context.watch([group])
         self._groups = [
             (weakref.ref(group), [group.entries.index(entry) for entry in entries]) for group, entries in found.items()
         ]
@@ -147,24 +157,37 @@ class _ShardedStep:
     def end(self, optimizer: Optimizer, *_: Any) -> None:
         """After a step."""
         if self._streamed.end(optimizer):
+            self._was_written()  # which also puts rows back where they belong
             self._note_write()
 
     def _note_write(self) -> None:
         _note_step((group, indices) for reference, indices in self._groups if (group := reference()) is not None)
 
+    def _was_written(self) -> bool:
+        """Whether rows that are watched were written since this was last asked, or held weights refreshed."""
+        if not self._is_watched:
+            return False
+        written = [group.note_writes() for reference, _ in self._groups if (group := reference()) is not None]
+        return any(written)
+
     def _refreshing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Arguments of a step with a closure that finds what was written since it was last called (LBFGS); `None` without a closure."""
+        """Arguments of a step with a closure that finds what was written since it was last called (LBFGS), or since the step began (SAM).
+
+        `None` without a closure.
+        """
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             return None
         was_called = False
+        if self._was_written():  # between the last pass and this step
+            self._note_write()
 
         def evaluate(*given: Any, **named: Any) -> Any:
             nonlocal was_called
-            if was_called:
+            if self._was_written() or was_called:
                 self._note_write()
             was_called = True
-            return closure(*given, **named)
+            return call_closure(closure, *given, **named)
 
         if len(args) > 1:
             return (args[0], evaluate, *args[2:]), kwargs
@@ -192,6 +215,11 @@ def _works_on_rows(optimizer: Optimizer, said: bool | None) -> bool:
         )
     if said is not None:
         return said
+    return _writes_in_steps_alone(optimizer)
+
+
+def _writes_in_steps_alone(optimizer: Optimizer) -> bool:
+    """Whether it is known to work on rows, and to write to them nowhere but in `step`, after its closure."""
     return (
         type(optimizer) in ELEMENTWISE_OPTIMIZERS
         or is_fused_adam(optimizer)

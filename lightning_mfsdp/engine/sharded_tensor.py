@@ -108,9 +108,13 @@ class Rows(PlacedTensor):
         return Rows.over(copy.deepcopy(self._local_tensor.detach(), memo), self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        what, instead = "parameter", "full_state_dict(module)"
+        if not self.shows_weight:
+            what = "optimizer state, or another tensor, of parameter"
+            instead = "get_optimizer_state_dict(module, optimizer, options=StateDictOptions(full_state_dict=True))"
         raise EngineStateError(
-            f"parameter {self.described}: sharded tensors cannot be pickled (torch.save), because each rank has rows of its own; "
-            "save full_state_dict(module), called on all ranks, use torch.distributed.checkpoint, or call unshard_model(module) first"
+            f"{what} {self.described}: sharded tensors cannot be pickled (torch.save), because each rank has rows of its own; "
+            f"save {instead}, called on all ranks, use torch.distributed.checkpoint, or call unshard_model(module) first"
         )
 
     def __tensor_flatten__(self) -> Any:

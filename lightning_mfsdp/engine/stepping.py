@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["OPTIMIZER_ADVICE", "stepping_optimizer"]
+__all__ = ["OPTIMIZER_ADVICE", "call_closure", "stepping_optimizer"]
 
 OPTIMIZER_ADVICE = (
     "An optimizer that treats every number by itself works on plain rows: call fully_shard_optimizer(optimizer, elementwise=True), under "
@@ -14,10 +16,18 @@ OPTIMIZER_ADVICE = (
 )
 
 
+def call_closure(closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the closure that a user gave to a step: what is raised in it is not the optimizer's doing."""
+    return closure(*args, **kwargs)
+
+
 def stepping_optimizer() -> Optimizer | None:
-    """The optimizer whose `step` calls this, if any. It looks through the frames of the stack, so it is for messages only."""
+    """The optimizer whose `step` calls this, if any, and not by a closure of the user's.
+
+    It looks through the frames of the stack, so it is for messages only.
+    """
     frame = inspect.currentframe()
-    while frame is not None:
+    while frame is not None and frame.f_code is not call_closure.__code__:
         owner = frame.f_locals.get("self")
         if frame.f_code.co_name == "step" and isinstance(owner, Optimizer):
             return owner

@@ -287,6 +287,12 @@ def what_was_said_is_kept_and_no_hook_comes_twice(rank, world):
     assert gone() is None
 
 
+def a_scaler_is_remembered(rank, world):
+    model = sharded_chain(policy=MixedPrecisionPolicy(compute_dtype=torch.float16))
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), grad_scaler=object())
+    assert fully_shard_optimizer(optimizer, elementwise=True) is optimizer
+
+
 def what_cannot_be_sharded_is_refused(rank, world):
     model = sharded_chain()
     with pytest.raises(ShardingError, match="SparseAdam"):
@@ -310,6 +316,7 @@ CASES = (
     empty_shards_do_not_disturb_kernels_for_many_tensors,
     two_optimizers_share_a_model,
     what_was_said_is_kept_and_no_hook_comes_twice,
+    a_scaler_is_remembered,
     writes_by_others_are_noticed,
     what_cannot_be_sharded_is_refused,
 )

@@ -12,9 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lightning_mfsdp.engine import EngineStateError, MixedPrecisionPolicy, ShardingError, fully_shard_optimizer
+from lightning_mfsdp.engine import (
+    EngineStateError,
+    MixedPrecisionPolicy,
+    ShardingError,
+    fully_shard_optimizer,
+    refresh_weights,
+)
 from tests.engine.worlds import by_world, check
-from tests.helpers.chain import Chain, inputs, loss_of, plain_chain, sharded_chain, weights
+from tests.helpers.chain import STRATEGIES, Chain, context, inputs, loss_of, plain_chain, sharded_chain, weights
 from tests.helpers.other_optimizers import ADOPT, SOAP, Adan, LowBitAdam, Prodigy, Shampoo
 
 STEPS = 4
@@ -147,6 +153,19 @@ def an_operation_that_mixes_rows_up_names_the_optimizer_and_the_ways_out(rank, w
     assert "calls it in its step" not in str(info.value)
 
 
+def an_operation_in_a_closure_is_not_said_to_be_the_optimizers(rank, world):
+    for offload in (None, "optimizer"):
+        model = sharded_chain(offload=offload)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def evaluate(model: Chain = model) -> None:
+            with torch.no_grad():
+                model.out.weight.view(-1)
+
+        with pytest.raises(EngineStateError, match=r"^view: parameter out\.weight of unit Chain is .*full_tensor"):
+            optimizer.step(evaluate)
+
+
 class Remade(torch.optim.SGD):
     """Makes its state of the rows of its parameters, as torchao's optimizers do.
 
@@ -217,21 +236,178 @@ def a_compiled_step_works_on_rows_and_says_so_where_it_meets_dtensors(rank, worl
         torch.testing.assert_close(value, plain.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
 
 
+class Restless(torch.optim.SGD):
+    """Writes to weights outside of its steps, as schedule-free optimizers do in `train()` and `eval()`."""
+
+    @torch.no_grad()
+    def halve(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.mul_(0.5)
+
+
+class Sharpness(torch.optim.Optimizer):
+    """SAM (Foret and others, 2021) around plain gradient descent, by two calls or by one with a closure."""
+
+    def __init__(self, params: Any, lr: float = 0.1, distance: float = 0.2) -> None:
+        super().__init__(params, {"lr": lr, "distance": distance})
+        self.rule = torch.optim.SGD(self.param_groups, lr=lr)
+        self.param_groups = self.rule.param_groups
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["old"] = parameter.data.clone()
+                parameter.add_(parameter.grad, alpha=group["distance"])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def descend(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = self.state[parameter]["old"]
+        self.rule.step()
+        self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.climb()
+        with torch.enable_grad():
+            closure()
+        self.descend()
+
+
+def assert_forward_sees(model: Chain, case: object) -> None:
+    seen = loss_of(model, inputs(1))
+    refresh_weights(model)
+    assert torch.equal(seen, loss_of(model, inputs(1))), case
+
+
+def forward_sees_what_an_optimizer_writes_to_rows_outside_of_its_step(rank, world):
+    half = MixedPrecisionPolicy(main_params_dtype=torch.float32, compute_dtype=torch.bfloat16)
+    for sharding in STRATEGIES:
+        for policy in (MixedPrecisionPolicy(), half):
+            said = None if sharding == "no_shard" or world == 1 else True
+            case = (sharding, policy.compute_dtype)
+            model = sharded_chain(sharding=sharding, policy=policy)
+            optimizer = fully_shard_optimizer(Restless(model.parameters(), lr=0.1), elementwise=said)
+            for _ in range(2):
+                loss_of(model, inputs(0, rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.halve()
+                assert_forward_sees(model, case)
+                before = loss_of(model, inputs(1))
+                optimizer.halve()
+                assert not torch.equal(loss_of(model, inputs(1)), before), case
+                with torch.no_grad():
+                    before = loss_of(model, inputs(1))
+                    optimizer.halve()
+                    assert not torch.equal(loss_of(model, inputs(1)), before), case
+
+
+def sharpness_of_one_process(one_call: bool, world: int) -> dict[str, Tensor]:
+    model = double_chain(plain_chain)
+    sharpen(model, Sharpness(model.parameters()), list(range(world)), one_call)
+    return weights_of_plain(model)
+
+
+def weights_of_plain(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def sharpen(model: nn.Module, optimizer: Any, ranks: list[int], one_call: bool) -> None:
+    for step in range(3):
+
+        def evaluate(step: int = step) -> None:
+            torch.stack([loss_of(model, inputs(step, rank).double()) for rank in ranks]).mean().backward()
+
+        evaluate()
+        if one_call:
+            optimizer.step(evaluate)
+        else:
+            optimizer.climb()
+            evaluate()
+            optimizer.descend()
+
+
+def an_optimizer_that_climbs_first_trains_rows_like_one_process(rank, world):
+    """It assigns the weights it has kept to `data`."""
+    for one_call in (False, True):
+        expected = sharpness_of_one_process(one_call, world)
+        for sharding in STRATEGIES:
+            model = double_chain(sharded_chain, policy=DOUBLE, sharding=sharding)
+            optimizer = fully_shard_optimizer(Sharpness(model.parameters()), elementwise=True)
+            sharpen(model, optimizer, [rank], one_call)
+            for name, value in weights(model).items():
+                case = f"{sharding} {one_call} {name}"
+                assert torch.allclose(value, expected[name], rtol=1e-11, atol=1e-12), case
+
+
+def a_closure_finds_weights_that_a_step_wrote_before_it(rank, world):
+    """Also where the first module that it runs is not the one that a pass began with."""
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, compute_dtype=torch.bfloat16)
+    model = sharded_chain(sharding="no_shard", policy=policy)
+    seen: list[Tensor] = []
+
+    class Climbs(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(0.5)
+            closure()
+
+    optimizer = fully_shard_optimizer(Climbs(model.parameters(), lr=0.1))
+
+    def evaluate() -> None:
+        seen.append(model.layers[1](inputs(0)).detach())
+
+    loss_of(model, inputs(0, rank)).backward()
+    evaluate()
+    optimizer.step(evaluate)
+    assert not torch.equal(*seen)
+
+
+def what_no_optimizer_wrote_is_not_gathered_again(rank, world):
+    """Steps and gathers write to the buffers of main weights as well, and are no writes of somebody."""
+    for sharding in STRATEGIES:
+        counts = []
+        for kind in (torch.optim.SGD, Restless):
+            model = sharded_chain(sharding=sharding)
+            optimizer = fully_shard_optimizer(kind(model.parameters(), lr=0.1), elementwise=True)
+            for step in range(3):
+                for microbatch in range(3):
+                    loss_of(model, inputs(3 * step + microbatch, rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            counts.append(context(model).gathers_started)
+        assert counts[0] == counts[1], (sharding, counts)
+
+
 TWO = (
+    forward_sees_what_an_optimizer_writes_to_rows_outside_of_its_step,
+    an_optimizer_that_climbs_first_trains_rows_like_one_process,
+    a_closure_finds_weights_that_a_step_wrote_before_it,
+    what_no_optimizer_wrote_is_not_gathered_again,
     where_tensors_are_whole_every_optimizer_trains_like_one_process,
     torchs_muon_trains_matrices_where_they_are_whole,
     a_closure_that_is_called_again_in_a_step_finds_the_weights_written_since,
     what_needs_whole_tensors_is_refused_with_the_ways_out,
     an_operation_that_mixes_rows_up_names_the_optimizer_and_the_ways_out,
+    an_operation_in_a_closure_is_not_said_to_be_the_optimizers,
     dtensors_of_a_users_own_meet_parameters_where_they_are_of_equal_parts,
     a_compiled_step_works_on_rows_and_says_so_where_it_meets_dtensors,
 )
 WORLDS = {
-    1: (on_one_rank_every_optimizer_works_under_every_sharding,),
+    1: (
+        on_one_rank_every_optimizer_works_under_every_sharding,
+        forward_sees_what_an_optimizer_writes_to_rows_outside_of_its_step,
+    ),
     2: TWO,
     3: (
         where_tensors_are_whole_every_optimizer_trains_like_one_process,
         elementwise_optimizers_train_rows_and_dtensors_alike,
+        an_optimizer_that_climbs_first_trains_rows_like_one_process,
     ),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -487,7 +488,19 @@ def arithmetic_with_tensors_of_equal_parts_finds_their_rows(rank: int, world: in
             partner.add_(weight)
 
 
+def a_pickled_optimizer_state_is_refused_with_what_to_save(rank: int, world: int) -> None:
+    model = fully_shard(nn.Linear(5, 3))
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    with pytest.raises(EngineStateError, match=r"^optimizer state.* of unit Linear.* save get_optimizer_state_dict\("):
+        torch.save(optimizer.state_dict(), io.BytesIO())
+    with pytest.raises(EngineStateError, match=r"full_state_dict\(module\)"):
+        torch.save(model.state_dict(), io.BytesIO())
+
+
 CASES = [
+    a_pickled_optimizer_state_is_refused_with_what_to_save,
     state_dicts_of_optimizers_look_as_with_fsdp2,
     state_is_a_view_of_what_the_optimizer_has,
     get_state_dict_gives_what_it_gives_of_fsdp2,
