@@ -27,15 +27,20 @@ from lightning_mfsdp.engine.unit import Unit, unit_of
 __all__ = ["bring_home", "follow_conversions", "unshard_model"]
 
 
-class MovedRows(Rows):
-    """A sharded parameter whose rows are elsewhere or of another dtype than the main weight."""
+class MovedRows(ShardedParameter):
+    """A sharded parameter whose rows are elsewhere or of another dtype than the main weight.
+
+    All else is the home parameter's, as a converted `nn.Parameter` is the same object: whether it is trained, its gradient (where and of
+    the dtype that it has), what it is equal to, what users note on it.
+    """
+
+    shows_weight = False
 
     @classmethod
     def of(cls, rows: Rows, home: ShardedParameter) -> MovedRows:
         """What a module shows of `home` after a conversion."""
         made = cls(rows._local_tensor.detach(), rows._spec, requires_grad=False)
-        made._owner, made._rows, made.lies = home._owner, home._rows, home.lies
-        made._is_param = True
+        made.__dict__ = home.__dict__
         return made
 
 
@@ -71,7 +76,7 @@ def _apply_of(this: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
 def _converted(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
     """What `nn.Module._apply` does, which would put other tensors where shards are."""
     table: dict[str, Any] = module._parameters
-    shown = {key: one for key, one in table.items() if isinstance(one, (ShardedParameter, MovedRows))}
+    shown = {key: one for key, one in table.items() if isinstance(one, ShardedParameter)}
     with torch.no_grad():
         applied = {key: function(one) for key, one in shown.items()}
     table.update(dict.fromkeys(shown))

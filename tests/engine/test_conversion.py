@@ -151,6 +151,26 @@ def a_part_may_be_converted_alone(rank: int, world: int) -> None:
     model(torch.ones(3, 4))
 
 
+def what_is_said_of_a_converted_parameter_holds(rank: int, world: int) -> None:
+    for there, back in ((nn.Module.half, nn.Module.float), (nn.Module.double, lambda one: one.to(torch.float32))):
+        model = sharded()
+        assert [one.requires_grad for one in there(model).parameters()] == [
+            one.requires_grad for one in plain().parameters()
+        ]
+        model.first.requires_grad_(False)
+        model.last.weight.requires_grad = False
+        model.block[0].weight.mark = "noted"
+        back(model)
+        frozen = [model.first.weight, model.first.bias, model.last.weight]
+        assert not any(one.requires_grad for one in frozen)
+        assert model.last.bias.requires_grad
+        assert model.block[0].weight.mark == "noted"
+        before = [one.full_tensor() for one in (*frozen, model.last.bias)]
+        train(model, fully_shard_optimizer(adam(model)))
+        after = [one.full_tensor() for one in (*frozen, model.last.bias)]
+        assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [True, True, True, False]
+
+
 def memory_that_is_shared_with_processes_is_still_refused(rank: int, world: int) -> None:
     with pytest.raises(EngineStateError, match="share_memory_ on parameter"):
         sharded().share_memory()
@@ -337,6 +357,7 @@ CASES = [
     shards_are_converted_and_come_back_as_in_plain_pytorch,
     what_a_conversion_computes_is_written,
     a_part_may_be_converted_alone,
+    what_is_said_of_a_converted_parameter_holds,
     memory_that_is_shared_with_processes_is_still_refused,
     modules_are_freed_at_once,
     an_unsharded_model_is_a_plain_one,
