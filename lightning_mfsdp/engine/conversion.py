@@ -8,7 +8,7 @@ fit) writes the rows into the main weights. `unshard_model` ends the sharding: w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from lightning_mfsdp.engine.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.sharded_tensor import Rows
 from lightning_mfsdp.engine.unit import Unit, unit_of
 
-__all__ = ["bring_home", "follow_conversions", "unshard_model"]
+__all__ = ["bring_home", "follow_conversions", "refuse_moved", "unshard_model"]
 
 
 class MovedRows(ShardedParameter):
@@ -87,23 +87,47 @@ def _converted(module: nn.Module, function: Callable[[Tensor], Tensor], recurse:
     for key, value in applied.items():
         owner = owner_of(shown[key])
         if owner is not None and isinstance(value, Rows) and value is not shown[key]:
-            _show_as(owner[1], value)
+            _show_as(*owner, value)
     return module
 
 
-def _show_as(entry: Entry, value: Rows) -> None:
+def _show_as(group: ParameterGroup, entry: Entry, value: Rows) -> None:
     local, rows = entry.local, value._local_tensor
     if (local.dtype, local.device) == (rows.dtype, rows.device):
-        _write_home(entry, rows)
+        _write_home(group, entry, rows)
     else:
         entry.install(MovedRows.of(value, entry.sharded))
+        group.moved.add(entry)
 
 
-def _write_home(entry: Entry, rows: Tensor) -> None:
+def _write_home(group: ParameterGroup, entry: Entry, rows: Tensor) -> None:
     with torch.no_grad():
         entry.local.copy_(rows)
     entry.sharded.note_write()
     entry.install(entry.resting)
+    group.moved.discard(entry)
+
+
+def refuse_moved(groups: Iterable[ParameterGroup | None], what: str) -> None:
+    """Raise where main weights would be written whose rows a module shows as a conversion left them; the way back would undo it.
+
+    Args:
+        groups: Of the main weights; `None` for one that is gone.
+        what: Was called.
+    """
+    for group in groups:
+        for entry in group.entries if group is not None and group.moved else ():
+            shown = next((table[key] for table, key in entry.sites if _is_of(table.get(key), entry)), None)
+            if isinstance(shown, MovedRows):
+                raise ShardingError(
+                    f"{what}: the module shows parameter {entry.name} as a conversion left it, {_looks(shown)}, and its "
+                    f"main weight is {_looks(entry.local)}; only one of both would last. Convert the module back before "
+                    "(module.to(...)), or call unshard_model(module) to go on with it as it is"
+                )
+
+
+def _looks(tensor: Tensor) -> str:
+    return f"{tensor.dtype} on {tensor.device}"
 
 
 def bring_home(module: nn.Module) -> None:
@@ -116,13 +140,13 @@ def bring_home(module: nn.Module) -> None:
         owner = owner_of(one) if isinstance(one, MovedRows) else None
         if owner is None:
             continue
-        entry = owner[1]
+        group, entry = owner
         if one.dtype != entry.local.dtype:
             raise ShardingError(
                 f"parameter {entry.name} was sharded with main weights of {entry.local.dtype} and converted to {one.dtype} since; "
                 "convert the module back (module.to(dtype)), or call unshard_model(module) to have it sharded anew as it is"
             )
-        _write_home(entry, one._local_tensor)
+        _write_home(group, entry, one._local_tensor)
 
 
 def _shown_in(module: nn.Module) -> list[Any]:

@@ -62,6 +62,7 @@ class ParameterGroup:
         lost_writes: Unsharded parameters that a forward wrote to, though main weights of another dtype cannot take that over.
         gradients_outside: Whole gradients, by index, of parameters that were used outside of a forward (outside.py).
         advised: It was said that this costs a gather each time.
+        moved: Entries that the module shows as a conversion left them (conversion.py).
         number: Among the groups of its root.
         users_live: How many units are using the full weights.
     """
@@ -99,6 +100,7 @@ class ParameterGroup:
         self.lost_writes: list[Entry] = []
         self.gradients_outside: dict[int, torch.Tensor] = {}
         self.advised = False
+        self.moved: set[Entry] = set()
         self.number = 0
         self.users_live = 0
         self.stale = self.outdated = self.written_elsewhere = True

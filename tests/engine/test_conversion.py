@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp import full_state_dict
@@ -169,6 +170,49 @@ def what_is_said_of_a_converted_parameter_holds(rank: int, world: int) -> None:
         train(model, fully_shard_optimizer(adam(model)))
         after = [one.full_tensor() for one in (*frozen, model.last.bias)]
         assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [True, True, True, False]
+
+
+def a_converted_parameter_has_its_gradient_and_its_optimizer_state(rank: int, world: int) -> None:
+    for sharding in SHARDINGS:
+        model = sharded(sharding)
+        optimizer = fully_shard_optimizer(adam(model))
+        train(model, optimizer)
+        expected = get_optimizer_state_dict(model, optimizer)["state"]
+        model.half()
+        found = get_optimizer_state_dict(model, optimizer)["state"]
+        assert found.keys() == expected.keys()
+        for name, state in expected.items():
+            assert torch.equal(found[name]["exp_avg"].full_tensor(), state["exp_avg"].full_tensor()), (sharding, name)
+        for one in model.parameters():
+            assert (one.grad is not None) == one.requires_grad
+        assert nn.utils.clip_grad_norm_(model.parameters(), 1e-3) > 1e-3
+        torch.testing.assert_close(
+            nn.utils.get_total_norm([one.grad for one in model.parameters() if one.requires_grad]).full_tensor(),
+            torch.tensor(1e-3),
+        )
+        model.zero_grad()
+        model.float()
+        assert all(one.grad is None for one in model.parameters())
+
+
+def a_converted_model_is_not_stepped(rank: int, world: int) -> None:
+    for built in ("before", "after"):
+        model, reference = sharded(), sharded()
+        optimizers = [fully_shard_optimizer(adam(one)) for one in (model, reference)]
+        for one in (model, reference):
+            one(torch.ones(3, 4)).sum().backward()
+        model.block.half()
+        if built == "after":
+            optimizers[0] = fully_shard_optimizer(adam(model))
+        with pytest.raises(ShardingError, match=r"AdamW\.step: the module shows parameter 0\.weight .*float16 on cpu"):
+            optimizers[0].step()
+        with pytest.raises(ShardingError, match="unshard: the module shows"), unshard(model):
+            pass
+        model.block.float()
+        reference.block.half().float()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_equal(values(model), values(reference), built)
 
 
 def memory_that_is_shared_with_processes_is_still_refused(rank: int, world: int) -> None:
@@ -358,6 +402,8 @@ CASES = [
     what_a_conversion_computes_is_written,
     a_part_may_be_converted_alone,
     what_is_said_of_a_converted_parameter_holds,
+    a_converted_parameter_has_its_gradient_and_its_optimizer_state,
+    a_converted_model_is_not_stepped,
     memory_that_is_shared_with_processes_is_still_refused,
     modules_are_freed_at_once,
     an_unsharded_model_is_a_plain_one,
