@@ -45,6 +45,7 @@ class Context:
         gathers_started: Collectives issued for weights so far, for inspection.
         ignored: Parameters that were to be left as they are, by identity.
         keeps_graph: The backward that runs, or ran last, leaves its graph for another one.
+        shown_averages: That stand in for main weights at the moment (averaging.py).
         trace: Of the step that is running, if somebody will repeat its gathers.
     """
 
@@ -62,6 +63,7 @@ class Context:
         self.reductions = ReductionSchedule(self.streams, self.ranges, self.order, zeros_unused=zeros_unused)
         self._covered: set[int] = set()
         self.ignored: dict[int, weakref.ref[nn.Parameter]] = {}
+        self.shown_averages: weakref.WeakSet[object] = weakref.WeakSet()
         self._uncovered: list[weakref.ref[Entry]] = []
         self._known_units = -1  # for which `_uncovered` holds
         self.weights_ready: Event = None
@@ -116,6 +118,7 @@ class Context:
         """Keep what is known about optimizers and gradients in the context of a unit that moves into this one."""
         self._covered |= unit.context._covered
         self.ignored.update(unit.context.ignored)
+        self.shown_averages.update(unit.context.shown_averages)
         self.reductions.take_over(unit.context.reductions, unit.groups)
         self._known_units = -1
 

@@ -96,6 +96,7 @@ def _show_as(group: ParameterGroup, entry: Entry, value: Rows) -> None:
     if (local.dtype, local.device) == (rows.dtype, rows.device):
         _write_home(group, entry, rows)
     else:
+        _refuse_shown_average(group.context, f"converting parameter {entry.name}")
         entry.install(MovedRows.of(value, entry.sharded))
         group.moved.add(entry)
 
@@ -124,6 +125,14 @@ def refuse_moved(groups: Iterable[ParameterGroup | None], what: str) -> None:
                     f"main weight is {_looks(entry.local)}; only one of both would last. Convert the module back before "
                     "(module.to(...)), or call unshard_model(module) to go on with it as it is"
                 )
+
+
+def _refuse_shown_average(context: Context | None, what: str) -> None:
+    if context is not None and context.shown_averages:
+        raise ShardingError(
+            f"{what}: the model shows an average of its weights (ShardedEMA, AveragedWeights.show) now, and its own would be lost; "
+            "call hide() before, or do it after the validation"
+        )
 
 
 def _looks(tensor: Tensor) -> str:
@@ -208,6 +217,7 @@ def _check_whole_roots(module: nn.Module, found: list[Unit]) -> None:
             "after fit"
         )
     for unit in found:
+        _refuse_shown_average(unit.context, f"unshard_model of {name}")
         if any(group.mesh.parts is not None for group in unit.groups):
             raise ShardingError(
                 f"unshard_model: {unit.name} holds experts that are divided among ranks, and its module has a place for this rank's alone; "

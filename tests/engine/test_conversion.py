@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp import full_state_dict
 from lightning_mfsdp.engine import (
+    AveragedWeights,
     EngineStateError,
     MixedPrecisionPolicy,
     ShardingError,
@@ -367,6 +368,47 @@ def only_whole_roots_are_unsharded(rank: int, world: int) -> None:
     assert all(type(one) is nn.Parameter for one in around.parameters())
 
 
+def an_average_is_hidden_before_the_sharding_ends_and_ends_with_it(rank: int, world: int) -> None:
+    model = sharded()
+    average = AveragedWeights(model)
+    average.update(0.5)
+    train(model, fully_shard_optimizer(adam(model)))
+    own = values(model)
+    average.update(0.5)
+    average.show()
+    shown = values(model)
+    with pytest.raises(ShardingError, match="unshard_model of Model: the model shows an average"):
+        unshard_model(model)
+    with pytest.raises(ShardingError, match=r"converting parameter first\.weight: the model shows an average"):
+        model.half()
+    assert_equal(values(model), shown, "refused")
+    average.hide()
+    assert_equal(values(model), own, "hidden")
+    model.half()
+    with pytest.raises(ShardingError, match=r"AveragedWeights\.show: the module shows"):
+        average.show()
+    expected = values(model.float())
+    unshard_model(model)
+    for _ in range(2):
+        for use in (partial(average.update, 0.5), average.show, average.rows):
+            with pytest.raises(EngineStateError, match="unshard_model made it plain"):
+                use()
+        average.release()
+    assert_equal(dict(model.state_dict()), expected, "plain")
+
+
+def an_average_is_shown_on_ranks_without_rows_too(rank: int, world: int) -> None:
+    model = fully_shard(nn.Linear(4, 1, bias=False))
+    average = AveragedWeights(model)
+    average.update(0.5)
+    average.show()
+    assert average.is_shown
+    with pytest.raises(ShardingError, match="the model shows an average"):
+        unshard_model(model)
+    average.hide()
+    unshard_model(model)
+
+
 def full_state_dicts_are_plain_and_whole(rank: int, world: int) -> None:
     for sharding in SHARDINGS:
         state = full_state_dict(sharded(sharding))
@@ -413,6 +455,8 @@ CASES = [
     an_unsharded_model_can_be_exported_and_sharded_again,
     a_converted_model_is_unsharded_as_it_is,
     only_whole_roots_are_unsharded,
+    an_average_is_hidden_before_the_sharding_ends_and_ends_with_it,
+    an_average_is_shown_on_ranks_without_rows_too,
     full_state_dicts_are_plain_and_whole,
     what_cannot_be_done_while_sharded_says_how_to_go_on,
 ]
