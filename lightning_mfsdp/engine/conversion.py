@@ -1,7 +1,7 @@
 """What becomes of a sharded module when it is moved, converted or made plain again.
 
 `module.cpu()`, `.to(dtype)`, `.half()` work on shards: the module shows this rank's rows as they were moved or cast, while the engine's
-memory, the optimizer and communication stay where they are. Forward says that the module was converted; the way back (`.to(...)`, another
+memory, the optimizer and communication stay where they are. A forward of a converted module raises; the way back (`.to(...)`, another
 fit) writes the rows into the main weights. `unshard_model` ends the sharding: whole plain parameters in place, unit by unit.
 """
 
@@ -45,7 +45,21 @@ class MovedRows(ShardedParameter):
 
 
 class _NotForDDP:
-    """Whoever asks which parameters DistributedDataParallel shall ignore wants to wrap shards with it."""
+    """Whoever asks which parameters DistributedDataParallel shall ignore wants to wrap shards with it.
+
+    Args:
+        module: That it stands in.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.said = module.__dict__.get(compat.IGNORED_BY_DDP)  # what the user set on the module
+        self.names = compat.ddp_ignores(module)
+
+    def give_back(self, module: nn.Module) -> None:
+        """Leave the module as it was found."""
+        del module.__dict__[compat.IGNORED_BY_DDP]
+        if self.said is not None:
+            module.__dict__[compat.IGNORED_BY_DDP] = self.said
 
     def __iter__(self) -> Iterator[str]:
         raise ShardingError(
@@ -56,7 +70,8 @@ class _NotForDDP:
 
 def follow_conversions(module: nn.Module) -> None:
     """Have the modules in `module` that show sharded parameters convert them as shards, and DistributedDataParallel refuse `module`."""
-    module.__dict__.setdefault(compat.IGNORED_BY_DDP, _NotForDDP())
+    if not isinstance(module.__dict__.get(compat.IGNORED_BY_DDP), _NotForDDP):
+        module.__dict__[compat.IGNORED_BY_DDP] = _NotForDDP(module)
     for child in module.modules():
         if any(isinstance(parameter, ShardedParameter) for parameter in child._parameters.values()):
             child.__dict__["_apply"] = _apply_of(weakref.ref(child))
@@ -193,8 +208,9 @@ def unshard_model(module: nn.Module, *, device: torch.device | str | None = None
         context.end()
     for child in module.modules():
         child.__dict__.pop("_apply", None)
-        if isinstance(vars(child).get(compat.IGNORED_BY_DDP), _NotForDDP):
-            del child.__dict__[compat.IGNORED_BY_DDP]
+        for_ddp = vars(child).get(compat.IGNORED_BY_DDP)
+        if isinstance(for_ddp, _NotForDDP):
+            for_ddp.give_back(child)
         write_as_ever(child)
     return module if device is None else module.to(device)
 

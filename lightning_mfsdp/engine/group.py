@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
 from lightning_mfsdp.engine import compat
@@ -355,7 +355,7 @@ class ParameterGroup:
         self.installed = False
         raise EngineStateError(
             f"{self.name}: parameter {entry.name} was replaced after fully_shard (expected its sharded DTensor, got "
-            f"{type(found).__name__}), by load_state_dict(assign=True), an assignment, or a conversion such as half() or cpu(). Assign "
+            f"{_named(found, entry)}), by load_state_dict(assign=True), an assignment, or a conversion such as half() or cpu(). Assign "
             "before fully_shard and copy values in place afterwards; convert it back, or call unshard_model(module) on the root"
         )
 
@@ -479,3 +479,10 @@ class ParameterGroup:
     def slot(self) -> Slot | None:
         """Where the full weight is now; `None` where it needs no slot."""
         return self.client.slot if self.placement.weight else None
+
+
+def _named(found: object, entry: Entry) -> str:
+    """What stands where a module showed an entry, for messages."""
+    if isinstance(found, ShardedParameter) and found._local_face is entry.local:
+        return f"its rows in {str(found.dtype).removeprefix('torch.')} on {found.device}"
+    return "somebody else's DTensor" if isinstance(found, DTensor) else type(found).__name__

@@ -21,6 +21,7 @@ from lightning_mfsdp.engine import (
     EngineStateError,
     MixedPrecisionPolicy,
     ShardingError,
+    broadcast_buffers,
     fully_shard,
     fully_shard_optimizer,
     gather_root,
@@ -126,7 +127,8 @@ def shards_are_converted_and_come_back_as_in_plain_pytorch(rank: int, world: int
             assert all(isinstance(one, DTensor) and isinstance(one, nn.Parameter) for one in model.parameters())
             assert model.last.weight is model.again.weight
             assert_equal(values(model), values(reference), f"{sharding} {there.__name__}")
-            with pytest.raises(EngineStateError, match="conversion such as half"):
+            dtype = str(model.last.weight.dtype).removeprefix("torch.")
+            with pytest.raises(EngineStateError, match=f"got its rows in {dtype} on cpu.*conversion such as half"):
                 model(torch.ones(3, 4))
             back(model)
             back(reference)
@@ -316,6 +318,17 @@ def what_was_put_where_a_shard_was_stays(rank: int, world: int) -> None:
     model(torch.ones(3, 4))
 
 
+def what_was_put_where_a_shard_was_is_named(rank: int, world: int) -> None:
+    model, other = sharded(), sharded()
+    own = model.first.weight
+    for new, named in ((other.first.weight, "somebody else's DTensor"), (nn.Parameter(torch.zeros(6, 4)), "Parameter")):
+        model.first._parameters["weight"] = new
+        with pytest.raises(EngineStateError, match=rf"first\.weight was replaced .*, got {named}\)"):
+            model(torch.ones(3, 4))
+    model.first._parameters["weight"] = own
+    model(torch.ones(3, 4))
+
+
 def a_model_in_use_is_not_unsharded(rank: int, world: int) -> None:
     model = sharded()
     within = pytest.raises(ShardingError, match="Model is in use")
@@ -430,6 +443,36 @@ def what_cannot_be_done_while_sharded_says_how_to_go_on(rank: int, world: int) -
         use(model)
 
 
+def what_ddp_was_told_to_ignore_is_kept_and_ddp_refused_all_the_same(rank: int, world: int) -> None:
+    names = ["1.running_mean"]
+    for where in ("instance", "class"):
+        block = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) if where == "instance" else Ignoring()
+        if where == "instance":
+            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(block, names)
+        fully_shard(block)
+        block[1].running_mean.fill_(rank)
+        block[1].running_var.fill_(rank + 1)
+        broadcast_buffers(block)
+        assert torch.equal(block[1].running_mean, torch.full((6,), float(rank)))
+        assert torch.equal(block[1].running_var, torch.ones(6))
+        with pytest.raises(ShardingError, match="DistributedDataParallel"):
+            nn.parallel.DistributedDataParallel(block)
+        unshard_model(block)
+        assert block._ddp_params_and_buffers_to_ignore is (
+            names if where == "instance" else Ignoring._ddp_params_and_buffers_to_ignore
+        )
+        nn.parallel.DistributedDataParallel(block)
+
+
+class Ignoring(nn.Sequential):
+    """Says in its class what DistributedDataParallel shall leave alone."""
+
+    _ddp_params_and_buffers_to_ignore = ("1.running_mean",)
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+
 def saved(module: nn.Module) -> None:
     torch.save(module.state_dict(), io.BytesIO())
 
@@ -451,6 +494,7 @@ CASES = [
     an_unsharded_model_is_a_plain_one,
     an_unsharded_model_has_the_parameters_that_it_was_built_with,
     what_was_put_where_a_shard_was_stays,
+    what_was_put_where_a_shard_was_is_named,
     a_model_in_use_is_not_unsharded,
     an_unsharded_model_can_be_exported_and_sharded_again,
     a_converted_model_is_unsharded_as_it_is,
@@ -459,6 +503,7 @@ CASES = [
     an_average_is_shown_on_ranks_without_rows_too,
     full_state_dicts_are_plain_and_whole,
     what_cannot_be_done_while_sharded_says_how_to_go_on,
+    what_ddp_was_told_to_ignore_is_kept_and_ddp_refused_all_the_same,
 ]
 WORLDS = {1: CASES, 2: CASES}
 
