@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.buffer import FlatBuffer
 from lightning_mfsdp.engine.collectives import resolve_mesh
+from lightning_mfsdp.engine.conversion import refuse_moved
 from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.fully_shard import fully_shard, mesh_device
 from lightning_mfsdp.engine.group import ParameterGroup
@@ -85,6 +86,7 @@ def unshard(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
             f"unshard: {type(module).__name__} has no sharded parameter; expected a module that fully_shard was "
             "called on"
         )
+    refuse_moved(wanted, "unshard")
     shown = [_show_full(group, indices) for group, indices in wanted.items()]
     try:
         yield

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.engine import compat
+from lightning_mfsdp.engine.conversion import refuse_moved
 from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.inspect import context_of, sharded_parameters
-from lightning_mfsdp.engine.parameter import owner_of, place_of
+from lightning_mfsdp.engine.parameter import is_left_behind, owner_of, place_of
 from lightning_mfsdp.engine.sharded_tensor import Rows
 
 __all__ = ["AveragedWeights"]
@@ -49,7 +50,7 @@ class AveragedWeights:
         self._sources: list[_Source] | None = None
         self._waiting: list[_Source] = []
         self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._own: list[Tensor] = []
+        self._own: list[Tensor] | None = None  # while the average is shown
 
     def __bool__(self) -> bool:
         """Whether there is an average yet."""
@@ -74,7 +75,7 @@ class AveragedWeights:
     @property
     def is_shown(self) -> bool:
         """Whether the module shows the average at the moment."""
-        return bool(self._own)
+        return self._own is not None
 
     # -- averaging -----------------------------------------------------------------------------------------------------
 
@@ -98,10 +99,21 @@ class AveragedWeights:
             self._pair()
 
     def _attach(self) -> None:
-        if self._sources is not None:
-            return
+        if self._sources is None:
+            self._find_sources()
+        # All rows of a module go at once.
+        if not self._sources or is_left_behind(self._sources[0].face):
+            raise EngineStateError(
+                "AveragedWeights: the module is not sharded, or unshard_model made it plain, so there are no rows to average; shard the "
+                "module, and make a new AveragedWeights of it"
+            )
+
+    def _find_sources(self) -> None:
         module = self.module
-        self._sources = [_Source(view.name, view.main, view.local) for view in sharded_parameters(module)]
+        views = sharded_parameters(module)
+        if not views:
+            return
+        self._sources = [_Source(view.name, view.main, view.local) for view in views]
         self._sources += [
             _Source(name, parameter.detach(), parameter)
             for name, parameter in module.named_parameters()
@@ -136,25 +148,31 @@ class AveragedWeights:
         if not self._averages or self.is_shown:
             return
         self._attach()
+        context = context_of(self.module)
+        refuse_moved((group for unit in context.units for group in unit.groups), "AveragedWeights.show")
+        self._own = []
+        context.shown_averages.add(self)
         with torch.inference_mode(False):
             for average, main in zip(*self._pairs, strict=True):
                 place = average.device
                 own = torch.empty(main.shape, dtype=main.dtype, device=place, pin_memory=place != main.device)
                 self._own.append(own.copy_(main, non_blocking=True))
                 main.copy_(average, non_blocking=True)
-        context_of(self.module).weights_changed()
+        context.weights_changed()
 
     @torch.no_grad()
     def hide(self) -> None:
         """Give the module its own weights back, to the bit. Nothing happens if they are there."""
-        if not self.is_shown:
+        if self._own is None:
             return
         with torch.inference_mode(False):
             for own, main in zip(self._own, self._pairs[1], strict=True):
                 main.copy_(own, non_blocking=True)
-        self._own = []
+        self._own = None
+        context = context_of(self.module)
+        context.shown_averages.discard(self)
         # No gather here: after an exception other ranks may not come along.
-        context_of(self.module).weights_changed()
+        context.weights_changed()
 
     # -- saving --------------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "IGNORED_BY_DDP",
     "DispatchMode",
+    "OwnRows",
     "PrefixStore",
     "Store",
     "abort_process_groups",
@@ -38,6 +40,7 @@ __all__ = [
     "all_gather_coalesced",
     "all_gather_flat",
     "all_reduce_coalesced",
+    "apply_to_tensors",
     "as_kind",
     "averages",
     "backward_task",
@@ -357,7 +360,9 @@ def is_traced() -> bool:
 def ddp_ignores(module: torch.nn.Module) -> frozenset[str]:
     """Names that DistributedDataParallel was told to leave alone (torch 2.11 to 2.13: `_set_params_and_buffers_to_ignore_for_model`)."""
     found = getattr(module, IGNORED_BY_DDP, ())
-    return frozenset(found) if isinstance(found, Collection) else frozenset()  # else what refuses DDP (conversion.py)
+    return frozenset(
+        found if isinstance(found, Collection) else getattr(found, "names", ())
+    )  # else what refuses DDP (conversion.py)
 
 
 def storage_users(tensor: Tensor) -> int:

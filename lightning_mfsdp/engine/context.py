@@ -45,6 +45,7 @@ class Context:
         gathers_started: Collectives issued for weights so far, for inspection.
         ignored: Parameters that were to be left as they are, by identity.
         keeps_graph: The backward that runs, or ran last, leaves its graph for another one.
+        shown_averages: That stand in for main weights at the moment (averaging.py).
         trace: Of the step that is running, if somebody will repeat its gathers.
     """
 
@@ -63,6 +64,7 @@ class Context:
         self._covered: set[int] = set()
         self._watched_groups: list[weakref.ref[ParameterGroup]] = []
         self.ignored: dict[int, weakref.ref[nn.Parameter]] = {}
+        self.shown_averages: weakref.WeakSet[object] = weakref.WeakSet()
         self._uncovered: list[weakref.ref[Entry]] = []
         self._known_units = -1  # for which `_uncovered` holds
         self.weights_ready: Event = None
@@ -118,6 +120,7 @@ class Context:
         self._covered |= unit.context._covered
         self._watched_groups += unit.context._watched_groups
         self.ignored.update(unit.context.ignored)
+        self.shown_averages.update(unit.context.shown_averages)
         self.reductions.take_over(unit.context.reductions, unit.groups)
         self._known_units = -1
 

@@ -1,14 +1,14 @@
 """What becomes of a sharded module when it is moved, converted or made plain again.
 
 `module.cpu()`, `.to(dtype)`, `.half()` work on shards: the module shows this rank's rows as they were moved or cast, while the engine's
-memory, the optimizer and communication stay where they are. Forward says that the module was converted; the way back (`.to(...)`, another
+memory, the optimizer and communication stay where they are. A forward of a converted module raises; the way back (`.to(...)`, another
 fit) writes the rows into the main weights. `unshard_model` ends the sharding: whole plain parameters in place, unit by unit.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,23 +24,42 @@ from lightning_mfsdp.engine.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.sharded_tensor import Rows
 from lightning_mfsdp.engine.unit import Unit, unit_of
 
-__all__ = ["bring_home", "follow_conversions", "unshard_model"]
+__all__ = ["bring_home", "follow_conversions", "refuse_moved", "unshard_model"]
 
 
-class MovedRows(Rows):
-    """A sharded parameter whose rows are elsewhere or of another dtype than the main weight."""
+class MovedRows(ShardedParameter):
+    """A sharded parameter whose rows are elsewhere or of another dtype than the main weight.
+
+    All else is the home parameter's, as a converted `nn.Parameter` is the same object: whether it is trained, its gradient (where and of
+    the dtype that it has), what it is equal to, what users note on it.
+    """
+
+    shows_weight = False
 
     @classmethod
     def of(cls, rows: Rows, home: ShardedParameter) -> MovedRows:
         """What a module shows of `home` after a conversion."""
         made = cls(rows._local_tensor.detach(), rows._spec, requires_grad=False)
-        made._owner, made._rows, made.lies = home._owner, home._rows, home.lies
-        made._is_param = True
+        made.__dict__ = home.__dict__
         return made
 
 
 class _NotForDDP:
-    """Whoever asks which parameters DistributedDataParallel shall ignore wants to wrap shards with it."""
+    """Whoever asks which parameters DistributedDataParallel shall ignore wants to wrap shards with it.
+
+    Args:
+        module: That it stands in.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.said = module.__dict__.get(compat.IGNORED_BY_DDP)  # what the user set on the module
+        self.names = compat.ddp_ignores(module)
+
+    def give_back(self, module: nn.Module) -> None:
+        """Leave the module as it was found."""
+        del module.__dict__[compat.IGNORED_BY_DDP]
+        if self.said is not None:
+            module.__dict__[compat.IGNORED_BY_DDP] = self.said
 
     def __iter__(self) -> Iterator[str]:
         raise ShardingError(
@@ -51,7 +70,8 @@ class _NotForDDP:
 
 def follow_conversions(module: nn.Module) -> None:
     """Have the modules in `module` that show sharded parameters convert them as shards, and DistributedDataParallel refuse `module`."""
-    module.__dict__.setdefault(compat.IGNORED_BY_DDP, _NotForDDP())
+    if not isinstance(module.__dict__.get(compat.IGNORED_BY_DDP), _NotForDDP):
+        module.__dict__[compat.IGNORED_BY_DDP] = _NotForDDP(module)
     for child in module.modules():
         if any(isinstance(parameter, ShardedParameter) for parameter in child._parameters.values()):
             child.__dict__["_apply"] = _apply_of(weakref.ref(child))
@@ -71,7 +91,7 @@ def _apply_of(this: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
 def _converted(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
     """What `nn.Module._apply` does, which would put other tensors where shards are."""
     table: dict[str, Any] = module._parameters
-    shown = {key: one for key, one in table.items() if isinstance(one, (ShardedParameter, MovedRows))}
+    shown = {key: one for key, one in table.items() if isinstance(one, ShardedParameter)}
     with torch.no_grad():
         applied = {key: function(one) for key, one in shown.items()}
     table.update(dict.fromkeys(shown))
@@ -82,23 +102,56 @@ def _converted(module: nn.Module, function: Callable[[Tensor], Tensor], recurse:
     for key, value in applied.items():
         owner = owner_of(shown[key])
         if owner is not None and isinstance(value, Rows) and value is not shown[key]:
-            _show_as(owner[1], value)
+            _show_as(*owner, value)
     return module
 
 
-def _show_as(entry: Entry, value: Rows) -> None:
+def _show_as(group: ParameterGroup, entry: Entry, value: Rows) -> None:
     local, rows = entry.local, value._local_tensor
     if (local.dtype, local.device) == (rows.dtype, rows.device):
-        _write_home(entry, rows)
+        _write_home(group, entry, rows)
     else:
+        _refuse_shown_average(group.context, f"converting parameter {entry.name}")
         entry.install(MovedRows.of(value, entry.sharded))
+        group.moved.add(entry)
 
 
-def _write_home(entry: Entry, rows: Tensor) -> None:
+def _write_home(group: ParameterGroup, entry: Entry, rows: Tensor) -> None:
     with torch.no_grad():
         entry.local.copy_(rows)
     entry.sharded.note_write()
     entry.install(entry.resting)
+    group.moved.discard(entry)
+
+
+def refuse_moved(groups: Iterable[ParameterGroup | None], what: str) -> None:
+    """Raise where main weights would be written whose rows a module shows as a conversion left them; the way back would undo it.
+
+    Args:
+        groups: Of the main weights; `None` for one that is gone.
+        what: Was called.
+    """
+    for group in groups:
+        for entry in group.entries if group is not None and group.moved else ():
+            shown = next((table[key] for table, key in entry.sites if _is_of(table.get(key), entry)), None)
+            if isinstance(shown, MovedRows):
+                raise ShardingError(
+                    f"{what}: the module shows parameter {entry.name} as a conversion left it, {_looks(shown)}, and its "
+                    f"main weight is {_looks(entry.local)}; only one of both would last. Convert the module back before "
+                    "(module.to(...)), or call unshard_model(module) to go on with it as it is"
+                )
+
+
+def _refuse_shown_average(context: Context | None, what: str) -> None:
+    if context is not None and context.shown_averages:
+        raise ShardingError(
+            f"{what}: the model shows an average of its weights (ShardedEMA, AveragedWeights.show) now, and its own would be lost; "
+            "call hide() before, or do it after the validation"
+        )
+
+
+def _looks(tensor: Tensor) -> str:
+    return f"{tensor.dtype} on {tensor.device}"
 
 
 def bring_home(module: nn.Module) -> None:
@@ -111,13 +164,13 @@ def bring_home(module: nn.Module) -> None:
         owner = owner_of(one) if isinstance(one, MovedRows) else None
         if owner is None:
             continue
-        entry = owner[1]
+        group, entry = owner
         if one.dtype != entry.local.dtype:
             raise ShardingError(
                 f"parameter {entry.name} was sharded with main weights of {entry.local.dtype} and converted to {one.dtype} since; "
                 "convert the module back (module.to(dtype)), or call unshard_model(module) to have it sharded anew as it is"
             )
-        _write_home(entry, one._local_tensor)
+        _write_home(group, entry, one._local_tensor)
 
 
 def _shown_in(module: nn.Module) -> list[Any]:
@@ -155,8 +208,9 @@ def unshard_model(module: nn.Module, *, device: torch.device | str | None = None
         context.end()
     for child in module.modules():
         child.__dict__.pop("_apply", None)
-        if isinstance(vars(child).get(compat.IGNORED_BY_DDP), _NotForDDP):
-            del child.__dict__[compat.IGNORED_BY_DDP]
+        for_ddp = vars(child).get(compat.IGNORED_BY_DDP)
+        if isinstance(for_ddp, _NotForDDP):
+            for_ddp.give_back(child)
         write_as_ever(child)
     return module if device is None else module.to(device)
 
@@ -179,6 +233,7 @@ def _check_whole_roots(module: nn.Module, found: list[Unit]) -> None:
             "after fit"
         )
     for unit in found:
+        _refuse_shown_average(unit.context, f"unshard_model of {name}")
         if any(group.mesh.parts is not None for group in unit.groups):
             raise ShardingError(
                 f"unshard_model: {unit.name} holds experts that are divided among ranks, and its module has a place for this rank's alone; "

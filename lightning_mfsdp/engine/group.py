@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
 from lightning_mfsdp.engine import compat
@@ -62,6 +62,7 @@ class ParameterGroup:
         lost_writes: Unsharded parameters that a forward wrote to, though main weights of another dtype cannot take that over.
         gradients_outside: Whole gradients, by index, of parameters that were used outside of a forward (outside.py).
         advised: It was said that this costs a gather each time.
+        moved: Entries that the module shows as a conversion left them (conversion.py).
         number: Among the groups of its root.
         users_live: How many units are using the full weights.
     """
@@ -99,6 +100,7 @@ class ParameterGroup:
         self.lost_writes: list[Entry] = []
         self.gradients_outside: dict[int, torch.Tensor] = {}
         self.advised = False
+        self.moved: set[Entry] = set()
         self.number = 0
         self.users_live = 0
         self._known_writes = 0
@@ -373,7 +375,7 @@ class ParameterGroup:
         self.installed = False
         raise EngineStateError(
             f"{self.name}: parameter {entry.name} was replaced after fully_shard (expected its sharded DTensor, got "
-            f"{type(found).__name__}), by load_state_dict(assign=True), an assignment, or a conversion such as half() or cpu(). Assign "
+            f"{_named(found, entry)}), by load_state_dict(assign=True), an assignment, or a conversion such as half() or cpu(). Assign "
             "before fully_shard and copy values in place afterwards; convert it back, or call unshard_model(module) on the root"
         )
 
@@ -498,3 +500,10 @@ class ParameterGroup:
     def slot(self) -> Slot | None:
         """Where the full weight is now; `None` where it needs no slot."""
         return self.client.slot if self.placement.weight else None
+
+
+def _named(found: object, entry: Entry) -> str:
+    """What stands where a module showed an entry, for messages."""
+    if isinstance(found, ShardedParameter) and found._local_face is entry.local:
+        return f"its rows in {str(found.dtype).removeprefix('torch.')} on {found.device}"
+    return "somebody else's DTensor" if isinstance(found, DTensor) else type(found).__name__

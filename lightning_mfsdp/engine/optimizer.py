@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.context import Context
+from lightning_mfsdp.engine.conversion import refuse_moved
 from lightning_mfsdp.engine.decoupled import reads_decoupled_gradients, show_gradients
 from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.fused_adam import add_missing_remainders, is_fused_adam, refuse_unfit_options
@@ -149,6 +150,7 @@ class _ShardedStep:
             self._take_over(optimizer)
         if any(_has_ended(reference()) for reference, _ in self._groups):
             refuse_left_behind(optimizer, "step")
+        refuse_moved((reference() for reference, _ in self._groups), f"{type(optimizer).__name__}.step")
         if self._keeps_remainders:
             add_missing_remainders(optimizer)
         changed = self._streamed.begin(optimizer, args, kwargs)

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp import full_state_dict
 from lightning_mfsdp.engine import (
+    AveragedWeights,
     EngineStateError,
     MixedPrecisionPolicy,
     ShardingError,
+    broadcast_buffers,
     fully_shard,
     fully_shard_optimizer,
     gather_root,
@@ -124,7 +127,8 @@ def shards_are_converted_and_come_back_as_in_plain_pytorch(rank: int, world: int
             assert all(isinstance(one, DTensor) and isinstance(one, nn.Parameter) for one in model.parameters())
             assert model.last.weight is model.again.weight
             assert_equal(values(model), values(reference), f"{sharding} {there.__name__}")
-            with pytest.raises(EngineStateError, match="conversion such as half"):
+            dtype = str(model.last.weight.dtype).removeprefix("torch.")
+            with pytest.raises(EngineStateError, match=f"got its rows in {dtype} on cpu.*conversion such as half"):
                 model(torch.ones(3, 4))
             back(model)
             back(reference)
@@ -149,6 +153,69 @@ def a_part_may_be_converted_alone(rank: int, world: int) -> None:
     assert model.first.weight.dtype is torch.float32
     model.block.float()
     model(torch.ones(3, 4))
+
+
+def what_is_said_of_a_converted_parameter_holds(rank: int, world: int) -> None:
+    for there, back in ((nn.Module.half, nn.Module.float), (nn.Module.double, lambda one: one.to(torch.float32))):
+        model = sharded()
+        assert [one.requires_grad for one in there(model).parameters()] == [
+            one.requires_grad for one in plain().parameters()
+        ]
+        model.first.requires_grad_(False)
+        model.last.weight.requires_grad = False
+        model.block[0].weight.mark = "noted"
+        back(model)
+        frozen = [model.first.weight, model.first.bias, model.last.weight]
+        assert not any(one.requires_grad for one in frozen)
+        assert model.last.bias.requires_grad
+        assert model.block[0].weight.mark == "noted"
+        before = [one.full_tensor() for one in (*frozen, model.last.bias)]
+        train(model, fully_shard_optimizer(adam(model)))
+        after = [one.full_tensor() for one in (*frozen, model.last.bias)]
+        assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [True, True, True, False]
+
+
+def a_converted_parameter_has_its_gradient_and_its_optimizer_state(rank: int, world: int) -> None:
+    for sharding in SHARDINGS:
+        model = sharded(sharding)
+        optimizer = fully_shard_optimizer(adam(model))
+        train(model, optimizer)
+        expected = get_optimizer_state_dict(model, optimizer)["state"]
+        model.half()
+        found = get_optimizer_state_dict(model, optimizer)["state"]
+        assert found.keys() == expected.keys()
+        for name, state in expected.items():
+            assert torch.equal(found[name]["exp_avg"].full_tensor(), state["exp_avg"].full_tensor()), (sharding, name)
+        for one in model.parameters():
+            assert (one.grad is not None) == one.requires_grad
+        assert nn.utils.clip_grad_norm_(model.parameters(), 1e-3) > 1e-3
+        torch.testing.assert_close(
+            nn.utils.get_total_norm([one.grad for one in model.parameters() if one.requires_grad]).full_tensor(),
+            torch.tensor(1e-3),
+        )
+        model.zero_grad()
+        model.float()
+        assert all(one.grad is None for one in model.parameters())
+
+
+def a_converted_model_is_not_stepped(rank: int, world: int) -> None:
+    for built in ("before", "after"):
+        model, reference = sharded(), sharded()
+        optimizers = [fully_shard_optimizer(adam(one)) for one in (model, reference)]
+        for one in (model, reference):
+            one(torch.ones(3, 4)).sum().backward()
+        model.block.half()
+        if built == "after":
+            optimizers[0] = fully_shard_optimizer(adam(model))
+        with pytest.raises(ShardingError, match=r"AdamW\.step: the module shows parameter 0\.weight .*float16 on cpu"):
+            optimizers[0].step()
+        with pytest.raises(ShardingError, match="unshard: the module shows"), unshard(model):
+            pass
+        model.block.float()
+        reference.block.half().float()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_equal(values(model), values(reference), built)
 
 
 def memory_that_is_shared_with_processes_is_still_refused(rank: int, world: int) -> None:
@@ -251,6 +318,17 @@ def what_was_put_where_a_shard_was_stays(rank: int, world: int) -> None:
     model(torch.ones(3, 4))
 
 
+def what_was_put_where_a_shard_was_is_named(rank: int, world: int) -> None:
+    model, other = sharded(), sharded()
+    own = model.first.weight
+    for new, named in ((other.first.weight, "somebody else's DTensor"), (nn.Parameter(torch.zeros(6, 4)), "Parameter")):
+        model.first._parameters["weight"] = new
+        with pytest.raises(EngineStateError, match=rf"first\.weight was replaced .*, got {named}\)"):
+            model(torch.ones(3, 4))
+    model.first._parameters["weight"] = own
+    model(torch.ones(3, 4))
+
+
 def a_model_in_use_is_not_unsharded(rank: int, world: int) -> None:
     model = sharded()
     within = pytest.raises(ShardingError, match="Model is in use")
@@ -303,6 +381,47 @@ def only_whole_roots_are_unsharded(rank: int, world: int) -> None:
     assert all(type(one) is nn.Parameter for one in around.parameters())
 
 
+def an_average_is_hidden_before_the_sharding_ends_and_ends_with_it(rank: int, world: int) -> None:
+    model = sharded()
+    average = AveragedWeights(model)
+    average.update(0.5)
+    train(model, fully_shard_optimizer(adam(model)))
+    own = values(model)
+    average.update(0.5)
+    average.show()
+    shown = values(model)
+    with pytest.raises(ShardingError, match="unshard_model of Model: the model shows an average"):
+        unshard_model(model)
+    with pytest.raises(ShardingError, match=r"converting parameter first\.weight: the model shows an average"):
+        model.half()
+    assert_equal(values(model), shown, "refused")
+    average.hide()
+    assert_equal(values(model), own, "hidden")
+    model.half()
+    with pytest.raises(ShardingError, match=r"AveragedWeights\.show: the module shows"):
+        average.show()
+    expected = values(model.float())
+    unshard_model(model)
+    for _ in range(2):
+        for use in (partial(average.update, 0.5), average.show, average.rows):
+            with pytest.raises(EngineStateError, match="unshard_model made it plain"):
+                use()
+        average.release()
+    assert_equal(dict(model.state_dict()), expected, "plain")
+
+
+def an_average_is_shown_on_ranks_without_rows_too(rank: int, world: int) -> None:
+    model = fully_shard(nn.Linear(4, 1, bias=False))
+    average = AveragedWeights(model)
+    average.update(0.5)
+    average.show()
+    assert average.is_shown
+    with pytest.raises(ShardingError, match="the model shows an average"):
+        unshard_model(model)
+    average.hide()
+    unshard_model(model)
+
+
 def full_state_dicts_are_plain_and_whole(rank: int, world: int) -> None:
     for sharding in SHARDINGS:
         state = full_state_dict(sharded(sharding))
@@ -324,6 +443,36 @@ def what_cannot_be_done_while_sharded_says_how_to_go_on(rank: int, world: int) -
         use(model)
 
 
+def what_ddp_was_told_to_ignore_is_kept_and_ddp_refused_all_the_same(rank: int, world: int) -> None:
+    names = ["1.running_mean"]
+    for where in ("instance", "class"):
+        block = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) if where == "instance" else Ignoring()
+        if where == "instance":
+            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(block, names)
+        fully_shard(block)
+        block[1].running_mean.fill_(rank)
+        block[1].running_var.fill_(rank + 1)
+        broadcast_buffers(block)
+        assert torch.equal(block[1].running_mean, torch.full((6,), float(rank)))
+        assert torch.equal(block[1].running_var, torch.ones(6))
+        with pytest.raises(ShardingError, match="DistributedDataParallel"):
+            nn.parallel.DistributedDataParallel(block)
+        unshard_model(block)
+        assert block._ddp_params_and_buffers_to_ignore is (
+            names if where == "instance" else Ignoring._ddp_params_and_buffers_to_ignore
+        )
+        nn.parallel.DistributedDataParallel(block)
+
+
+class Ignoring(nn.Sequential):
+    """Says in its class what DistributedDataParallel shall leave alone."""
+
+    _ddp_params_and_buffers_to_ignore = ("1.running_mean",)
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+
 def saved(module: nn.Module) -> None:
     torch.save(module.state_dict(), io.BytesIO())
 
@@ -337,17 +486,24 @@ CASES = [
     shards_are_converted_and_come_back_as_in_plain_pytorch,
     what_a_conversion_computes_is_written,
     a_part_may_be_converted_alone,
+    what_is_said_of_a_converted_parameter_holds,
+    a_converted_parameter_has_its_gradient_and_its_optimizer_state,
+    a_converted_model_is_not_stepped,
     memory_that_is_shared_with_processes_is_still_refused,
     modules_are_freed_at_once,
     an_unsharded_model_is_a_plain_one,
     an_unsharded_model_has_the_parameters_that_it_was_built_with,
     what_was_put_where_a_shard_was_stays,
+    what_was_put_where_a_shard_was_is_named,
     a_model_in_use_is_not_unsharded,
     an_unsharded_model_can_be_exported_and_sharded_again,
     a_converted_model_is_unsharded_as_it_is,
     only_whole_roots_are_unsharded,
+    an_average_is_hidden_before_the_sharding_ends_and_ends_with_it,
+    an_average_is_shown_on_ranks_without_rows_too,
     full_state_dicts_are_plain_and_whole,
     what_cannot_be_done_while_sharded_says_how_to_go_on,
+    what_ddp_was_told_to_ignore_is_kept_and_ddp_refused_all_the_same,
 ]
 WORLDS = {1: CASES, 2: CASES}
 
