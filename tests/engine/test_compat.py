@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -522,3 +523,24 @@ def meeting(rank, world):
 
 def test_ranks_meet_in_the_default_store():
     assert run_distributed(meeting, 2) == [2, 2]
+
+
+def test_own_rows_say_what_this_rank_has():
+    like: Any = None
+    placement = compat.OwnRows(range(2, 5), True, like)
+    assert placement.is_shard()
+    assert placement._local_shard_size_and_offset(9, 4, 1) == (3, 2)
+    assert compat.OwnRows(range(2, 5), False, like)._local_shard_size_and_offset(3, 4, 1) == (3, 0)
+
+
+def test_tensors_of_a_module_are_converted_by_the_rule_of_its_class():
+    module = nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2))
+    for part in module:
+        compat.apply_to_tensors(part, lambda tensor: tensor.double(), recurse=True)
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float64}
+
+
+def test_distributed_data_parallel_looks_for_names_to_leave_alone():
+    module = nn.Linear(2, 2)
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
+    assert getattr(module, compat.IGNORED_BY_DDP) == ["bias"]
