@@ -58,6 +58,7 @@ class ReductionSchedule:
         started: Collectives issued for gradients so far, for inspection.
         zeros_unused: Parameters that no rank used get zeros as their gradient, and not none.
         recordings: How many CUDA graphs backwards are or will be part of. A graph cannot ask whether a parameter was used: zeros then, too.
+        is_idle: The backward that runs brings no gradients of parameters.
         hides_gradients: A forward is being recorded, and gradients are set aside.
         watches: Called with a unit whose gradients are there and not reduced yet, mostly none (gradient_watch.py).
     """
@@ -66,7 +67,7 @@ class ReductionSchedule:
         self.sync = Sync.ALL
         self.zeros_unused = zeros_unused
         self.recordings = 0
-        self.hides_gradients = False
+        self.hides_gradients = self.is_idle = False
         self.started = 0
         self.watches: list[Callable[[Unit], None]] = []
         self._streams = streams
@@ -176,6 +177,8 @@ class ReductionSchedule:
 
     def unit_done(self, unit: Unit) -> None:
         """A unit's gradients are all there. Reduce it and whoever waited for it, if it is their turn."""
+        if self.is_idle:
+            return
         self._done.add(id(unit))
         while self._turn < len(self._order):
             current = self._order[self._turn]()
@@ -270,6 +273,8 @@ class ReductionSchedule:
 
     def finish(self, units: Sequence[Unit]) -> None:
         """The last node of a backward has run: reduce what is missing, and wait on the compute stream."""
+        if self.is_idle:
+            return
         for reference in self._order[self._turn :]:
             unit = reference()
             if unit is not None:
