@@ -125,7 +125,7 @@ class ReductionSchedule:
 
     def writes(self, group: ParameterGroup) -> DirectWrites | None:
         """Where a layer may write gradients of a group in this backward; `None`: leave them to autograd."""
-        return None if self.reducer(group).is_alone else self.required_writes(group)
+        return None if self.is_idle or self.reducer(group).is_alone else self.required_writes(group)
 
     def required_writes(self, group: ParameterGroup) -> DirectWrites:
         """Where a layer writes gradients of a group in this backward that it cannot leave to autograd."""
@@ -133,7 +133,7 @@ class ReductionSchedule:
         if reducer.writes.target is None:
             while any(reducer in sent.reducers for sent in self._in_flight):  # its bucket is on its way
                 self._retire()
-            reducer.begin_writes(communicates=self._reduces(group))
+            reducer.begin_writes(communicates=self._reduces(group), wanted=not self.is_idle)
         return reducer.writes
 
     def in_order(self, units: Sequence[Unit]) -> list[Unit]:
@@ -274,6 +274,8 @@ class ReductionSchedule:
     def finish(self, units: Sequence[Unit]) -> None:
         """The last node of a backward has run: reduce what is missing, and wait on the compute stream."""
         if self.is_idle:
+            for reducer in self._reducers.values():
+                reducer.writes.end()  # what layers wrote that write in every backward
             return
         for reference in self._order[self._turn :]:
             unit = reference()
