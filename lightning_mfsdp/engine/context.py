@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.channels import Channels
@@ -287,10 +288,23 @@ class Context:
         self._at_end = self._watched(end)
         compat.on_backward_end(end)
         self._ends_forward = self._last_forward
-        if not self.reductions.begin():
+        self.reductions.is_idle = not self._trains()
+        if not (self.reductions.is_idle or self.reductions.begin()):
             first = self._first_of_pass() if self._first_of_pass is not None else None
             self.reductions.agree_on_order(self.units, first, self.mesh, self.device)
             self._separate_channels()
+
+    def _trains(self) -> bool:
+        """Whether the backward that runs brings gradients of parameters, on whatever rank; `autograd.grad` of inputs does not.
+
+        A rank whose step uses no unit does not notice such a backward, so nothing of it may need other ranks but gathers.
+        """
+        for unit in self.units:
+            for group in unit.groups:
+                for entry in group.entries:
+                    if entry.is_trained and compat.is_due(get_gradient_edge(entry.full).node):
+                        return True
+        return False
 
     def _show_for_backward(self) -> None:
         """Modules may read weights in their backward. Those of units that no call of its own brings are shown now, until the end."""
@@ -339,7 +353,8 @@ class Context:
         self.reductions.finish(self.units)
         self._rest()
         units, event = self.units_in_backward_order, self.streams.record()
-        self._planner.after_backward(self.backwards_finished, units, event, has_stepped=self._has_stepped)
+        has_stepped = self._has_stepped and not self.reductions.is_idle
+        self._planner.after_backward(self.backwards_finished, units, event, has_stepped=has_stepped)
         self.reductions.run_hooks(units)
 
     def _rest(self) -> None:

@@ -135,9 +135,15 @@ class GradientReducer:
         self.undecided = []
         self.writes.end()
 
-    def begin_writes(self, *, communicates: bool) -> None:
-        """Choose where layers write, if they did not begin to: what is unreduced, or the bucket if this backward `communicates`."""
+    def begin_writes(self, *, communicates: bool, wanted: bool) -> None:
+        """Choose where layers write, if they did not begin to: what is unreduced, or the bucket if this backward `communicates`.
+
+        What is not wanted goes to memory of its own.
+        """
         if self.writes.target is not None:
+            return
+        if not wanted:
+            self.writes.begin(self._more_memory(), is_new=True)
             return
         if self.is_alone:
             free = self._main_is_free()

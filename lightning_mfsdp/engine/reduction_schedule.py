@@ -58,6 +58,7 @@ class ReductionSchedule:
         started: Collectives issued for gradients so far, for inspection.
         zeros_unused: Parameters that no rank used get zeros as their gradient, and not none.
         recordings: How many CUDA graphs backwards are or will be part of. A graph cannot ask whether a parameter was used: zeros then, too.
+        is_idle: The backward that runs brings no gradients of parameters.
         hides_gradients: A forward is being recorded, and gradients are set aside.
         watches: Called with a unit whose gradients are there and not reduced yet, mostly none (gradient_watch.py).
     """
@@ -66,7 +67,7 @@ class ReductionSchedule:
         self.sync = Sync.ALL
         self.zeros_unused = zeros_unused
         self.recordings = 0
-        self.hides_gradients = False
+        self.hides_gradients = self.is_idle = False
         self.started = 0
         self.watches: list[Callable[[Unit], None]] = []
         self._streams = streams
@@ -124,7 +125,7 @@ class ReductionSchedule:
 
     def writes(self, group: ParameterGroup) -> DirectWrites | None:
         """Where a layer may write gradients of a group in this backward; `None`: leave them to autograd."""
-        return None if self.reducer(group).is_alone else self.required_writes(group)
+        return None if self.is_idle or self.reducer(group).is_alone else self.required_writes(group)
 
     def required_writes(self, group: ParameterGroup) -> DirectWrites:
         """Where a layer writes gradients of a group in this backward that it cannot leave to autograd."""
@@ -132,7 +133,7 @@ class ReductionSchedule:
         if reducer.writes.target is None:
             while any(reducer in sent.reducers for sent in self._in_flight):  # its bucket is on its way
                 self._retire()
-            reducer.begin_writes(communicates=self._reduces(group))
+            reducer.begin_writes(communicates=self._reduces(group), wanted=not self.is_idle)
         return reducer.writes
 
     def in_order(self, units: Sequence[Unit]) -> list[Unit]:
@@ -176,6 +177,8 @@ class ReductionSchedule:
 
     def unit_done(self, unit: Unit) -> None:
         """A unit's gradients are all there. Reduce it and whoever waited for it, if it is their turn."""
+        if self.is_idle:
+            return
         self._done.add(id(unit))
         while self._turn < len(self._order):
             current = self._order[self._turn]()
@@ -270,6 +273,10 @@ class ReductionSchedule:
 
     def finish(self, units: Sequence[Unit]) -> None:
         """The last node of a backward has run: reduce what is missing, and wait on the compute stream."""
+        if self.is_idle:
+            for reducer in self._reducers.values():
+                reducer.writes.end()  # what layers wrote that write in every backward
+            return
         for reference in self._order[self._turn :]:
             unit = reference()
             if unit is not None:

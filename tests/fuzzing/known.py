@@ -110,13 +110,6 @@ def _asks_for_inputs(case: Description) -> bool:
 
 
 KNOWN: dict[str, Callable[[Description], bool]] = {
-    # autograd.grad of inputs is a backward that reduces. A rank whose step calls a method, and no unit, does not notice it.
-    "unnamed 15": lambda case: (
-        case.program.calls_method
-        and _asks_for_inputs(case)
-        and _has(case, dropped="by rank")
-        and case.configuration.ranks > 1
-    ),
     # A unit that hides its results may be read by every backward, so its slot is wanted where the plan has given it to another one.
     "unnamed 16": lambda case: (
         _asks_for_inputs(case)

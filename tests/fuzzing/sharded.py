@@ -132,7 +132,9 @@ def most_reductions(case: Description, group: ParameterGroup) -> int:
     for step in case.program.steps:
         stale = 0
         for micro in step.micros:
-            backwards = {"no_backward": 0, "plain": 1, "two_forwards": 1, "stale": 1}.get(micro.kind, 2)
+            backwards = {"no_backward": 0, "plain": 1, "two_forwards": 1, "stale": 1, "input_grad": 1}.get(
+                micro.kind, 2
+            )
             stale += micro.kind == "stale"
             if micro.sync == "all" or (micro.sync == "keep_sharded" and reduces_early):
                 count += backwards
