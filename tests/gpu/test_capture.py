@@ -18,8 +18,7 @@ from lightning_mfsdp import (
     unshard,
 )
 from tests.engine.test_gradient_lifetime import Joins
-from tests.gpu.test_nccl import _needs
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.helpers.models import batch, build, loss_of
 
 ROWS = 12
@@ -214,13 +213,13 @@ def everything(rank, world):
 
 
 @pytest.mark.gpu
-@_needs(1)
+@needs_gpus(1)
 def test_a_step_is_captured_on_one_gpu():
     run_distributed(everything, 1, backend="nccl")
 
 
 @pytest.mark.gpu
 @pytest.mark.gpus2
-@_needs(2)
+@needs_gpus(2)
 def test_a_step_is_captured_on_two_gpus():
     run_distributed(everything, 2, backend="nccl")

@@ -10,8 +10,7 @@ from torch import nn
 
 from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, no_sync, sharded_parameters
 from tests.engine.test_direct import counted, poisoned
-from tests.gpu.test_nccl import _needs
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import needs_gpus, run_distributed
 
 WIDTH = 2904  # squared, just above what "auto" writes directly
 
@@ -66,6 +65,6 @@ def everything(rank, world):
 
 @pytest.mark.gpu
 @pytest.mark.gpus2
-@_needs(2)
+@needs_gpus(2)
 def test_layers_write_gradients_on_two_gpus():
     run_distributed(everything, 2, backend="nccl")

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.helpers.distributed import needs_gpus
 from tests.lightning.test_launch import ROOT, environment
 
 SCRIPT = ROOT / "examples/benchmark/faults.py"
 
 pytestmark = [
     pytest.mark.gpus2,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    needs_gpus(2, apart=True),
     pytest.mark.timeout(600),
 ]
 

@@ -18,13 +18,13 @@ from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.checkpoint.convert import convert_checkpoint
 from lightning_mfsdp.checkpoint.whole import whole_optimizer_state
 from tests.checkpoint.foreign import STEPS, Trained, whole
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.lightning.models import Block, Classifier, full_state, loader, make_trainer, seeded
 from tests.lightning.test_checkpoint import assert_same
 
 pytestmark = [
     pytest.mark.gpus2,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    needs_gpus(2),
 ]
 
 HAS_MEGATRON = find_spec("megatron_fsdp") is not None

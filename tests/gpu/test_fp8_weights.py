@@ -30,6 +30,7 @@ from lightning_mfsdp.te.weights import quantize_again
 from tests.engine.cases import run_cases
 from tests.engine.test_codec import watched
 from tests.gpu.test_nccl import STRATEGIES
+from tests.helpers.distributed import needs_gpus
 
 DIM, ROWS = 256, 64
 RECIPES = ("delayed", "current", "block")
@@ -445,7 +446,7 @@ def test_one_rank_equals_transformer_engine_alone(case: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.gpus2
 @needs_engine
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@needs_gpus(2)
 @pytest.mark.parametrize("case", [case.__name__ for case in ON_TWO])
 def test_fp8_weights_on_two_gpus(case: str) -> None:
     assert not outcomes(2)[case], outcomes(2)[case]

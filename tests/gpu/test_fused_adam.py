@@ -13,7 +13,7 @@ from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optim
 from lightning_mfsdp.engine import sharded_parameters
 from lightning_mfsdp.te import library
 from tests.engine.cases import run_cases
-from tests.gpu.test_te import WithFusedAdam, needs, resumed_to_the_bit, trained
+from tests.gpu.test_te import WithFusedAdam, needs_engine, resumed_to_the_bit, trained
 from tests.helpers.fused_adam import joined
 from tests.te.test_training import fp8
 
@@ -96,14 +96,14 @@ def outcomes(world: int) -> dict[str, str]:
 
 
 @pytest.mark.gpu
-@needs(1)
+@needs_engine()
 @pytest.mark.parametrize("case", CASES)
 def test_on_one_gpu(case: str) -> None:
     assert not outcomes(1)[case], outcomes(1)[case]
 
 
 @pytest.mark.gpus2
-@needs(2)
+@needs_engine()
 @pytest.mark.parametrize("case", CASES)
 def test_on_two_gpus(case: str) -> None:
     assert not outcomes(2)[case], outcomes(2)[case]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from lightning_mfsdp import GradientWatch, capture_loss, fully_shard, fully_shar
 from tests.engine.cases import Case, run_cases
 from tests.engine.test_gradient_watch import TOGETHER
 from tests.gpu.waiting import nothing_waits
+from tests.helpers.distributed import needs_gpus
 
 
 def nothing_waits_for_the_device(rank: int, world: int) -> None:
@@ -70,13 +71,18 @@ HERE: list[Case] = [nothing_waits_for_the_device, a_replayed_backward_is_watched
 CASES = {1: HERE, 2: [*TOGETHER, *HERE]}
 
 
+def on_gpus(case: Case, rank: int, world: int) -> None:
+    with torch.device("cuda", torch.cuda.current_device()):
+        case(rank, world)
+
+
 @cache
 def outcome(world: int) -> dict[str, str]:
-    return run_cases({case.__name__: case for case in CASES[world]}, world, backend="nccl")
+    return run_cases({case.__name__: partial(on_gpus, case) for case in CASES[world]}, world, backend="nccl")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
+@needs_gpus(1)
 @pytest.mark.parametrize("case", CASES[1])
 def test_on_one_gpu(case: Case) -> None:
     errors = outcome(1)[case.__name__]
@@ -84,7 +90,7 @@ def test_on_one_gpu(case: Case) -> None:
 
 
 @pytest.mark.gpus2
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_gpus(2)
 @pytest.mark.parametrize("case", CASES[2])
 def test_on_two_gpus(case: Case) -> None:
     errors = outcome(2)[case.__name__]

@@ -21,9 +21,8 @@ from lightning_mfsdp.moe import GroupedExperts, OrdinarySaver, TopKRouter, enabl
 from lightning_mfsdp.moe.activations import ACTIVATIONS
 from lightning_mfsdp.moe.rows import gathered
 from lightning_mfsdp.moe.stash import RowStash, StashConfig
-from tests.gpu.test_nccl import _needs
 from tests.gpu.waiting import nothing_waits
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.moe.models import batch, build, loss_of, sharded
 from tests.moe.reference import gradients, looped, routed
 
@@ -38,7 +37,7 @@ def poison() -> None:
 
 
 @pytest.mark.gpu
-@_needs(1)
+@needs_gpus(1)
 def test_gathered_rows_equal_the_reference() -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         for width in (1, 33, 1024, 2880):
@@ -92,7 +91,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, share: float = 0.02, case
 
 
 @pytest.mark.gpu
-@_needs(1)
+@needs_gpus(1)
 @ACTIVATION
 def test_experts_equal_the_loop_and_never_wait(activation: str) -> None:
     experts, inputs = made(activation), on_gpu()
@@ -111,7 +110,7 @@ def test_experts_equal_the_loop_and_never_wait(activation: str) -> None:
 
 
 @pytest.mark.gpu
-@_needs(1)
+@needs_gpus(1)
 def test_where_each_call_waits_it_says_so_and_computes_the_same() -> None:
     from tests.moe.test_huggingface import built
 
@@ -141,7 +140,7 @@ def test_where_each_call_waits_it_says_so_and_computes_the_same() -> None:
 
 
 @pytest.mark.gpu
-@_needs(1)
+@needs_gpus(1)
 def test_a_buffer_that_is_too_short_is_flagged_without_waiting() -> None:
     experts, inputs = made("swiglu", capacity_factor=1.0, over_capacity="drop"), on_gpu()
     wanted = (inputs[0], inputs[2], experts.weight_in, experts.weight_out)
@@ -161,7 +160,7 @@ def test_a_buffer_that_is_too_short_is_flagged_without_waiting() -> None:
 
 
 @pytest.mark.gpu
-@_needs(1)
+@needs_gpus(1)
 @ACTIVATION
 @pytest.mark.parametrize("columns", [40, 1408])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -186,7 +185,7 @@ def test_activation_kernels_equal_the_reference_and_leave_dead_rows_alone(activa
 
 
 @pytest.mark.gpu
-@_needs(1)
+@needs_gpus(1)
 def test_a_router_and_its_experts_are_recorded_and_replayed_with_other_routes() -> None:
     torch.manual_seed(0)
     router = TopKRouter(hidden_size=64, num_experts=5, top_k=2, init_std=0.5, z_loss_weight=0.01).cuda()
@@ -324,27 +323,27 @@ def a_stash_changes_no_bit(rank: int, world: int) -> None:
 
 
 @pytest.mark.gpu
-@_needs(1)
+@needs_gpus(1)
 def test_a_stash_changes_no_bit_of_a_mixture() -> None:
     run_distributed(a_stash_changes_no_bit, 1, backend="nccl")
 
 
 @pytest.mark.gpu
-@_needs(1)
+@needs_gpus(1)
 def test_a_mixture_trains_and_is_captured_on_one_gpu() -> None:
     run_distributed(expert_parallelism, 1, backend="nccl")
 
 
 @pytest.mark.gpu
 @pytest.mark.gpus2
-@_needs(2)
+@needs_gpus(2)
 def test_expert_parallelism_on_two_gpus() -> None:
     run_distributed(expert_parallelism, 2, backend="nccl")
 
 
 @pytest.mark.gpu
 @pytest.mark.gpus4
-@_needs(2)
+@needs_gpus(2)
 def test_expert_parallelism_on_four_ranks() -> None:
     """On two GPUs as on two hosts of two."""
     run_distributed(expert_parallelism, 4, backend="nccl")

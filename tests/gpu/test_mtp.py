@@ -15,9 +15,8 @@ from torch import Tensor
 from lightning_mfsdp import MFSDPStrategy, sharded_parameters
 from lightning_mfsdp.te import library
 from tests.engine.cases import run_cases
-from tests.gpu.test_nccl import _needs
-from tests.gpu.test_te import needs
-from tests.helpers.distributed import run_distributed
+from tests.gpu.test_te import needs_engine
+from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.lightning.models import full_state, make_trainer, seeded
 from tests.mtp.models import build
 from tests.mtp.test_checkpoint import data
@@ -105,14 +104,14 @@ def on_one_with_the_library() -> dict[str, str]:
 
 
 @pytest.mark.gpu
-@_needs(1)
+@needs_gpus(1)
 @pytest.mark.parametrize("case", ONE)
 def test_on_one_gpu(on_one: dict[str, str], case: str) -> None:
     assert not on_one[case], on_one[case]
 
 
 @pytest.mark.gpu
-@needs(1)
+@needs_engine()
 @pytest.mark.parametrize("case", ONE_FP8)
 def test_in_fp8_on_one_gpu(on_one_with_the_library: dict[str, str], case: str) -> None:
     assert not on_one_with_the_library[case], on_one_with_the_library[case]
@@ -144,12 +143,12 @@ def tied_under_every_strategy(rank: int, world: int, precisions: list[str]) -> N
 
 
 @pytest.mark.gpus2
-@_needs(2)
+@needs_gpus(2)
 def test_a_tied_head_in_bfloat16_on_two_gpus() -> None:
     run_distributed(tied_under_every_strategy, 2, ["bf16-mixed"], backend="nccl")
 
 
 @pytest.mark.gpus2
-@needs(2)
+@needs_engine()
 def test_a_tied_head_in_fp8_on_two_gpus() -> None:
     run_distributed(tied_under_every_strategy, 2, ["current"], backend="nccl")

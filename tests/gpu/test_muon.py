@@ -8,8 +8,7 @@ from torch import nn
 
 from lightning_mfsdp import fully_shard, fully_shard_optimizer, unshard
 from lightning_mfsdp.optim import Muon
-from tests.gpu.test_nccl import _needs
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import needs_gpus, run_distributed
 
 DIM = 512
 LAYERS = 64
@@ -66,6 +65,6 @@ def trains_like_torch(rank, world):
 
 @pytest.mark.gpu
 @pytest.mark.gpus2
-@_needs(2)
+@needs_gpus(2)
 def test_muon_on_two_gpus_is_that_of_torch_in_bounded_memory_without_waiting_for_the_device():
     run_distributed(trains_like_torch, 2, backend="nccl")

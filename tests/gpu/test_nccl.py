@@ -20,7 +20,7 @@ from lightning_mfsdp import (
     unshard,
 )
 from lightning_mfsdp.engine.inspect import context_of
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.helpers.models import batch, build, loss_of
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -155,27 +155,22 @@ def everything(rank, world):
         pooled_addresses_stay(rank, world)
 
 
-def _needs(count):
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return pytest.mark.skipif(available < count, reason=f"needs {count} CUDA devices, found {available}")
-
-
 @pytest.mark.gpu
-@_needs(1)
+@needs_gpus(1)
 def test_one_gpu_trains_like_plain_pytorch():
     run_distributed(everything, 1, backend="nccl")
 
 
 @pytest.mark.gpu
 @pytest.mark.gpus2
-@_needs(2)
+@needs_gpus(2)
 def test_two_gpus_train_like_one_process():
     run_distributed(everything, 2, backend="nccl")
 
 
 @pytest.mark.gpu
 @pytest.mark.gpus4
-@_needs(2)
+@needs_gpus(2)
 def test_four_ranks_train_like_one_process():
     """On two GPUs as on two hosts of two."""
     run_distributed(everything, 4, backend="nccl")

@@ -21,7 +21,7 @@ from lightning_mfsdp import (
 from lightning_mfsdp.engine import offload as streaming
 from lightning_mfsdp.engine.inspect import context_of
 from lightning_mfsdp.engine.resting_state import empty_at_rest, put_to_rest
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.helpers.models import batch, build, loss_of
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -202,19 +202,14 @@ def everything(rank, world):
     only_the_compute_shard_stays_on_the_device(rank, world)
 
 
-def _needs(count):
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return pytest.mark.skipif(available < count, reason=f"needs {count} CUDA devices, found {available}")
-
-
 @pytest.mark.gpu
-@_needs(1)
+@needs_gpus(1)
 def test_one_gpu_offloads_its_optimizer():
     run_distributed(everything, 1, backend="nccl")
 
 
 @pytest.mark.gpu
 @pytest.mark.gpus2
-@_needs(2)
+@needs_gpus(2)
 def test_two_gpus_offload_their_optimizers():
     run_distributed(everything, 2, backend="nccl")

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightning_mfsdp.ops import chunked_logprobs, linear, linear_cross_entropy, linear_logprobs
 from lightning_mfsdp.ops.tiles import LSE, NUMBERS, TOTAL, Shaping, TorchMath, math_for
-from tests.gpu.test_nccl import _needs
+from tests.helpers.distributed import needs_gpus
 from tests.ops.reference import eager_logits, eager_logprobs, eager_loss, problem
 
-pytestmark = [pytest.mark.gpu, _needs(1)]
+pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 
 SHAPINGS = (Shaping(), Shaping(temperature=0.7), Shaping(temperature=1.3, softcap=5.0))
 COLUMNS = (1, 5, 1000, 4096, 4097, 32_003)

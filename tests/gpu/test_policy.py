@@ -10,12 +10,13 @@ import torch
 
 from tests.engine.cases import run_cases
 from tests.engine.test_policy import CASES
+from tests.helpers.distributed import needs_gpus
 
 _NAMES = [name for name in CASES if name.startswith(("dtypes [", "bytes of the table"))]
 
 
 def on_gpus(case: Callable[[int, int], None], rank: int, world: int) -> None:
-    with torch.device("cuda", rank):
+    with torch.device("cuda", torch.cuda.current_device()):
         case(rank, world)
 
 
@@ -26,7 +27,7 @@ def outcomes() -> dict[str, str]:
 
 @pytest.mark.gpu
 @pytest.mark.gpus2
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@needs_gpus(2)
 @pytest.mark.parametrize("case", _NAMES)
 def test_a_combination_of_dtypes(outcomes: dict[str, str], case: str) -> None:
     assert not outcomes[case], outcomes[case]

@@ -20,8 +20,9 @@ from lightning_mfsdp.moe import GroupedExperts, TopKRouter
 from lightning_mfsdp.recompute import plan_recompute, record_step
 from lightning_mfsdp.te import library
 from tests.engine.cases import run_cases
-from tests.gpu.test_te import EngineAgain, batches, needs
+from tests.gpu.test_te import EngineAgain, batches, needs_engine
 from tests.helpers.chain import context as context_of
+from tests.helpers.distributed import needs_gpus
 from tests.lightning.models import full_state, make_trainer, seeded
 from tests.recompute.counting import Counting
 from tests.recompute.models import DIM as NARROW
@@ -43,7 +44,7 @@ CONFIGS = {
     "pairs on the host": Recompute(num_layers=2, offload=True),
 }
 
-one_gpu = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs 1 CUDA device")
+one_gpu = needs_gpus(1)
 
 
 class Layer(nn.Module):
@@ -455,14 +456,14 @@ def test_recompute_on_one_gpu(plain: dict[str, str], case: str) -> None:
 
 
 @pytest.mark.gpu
-@needs(1)
+@needs_engine()
 @pytest.mark.parametrize("case", ENGINE)
 def test_recompute_of_library_modules(engine: dict[str, str], case: str) -> None:
     assert not engine[case], engine[case]
 
 
 @pytest.mark.gpu
-@needs(1)
+@needs_engine()
 def test_the_library_has_what_the_small_engine_has() -> None:
     manager = library.load("pytorch.quantization").FP8GlobalStateManager
     for name in ("is_fp8_enabled", "get_fp8_recipe", "get_fp8_group"):

@@ -20,9 +20,8 @@ from lightning_mfsdp.moe.activations import ACTIVATIONS, ActivationName
 from lightning_mfsdp.moe.stash import StashConfig, reference
 from lightning_mfsdp.moe.stash.pages import HEADER, PoolSize, Tier, ops_for
 from tests.engine.cases import run_cases
-from tests.gpu.test_nccl import _needs
 from tests.gpu.waiting import nothing_waits
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.lightning.models import full_state, make_trainer
 from tests.moe.page_cases import DTYPES, History, available, in_pages, make_pool, run_history
 from tests.moe.test_stash import assert_ranks_acted_alike, one_rank_overflows
@@ -434,14 +433,14 @@ def outcomes() -> dict[str, str]:
 
 
 @pytest.mark.gpu
-@_needs(1)
+@needs_gpus(1)
 @pytest.mark.parametrize("case", CASES)
 def test_on_one_gpu(outcomes: dict[str, str], case: str) -> None:
     assert not outcomes[case], outcomes[case]
 
 
 @pytest.mark.gpu
-@_needs(1)
+@needs_gpus(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_the_backward_kernel_reads_rows_in_pages(activation: ActivationName, dtype: torch.dtype) -> None:
@@ -474,7 +473,7 @@ def test_the_backward_kernel_reads_rows_in_pages(activation: ActivationName, dty
 
 @pytest.mark.gpu
 @pytest.mark.gpus2
-@_needs(2)
+@needs_gpus(2)
 def test_one_of_two_gpus_runs_out_of_pages() -> None:
     assert_ranks_acted_alike(run_distributed(one_rank_overflows, 2, "cuda", backend="nccl"))
     name = "a_trainer_replays_skips_and_records_again"

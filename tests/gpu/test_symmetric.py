@@ -9,8 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, unshard
 from lightning_mfsdp.engine import compat
-from tests.gpu.test_nccl import _needs
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.helpers.models import batch, build, loss_of
 
 ROWS = 12
@@ -74,13 +73,13 @@ def everything(rank, world):
 
 @pytest.mark.gpu
 @pytest.mark.gpus2
-@_needs(2)
+@needs_gpus(2, apart=True)
 def test_copy_engines_move_weights_between_two_gpus():
     run_distributed(everything, 2, backend="nccl")
 
 
 @pytest.mark.gpu
 @pytest.mark.gpus4
-@_needs(4)
+@needs_gpus(4, apart=True)
 def test_copy_engines_move_weights_between_four_gpus():
     run_distributed(everything, 4, backend="nccl")

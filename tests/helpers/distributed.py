@@ -17,6 +17,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -24,6 +25,18 @@ import torch.multiprocessing as mp
 TIMEOUT_S = {"gloo": 250, "nccl": 300}  # many cases share one start of processes on GPUs
 GRACE_S = 10  # for ranks to fail as well, once one has
 PRELOADED = ["torch.distributed.checkpoint", "torch.distributed.tensor", "lightning.pytorch", "lightning_mfsdp.fabric"]
+
+
+def needs_gpus(ranks: int, *, apart: bool = False) -> pytest.MarkDecorator:
+    """Skip a test where NCCL cannot join its ranks: without a GPU, or, if they must be on GPUs `apart`, with fewer than ranks."""
+    least, found = ranks if apart else 1, torch.cuda.device_count()
+    return pytest.mark.skipif(found < least, reason=f"needs {least} CUDA device(s), found {found}")
+
+
+def nodes_and_devices(ranks: int) -> dict[str, int]:
+    """A Trainer's `num_nodes` and `devices` for ranks on the GPUs here, as `run_distributed` spreads them."""
+    devices = min(ranks, torch.cuda.device_count())
+    return {"num_nodes": ranks // devices, "devices": devices}
 
 
 class RankError(AssertionError):
@@ -107,7 +120,11 @@ def _main(
         host, gpu = divmod(rank, torch.cuda.device_count())
         if world_size > torch.cuda.device_count():
             os.environ.update(
-                LOCAL_RANK=str(gpu), NCCL_HOSTID=f"host {host}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1"
+                LOCAL_RANK=str(gpu),
+                NODE_RANK=str(host),
+                NCCL_HOSTID=f"host {host}",
+                NCCL_SOCKET_IFNAME="lo",
+                NCCL_IB_DISABLE="1",
             )
         device = torch.device("cuda", gpu)
         torch.cuda.set_device(device)

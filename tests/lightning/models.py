@@ -12,6 +12,8 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from tests.helpers.distributed import nodes_and_devices
+
 DIM = 12
 CLASSES = 5
 
@@ -119,7 +121,7 @@ class TinyData(LightningDataModule):
 
 
 def make_trainer(folder: str | Path, world_size: int, **options: Any) -> Trainer:
-    """A quiet CPU trainer. Anything can be overridden."""
+    """A quiet trainer, on the CPU unless told. Anything can be overridden."""
     settings: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": world_size,
@@ -134,6 +136,8 @@ def make_trainer(folder: str | Path, world_size: int, **options: Any) -> Trainer
         "default_root_dir": str(folder),
     }
     settings.update(options)
+    if settings["accelerator"] == "cuda":
+        settings.update(nodes_and_devices(world_size))
     return Trainer(**settings)
 
 

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.lightning.models import FOREIGN_WARNINGS
 from tests.lightning.test_exact_continuation import CASES, SAVES, assert_continued, resumed, straight
 
 pytestmark = [
     pytest.mark.gpus2,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    needs_gpus(2),
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in FOREIGN_WARNINGS),
 ]
 

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy, fully_shard_optimizer
 from lightning_mfsdp.callbacks import NaNGradientReporter
 from lightning_mfsdp.engine.inspect import context_of
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.lightning.models import Classifier, full_state, loader, make_trainer, seeded, strict_warnings, train_plainly
 from tests.lightning.test_checkpoint import assert_same, local_state
 from tests.lightning.test_nan_gradients import Poisoned
 
 STEPS = 4
 
-one_gpu = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")]
-two_gpus = [pytest.mark.gpus2, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
+one_gpu = [pytest.mark.gpu, needs_gpus(1)]
+two_gpus = [pytest.mark.gpus2, needs_gpus(2)]
 
 
 class Fused(Classifier):

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.lightning.features import Side
 from tests.lightning.models import Classifier, dataset, loader, seeded, strict_warnings, train_plainly
 
 pytestmark = [
     pytest.mark.gpus2,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    needs_gpus(2),
 ]
 
 STEPS = 3
