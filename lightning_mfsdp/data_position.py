@@ -83,7 +83,7 @@ class ResumableSampler(DistributedSampler[Any]):
             return list(range(self.size))
         generator = torch.Generator()
         generator.manual_seed(self.seed + epoch)
-        return torch.randperm(self.size, generator=generator).tolist()
+        return torch.randperm(self.size, generator=generator, device="cpu").tolist()
 
     def _rest_of_rank(self, seen: int) -> int:
         """Samples that each rank reads after `seen` of all."""

@@ -184,7 +184,7 @@ class _Assembly:
         """The tensor, `[*shape]`, to be filled in; other leaves as values."""
         if not isinstance(leaf, StoredTensor):
             return value_of(leaf)
-        tensor = torch.empty(0, dtype=leaf.dtype)
+        tensor = torch.empty(0, dtype=leaf.dtype, device="cpu")
         if size_bytes(leaf):
             file = self._folder / str(len(self._tensors))
             storage: Any = torch.UntypedStorage.from_file(str(file), shared=True, nbytes=size_bytes(leaf))

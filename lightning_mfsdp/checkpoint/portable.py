@@ -175,7 +175,7 @@ def value_of(leaf: Any) -> Any:
     if isinstance(leaf, StoredObject):
         return leaf.read()
     if isinstance(leaf, StoredTensor):
-        whole = torch.empty(leaf.shape, dtype=leaf.dtype)
+        whole = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
         for _ in leaf.read_into(whole):
             pass
         return whole

@@ -226,7 +226,7 @@ def _sharded_source(path: Location, weights_only: bool | None) -> tuple[_Describ
     def read_one(name: str) -> Tensor:
         entry = described[name]
         assert isinstance(entry, tuple), "only tensors are planned"
-        target = torch.empty(entry[0], dtype=entry[1])
+        target = torch.empty(entry[0], dtype=entry[1], device="cpu")
         read_rows(path, metadata, [_OneTensor({name: target})], alone=True)
         return target
 

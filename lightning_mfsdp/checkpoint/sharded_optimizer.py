@@ -184,7 +184,7 @@ def _empty_like_saved(metadata: Metadata, key: str, view: ParameterView | None) 
         return None
     dtype = saved.properties.dtype
     if view is None or not saved.size or saved.size != view.shape:
-        return torch.empty(saved.size, dtype=dtype)
+        return torch.empty(saved.size, dtype=dtype, device="cpu")
     return RowShard.of(empty_at_rest(view.local, dtype), view.shape, view.rows)
 
 

@@ -47,6 +47,6 @@ class Staging:
     def _buffer(self, key: tuple[Any, ...], value: Tensor) -> Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            buffer = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=value.is_cuda)
             self._buffers[key] = buffer
         return buffer

@@ -78,7 +78,7 @@ class CapturedLoss(Recording):
         self._forward: torch.cuda.CUDAGraph | None = None
         self._backward: torch.cuda.CUDAGraph | None = None
         self._outputs: Any = None
-        self._loss = self._gradient = torch.empty(0)
+        self._loss = self._gradient = torch.empty(0, device="cpu")
         self._anchor = torch.zeros((), device=self._context.device, requires_grad=True)
         self._shown: list[tuple[Any, Tensor]] = []
         self._shown_whole: list[tuple[nn.Parameter, Tensor]] = []
@@ -142,7 +142,7 @@ class CapturedLoss(Recording):
         self._forward, self._backward, self._outputs, self._inputs, self._awaited = None, None, None, None, None
         self._context.pool.let_go_of_plan(self)
         self._shown, self._shown_whole = [], []
-        self._loss = self._gradient = torch.empty(0)
+        self._loss = self._gradient = torch.empty(0, device="cpu")
 
     def refuse(self, reason: str) -> None:
         """Do not record, with a warning that says why."""

@@ -303,7 +303,7 @@ class GradientWatch:
             table = self._free.pop()
             if table.shape == like.shape:
                 return table
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
 
     # -- the report: slow, and only when something is wrong ------------------------------------------------------------
 

@@ -168,7 +168,7 @@ def _norm(parts: list[_Owned], norm_type: float) -> Tensor:
         raise ValueError(f"norm_type={norm_type}: expected a positive number or inf")
     parts = [part for part in parts if part.device is not None]
     if not parts:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     whole = [tensor for part in parts for tensor in part.tensors]
     if whole and not any(part.axes for part in parts):
         # Nothing is sharded: the same sum as PyTorch's, parameter by parameter, so that one rank clips to the bit like

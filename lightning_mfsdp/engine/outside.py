@@ -184,7 +184,7 @@ def _whole(tensor: Rows) -> tuple[Tensor, Context | None]:
     if unit.has_at_hand(group):
         return entry.full, unit.context
     _advise(tensor, group)
-    anchor = torch.zeros((), requires_grad=True)
+    anchor = torch.zeros((), requires_grad=True, device="cpu")
     return _Whole.apply(anchor, [tensor]), unit.context  # type: ignore[no-untyped-call]
 
 

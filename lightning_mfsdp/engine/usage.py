@@ -62,7 +62,9 @@ class Usage:
         """Say what was not used here, and wait for what others say."""
         used = [int(index not in one.undecided) for one in members for index in range(len(one.faces))]
         device = members[0].group.device
-        there = torch.tensor(used, dtype=torch.uint8, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        there = torch.tensor(used, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda").to(
+            device, non_blocking=True
+        )
         _maximum(there, members[0])
         self.waits += 1
         used = there.tolist()  # waits for the stream of the reductions alone

@@ -117,7 +117,7 @@ class AlignedCollator:
                 f"AlignedCollator: sample {lengths.index(max(lengths))} has {max(lengths)} tokens, more than "
                 f"max_length={self.max_length}; shorten samples where the dataset is built, or raise max_length"
             )
-        return torch.cat(ids), torch.cat(labels), torch.tensor(lengths)
+        return torch.cat(ids), torch.cat(labels), torch.tensor(lengths, device=ids[0].device)
 
     def _shifted(self, labels: Tensor, ends: Tensor) -> Tensor:
         if self.shift_labels:
@@ -137,9 +137,9 @@ class AlignedCollator:
                 f"AlignedCollator: {len(lengths)} samples have {num_tokens} tokens, more than num_tokens={self.num_tokens}; give fewer or "
                 "shorter samples to a batch, or raise num_tokens"
             )
-        lengths = torch.cat((lengths, self._pieces(padding, int(lengths.max()))))
+        lengths = torch.cat((lengths, self._pieces(padding, lengths)))
         ends = lengths.cumsum(0)
-        places = torch.arange(num_tokens + padding)
+        places = torch.arange(num_tokens + padding, device=ids.device)
         return {
             "input_ids": torch.cat((ids, ids.new_full((padding,), self.padding_id)))[None],
             "labels": torch.cat((labels, labels.new_full((padding,), self.ignore_index)))[None],
@@ -149,11 +149,11 @@ class AlignedCollator:
             "max_seqlen": self.max_length or int(lengths.max()),
         }
 
-    def _pieces(self, padding: int, longest: int) -> Tensor:
+    def _pieces(self, padding: int, lengths: Tensor) -> Tensor:
         """Lengths of the samples that padding counts as: full ones, the rest, and none where the batch might have had more padding."""
-        size = self._piece(longest) or max(1, padding)
+        size = self._piece(int(lengths.max())) or max(1, padding)
         room = padding if self.num_tokens is None or self.max_length is None else self.num_tokens
-        return (padding - torch.arange(0, room, size)).clamp(0, size)
+        return (padding - torch.arange(0, room, size, device=lengths.device)).clamp(0, size)
 
     def _piece(self, longest: int) -> int | None:
         """Positions in padding begin anew after so many: a model may have none beyond those of its samples. `None`: they need not."""
@@ -162,7 +162,7 @@ class AlignedCollator:
     def _padded(self, ids: Tensor, labels: Tensor, lengths: Tensor) -> dict[str, Tensor | int]:
         num_rows, longest = len(lengths), int(lengths.max())
         width = self._width(num_rows, longest)
-        column = torch.arange(width)[None]
+        column = torch.arange(width, device=ids.device)[None]
         mask = column < lengths[:, None]
         shape = (num_rows, width)
         return {
@@ -202,7 +202,7 @@ def _sample(index: int, sample: Any) -> tuple[Tensor, Tensor]:
             f"AlignedCollator: sample {index}: expected at least one token id, 1-D, and as many labels, got shapes {tuple(ids.shape)} and "
             f"{tuple(labels.shape)}"
         )
-    if not torch.as_tensor(fields.get("attention_mask", True)).all():
+    if not _tensor(fields.get("attention_mask", True)).all():
         raise ValueError(
             f"AlignedCollator: sample {index} is padded, its attention_mask has zeros; give samples without padding, which is added here"
         )
@@ -210,7 +210,12 @@ def _sample(index: int, sample: Any) -> tuple[Tensor, Tensor]:
 
 
 def _integers(index: int, values: Any) -> Tensor:
-    given = torch.as_tensor(values)
+    given = _tensor(values)
     if given.numel() and (given.is_floating_point() or given.is_complex()):
         raise ValueError(f"AlignedCollator: sample {index}: expected integers, got {given.dtype}")
     return given.to(torch.int64)
+
+
+def _tensor(values: Any) -> Tensor:
+    """Where it is, whatever the default device may be."""
+    return values if isinstance(values, Tensor) else torch.tensor(values, device="cpu")

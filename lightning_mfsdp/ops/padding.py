@@ -89,7 +89,7 @@ def _lengths(values: Tensor, mask: Tensor, where: str, shape: torch.Size) -> Ten
     mask = mask.bool()
     lengths = mask.sum(1)
     if not mask.is_cuda:
-        left_padded = torch.arange(mask.shape[1]) >= (mask.shape[1] - lengths)[:, None]
+        left_padded = torch.arange(mask.shape[1], device=mask.device) >= (mask.shape[1] - lengths)[:, None]
         strange = (mask != left_padded).any(1).nonzero()
         if strange.numel():
             raise ValueError(

@@ -151,7 +151,7 @@ class Chunk:
 
 def handle() -> Tensor:
     """Made inside a region: asking for its saved tensor has the region computed again."""
-    return _Handle.apply(torch.empty(0, requires_grad=True))  # type: ignore[no-any-return, no-untyped-call]
+    return _Handle.apply(torch.empty(0, requires_grad=True, device="cpu"))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _is_same(tensor: Tensor, output: Tensor, version: int) -> bool:

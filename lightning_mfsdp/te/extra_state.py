@@ -143,4 +143,4 @@ def _leave_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
 
 
 def _empty(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    state_dict[prefix + _KEY] = torch.empty(0, dtype=torch.uint8)
+    state_dict[prefix + _KEY] = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -254,3 +254,24 @@ def test_every_engine_file_names_what_it_offers(path):
     )
     if offered is not None:
         assert set(offered) <= names
+
+
+FACTORIES = {
+    *("arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"),
+    *("scalar_tensor", "tensor", "zeros"),
+}
+
+
+def test_every_new_tensor_names_its_device() -> None:
+    """A program may have set a default device, where `pin_memory` fails and a number on the host would not be one."""
+    silent = [
+        where(path, call.lineno)
+        for path in FILES
+        for call in calls(path)
+        if isinstance(call.func, ast.Attribute)
+        and isinstance(call.func.value, ast.Name)
+        and call.func.value.id == "torch"
+        and call.func.attr in FACTORIES
+        and not any(keyword.arg in ("device", None) for keyword in call.keywords)
+    ]
+    assert silent == []

@@ -37,7 +37,7 @@ class BudgetWatch:
             return
         found = self._watch.found
         if self._factors is None:
-            self._factors = torch.zeros(found.shape, dtype=found.dtype, pin_memory=found.is_cuda)
+            self._factors = torch.zeros(found.shape, dtype=found.dtype, device="cpu", pin_memory=found.is_cuda)
         self._factors.copy_(found, non_blocking=True)
         if found.is_cuda:
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -56,7 +56,7 @@ class OverflowFlag:
     def submit(self, pools: Sequence[PagePool], side: SideStream, device: torch.device) -> None:
         """Reduce over all ranks, and send the answer to the host."""
         if self._host is None:
-            self._host = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+            self._host = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         with side.fork():
             most = self.most_overflowed(pools, device)
             self._host.copy_(most, non_blocking=True)

@@ -91,7 +91,7 @@ class Held:
         self.pools = list(pools)
         self._kinds = [PageKind.of(tensor) for tensor in tensors]
         self._like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        self._headers = self._tables = self._verdict = torch.empty(0)
+        self._headers = self._tables = self._verdict = torch.empty(0, device="cpu")
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -120,7 +120,9 @@ class Held:
                 if copies:
                     ops.copy_in(pool, header, table, kind.rows_of(tensor))
             if verdict:
-                self._verdict = torch.empty(count, HEADER, dtype=torch.int64, pin_memory=device.type == "cuda")
+                self._verdict = torch.empty(
+                    count, HEADER, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
+                )
                 self._verdict.copy_(self._headers, non_blocking=True)
             self.stored = side.record()
 
@@ -219,7 +221,7 @@ class Held:
         """Nothing can be loaded any more."""
         self.gone = why
         self._originals = self._live_rows = self.fetched = None
-        self._headers = self._tables = self._verdict = torch.empty(0)
+        self._headers = self._tables = self._verdict = torch.empty(0, device="cpu")
         self.pools = []
 
     def check(self) -> None:

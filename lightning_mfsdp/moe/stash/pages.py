@@ -288,7 +288,7 @@ def host_memory(kind: PageKind, rows: int, device: torch.device) -> Tensor:
     """
     is_pinned = device.type == "cuda" and rows > 0
     try:
-        return torch.empty(rows, kind.width, dtype=kind.dtype, pin_memory=is_pinned)
+        return torch.empty(rows, kind.width, dtype=kind.dtype, device="cpu", pin_memory=is_pinned)
     except RuntimeError as error:
         raise EngineStateError(
             f"paged stash: kernels reach host pages only in pinned memory, and {rows * kind.row_bytes} bytes could not be pinned "

@@ -26,7 +26,7 @@ def place(pool: PagePool, header: Tensor, table: Tensor, live_rows: Tensor, capa
         count[Counter.HOST_HEAD] += needed
     else:
         tier = Tier.NOWHERE
-    header[: len(Header)] = torch.tensor([tier, rows, needed])
+    header[: len(Header)] = torch.tensor([tier, rows, needed], device="cpu")
 
     used = pool.size.pages - (count[Counter.TAIL] - count[Counter.HEAD])
     host_used = pool.size.host_pages - (count[Counter.HOST_TAIL] - count[Counter.HOST_HEAD])
@@ -41,7 +41,7 @@ def place(pool: PagePool, header: Tensor, table: Tensor, live_rows: Tensor, capa
     count[Counter.OVERFLOWED] += tier == Tier.NOWHERE
     count[Counter.OVER_CAPACITY] += asked != rows
     count[Counter.CAPACITY_ROWS] += capacity
-    pool.counters.copy_(torch.tensor(count))
+    pool.counters.copy_(torch.tensor(count, device="cpu"))
 
 
 def copy_in(pool: PagePool, header: Tensor, table: Tensor, rows: Tensor) -> None:
@@ -74,7 +74,7 @@ def give_back(pool: PagePool, header: Tensor, table: Tensor) -> None:
 
 
 def _circle(start: int, count: int, length: int) -> Tensor:
-    return torch.arange(start, start + count) % length
+    return torch.arange(start, start + count, device="cpu") % length
 
 
 def _taken(free: Tensor, head: int, pages: int) -> Tensor:
@@ -86,6 +86,6 @@ def _pages_of(pool: PagePool, header: Tensor, table: Tensor) -> tuple[Tensor, Te
     tier, rows, pages = (int(value) for value in header[: len(Header)])
     if tier not in (Tier.DEVICE, Tier.HOST):
         return None
-    within = torch.arange(pool.page_rows)
+    within = torch.arange(pool.page_rows, device="cpu")
     where = (table[:pages, None] * pool.page_rows + within).flatten()[:rows]
     return (pool.rows if tier == Tier.DEVICE else pool.host_rows), where

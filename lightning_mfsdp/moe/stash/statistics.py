@@ -113,7 +113,7 @@ class Snapshot:
         self._recorded = recorded
         with side.fork():
             counters = torch.stack([pool.counters for pool in pools.values()])
-            self._host = torch.empty(counters.shape, dtype=torch.int64, pin_memory=counters.is_cuda)
+            self._host = torch.empty(counters.shape, dtype=torch.int64, device="cpu", pin_memory=counters.is_cuda)
             self._host.copy_(counters, non_blocking=True)
             self._ready: Event = side.record()
 
