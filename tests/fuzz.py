@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -60,6 +60,11 @@ class Tally:
         return sum(self.refused.values()) / max(self.run, 1)
 
 
+def on_device(case: Description, device: str) -> Description:
+    """The same on a CPU or on GPUs."""
+    return replace(case, configuration=replace(case.configuration, device=device))
+
+
 def judge(case: Description, workers: Workers) -> Verdict:
     """Run a case. See also `REDUCED_TOO_OFTEN`."""
     return check(case, workers, counts_reductions=not REDUCED_TOO_OFTEN)
@@ -71,6 +76,7 @@ def fuzz(
     *,
     first_seed: int,
     ranks: tuple[int, ...] = (1, 2, 3, 4),
+    device: str = "cpu",
     deadline: float = float("inf"),
     most: int = sys.maxsize,
     most_failures: int = 1,
@@ -82,7 +88,7 @@ def fuzz(
     for number in itertools.count():
         if time.monotonic() > deadline or tally.run >= most or len(tally.failures) >= most_failures:
             return
-        case = drawn(Random(f"{first_seed} {number}"), ranks)
+        case = on_device(drawn(Random(f"{first_seed} {number}"), ranks), device)
         tally.drawn += 1
         known = known_items(case)
         if known:
@@ -143,6 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--failures", type=int, default=1, help="go on until so many cases of different kinds have failed"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: with NCCL")
     parser.add_argument("--replay", type=Path, help="a file with a case on each line")
     parser.add_argument(
         "--pairs", action="store_true", help="print all pairs of features that occurred fewer than ten times"
@@ -152,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     with Workers() as workers:
         if given_arguments.replay:
             for line in filter(None, given_arguments.replay.read_text().splitlines()):
-                case = from_json(line)
+                case = on_device(from_json(line), given_arguments.device)
                 verdict = judge(case, workers)
                 print(f"{verdict.kind or 'agrees'} {verdict.refusal or verdict.raises}: {to_json(case)}")
                 if verdict.failed:
@@ -164,6 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
                 tally,
                 first_seed=given_arguments.seed,
                 ranks=tuple(given_arguments.ranks),
+                device=given_arguments.device,
                 deadline=began + 60 * given_arguments.minutes,
                 most_failures=given_arguments.failures,
                 say=lambda text: print(text, flush=True),

@@ -94,6 +94,7 @@ def _difference(value: Tensor | None, whole: Tensor | None, start: int, toleranc
     rows = whole[start : start + value.shape[0]] if whole.dim() and value.dim() else whole
     if rows.shape != value.shape:
         return f"has shape {tuple(value.shape)}, expected {tuple(rows.shape)}"
+    value, rows = value.cpu(), rows.cpu()
     if torch.equal(value, rows) or not value.numel():
         return ""
     a, b = value.double(), rows.double()

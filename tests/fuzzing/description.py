@@ -145,6 +145,7 @@ class Configuration:
     """How the engine runs it.
 
     Attributes:
+        device: "cpu", with gloo, or "cuda", with NCCL.
         ranks: 1 to 4.
         outer: Ranks on the outer axis of the mesh; 0: a mesh of one axis.
         sharding: Of the shard axis.
@@ -161,6 +162,7 @@ class Configuration:
         late_root: The root is sharded after its first unit went backward under no_sync.
     """
 
+    device: str = "cpu"
     ranks: int = 2
     outer: int = 0
     sharding: str = "optim_grads_params"

@@ -162,7 +162,7 @@ def seeded(case: Description, make: Any = Net, seed: int = 0) -> Any:
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype_of(case))
     try:
-        return make(case)
+        return make(case).to(case.configuration.device)
     finally:
         torch.set_default_dtype(default)
 
@@ -171,7 +171,8 @@ def batch(case: Description, turn: tuple[int, int, int], rank: int) -> Tensor:
     """`[ROWS, DIM]` for a step, a microbatch, one of its forwards and a rank."""
     step, micro, which = turn
     generator = torch.Generator().manual_seed(10000 * case.program.data + 1000 * step + 100 * micro + 10 * which + rank)
-    return torch.randn(ROWS, DIM, generator=generator, dtype=torch.float64).to(dtype_of(case))
+    values = torch.randn(ROWS, DIM, generator=generator, dtype=torch.float64)
+    return values.to(case.configuration.device, dtype_of(case))
 
 
 def skipped_blocks(case: Description, turn: tuple[int, int, int], rank: int) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tests.fuzzing.description import Description, features, to_json
 
-_PARTS = ("description", "model", "running", "plain", "sharded", "trainer", "comparing")
+_FUZZING = ("description", "joining", "model", "running", "plain", "sharded", "trainer", "comparing")
+_PARTS = ("tests.helpers.gpus", *(f"tests.fuzzing.{name}" for name in _FUZZING))
 _HEAD = '''"""{title}
 
 Run it with python. What differs from plain PyTorch on one process is printed. It uses {features}.
@@ -25,11 +26,9 @@ CASE = from_json({text!r})
 
 def run_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    ranks, outer = CASE.configuration.ranks, CASE.configuration.outer
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", init_method=f"file://{{folder}}/meet", rank=rank, world_size=ranks)
-    shape, names = ((outer, ranks // outer), ("outer", "shard")) if outer else ((ranks,), ("shard",))
-    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    ranks, device = CASE.configuration.ranks, CASE.configuration.device
+    join(rank, ranks, device, folder)
+    mesh = make_mesh(CASE.configuration.outer, ranks, device)
     raw = CASE.program.loop == "raw"
     events = run_loop(EngineRun(CASE, rank, mesh)) if raw else run_trainer(CASE, rank, mesh)
     outcome = Outcome([[]] * rank + [events])
@@ -63,12 +62,12 @@ def as_script(case: Description, title: str = "A case in which the engine and pl
     ]
     bodies: list[str] = []
     for part in _PARTS:
-        path = importlib.import_module(f"tests.fuzzing.{part}").__file__
+        path = importlib.import_module(part).__file__
         assert path is not None
         found, body = _split(Path(path).read_text())
         imports += [line for line in found if line not in imports]
         bodies.append(body)
-        if part == "trainer":
+        if part.endswith(".trainer"):
             bodies.append(_OUTCOME)
     head = _HEAD.format(title=title, features=", ".join(sorted(features(case))))
     return "\n".join([head, *imports, *bodies]) + _TAIL.format(text=to_json(case))

@@ -13,6 +13,7 @@ from tests.fuzzing.description import Description, Step
 from tests.fuzzing.model import BlockModule, Inner, Parts, seeded
 from tests.fuzzing.running import Event, make_optimizer
 from tests.fuzzing.sharded import EngineRun, sharding_options
+from tests.helpers.gpus import nodes_and_devices
 
 PRECISIONS = {"float64": "64-true", "float32": "32-true", "mixed": "bf16-mixed", "bfloat16": "bf16-true"}
 
@@ -117,8 +118,12 @@ def run_trainer(case: Description, rank: int, mesh: Any) -> list[Event]:
         accumulation="sharded" if automatic and micros[0].sync == "keep_sharded" else "local",
     )
     trainer = Trainer(
-        accelerator="cpu",
-        devices=configuration.ranks,
+        accelerator=configuration.device,
+        **(
+            nodes_and_devices(configuration.ranks)
+            if configuration.device == "cuda"
+            else {"devices": configuration.ranks}
+        ),
         strategy=strategy,
         precision=PRECISIONS[configuration.precision],  # type: ignore[arg-type]
         accumulate_grad_batches=len(micros) if automatic else 1,

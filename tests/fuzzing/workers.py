@@ -12,7 +12,6 @@ import time
 import traceback
 import warnings
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.fuzzing.description import Description, from_json, to_json
+from tests.fuzzing.joining import join, make_mesh
 
 TIMEOUT_S = 20.0
 START_S = 120.0
@@ -55,7 +55,7 @@ class Workers:
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[tuple[str, int], _Group] = {}
         self.restarts = 0
 
     def __enter__(self) -> Workers:
@@ -68,19 +68,19 @@ class Workers:
 
     def begin(self, case: Description) -> None:
         """Have the ranks of a case start with it."""
-        ranks = case.configuration.ranks
-        if ranks not in self._groups:
-            self._groups[ranks] = _Group(ranks)
-            self._groups[ranks].wait_until_ready()
-        self._groups[ranks].send(to_json(case))
+        key = device, ranks = case.configuration.device, case.configuration.ranks
+        if key not in self._groups:
+            self._groups[key] = _Group(device, ranks)
+            self._groups[key].wait_until_ready()
+        self._groups[key].send(to_json(case))
 
     def finish(self, case: Description, timeout_s: float | None = None) -> Outcome:
         """Wait for what the ranks come back with; a group that failed is gone afterwards."""
-        ranks = case.configuration.ranks
-        group = self._groups[ranks]
+        key = case.configuration.device, case.configuration.ranks
+        group = self._groups[key]
         outcome = group.receive(timeout_s or self._timeout_s)
-        if outcome.errors and not (len(outcome.raised) == ranks and group.is_in_step()):
-            self._groups.pop(ranks).stop()
+        if outcome.errors and not (len(outcome.raised) == case.configuration.ranks and group.is_in_step()):
+            self._groups.pop(key).stop()
             self.restarts += 1
         return outcome
 
@@ -88,14 +88,15 @@ class Workers:
 class _Group:
     """Connected processes that wait for programs."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, device: str, ranks: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        context: Any = mp.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context: Any = mp.get_context("forkserver" if device == "cpu" else "spawn")
+        if device == "cpu":  # a driver does not survive a fork
+            context.set_forkserver_preload(_PRELOADED)
         self._processes, self._pipes = [], []
         for rank in range(ranks):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, ranks, self._folder.name, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, ranks, device, self._folder.name, there), daemon=True)
             process.start()
             there.close()
             self._processes.append(process)
@@ -122,7 +123,7 @@ class _Group:
                 rank = self._pipes.index(pipe)
                 waiting.pop(rank)
                 try:
-                    answer = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+                    answer = torch.load(io.BytesIO(pipe.recv_bytes()), map_location="cpu", weights_only=False)
                 except EOFError:
                     answer = {"message": "died", "error": f"exit code {self._processes[rank].exitcode}"}
                 if answer.get("alive"):
@@ -161,21 +162,16 @@ class _Group:
         self._folder.cleanup()
 
 
-def _serve(rank: int, ranks: int, folder: str, pipe: Any) -> None:
+def _serve(rank: int, ranks: int, device: str, folder: str, pipe: Any) -> None:
     """A worker: programs come in, events go out."""
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     warnings.simplefilter("ignore")
     stack = open(Path(folder, f"stack-{rank}"), "w")  # noqa: SIM115 - for as long as the process lives
     faulthandler.register(signal.SIGUSR1, stack)
     _silence()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=timedelta(minutes=5)
-    )
-    meshes: dict[int, Any] = {}
-    for outer in range(ranks + 1):  # all there are, before anything is compared with what was there
-        if not outer or not ranks % outer:
-            mesh_of(outer, ranks, meshes)
+    join(rank, ranks, device, folder)
+    # All there are, before anything is compared with what was there.
+    meshes = {outer: make_mesh(outer, ranks, device) for outer in range(ranks + 1) if not outer or not ranks % outer}
     gc.collect()
     gc.freeze()
     pipe.send_bytes(b"ready")
@@ -184,7 +180,7 @@ def _serve(rank: int, ranks: int, folder: str, pipe: Any) -> None:
             text = pipe.recv()
         except EOFError:
             os._exit(0)
-        answer = _answer(from_json(text), rank, meshes) if text else _meet(ranks)
+        answer = _answer(from_json(text), rank, meshes) if text else _meet(ranks, device)
         buffer = io.BytesIO()
         torch.save(answer, buffer)
         pipe.send_bytes(buffer.getvalue())
@@ -204,7 +200,7 @@ def _answer(case: Description, rank: int, meshes: dict[int, Any]) -> dict[str, A
 
     before = _tensors()
     try:
-        mesh = mesh_of(case.configuration.outer, case.configuration.ranks, meshes)
+        mesh = meshes[case.configuration.outer]
         raw = case.program.loop == "raw"
         events = run_loop(EngineRun(case, rank, mesh)) if raw else run_trainer(case, rank, mesh)
     except Exception as error:
@@ -220,20 +216,11 @@ def _answer(case: Description, rank: int, meshes: dict[int, Any]) -> dict[str, A
     return {"events": events, "left": left}
 
 
-def _meet(ranks: int) -> dict[str, Any]:
+def _meet(ranks: int, device: str) -> dict[str, Any]:
     gc.collect()
-    number = torch.full((7,), 3.0)
+    number = torch.full((7,), 3.0, device=device)
     dist.all_reduce(number)
     return {"events": None, "left": 0} if bool((number == 3 * ranks).all()) else {"message": "", "error": "apart"}
-
-
-def mesh_of(outer: int, ranks: int, meshes: dict[int, Any]) -> Any:
-    """One axis, or (outer, shard); made once."""
-    if outer not in meshes:
-        shape = (outer, ranks // outer) if outer else (ranks,)
-        names = ("outer", "shard") if outer else ("shard",)
-        meshes[outer] = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
-    return meshes[outer]
 
 
 def _tensors() -> dict[int, int]:

@@ -1,8 +1,7 @@
 """Run a function on several gloo processes and bring back what each rank returned.
 
 Processes are forked from a server that has imported the heavy packages and started no thread, which saves seconds for each. On
-CUDA they start from nothing: a driver does not survive a fork. Where there are fewer GPUs than ranks, NCCL is told of a host for each
-round of GPUs: it refuses two ranks on one GPU of a host, and joins hosts by sockets.
+CUDA they start from nothing: a driver does not survive a fork.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.helpers.gpus import environment_of
+
 TIMEOUT_S = {"gloo": 250, "nccl": 300}  # many cases share one start of processes on GPUs
 GRACE_S = 10  # for ranks to fail as well, once one has
 PRELOADED = ["torch.distributed.checkpoint", "torch.distributed.tensor", "lightning.pytorch", "lightning_mfsdp.fabric"]
@@ -31,12 +32,6 @@ def needs_gpus(ranks: int, *, apart: bool = False) -> pytest.MarkDecorator:
     """Skip a test where NCCL cannot join its ranks: without a GPU, or, if they must be on GPUs `apart`, with fewer than ranks."""
     least, found = ranks if apart else 1, torch.cuda.device_count()
     return pytest.mark.skipif(found < least, reason=f"needs {least} CUDA device(s), found {found}")
-
-
-def nodes_and_devices(ranks: int) -> dict[str, int]:
-    """A Trainer's `num_nodes` and `devices` for ranks on the GPUs here, as `run_distributed` spreads them."""
-    devices = min(ranks, torch.cuda.device_count())
-    return {"num_nodes": ranks // devices, "devices": devices}
 
 
 class RankError(AssertionError):
@@ -117,16 +112,8 @@ def _main(
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     device = None
     if backend == "nccl":
-        host, gpu = divmod(rank, torch.cuda.device_count())
-        if world_size > torch.cuda.device_count():
-            os.environ.update(
-                LOCAL_RANK=str(gpu),
-                NODE_RANK=str(host),
-                NCCL_HOSTID=f"host {host}",
-                NCCL_SOCKET_IFNAME="lo",
-                NCCL_IB_DISABLE="1",
-            )
-        device = torch.device("cuda", gpu)
+        os.environ.update(environment_of(rank, world_size))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     try:
         dist.init_process_group(

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from tests.helpers.distributed import nodes_and_devices
+from tests.helpers.gpus import nodes_and_devices
 
 DIM = 12
 CLASSES = 5
