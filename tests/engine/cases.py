@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.distributed import run_distributed
 
@@ -36,6 +37,12 @@ class Problems:
 
     def finish(self) -> None:
         assert not self.found, "\n".join(self.found)
+
+
+def on_gpus(case: Case, rank: int, world: int) -> None:
+    """A case that does not say where it makes its tensors, on this rank's GPU."""
+    with torch.device("cuda", torch.cuda.current_device()):
+        case(rank, world)
 
 
 def run_cases(cases: Mapping[str, Case], world: int, backend: str = "gloo") -> dict[str, str]:

@@ -45,7 +45,8 @@ class Net(nn.Module):
 
 def sharded(**options: Any) -> Net:
     torch.manual_seed(1)
-    model = Net().to(options.pop("dtype", torch.float32))
+    with torch.device("cpu"):  # the same weights for every device
+        model = Net().to(options.pop("dtype", torch.float32))
     policy = MixedPrecisionPolicy(**options.pop("policy", {}))
     for unit in (model.first, model.second, model):
         fully_shard(unit, policy=policy, **options)

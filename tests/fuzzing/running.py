@@ -313,15 +313,15 @@ class Lars(torch.optim.Optimizer):
 
 
 def make_optimizer(case: Description, parameters: Any) -> torch.optim.Optimizer:
-    """Its steps are no quotients of rounding errors: eps is large."""
+    """Its steps are no quotients of rounding errors: eps is large. Nor do kernels depend on whether parameters are DTensors."""
     kind = case.program.optimizer
     if kind == "lars":
         return Lars(parameters)
     if kind == "adamw":
-        return torch.optim.AdamW(parameters, lr=0.05, eps=0.1, weight_decay=0.1)
+        return torch.optim.AdamW(parameters, lr=0.05, eps=0.1, weight_decay=0.1, foreach=False)
     if kind == "adagrad":
-        return torch.optim.Adagrad(parameters, lr=0.05, eps=0.1)
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9 if kind == "momentum" else 0.0)
+        return torch.optim.Adagrad(parameters, lr=0.05, eps=0.1, foreach=False)
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9 if kind == "momentum" else 0.0, foreach=False)
 
 
 def run_loop(run: Any) -> list[Event]:

@@ -6,9 +6,8 @@ from functools import partial
 from importlib import import_module
 
 import pytest
-import torch
 
-from tests.engine.cases import Case, run_cases
+from tests.engine.cases import on_gpus, run_cases
 from tests.helpers.distributed import needs_gpus
 
 MODULES = (
@@ -17,11 +16,6 @@ MODULES = (
     *("recompute", "refusals", "schedule", "series", "sharded_arithmetic", "state_dicts", "storage"),
     *("unused_parameters", "weights_in_backward", "collective_counts", "interruptions"),
 )
-
-
-def on_gpus(case: Case, rank: int, world: int) -> None:
-    with torch.device("cuda", torch.cuda.current_device()):
-        case(rank, world)
 
 
 def failures(module: str, world: int) -> dict[str, str]:

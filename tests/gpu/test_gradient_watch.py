@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_mfsdp import GradientWatch, capture_loss, fully_shard, fully_shard_optimizer
-from tests.engine.cases import Case, run_cases
+from tests.engine.cases import Case, on_gpus, run_cases
 from tests.engine.test_gradient_watch import TOGETHER
 from tests.gpu.waiting import nothing_waits
 from tests.helpers.distributed import needs_gpus
@@ -67,31 +67,26 @@ def a_replayed_backward_is_watched(rank: int, world: int) -> None:
     loss_of.close()
 
 
-HERE: list[Case] = [nothing_waits_for_the_device, a_replayed_backward_is_watched]
-CASES = {1: HERE, 2: [*TOGETHER, *HERE]}
-
-
-def on_gpus(case: Case, rank: int, world: int) -> None:
-    with torch.device("cuda", torch.cuda.current_device()):
-        case(rank, world)
+HERE: dict[str, Case] = {case.__name__: case for case in (nothing_waits_for_the_device, a_replayed_backward_is_watched)}
+CASES = {1: HERE, 2: HERE | {case.__name__: partial(on_gpus, case) for case in TOGETHER}}
 
 
 @cache
 def outcome(world: int) -> dict[str, str]:
-    return run_cases({case.__name__: partial(on_gpus, case) for case in CASES[world]}, world, backend="nccl")
+    return run_cases(CASES[world], world, backend="nccl")
 
 
 @pytest.mark.gpu
 @needs_gpus(1)
 @pytest.mark.parametrize("case", CASES[1])
-def test_on_one_gpu(case: Case) -> None:
-    errors = outcome(1)[case.__name__]
+def test_on_one_gpu(case: str) -> None:
+    errors = outcome(1)[case]
     assert not errors, errors
 
 
 @pytest.mark.gpus2
 @needs_gpus(2)
 @pytest.mark.parametrize("case", CASES[2])
-def test_on_two_gpus(case: Case) -> None:
-    errors = outcome(2)[case.__name__]
+def test_on_two_gpus(case: str) -> None:
+    errors = outcome(2)[case]
     assert not errors, errors

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
-import torch
 
-from tests.engine.cases import run_cases
+from tests.engine.cases import on_gpus, run_cases
 from tests.engine.test_policy import CASES
 from tests.helpers.distributed import needs_gpus
 
 _NAMES = [name for name in CASES if name.startswith(("dtypes [", "bytes of the table"))]
-
-
-def on_gpus(case: Callable[[int, int], None], rank: int, world: int) -> None:
-    with torch.device("cuda", torch.cuda.current_device()):
-        case(rank, world)
 
 
 @pytest.fixture(scope="module")
