@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from tests.helpers.distributed import run_distributed
 
@@ -39,10 +41,40 @@ class Problems:
         assert not self.found, "\n".join(self.found)
 
 
+_FACTORIES = (
+    torch.arange,
+    torch.empty,
+    torch.eye,
+    torch.full,
+    torch.linspace,
+    torch.ones,
+    torch.rand,
+    torch.randint,
+    torch.randn,
+)
+_FACTORIES += (torch.tensor, torch.zeros)
+
+
+class _ToGPU(TorchFunctionMode):
+    """Tensors are made on the CPU, with its random numbers, and moved to the GPU, unless the caller says where."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _FACTORIES or kwargs.get("device") is not None:
+            return func(*args, **kwargs)
+        made = func(*args, **{**kwargs, "requires_grad": False}).to("cuda")
+        return made.requires_grad_(kwargs.get("requires_grad", False))
+
+
 def on_gpus(case: Case, rank: int, world: int) -> None:
     """A case that does not say where it makes its tensors, on this rank's GPU."""
-    with torch.device("cuda", torch.cuda.current_device()):
+    with _ToGPU():
         case(rank, world)
+
+
+def device_type() -> str:
+    """Where the ranks of a case compute."""
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
 def run_cases(cases: Mapping[str, Case], world: int, backend: str = "gloo") -> dict[str, str]:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_mfsdp import broadcast_buffers, fully_shard
 from lightning_mfsdp.engine import EngineStateError
 from lightning_mfsdp.moe import GroupedExperts, TopKRouter
+from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
 
 
@@ -158,7 +159,7 @@ def sharding_takes_one_broadcast_for_all_and_keeps_shared_ones_shared(rank, worl
 
 
 def the_first_rank_of_two_axes_is_followed(rank, world):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "shard"))
     model = filled(rank, mesh=mesh)
     broadcast_buffers(model)
     assert model.values() == {**filled(0).values(), "mine": [rank + 1] * 2}
@@ -175,7 +176,7 @@ class Mixture(nn.Module):
 
 
 def buffers_of_experts_follow_the_first_rank_that_has_the_same_ones(rank, world):
-    meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
+    meshes = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("shard", "expert"))
     model = Mixture()
     fully_shard(model.experts, meshes)
     fully_shard(model)

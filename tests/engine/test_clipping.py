@@ -23,7 +23,7 @@ from lightning_mfsdp.engine import (
     grad_norm,
     sharded_parameters,
 )
-from tests.engine.cases import Problems, run_cases
+from tests.engine.cases import Problems, device_type, run_cases
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 NORMS = (1.0, 2.0, 3.5, float("inf"))
@@ -240,7 +240,7 @@ def beside_nothing(rank: int, world: int) -> None:
 
 def on_a_2d_mesh(strategy: str, outer: str, rank: int, world: int) -> None:
     problems = Problems()
-    mesh = dist.init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "shard"))
+    mesh = dist.init_device_mesh(device_type(), (2, world // 2), mesh_dim_names=("outer", "shard"))
     for norm_type in NORMS:
         reference, model = pair(rank, world, mesh, sharding=strategy, outer_sharding=outer)
         expected = torch_clip_norm(reference.parameters(), 0.05, norm_type)

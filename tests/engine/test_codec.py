@@ -33,6 +33,7 @@ from lightning_mfsdp.engine import (
 )
 from lightning_mfsdp.engine.codec import WeightCodec
 from lightning_mfsdp.engine.inspect import context_of, units
+from tests.engine.cases import device_type
 from tests.engine.int8_codec import (
     MASK,
     Int8Codec,
@@ -202,7 +203,7 @@ def fragments_end_between_rows_that_belong_together(rank, world):
 
 def strips_of_sub_shards_stay_together(rank, world):
     """Where an outer axis divides shards further, too."""
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "shard"))
+    mesh = init_device_mesh(device_type(), (2, world // 2), mesh_dim_names=("outer", "shard"))
     model = shard(build(), Int8Codec(rows_together=16), mesh, outer_sharding="optim")
     train(model, fully_shard_optimizer(adamw(model.parameters())), range(2), rank, world)
 
@@ -221,7 +222,7 @@ def frozen_weights_stay_quantized(rank, world):
 
 def bit_equal_with_an_outer_axis(rank, world):
     """HSDP and HFSDP; scales need the rows of all ranks that share them out."""
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "shard"))
+    mesh = init_device_mesh(device_type(), (2, world // 2), mesh_dim_names=("outer", "shard"))
     for outer, planes in product(("no_shard", "optim"), (1, 2)):
         for sharding in STRATEGIES[1:]:
             trained_as_in_one_process(rank, world, 2, mesh=mesh, sharding=sharding, outer_sharding=outer, planes=planes)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mfsdp.engine import compat, fully_shard, no_sync, reduce_pending, sharded_parameters
 from lightning_mfsdp.engine.unit import unit_of
+from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context
 
@@ -77,7 +78,7 @@ class Observer:
         self.counts: Counts = Counter()
         self.context = context(model)
         mesh = self.context.mesh
-        self.axes = {id(axis.group): axis.name for axis in mesh.axes}
+        self.axes = {id(group): axis.name for axis in mesh.axes for group in (axis.group, axis.reduce_group)}
         self.unit_by_numel: dict[int, str] = {}
         for name in UNITS:
             unit = unit_of(model if name == "root" else model.get_submodule(name))
@@ -197,7 +198,7 @@ def expected_on_two_axes(sharding: str, outer: str, microbatches: int, sync: str
 
 def outer_axis_is_used_on_the_last_microbatch_only(rank, world):
     """HSDP: one all-reduce per unit. HFSDP: (microbatches + 1) reduce-scatters per unit, no all-reduce, one outer gather."""
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    mesh = dist.init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "shard"))
     for sharding, outer, sync in product(STRATEGIES, ("no_shard", "optim"), SYNCS):
         if sharding == "no_shard" and outer == "optim":
             continue
@@ -263,7 +264,7 @@ def dropping_what_is_held_back_communicates_nothing(rank, world):
 
 
 def a_look_reduces_over_the_axis_that_waits(rank, world):
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    mesh = dist.init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "shard"))
     for sharding, outer, sync in product(STRATEGIES, ("no_shard", "optim"), ("no_sync", "keep_sharded")):
         if sharding == "no_shard" and outer == "optim":
             continue

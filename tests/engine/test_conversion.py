@@ -29,6 +29,7 @@ from lightning_mfsdp.engine import (
     unshard,
     unshard_model,
 )
+from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
 
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -89,7 +90,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], what: st
     assert list(found) == list(expected), what
     for name, value in expected.items():
         assert found[name].dtype == value.dtype, (what, name)
-        assert torch.equal(found[name], value), (what, name)
+        assert torch.equal(found[name].cpu(), value.cpu()), (what, name)
 
 
 # -- moved and converted -----------------------------------------------------------------------------------------------
@@ -101,11 +102,16 @@ def conversions_to_what_it_is_already_change_nothing(rank: int, world: int) -> N
         optimizer = fully_shard_optimizer(adam(model))
         train(model, optimizer)
         before, shown = values(model), list(model.parameters())
-        for convert in (nn.Module.float, nn.Module.cpu, lambda one: one.to(torch.float32), lambda one: one.to("cpu")):
+        for convert in (
+            nn.Module.float,
+            getattr(nn.Module, device_type()),
+            lambda one: one.to(torch.float32),
+            lambda one: one.to(device_type()),
+        ):
             assert convert(model) is model
             assert convert(model.block) is model.block
         around = nn.ModuleDict({"inner": model, "other": nn.Linear(2, 2)})
-        around.to("cpu").float()
+        around.to(device_type()).float()
         assert all(one is other for one, other in zip(model.parameters(), shown, strict=True))
         assert_equal(values(model), before, sharding)
         train(model, optimizer)
@@ -128,7 +134,9 @@ def shards_are_converted_and_come_back_as_in_plain_pytorch(rank: int, world: int
             assert model.last.weight is model.again.weight
             assert_equal(values(model), values(reference), f"{sharding} {there.__name__}")
             dtype = str(model.last.weight.dtype).removeprefix("torch.")
-            with pytest.raises(EngineStateError, match=f"got its rows in {dtype} on cpu.*conversion such as half"):
+            with pytest.raises(
+                EngineStateError, match=f"got its rows in {dtype} on {device_type()}.*conversion such as half"
+            ):
                 model(torch.ones(3, 4))
             back(model)
             back(reference)
@@ -207,7 +215,9 @@ def a_converted_model_is_not_stepped(rank: int, world: int) -> None:
         model.block.half()
         if built == "after":
             optimizers[0] = fully_shard_optimizer(adam(model))
-        with pytest.raises(ShardingError, match=r"AdamW\.step: the module shows parameter 0\.weight .*float16 on cpu"):
+        with pytest.raises(
+            ShardingError, match=rf"AdamW\.step: the module shows parameter 0\.weight .*float16 on {device_type()}"
+        ):
             optimizers[0].step()
         with pytest.raises(ShardingError, match="unshard: the module shows"), unshard(model):
             pass
@@ -349,7 +359,7 @@ def an_unsharded_model_can_be_exported_and_sharded_again(rank: int, world: int) 
     model = sharded()
     model.eval()
     expected = model(torch.ones(3, 4)).detach()
-    unshard_model(model, device="cpu")
+    unshard_model(model, device=device_type())
     exported = torch.export.export(model, (torch.ones(3, 4),))
     torch.testing.assert_close(exported.module()(torch.ones(3, 4)), expected)
     fully_shard(model)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
+from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, plain_chain, sharded_chain, train
 
@@ -85,7 +86,7 @@ def copies_that_autocast_saved_outlast_a_step(rank, world):
     for sharding in STRATEGIES:
         plain, model = plain_chain(), sharded_chain(sharding=sharding)
         for one, optimizer in ((plain, torch.optim.SGD(plain.parameters(), lr=0.1)), (model, adamw(model))):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(device_type(), torch.bfloat16):
                 old = loss_of(one, inputs(0))
             for parameter in one.parameters():
                 parameter.grad = torch.ones(parameter.shape)

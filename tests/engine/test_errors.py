@@ -21,7 +21,7 @@ from lightning_mfsdp.engine import (
     no_sync,
     unshard,
 )
-from tests.engine.cases import run_cases
+from tests.engine.cases import device_type, run_cases
 
 
 def says(error: type[Exception], *parts: str):
@@ -34,7 +34,7 @@ def model() -> nn.Sequential:
 
 
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> dist.DeviceMesh:
-    return dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return dist.init_device_mesh(device_type(), shape, mesh_dim_names=names)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from lightning_mfsdp.engine import (
     sharded_parameters,
     unshard,
 )
+from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, plain_chain, sharded_chain, train
 from tests.helpers.hidden import Hidden
@@ -188,7 +189,7 @@ def a_nan_norm_leaves_nothing_behind(rank, world):
 
 def a_rank_without_rows_adds_nothing_to_a_norm(rank, world):
     """Two rows on four ranks of a 2 x 2 mesh; what the outer axis holds back is reduced when somebody looks."""
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    mesh = torch.distributed.init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "shard"))
     model = fully_shard(nn.Linear(8, 2), mesh, outer_sharding="optim")
     with no_sync(model, keep_sharded=True):
         model(torch.ones(2, 8)).sum().backward()

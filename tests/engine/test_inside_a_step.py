@@ -25,6 +25,7 @@ from lightning_mfsdp.engine import (
     refresh_weights,
     unshard,
 )
+from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -149,7 +150,7 @@ def slow_teachers_move_in_the_main_weights_dtype(rank, world):
         assert model.teacher.weight.dtype is torch.float32
         assert torch.equal(whole(model.teacher.weight), reference.teacher.weight), sharding
         assert torch.equal(whole(model.teacher_block.weight), reference.teacher_block.weight), sharding
-        with gather_root(model), torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        with gather_root(model), torch.no_grad(), torch.autocast(device_type(), torch.bfloat16, cache_enabled=False):
             seen = model.teacher(torch.eye(6, dtype=torch.bfloat16)) - model.teacher.bias.bfloat16()
         torch.testing.assert_close(seen.float().t(), reference.teacher.weight, atol=1e-2, rtol=1e-2)
 
@@ -245,12 +246,15 @@ def losses_of_parameters_have_gradients(rank, world):
         (penalty, functional, vector), STRATEGIES, (None, BFLOAT16), (True, False)
     ):
         reference, model = plain(), sharded(sharding, policy)
-        with gather_root(model), torch.autocast("cpu", torch.bfloat16, enabled=policy is not None, cache_enabled=False):
+        with (
+            gather_root(model),
+            torch.autocast(device_type(), torch.bfloat16, enabled=policy is not None, cache_enabled=False),
+        ):
             before = extra(model) if first else 0.0
             loss = model.loss(batch(0, rank))
             (before + loss if first else loss + extra(model)).backward()
             gradients = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
-        with torch.autocast("cpu", torch.bfloat16, enabled=policy is not None, cache_enabled=False):
+        with torch.autocast(device_type(), torch.bfloat16, enabled=policy is not None, cache_enabled=False):
             losses = [reference.loss(batch(0, one)) for one in range(world)]
             (extra(reference) + sum(losses) / world).backward()
         tolerance = 1e-6 if policy is None else 3e-2

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy, ShardingError, compat, fully_shard, lerp_
-from tests.engine.cases import Problems
+from tests.engine.cases import Problems, device_type
 from tests.engine.test_sharded_arithmetic import Net, sharded
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import weights
@@ -100,7 +100,7 @@ def models_sharded_differently_need_one_exchange(rank, world):
 
 def models_on_two_axes_and_on_one(rank, world):
     problems = Problems()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "shard"))
     hfsdp, hsdp = {"mesh": mesh, "outer_sharding": "optim"}, {"mesh": mesh}
     for what, teacher, student in (
         ("HFSDP", hfsdp, {**hfsdp, "extra": True}),

@@ -36,6 +36,7 @@ from lightning_mfsdp.engine.errors import EngineStateError
 from lightning_mfsdp.engine.inspect import context_of
 from lightning_mfsdp.engine.resting_state import state_of
 from lightning_mfsdp.optim import Muon
+from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, inputs, loss_of, plain_chain, sharded_chain, train, weights
 from tests.helpers.models import batch, build
@@ -138,7 +139,7 @@ SETTINGS = {
 
 
 def it_trains_to_the_bit_as_without(rank, world):
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard")) if world == 4 else None
+    mesh = dist.init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "shard")) if world == 4 else None
     for sharding, outer, policy, kind in SETTINGS[world]:
         outcomes = []
         for offload in (None, "optimizer"):
@@ -310,7 +311,7 @@ def loss_scaling_accumulation_and_skipped_steps_work(rank, world):
         outcomes = []
         for offload in (None, "optimizer"):
             model = sharded_chain(policy=policy, offload=offload)
-            scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+            scaler = torch.amp.GradScaler(device_type(), init_scale=256.0, growth_interval=2)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
             fully_shard_optimizer(optimizer, grad_scaler=scaler)
             losses = []

@@ -19,6 +19,7 @@ from lightning_mfsdp.engine import (
     no_sync,
     unshard,
 )
+from tests.engine.cases import device_type
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import Decoder, batch, build, loss_of
 
@@ -141,7 +142,7 @@ def test_every_strategy_equals_one_process_on_the_concatenated_batch(world):
 
 
 def hybrid(rank, world):
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    mesh = dist.init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "shard"))
     for strategy, outer in product(STRATEGIES, ("no_shard", "optim")):
         if strategy == "no_shard" and outer == "optim":
             continue

@@ -28,7 +28,7 @@ from lightning_mfsdp.engine import (
     unshard,
 )
 from lightning_mfsdp.engine.reduction import GradientReducer
-from tests.engine.cases import Problems, run_cases
+from tests.engine.cases import Problems, device_type, run_cases
 from tests.engine.int8_codec import Int8Codec, parameter_of
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -337,7 +337,7 @@ def input_casts(rank: int, world: int) -> None:
     for cast, expected in ((True, BF16), (False, F32)):
         model = fully_shard(Probe(), policy=MixedPrecisionPolicy(compute_dtype=BF16, cast_forward_inputs=cast))
         x, batch = inputs(), {"scale": torch.ones(2), "ids": torch.ones(2, dtype=torch.int64)}
-        with torch.autocast("cpu", BF16):
+        with torch.autocast(device_type(), BF16):
             model(x, **batch)
         problems.expect(model.seen["x"] is expected, f"cast={cast}: x is {model.seen['x']}")
         problems.expect(model.seen["scale"] is expected, f"cast={cast}: a keyword is {model.seen['scale']}")

@@ -24,6 +24,7 @@ from lightning_mfsdp.engine import (
     sharded_parameters,
 )
 from lightning_mfsdp.engine.inspect import context_of
+from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, inputs, loss_of, plain_chain, sharded_chain, train, weights
 
@@ -153,7 +154,7 @@ def a_forgotten_optimizer_is_slower_and_not_wrong(rank: int, world: int) -> None
 
 def wrappers_that_reduce_by_themselves_are_refused(rank: int, world: int) -> None:
     """What a model may bring along from FSDPStrategy or DDP."""
-    for wrap in (DistributedDataParallel, partial(FullyShardedDataParallel, device_id=torch.device("cpu"))):
+    for wrap in (DistributedDataParallel, partial(FullyShardedDataParallel, device_id=torch.device(device_type()))):
         name = getattr(wrap, "func", wrap).__name__
         model = plain_chain()
         model.layers[1] = wrap(model.layers[1])

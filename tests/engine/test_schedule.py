@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_mfsdp.engine import ShardingError, fully_shard, fully_shard_optimizer, sharded_parameters, unshard
 from lightning_mfsdp.engine.inspect import context_of
 from lightning_mfsdp.engine.unit import unit_of
-from tests.engine.cases import Problems
+from tests.engine.cases import Problems, device_type
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import adamw, inputs, loss_of, plain_chain, sharded_chain, train
 
@@ -122,7 +122,7 @@ def full_tensor_gathers_the_rows_as_they_lie(rank: int, world: int) -> None:
 
 
 def full_tensor_on_two_axes(rank: int, world: int) -> None:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    mesh = dist.init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "shard"))
     for outer in ("no_shard", "optim"):
         model, expected = sharded_chain(mesh=mesh, outer_sharding=outer, dim=7), plain_chain(dim=7)
         for view, parameter in zip(sharded_parameters(model), expected.parameters(), strict=True):

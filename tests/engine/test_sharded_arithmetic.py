@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_mfsdp.engine import EngineStateError, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
-from tests.engine.cases import Problems
+from tests.engine.cases import Problems, device_type
 from tests.engine.worlds import by_world, check
 
 # What elementwise operations make of a teacher's parameter `t` and a student's `s`, in place and out of place.
@@ -115,8 +115,8 @@ def models_sharded_differently_meet(rank, world):
 
 def models_on_different_meshes_meet(rank, world):
     problems = Problems()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
-    turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "outer"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "shard"))
+    turned = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("shard", "outer"))
     for label, teacher, student in (
         ("HFSDP and one axis", {"mesh": mesh, "outer_sharding": "optim"}, {"extra": True}),
         ("HFSDP and HFSDP", *({"mesh": turned, "outer_sharding": "optim", "extra": extra} for extra in (True, False))),

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_mfsdp.engine import EngineStateError, fully_shard, fully_shard_optimizer
 from lightning_mfsdp.optim import Muon
+from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
 
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -84,7 +85,7 @@ def ours(
 
 def options_of(sharding: str) -> dict[str, Any]:
     if sharding in (HSDP, HFSDP):
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "shard"))
+        mesh = init_device_mesh(device_type(), (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "shard"))
         return {"mesh": mesh, "outer_sharding": "optim" if sharding == HFSDP else "no_shard"}
     if sharding in (HELD_AS_DTENSORS, OFFLOADED):
         return {"offload": "optimizer" if sharding == OFFLOADED else None}
@@ -99,7 +100,7 @@ def ways() -> tuple[str, ...]:
 
 
 def theirs(seed: int = 0, kind: Any = torch.optim.AdamW) -> tuple[Uneven, torch.optim.Optimizer]:
-    model, mesh = built(seed), init_device_mesh("cpu", (dist.get_world_size(),))
+    model, mesh = built(seed), init_device_mesh(device_type(), (dist.get_world_size(),))
     fsdp2(model.middle, mesh=mesh)
     fsdp2(model, mesh=mesh)
     return model, kind(groups_of(model), lr=0.01)
@@ -244,7 +245,7 @@ def ranks_without_any_rows_show_what_the_others_do(rank: int, world: int) -> Non
 
     for name, kind in KINDS.items():
         for clears in (False, True):
-            reference, mesh = built(), init_device_mesh("cpu", (world,))
+            reference, mesh = built(), init_device_mesh(device_type(), (world,))
             fsdp2(reference, mesh=mesh)
             expected = trained(reference, kind([reference.one_row], lr=0.1), clears)
             model = fully_shard(built())
@@ -262,7 +263,7 @@ def groups_with_other_options_show_their_own_state(rank: int, world: int) -> Non
         others = [one for one in model.parameters() if one.requires_grad and one is not model.one_row]
         return torch.optim.AdamW([{"params": others}, {"params": [model.one_row], **options}], lr=0.01)
 
-    reference, mesh = built(), init_device_mesh("cpu", (world,))
+    reference, mesh = built(), init_device_mesh(device_type(), (world,))
     fsdp2(reference, mesh=mesh)
     theirs = grouped(reference, {"amsgrad": True})
     train(reference, theirs)

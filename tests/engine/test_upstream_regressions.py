@@ -31,7 +31,7 @@ from lightning_mfsdp.engine import (
 )
 from lightning_mfsdp.engine.layout import plan_layout
 from lightning_mfsdp.engine.parameter import ShardedParameter
-from tests.engine.cases import Problems, run_cases
+from tests.engine.cases import Problems, device_type, run_cases
 from tests.helpers.models import Decoder, batch, build, loss_of
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -198,7 +198,7 @@ def group_of_size_one(shape: str, strategy: str, rank: int, world: int) -> None:
     """ZeRO-3 over one rank: gradients grew by a factor of 2 with each microbatch (6660)."""
     problems, reference = Problems(), build()
     sizes = (world, 1) if shape == "outer only" else (1, world)
-    mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "shard"))
+    mesh = dist.init_device_mesh(device_type(), sizes, mesh_dim_names=("outer", "shard"))
     model = shard(build(), mesh, sharding=strategy)
     for step in range(4):
         loss_of(reference, *batch(step, ROWS)).backward()

@@ -11,7 +11,7 @@ from tests.engine.cases import on_gpus, run_cases
 from tests.helpers.distributed import needs_gpus
 
 MODULES = (
-    *("as_fsdp2", "awaited", "buffers", "conversion", "default_device", "different_blocks", "direct", "epochs"),
+    *("as_fsdp2", "awaited", "buffers", "conversion", "different_blocks", "direct", "epochs"),
     *("gradient_lifetime", "inside_a_step", "inspect", "lerp", "memory", "offload", "optimizers", "other_optimizers"),
     *("recompute", "refusals", "schedule", "series", "sharded_arithmetic", "state_dicts", "storage"),
     *("unused_parameters", "weights_in_backward", "collective_counts", "interruptions"),
