@@ -2,46 +2,65 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 
 import pytest
 
-from tests.engine.cases import on_gpus, run_cases
+from tests.engine.cases import Case, on_gpus, run_cases
 from tests.helpers.distributed import needs_gpus
 
 MODULES = (
-    *("as_fsdp2", "awaited", "buffers", "conversion", "different_blocks", "direct", "epochs"),
-    *("gradient_lifetime", "inside_a_step", "inspect", "lerp", "memory", "offload", "optimizers", "other_optimizers"),
-    *("recompute", "refusals", "schedule", "series", "sharded_arithmetic", "state_dicts", "storage"),
-    *("unused_parameters", "weights_in_backward", "collective_counts", "interruptions"),
+    *("as_fsdp2", "awaited", "buffers", "collective_counts", "conversion", "different_blocks", "direct", "epochs"),
+    *("gradient_lifetime", "inside_a_step", "inspect", "interruptions", "lerp", "memory", "offload", "optimizers"),
+    *(
+        "other_optimizers",
+        "recompute",
+        "refusals",
+        "schedule",
+        "series",
+        "sharded_arithmetic",
+        "state_dicts",
+        "storage",
+    ),
+    *("unused_parameters", "weights_in_backward"),
 )
+PARTS = 4  # starts of processes for each number of ranks
 
 
-def failures(module: str, world: int) -> dict[str, str]:
-    """Tracebacks by case."""
-    cases = import_module(f"tests.engine.test_{module}").WORLDS[world]
-    found = run_cases({case.__name__: partial(on_gpus, case) for case in cases}, world, backend="nccl")
-    return {name: text for name, text in found.items() if text}
+def cases_of(module: str, world: int) -> dict[str, Case]:
+    found = import_module(f"tests.engine.test_{module}").WORLDS.get(world, ())
+    return {f"{module}: {case.__name__}": partial(on_gpus, case) for case in found}
 
 
-def worlds(*sizes: int) -> list[tuple[str, int]]:
-    return [
-        (name, size) for name in MODULES for size in sizes if size in import_module(f"tests.engine.test_{name}").WORLDS
-    ]
+def cases_of_part(part: int, world: int) -> dict[str, Case]:
+    return {name: case for module in MODULES[part::PARTS] for name, case in cases_of(module, world).items()}
+
+
+@cache
+def outcome(part: int, world: int) -> dict[str, str]:
+    return run_cases(cases_of_part(part, world), world, backend="nccl")
+
+
+def check(module: str, world: int) -> None:
+    errors = outcome(MODULES.index(module) % PARTS, world)
+    found = [f"{name}: {errors[name]}" for name in cases_of(module, world) if errors[name]]
+    assert not found, "\n".join(found)
+
+
+def with_cases(world: int) -> list[str]:
+    return [module for module in MODULES if cases_of(module, world)]
 
 
 @pytest.mark.gpu
 @needs_gpus(1)
-@pytest.mark.parametrize(("module", "world"), worlds(1))
-def test_on_one_gpu(module: str, world: int) -> None:
-    found = failures(module, world)
-    assert not found, "\n".join(f"{name}: {text}" for name, text in found.items())
+@pytest.mark.parametrize("module", with_cases(1))
+def test_on_one_gpu(module: str) -> None:
+    check(module, 1)
 
 
 @pytest.mark.gpus2
 @needs_gpus(2)
-@pytest.mark.parametrize(("module", "world"), worlds(2))
-def test_on_two_ranks(module: str, world: int) -> None:
-    found = failures(module, world)
-    assert not found, "\n".join(f"{name}: {text}" for name, text in found.items())
+@pytest.mark.parametrize("module", with_cases(2))
+def test_on_two_ranks(module: str) -> None:
+    check(module, 2)
