@@ -40,6 +40,7 @@ from lightning_mfsdp.compilation import compile_options
 from lightning_mfsdp.cuda_graph import GraphedTrainingStep, graphed_training_step
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
+    around_backward,
     fully_shard_optimizer,
     gather_root,
     no_sync,
@@ -380,6 +381,11 @@ class MFSDPStrategy(CheckpointingStrategy):
         """Have the engine notice the backward of this loss."""
         if self._graphed is None or not self._graphed.replayed:
             watch_backward(self._module, closure_loss)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Lightning's; a training step may catch what it raises."""
+        with around_backward(self._module):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def optimizer_step(
         self,

@@ -1,6 +1,7 @@
 """The sharding engine: torch only. It knows no Lightning, no Transformer Engine and no mixture of experts."""
 
 from lightning_mfsdp.engine.api import (
+    around_backward,
     fully_shard_units,
     gather_again,
     gather_root,
@@ -54,6 +55,7 @@ __all__ = [
     "RowPlacement",
     "ShardingError",
     "UnitView",
+    "around_backward",
     "bring_home",
     "broadcast_buffers",
     "capture_loss",

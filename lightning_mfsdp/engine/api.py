@@ -17,13 +17,14 @@ from lightning_mfsdp.engine.conversion import refuse_moved
 from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.fully_shard import fully_shard, mesh_device
 from lightning_mfsdp.engine.group import ParameterGroup
-from lightning_mfsdp.engine.inspect import context_of, units_in, units_of_own
+from lightning_mfsdp.engine.inspect import context_of, is_sharded, units_in, units_of_own
 from lightning_mfsdp.engine.materialize import Replaced, children_first, materialize_module
 from lightning_mfsdp.engine.reduction_schedule import Sync
 from lightning_mfsdp.engine.rows import gather_rows, join_parts, own_part
 from lightning_mfsdp.engine.unit import Unit, unit_of
 
 __all__ = [
+    "around_backward",
     "fully_shard_units",
     "gather_again",
     "gather_root",
@@ -185,6 +186,21 @@ def watch_backward(module: nn.Module, loss: Tensor) -> None:
     unit = _unit(module, "watch_backward")
     if loss.requires_grad:
         loss.register_hook(lambda _: unit.context.begin_backward())  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def around_backward(*modules: nn.Module) -> Iterator[None]:
+    """If a backward inside raises, code after it sees sharded weights at once, so that `module.zero_grad()` clears their gradients.
+
+    Without it the engine knows as soon as autograd has let go of the backward. For a GPU that is a thread of autograd's own, and whoever
+    caught the exception may be faster.
+    """
+    try:
+        yield
+    except BaseException:
+        for module in filter(is_sharded, modules):
+            context_of(module).backward_raised()
+        raise
 
 
 def refresh_weights(module: nn.Module) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from lightning_mfsdp.engine import compat
 from lightning_mfsdp.engine.channels import Channels
@@ -297,14 +296,20 @@ class Context:
     def _trains(self) -> bool:
         """Whether the backward that runs brings gradients of parameters, on whatever rank; `autograd.grad` of inputs does not.
 
-        A rank whose step uses no unit does not notice such a backward, so nothing of it may need other ranks but gathers.
+        A rank whose step uses no unit does not notice such a backward, so nothing of it may need other ranks but gathers. Parameters of a
+        codec cannot be asked: where there are any, a backward that brings nothing to the others counts as theirs.
         """
+        others = False
         for unit in self.units:
             for group in unit.groups:
                 for entry in group.entries:
-                    if entry.is_trained and compat.is_due(get_gradient_edge(entry.full).node):
+                    if not entry.is_trained:
+                        continue
+                    if group.spec.codec is not None:
+                        others = True
+                    elif compat.accumulates(entry.full):
                         return True
-        return False
+        return others
 
     def _show_for_backward(self) -> None:
         """Modules may read weights in their backward. Those of units that no call of its own brings are shown now, until the end."""
@@ -321,11 +326,16 @@ class Context:
 
         def gone(reference: weakref.ref[Callable[[], None]]) -> None:
             context = this()
-            if context is not None and context._in_backward and context._at_end is reference:
-                for unit in context.units:
-                    unit.hide()
+            if context is not None and context._at_end is reference:
+                context.backward_raised()
 
         return weakref.ref(end, gone)
+
+    def backward_raised(self) -> None:
+        """No more of a backward comes, if one was running: code sees sharded weights."""
+        if self._in_backward:
+            for unit in self.units:
+                unit.hide()
 
     @property
     def in_backward(self) -> bool:

@@ -9,6 +9,7 @@ backward            forward hooks of the root fire, so the engine notices by its
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
@@ -28,6 +29,7 @@ from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.dtypes import translate
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
+    around_backward,
     clip_grad_norm_,
     clip_grad_value_,
     fully_shard_optimizer,
@@ -139,6 +141,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         self._process_group_backend = process_group_backend
         self._mesh: DeviceMesh | None = None
         self._saving_ranks: Ranks | None = None
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._backward_sync_control = _BackwardSync(keep_sharded=accumulation == "sharded")
 
     # -- processes -----------------------------------------------------------------------------------------------------
@@ -247,7 +250,13 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         move_rest_to_device(module, self.root_device)
         if self._options.broadcast_buffers:
             share_buffers(module)  # as DDP does; from here on all ranks know that they have the same ones, or none
+        self._modules.add(module)
         return _Forward(module, self._share_buffers)
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Fabric's; the loop may catch what it raises."""
+        with around_backward(*self._modules):  # Fabric does not say whose backward it is
+            super().backward(tensor, module, *args, **kwargs)
 
     def _share_buffers(self, module: nn.Module) -> None:
         if self._options.broadcast_buffers and any(True for _ in module.buffers()):

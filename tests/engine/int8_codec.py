@@ -23,7 +23,7 @@ class Int8Tensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, raw: Sequence[Tensor], scale: Tensor) -> Int8Tensor:
-        made = torch.Tensor._make_wrapper_subclass(cls, raw[0].shape, dtype=torch.float32)
+        made = torch.Tensor._make_wrapper_subclass(cls, raw[0].shape, dtype=torch.float32, device=raw[0].device)
         made._raw, made._scale, made._transposed, made._initial = list(raw), scale, None, None
         return made
 

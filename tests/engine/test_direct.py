@@ -47,11 +47,17 @@ def poisoned() -> Iterator[None]:
     """Memory that comes is full of NaN."""
     materialize = Slot.materialize
 
+    def wait(memory: torch.Tensor) -> None:
+        if memory.is_cuda:
+            torch.cuda.synchronize()
+
     def poison(slot: Slot) -> None:
         was_there = slot.is_there
         materialize(slot)
         if not was_there:
+            wait(slot.memory)  # what reads the memory of before, and what will fill it, may be in any stream
             slot.memory.fill_(0xFF)
+            wait(slot.memory)
 
     empty = FlatBuffer.empty
 
@@ -59,6 +65,7 @@ def poisoned() -> Iterator[None]:
         made = empty(*arguments)
         for segment in made.segments:
             segment.fill_(float("nan"))
+            wait(segment)
         return made
 
     with mock.patch.object(Slot, "materialize", poison), mock.patch.object(FlatBuffer, "empty", poisoned_empty):

@@ -188,8 +188,8 @@ def backwards_inside_of_a_step_read_what_its_forward_read(rank, world):
         reference = copy.deepcopy(model)
         fully_shard(model[2], storage=storage)
         fully_shard(model, storage=storage)
-        plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        plain = torch.optim.SGD(reference.parameters(), lr=0.01)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
         for step in range(3):
             with gather_root(model):
                 for index in range(2):
