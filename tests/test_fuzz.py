@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import time
@@ -33,6 +34,7 @@ from tests.fuzzing.refusals import MOST
 from tests.fuzzing.script import as_script
 from tests.fuzzing.shrinking import shrunk, smaller
 from tests.fuzzing.workers import Workers
+from tests.mends import MENDS, without
 
 CASES = 300  # about 90 seconds on two cores
 GUARD_S = 200.0  # on a machine that is busy with other things, fewer cases are run
@@ -114,3 +116,9 @@ def test_a_script_shows_the_difference_by_itself(tmp_path):
     lines = said.splitlines()
     assert lines
     assert all(line.startswith("rank 0: gradients (event 1)") for line in lines)
+
+
+@pytest.mark.parametrize("mend", MENDS, ids=lambda mend: mend.item)
+def test_mends_that_the_fuzzer_is_tried_without_are_in_the_code(mend):
+    """See tests/mends.py."""
+    ast.parse(without(mend))

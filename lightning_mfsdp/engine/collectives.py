@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -139,6 +140,11 @@ class Mesh:
     outer: Axis | None
     parts_dim: int | None = None
     parts: Axis | None = None
+
+    @cached_property
+    def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Of `axes`."""
+        return tuple(axis.group for axis in self.axes)
 
     @property
     def device_type(self) -> str:

@@ -225,7 +225,8 @@ class GatherOrder:
 
     def stepped(self) -> None:
         """An optimizer has stepped."""
-        self._history.stepped()
+        if self.is_on:
+            self._history.stepped()
 
     def stop(self) -> None:
         """Check nothing from now on. All ranks call it."""

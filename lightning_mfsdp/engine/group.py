@@ -353,8 +353,9 @@ class ParameterGroup:
 
     def wait(self) -> None:
         """Let what comes next on this stream wait for the gather."""
-        self.streams.wait(self._gathered_event)
-        self.forget_events()
+        if self._gathered_event is not None:
+            self.streams.wait(self._gathered_event)
+            self._gathered_event = None
 
     def install(self) -> None:
         """Wait for the gather and show full parameters in the module."""
@@ -403,8 +404,9 @@ class ParameterGroup:
             self.installed = False
             self._full.retire()
             for index, entry in enumerate(self.entries):
-                entry.install(entry.resting)
-                full = entry.full
+                resting, full = entry.resting, entry.full
+                for table, key in entry.sites:
+                    table[key] = resting
                 if full._version != entry.version or full.data_was_asked_for:
                     self._take_over(index) if takes_over else entry.forget_writes()
 

@@ -31,7 +31,7 @@ from lightning_mfsdp.engine.group import ParameterGroup
 from lightning_mfsdp.engine.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.offload import StreamedStep
 from lightning_mfsdp.engine.optimizer_state import refuse_left_behind, show_state, take_state
-from lightning_mfsdp.engine.parameter import Entry, owner_of
+from lightning_mfsdp.engine.parameter import Entry, outdate_graphs, owner_of
 from lightning_mfsdp.engine.rows import sharded_axes
 from lightning_mfsdp.engine.stepping import call_closure
 
@@ -148,9 +148,12 @@ class _ShardedStep:
         """Before a step."""
         if not _is_same(self._held, _parameters(optimizer)):
             self._take_over(optimizer)
-        if any(_has_ended(reference()) for reference, _ in self._groups):
-            refuse_left_behind(optimizer, "step")
-        refuse_moved((reference() for reference, _ in self._groups), f"{type(optimizer).__name__}.step")
+        for reference, _ in self._groups:
+            group = reference()
+            if group is None or (context := group.context) is None or context.root is None:  # gone, or plain again
+                refuse_left_behind(optimizer, "step")
+            elif group.moved:
+                refuse_moved([group], f"{type(optimizer).__name__}.step")
         if self._keeps_remainders:
             add_missing_remainders(optimizer)
         changed = self._streamed.begin(optimizer, args, kwargs)
@@ -237,21 +240,15 @@ def _is_whole(group: ParameterGroup) -> bool:
 def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:
     """What an optimizer holds was stepped: these groups are out of date, and graphs that saved what had a gradient are, too."""
     by_context: dict[Context, list[ParameterGroup]] = {}
+    written: list[Entry] = []
     for group, indices in stepped:
-        for index in indices:
-            entry = group.entries[index]
-            if entry.local.grad is not None:
-                entry.outdate_graphs()
-        if group.context is not None:
-            by_context.setdefault(group.context, []).append(group)
+        entries = group.entries
+        written += [entry for index in indices if (entry := entries[index]).local.grad is not None]
+        if (context := group.context) is not None:
+            by_context.setdefault(context, []).append(group)
+    outdate_graphs(written)
     for context, groups in by_context.items():
         context.optimizer_stepped(groups)
-
-
-def _has_ended(group: ParameterGroup | None) -> bool:
-    """Whether a group is sharded no more: its module is gone, or plain again."""
-    context = group.context if group is not None else None
-    return context is None or context.root is None
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,7 +25,16 @@ from lightning_mfsdp.engine.sharded_parameter import ShardedParameter
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.group import ParameterGroup
 
-__all__ = ["Entry", "UnshardedParameter", "is_left_behind", "leave_behind", "mark_owner", "owner_of", "place_of"]
+__all__ = [
+    "Entry",
+    "UnshardedParameter",
+    "is_left_behind",
+    "leave_behind",
+    "mark_owner",
+    "outdate_graphs",
+    "owner_of",
+    "place_of",
+]
 
 _OWNER = "_owner"
 _LEFT_BEHIND = "_left_behind"
@@ -84,9 +94,8 @@ class Entry:
         return self.full.requires_grad and self.local.requires_grad
 
     def outdate_graphs(self) -> None:
-        """The main weight was written: a graph that saved `full` raises, as if that had been written in place."""
-        torch.autograd.graph.increment_version(self.full)
-        self.version = self.full._version
+        """See `outdate_graphs`."""
+        outdate_graphs([self])
 
     def forget_writes(self) -> bool:
         """Whether somebody has surely written to `full`, and has not only asked for its `data`. Asked again, the answer is no."""
@@ -115,6 +124,13 @@ class Entry:
         """Show `parameter` under all names."""
         for table, key in self.sites:
             table[key] = parameter
+
+
+def outdate_graphs(entries: Sequence[Entry]) -> None:
+    """Main weights were written: a graph that saved one of their `full` raises, as if that had been written in place."""
+    torch.autograd.graph.increment_version([entry.full for entry in entries])
+    for entry in entries:
+        entry.version = entry.full._version
 
 
 def mark_owner(parameter: Tensor, group: ParameterGroup, index: int) -> None:

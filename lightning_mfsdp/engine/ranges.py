@@ -32,6 +32,7 @@ class Ranges:
         self.collectives = 0
         self._latest = ("", "")
         self._open: dict[tuple[str, str], list[record_function]] = {}
+        self._around: list[record_function] = []
 
     @property
     def latest(self) -> str:
@@ -39,11 +40,32 @@ class Ranges:
         what, name = self._latest
         return f"{what} of {name} (collective {self.collectives} of this model)" if what else ""
 
-    def around(self, what: str, name: str) -> _Around:
-        """Around the lines of a collective: a range, and its name in the error if other ranks are not there for it."""
+    def around(self, what: str, name: str) -> Ranges:
+        """For a `with` around the lines of a collective: a range, and its name in the error if other ranks are not there for it."""
         self.collectives += 1
         self._latest = what, name
-        return _Around(self)
+        return self
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            recorded = record_function("mfsdp " + " ".join(self._latest))
+            recorded.__enter__()  # type: ignore[no-untyped-call]
+            self._around.append(recorded)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._around:
+            self._around.pop().__exit__(kind, error, where)
+        if error is not None and compat.is_lost_connection(error):
+            rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+            if told := self.told():
+                raise CollectiveError(f"{rank}{self.latest} failed, because another rank ended: {told}") from error
+            raise CollectiveError(
+                f"{rank}{self.latest} failed, because another rank is gone or does something else. Look for the first error in "
+                "the output of the others. If there is none: all ranks must call the same, also full_tensor(), unshard, clip_grad_norm_ "
+                "and saves, and have equally many training batches"
+            ) from error
 
     def begin(self, what: str, name: str) -> None:
         """Open a range that another hook ends."""
@@ -68,35 +90,3 @@ class Ranges:
     def num_open(self) -> int:
         """How many have begun and not ended."""
         return sum(map(len, self._open.values()))
-
-
-class _Around:
-    """One collective."""
-
-    __slots__ = ("_ranges", "_recorded")
-
-    def __init__(self, ranges: Ranges) -> None:
-        self._ranges = ranges
-        self._recorded: record_function | None = None
-
-    def __enter__(self) -> None:
-        if self._ranges.enabled:
-            self._recorded = record_function("mfsdp " + " ".join(self._ranges._latest))
-            self._recorded.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        if self._recorded is not None:
-            self._recorded.__exit__(kind, error, where)
-        if error is not None and compat.is_lost_connection(error):
-            rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
-            if told := self._ranges.told():
-                raise CollectiveError(
-                    f"{rank}{self._ranges.latest} failed, because another rank ended: {told}"
-                ) from error
-            raise CollectiveError(
-                f"{rank}{self._ranges.latest} failed, because another rank is gone or does something else. Look for the first error in "
-                "the output of the others. If there is none: all ranks must call the same, also full_tensor(), unshard, clip_grad_norm_ "
-                "and saves, and have equally many training batches"
-            ) from error

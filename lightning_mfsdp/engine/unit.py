@@ -403,9 +403,10 @@ class Unit:
     @property
     def reads_unnoticed(self) -> bool:
         """Whether a backward may begin with a hidden result of it, so that weights are read before anybody hears of it."""
-        hidden = [call for call in self.awaited.spent if call.hides and call.outlasts_pass]
+        awaited = self.awaited
+        hidden = [call for call in awaited.spent if call.hides and call.outlasts_pass] if awaited.spent else None
         if not hidden:
-            return self.awaited.hides_calls
+            return awaited.hides_calls
         root = self.context.root
         is_heard = root is not None and root is not self and not root.reads_unnoticed
         return self.awaited.hides_calls or not (is_heard and all(call.is_inside_root for call in hidden))
@@ -436,17 +437,20 @@ class Unit:
                 unit.release()
 
     def _new_call(self) -> Call | None:
-        self.note_run()
-        call = self.awaited.new_call() if torch.is_grad_enabled() and self.all_groups else None
+        if not torch.is_grad_enabled():
+            self.note_run()
+            return None
+        call = self.awaited.new_call() if self.all_groups else None
         if call is not None:
             call.is_inside_root = self.is_inside_root
         return call
 
     def note_run(self) -> None:
         """One of its modules runs; without gradients it may be computed again with them, unless all of the root runs without."""
-        root = self.context.root
-        if compat.in_function_forward() and not (root and self.is_inside_root and root._runs_without_gradients):
-            self.awaited.note_run()
+        if compat.in_function_forward():
+            root = self.context.root
+            if not (root and self.is_inside_root and root._runs_without_gradients):
+                self.awaited.note_run()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 

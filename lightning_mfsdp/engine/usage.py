@@ -32,7 +32,7 @@ class Usage:
     def __init__(self, streams: Streams) -> None:
         self.waits = 0
         self._streams = streams
-        self._ones: dict[tuple[int, ...], Tensor] = {}
+        self._ones: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
 
     def settle(self, reducers: Sequence[GradientReducer]) -> None:
         """Exchange what was used, and show the gradients of what was used somewhere. Collective.
@@ -40,17 +40,17 @@ class Usage:
         Args:
             reducers: What was reduced, in an order that all ranks share.
         """
-        by_mesh: dict[tuple[int, ...], list[GradientReducer]] = {}
+        by_ranks: dict[tuple[dist.ProcessGroup, ...], list[GradientReducer]] = {}
         for reducer in reducers:
-            by_mesh.setdefault(tuple(id(axis.group) for axis in reducer.group.mesh.axes), []).append(reducer)
-        for key, members in by_mesh.items():
+            by_ranks.setdefault(reducer.group.mesh.process_groups, []).append(reducer)
+        for key, members in by_ranks.items():
             with torch.no_grad(), self._streams.on(self._streams.reduce):
                 if any(reducer.undecided for reducer in members):
                     self._ask(members)
                 else:
                     self._answer(key, members)
 
-    def _answer(self, key: tuple[int, ...], members: list[GradientReducer]) -> None:
+    def _answer(self, key: tuple[dist.ProcessGroup, ...], members: list[GradientReducer]) -> None:
         """Say that everything was used here."""
         numel = sum(len(reducer.faces) for reducer in members)
         ones = self._ones.get(key)

@@ -1,0 +1,139 @@
+"""Takes mends out of a copy of the engine, one at a time, and has the fuzzer find each of the defects again.
+
+    python tests/mends.py                    all of them
+    python tests/mends.py 1 11d --minutes 5  some
+
+Prints after how many seconds and with what each was found. What the fuzzer does not draw has tests of its own: layers that are added to a
+sharded model, averages of models sharded differently, policies against precisions, buffers, what only CUDA shows, graphs, two optimizers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry).resolve() != ROOT / "tests")]
+
+
+@dataclass(frozen=True)
+class Mend:
+    """What is taken out: `old`, which is once in the file, becomes `new`.
+
+    Attributes:
+        item: Which defect comes back.
+        file: Of the engine.
+    """
+
+    item: str
+    file: str
+    old: str
+    new: str
+
+
+MENDS = (
+    Mend("1", "api.py", "    unit.enter(shows=False)\n", "    unit.enter()\n"),
+    Mend(
+        "1 in forward",
+        "group.py",
+        "self._take_over(index) if takes_over else entry.forget_writes()",
+        "entry.forget_writes()",
+    ),
+    Mend("2", "reduction.py", "        if self._behind is None:\n            return\n", "        return\n"),
+    Mend(
+        "4",
+        "reduction_schedule.py",
+        "                if is_done and not zeros_unused:\n",
+        "                if is_done and False:\n",
+    ),
+    Mend(
+        "5",
+        "unit.py",
+        "            # Outside of forwards `parameters()` are those that have gradients and take what is written.\n            self.hide()\n",
+        "            pass\n",
+    ),
+    Mend("8", "unit.py", "        if self.awaited.is_over():\n", "        if True:\n"),
+    Mend(
+        "10",
+        "gather_order.py",
+        "        if not self.is_on:\n            return\n        event",
+        "        return\n        event",
+    ),
+    Mend("11a", "context.py", "        self.reductions.take_over(unit.context.reductions, unit.groups)\n", ""),
+    Mend("11b", "reduction_schedule.py", " or (known is not None and known.frozen_since)", ""),
+    Mend(
+        "11c",
+        "awaited.py",
+        "        return next((call.slots for call",
+        "        return None and next((call.slots for call",
+    ),
+    Mend("11d", "awaited.py", "            self._runs += 1\n", "            pass\n"),
+    Mend("11e", "parameter.py", "    torch.autograd.graph.increment_version([entry.full for entry in entries])\n", ""),
+    Mend("12", "api.py", "            if any(inside):\n", "            if all(inside):\n"),
+)
+
+
+def path_of(mend: Mend, root: Path = ROOT) -> Path:
+    return root / "lightning_mfsdp" / "engine" / mend.file
+
+
+def without(mend: Mend, root: Path = ROOT) -> str:
+    """The file's text as it was before the mend.
+
+    Raises:
+        ValueError: What is to be taken out is not there exactly once.
+    """
+    text = path_of(mend, root).read_text()
+    if text.count(mend.old) != 1:
+        raise ValueError(f"item {mend.item}: {mend.file} has {text.count(mend.old)} times {mend.old!r}, expected once")
+    return text.replace(mend.old, mend.new)
+
+
+def search(mend: Mend, minutes: float, seed: int) -> tuple[float, str]:
+    """Seconds until the fuzzer found something, and what; infinity if it did not."""
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        for folder in ("lightning_mfsdp", "tests"):
+            shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        path_of(mend, root).write_text(without(mend))
+        command = [sys.executable, str(root / "tests/fuzz.py"), "--minutes", str(minutes), "--seed", str(seed)]
+        began = time.monotonic()
+        with subprocess.Popen(
+            command, cwd=root, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                found = re.match(r"(differs|raised|hung|did not raise)[^{]*", line)
+                if found:
+                    process.kill()
+                    return time.monotonic() - began, found.group(0).strip(" :")
+        return float("inf"), "not found"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("items", nargs="*", help="of MENDS (all)")
+    parser.add_argument("--minutes", type=float, default=5.0, help="for each at most")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    missed = 0
+    print("| item | seconds | found as |\n|---|--:|---|", flush=True)
+    for mend in MENDS:
+        if given.items and mend.item not in given.items:
+            continue
+        seconds, what = search(mend, given.minutes, given.seed)
+        missed += seconds == float("inf")
+        print(f"| {mend.item} | {seconds:.0f} | {what} |", flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
