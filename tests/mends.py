@@ -57,8 +57,8 @@ MENDS = (
     Mend(
         "5",
         "unit.py",
-        "            # Outside of forwards `parameters()` are those that have gradients and take what is written.\n            self.hide()\n",
-        "            pass\n",
+        " and take what is written.\n            self.hide()\n",
+        " and take what is written.\n",
     ),
     Mend("8", "unit.py", "        if self.awaited.is_over():\n", "        if True:\n"),
     Mend(
