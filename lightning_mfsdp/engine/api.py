@@ -17,7 +17,7 @@ from lightning_mfsdp.engine.conversion import refuse_moved
 from lightning_mfsdp.engine.errors import ShardingError
 from lightning_mfsdp.engine.fully_shard import fully_shard, mesh_device
 from lightning_mfsdp.engine.group import ParameterGroup
-from lightning_mfsdp.engine.inspect import context_of, is_sharded, units_in, units_of_own
+from lightning_mfsdp.engine.inspect import context_of, units_in, units_of_own
 from lightning_mfsdp.engine.materialize import Replaced, children_first, materialize_module
 from lightning_mfsdp.engine.reduction_schedule import Sync
 from lightning_mfsdp.engine.rows import gather_rows, join_parts, own_part
@@ -198,8 +198,8 @@ def around_backward(*modules: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for module in filter(is_sharded, modules):
-            context_of(module).backward_raised()
+        for context in {unit.context for module in modules for unit in units_in(module)}:
+            context.backward_raised()
         raise
 
 

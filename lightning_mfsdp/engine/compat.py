@@ -114,8 +114,31 @@ def in_function_forward() -> bool:
 
 def accumulates(leaf: Tensor) -> bool:
     """Whether the backward now running adds to `leaf.grad`, and does not return it."""
+    return _brings(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
+def leaves_gradients_out() -> bool:
+    """Whether the backward now running was told whose gradients to bring (`autograd.grad`, `inputs=`), and leaves others of its graph out.
+
+    `_current_autograd_node`, torch 2.11 to 2.13. It walks the graph from there to the first leaf that is left out, or whose gradient is
+    returned.
+    """
+    seen, coming = set(), [torch._C._current_autograd_node()]
+    while coming:
+        node = coming.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        following = [one for one, _ in node.next_functions if one is not None]
+        if not following and not _brings(node):
+            return True
+        coming += following
+    return False
+
+
+def _brings(leaf: Node) -> bool:
     try:
-        return is_due(torch.autograd.graph.get_gradient_edge(leaf).node)
+        return is_due(leaf)
     except RuntimeError:  # refuses leaves whose gradient is returned
         return False
 

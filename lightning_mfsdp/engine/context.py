@@ -294,10 +294,11 @@ class Context:
             self._separate_channels()
 
     def _trains(self) -> bool:
-        """Whether the backward that runs brings gradients of parameters, on whatever rank; `autograd.grad` of inputs does not.
+        """Whether the backward that runs may bring gradients of parameters, on whatever rank; `autograd.grad` of inputs does not.
 
-        A rank whose step uses no unit does not notice such a backward, so nothing of it may need other ranks but gathers. Parameters of a
-        codec cannot be asked: where there are any, a backward that brings nothing to the others counts as theirs.
+        A rank whose step uses no unit does not notice such a backward, so nothing of it may need other ranks but gathers. Which other
+        parameters a backward comes to is no question: reentrant checkpoints run one inside of it, parameters are used outside forwards,
+        and other ranks may use others. Those of a codec cannot be asked: where there are any, a backward counts as theirs.
         """
         others = False
         for unit in self.units:
@@ -309,7 +310,7 @@ class Context:
                         others = True
                     elif compat.accumulates(entry.full):
                         return True
-        return others
+        return others or not compat.leaves_gradients_out()
 
     def _show_for_backward(self) -> None:
         """Modules may read weights in their backward. Those of units that no call of its own brings are shown now, until the end."""

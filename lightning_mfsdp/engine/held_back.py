@@ -10,7 +10,7 @@ Without it `.grad` would be `None`, nobody could clear what is held back, and on
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -46,6 +46,20 @@ class HeldBackRows(Rows):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _call(func, args, kwargs or {}, super().__torch_function__, types)
+
+    # What a DTensor has beside torch's own functions.
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """See `DTensor.full_tensor`. Collective."""
+        return cast("Rows", _reduced(self)).full_tensor(grad_placements=grad_placements)
+
+    def to_local(self, **options: Any) -> Tensor:
+        """See `DTensor.to_local`. Collective where the gradient is not reduced yet."""
+        return cast("Rows", _reduced(self)).to_local(**options)
+
+    def redistribute(self, *args: Any, **options: Any) -> Any:
+        """See `DTensor.redistribute`. Collective."""
+        return cast("Rows", _reduced(self)).redistribute(*args, **options)
 
 
 def stand_in(group: ParameterGroup, index: int) -> HeldBackGradient:
@@ -127,5 +141,5 @@ def _reduced(tensor: Tensor) -> Tensor:
     entry = _entry(tensor)
     if isinstance(entry.local.grad, HeldBackGradient) and context is not None:
         context.reductions.reduce_pending(context.units)
-    grad: Tensor | None = entry.sharded.grad if isinstance(tensor, HeldBackRows) else entry.local.grad
-    return grad if grad is not None else torch.zeros_like(entry.local)
+    face: Tensor = entry.sharded if isinstance(tensor, HeldBackRows) else entry.local
+    return face.grad if face.grad is not None else torch.zeros_like(face.detach())

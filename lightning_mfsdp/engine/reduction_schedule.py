@@ -268,8 +268,8 @@ class ReductionSchedule:
     def _retire(self) -> None:
         """Wait, on the compute stream, for the oldest reduction and give its buckets back."""
         oldest = self._in_flight.popleft()
-        self._streams.wait(oldest.done)
         self._busy.difference_update(oldest.reducers)
+        self._streams.wait(oldest.done)
         for reducer in oldest.reducers:
             reducer.release_bucket()
 

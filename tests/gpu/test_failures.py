@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from examples.benchmark.faults import FAULTS
 from tests.helpers.distributed import needs_gpus
 from tests.lightning.test_launch import ROOT, environment
 
@@ -31,7 +33,9 @@ def run(*options: str) -> list[dict[str, Any]]:
 
 def test_faults_on_one_rank_end_or_restart_the_job(tmp_path: Path) -> None:
     """At a timeout of collectives of ten minutes, which ends nothing here."""
-    found = {one["fault"]: one for one in run("--timeout", "600", "--keep", str(tmp_path))}
+    with ThreadPoolExecutor() as jobs:  # each a job of its own, beside the others
+        runs = jobs.map(lambda fault: run("--faults", fault, "--timeout", "600", "--keep", str(tmp_path)), FAULTS)
+        found = {one["fault"]: one for ones in runs for one in ones}
     assert {kind for kind, one in found.items() if one["outcome"].startswith("still there")} == set(), found
     assert found["SIGKILL"]["outcome"] == "trains again from step 15", found
     for kind in ("out of memory", "out of memory after backward"):
