@@ -126,7 +126,7 @@ def leaves_gradients_out() -> bool:
     seen, coming = set(), [torch._C._current_autograd_node()]
     while coming:
         node = coming.pop()
-        if node in seen:
+        if node is None or node in seen:
             continue
         seen.add(node)
         following = [one for one, _ in node.next_functions if one is not None]
