@@ -198,7 +198,7 @@ def around_backward(*modules: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for context in {unit.context for module in modules for unit in units_in(module)}:
+        for context in dict.fromkeys(unit.context for module in modules for unit in units_in(module)):
             context.backward_raised()
         raise
 

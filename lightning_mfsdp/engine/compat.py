@@ -123,14 +123,15 @@ def leaves_gradients_out() -> bool:
     `_current_autograd_node`, torch 2.11 to 2.13. It walks the graph from there to the first leaf that is left out, or whose gradient is
     returned.
     """
-    seen, coming = set(), [torch._C._current_autograd_node()]
+    seen: set[Node] = set()
+    coming: list[Node | None] = [torch._C._current_autograd_node()]
     while coming:
         node = coming.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         following = [one for one, _ in node.next_functions if one is not None]
-        if not following and not _brings(node):
+        if not (following or _brings(node)):
             return True
         coming += following
     return False

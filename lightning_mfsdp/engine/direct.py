@@ -202,7 +202,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(input, weight)
+        ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
         ctx.leaf = weakref.ref(weight)  # what checkpointing hands back is a copy of it
         return F.linear(input, weight, bias)
 

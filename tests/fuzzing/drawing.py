@@ -206,7 +206,7 @@ def settled(case: Description) -> Description:
                 block = replace(block, dtype=other.dtype, frozen=other.frozen, clamps=False)
         if configuration.precision != "float64" or program.loop != "raw":
             block = replace(block, dtype="")
-        if low:
+        if low or block.dropped == "by rank":  # ranks of DDP would have other weights, too
             block = replace(block, clamps=False)
         if configuration.precision == "mixed" and program.calls_method and not block.unit and block.kind == "norm":
             block = replace(

@@ -449,6 +449,11 @@ DEFECTS: tuple[Defect, ...] = (
         ),
     ),
     Defect(
+        "unnamed 17",
+        "layers that write gradients keep weights that only gradients of inputs need",
+        _case(Block(frozen="all"), frozen=True, steps=(Step((Micro("stale"),)),), ranks=1, direct=True),
+    ),
+    Defect(
         "unnamed 16",
         "a hidden result and gradients of inputs, in slots that another step planned",
         _case(
