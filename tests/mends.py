@@ -4,7 +4,8 @@
     python tests/mends.py 1 11d --minutes 5  some
 
 Prints after how many seconds and with what each was found. What the fuzzer does not draw has tests of its own: layers that are added to a
-sharded model, averages of models sharded differently, policies against precisions, buffers, what only CUDA shows, graphs, two optimizers.
+sharded model, averages of models sharded differently, policies against precisions, buffers, what only CUDA shows, ranks that run different
+sharded units, graphs, two optimizers.
 """
 
 from __future__ import annotations
@@ -60,13 +61,7 @@ MENDS = (
         " and take what is written.\n            self.hide()\n",
         " and take what is written.\n",
     ),
-    Mend("8", "unit.py", "        if self.awaited.is_over():\n", "        if True:\n"),
-    Mend(
-        "10",
-        "gather_order.py",
-        "        if not self.is_on:\n            return\n        event",
-        "        return\n        event",
-    ),
+    Mend("8", "awaited.py", "self.calls or self.spent or self._runs or self._forgotten_came", "self.calls"),
     Mend("11a", "context.py", "        self.reductions.take_over(unit.context.reductions, unit.groups)\n", ""),
     Mend("11b", "reduction_schedule.py", " or (known is not None and known.frozen_since)", ""),
     Mend(
