@@ -94,7 +94,7 @@ class Entry:
         return self.full.requires_grad and self.local.requires_grad
 
     def outdate_graphs(self) -> None:
-        """See `outdate_graphs`."""
+        """The main weight was written, see the function."""
         outdate_graphs([self])
 
     def forget_writes(self) -> bool:

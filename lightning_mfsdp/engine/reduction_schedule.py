@@ -78,7 +78,6 @@ class ReductionSchedule:
         self._done: set[int] = set()
         self._with_news: list[ParameterGroup] = []  # whose hooks are to run
         self._in_flight: deque[_InFlight] = deque()
-        self._busy: set[GradientReducer] = set()  # those in flight
         self._reduced: dict[GradientReducer, None] = {}  # in this backward, in an order that all ranks share
         self._usage = Usage(streams)
         self._reducers: weakref.WeakKeyDictionary[ParameterGroup, GradientReducer] = weakref.WeakKeyDictionary()
@@ -132,7 +131,7 @@ class ReductionSchedule:
         """Where a layer writes gradients of a group in this backward that it cannot leave to autograd."""
         reducer = self.reducer(group)
         if reducer.writes.target is None:
-            while reducer in self._busy:  # its bucket is on its way
+            while self._is_on_its_way(reducer):
                 self._retire()
             reducer.begin_writes(communicates=self._reduces(group), wanted=not self.is_idle)
         return reducer.writes
@@ -228,8 +227,12 @@ class ReductionSchedule:
         """Have the buckets of some reductions free, which come next on all ranks."""
         if self._gather_order.has_reductions and (group := reducers[0].group).placement.weight:
             self._gather_order.note(group.number, group.name, REDUCTION)
-        while len(self._in_flight) >= _MAX_BUCKETS or not self._busy.isdisjoint(reducers):
+        while len(self._in_flight) >= _MAX_BUCKETS or any(map(self._is_on_its_way, reducers)):
             self._retire()
+
+    def _is_on_its_way(self, reducer: GradientReducer) -> bool:
+        """Whether a bucket of its gradients is in flight."""
+        return any(reducer in sent.reducers for sent in self._in_flight)
 
     def _reduce(self, reducers: list[GradientReducer]) -> None:
         self._make_room(reducers)
@@ -247,7 +250,6 @@ class ReductionSchedule:
                 self.started += 1
             done = self._streams.record()
         self._in_flight.append(_InFlight(reducers, fillings, done))
-        self._busy.update(reducers)
 
     def _reduce_over_outer_axis(self, reducer: GradientReducer) -> None:
         """What was reduced over the shard axis and waits for the other."""
@@ -263,12 +265,10 @@ class ReductionSchedule:
             self.started += 1
             done = self._streams.record()
         self._in_flight.append(_InFlight([reducer], [], done))
-        self._busy.add(reducer)
 
     def _retire(self) -> None:
         """Wait, on the compute stream, for the oldest reduction and give its buckets back."""
         oldest = self._in_flight.popleft()
-        self._busy.difference_update(oldest.reducers)
         self._streams.wait(oldest.done)
         for reducer in oldest.reducers:
             reducer.release_bucket()
