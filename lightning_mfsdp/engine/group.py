@@ -239,6 +239,7 @@ class ParameterGroup:
         self.unit = weakref.ref(unit)
         self._context = weakref.ref(context)
         self._pool, self.streams = context.pool, context.streams
+        self.streams.join_when_gone(self)
         self._order, self.number = context.order, number
         if self.placement.weight:
             self._pool.add(self.client)

@@ -220,6 +220,7 @@ def _whole(tensor: Tensor) -> Tensor:
         return tensor._local_tensor
     if not isinstance(tensor, PlacedTensor):
         _refuse_other_parts(tensor)
+        tensor = tensor.detach()  # torch 2.11 would do so in place, which DTensor does not know
     return tensor.full_tensor()
 
 

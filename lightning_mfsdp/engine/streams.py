@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-__all__ = ["Event", "Streams"]
+__all__ = ["Event", "Streams", "join_when_gone"]
 
 Event = torch.Event | None
 
@@ -20,7 +22,8 @@ class Streams:
     """Compute (whatever stream the caller is on), gather and reduce; and copies from and to host memory, each way by itself.
 
     Memory is allocated on the stream that writes it (gathered weights) or on the compute stream (gradients), and given back once
-    the other stream's event has been waited for, so nothing needs `record_stream`.
+    the other stream's event has been waited for, so nothing needs `record_stream`. Only a model that is dropped does not wait: see
+    `join_when_gone`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,3 +59,44 @@ class Streams:
         """Later work on `stream` (`None`: the current one) starts after `event`."""
         if event is not None:
             (stream or self._module.current_stream()).wait_event(event)
+
+    def join_when_gone(self, owner: object) -> None:
+        """See the function."""
+        if self._module is not None:
+            join_when_gone(owner, self.device, (self.gather, self.reduce, self.copy_in, self.copy_out))
+
+
+def join_when_gone(owner: object, device: torch.device, streams: Sequence[Any]) -> None:
+    """When `owner` goes, with the memory it has, let these streams and the compute stream wait for each other.
+
+    The allocator gives memory to the next who asks at once. Without this a gather that is still under way would write into the tensors
+    of somebody else, who knows nothing of it.
+
+    Args:
+        owner: What memory is dropped with.
+        device: Of the streams.
+        streams: Where work on that memory may be under way.
+    """
+    compute = torch.get_device_module(device).current_stream(device)
+    # At the interpreter's exit nothing is computed any more, and the device may be gone.
+    weakref.finalize(owner, _join, device, compute, tuple(streams)).atexit = False
+
+
+def _join(device: torch.device, compute: Any, streams: tuple[Any, ...]) -> None:
+    """Called from wherever the last reference goes: another thread, inside another engine's gather, while a CUDA graph is recorded.
+
+    Args:
+        device: Of the streams.
+        compute: Where the memory was allocated.
+        streams: Beside it.
+    """
+    module = torch.get_device_module(device)
+    if module.is_current_stream_capturing():
+        return  # PyTorch waits for the device before a recording, and has it use memory of its own
+    done = [stream.record_event() for stream in streams]
+    for one in dict.fromkeys((compute, module.current_stream(device))):
+        for event in done:
+            one.wait_event(event)
+        reached = one.record_event()
+        for stream in streams:
+            stream.wait_event(reached)

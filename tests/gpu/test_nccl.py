@@ -111,6 +111,33 @@ def step_without_host_sync(rank, world):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def a_model_that_is_dropped_writes_nothing_any_more(rank, world):
+    """A gather is under way, late, when its memory goes to others."""
+    for sharding in STRATEGIES[1:]:
+        model = _shard(build(dim=DIM).cuda(), sharding=sharding)
+        _train(model, fully_shard_optimizer(_sgd(model)), rank, world, steps=2)
+        context = context_of(model)
+        torch.cuda.synchronize()
+        dist.barrier()
+        with torch.cuda.stream(context.streams.gather):
+            torch.cuda._sleep(1_000_000_000)  # cycles, about half a second
+        gathers, groups = context.gathers_started, [group for unit in context.units for group in unit.groups]
+        memory = [segment for group in groups for plane in group.held for segment in plane.segments]
+        memory += [group.slot.memory for group in groups if group.slot is not None]
+        sizes = [tensor.untyped_storage().size() for tensor in memory]
+        context.weights_changed()
+        context.refresh()
+        if sharding == "optim_grads_params":
+            context.gather(groups[1])  # in advance, and nobody will ask for it
+        assert context.gathers_started > gathers
+        del model, context, groups, memory
+        gc.collect()
+        others = [torch.full((size,), 7, dtype=torch.uint8, device="cuda") for size in sizes for _ in range(2)]
+        torch.cuda.synchronize()
+        dist.barrier()
+        assert all(bool(other.eq(7).all()) for other in others), sharding
+
+
 def _requested_bytes():
     """Memory as it was asked for: what the allocator rounds up to, or leaves unsplit, says nothing about the engine."""
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
@@ -155,6 +182,7 @@ def everything(rank, world):
     if world > 1:
         memory_is_sharded_and_freed(rank, world)
         pooled_addresses_stay(rank, world)
+        a_model_that_is_dropped_writes_nothing_any_more(rank, world)
 
 
 @pytest.mark.gpu

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lightning_mfsdp.engine.streams import join_when_gone
+
 __all__ = ["Event", "SideStream", "is_capturing"]
 
 Event = Any  # torch.cuda.Event, or None on CPU
@@ -35,6 +37,7 @@ class SideStream:
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            join_when_gone(self, self._device, [self._stream])
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
