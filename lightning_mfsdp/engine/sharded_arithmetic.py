@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -220,7 +220,8 @@ def _whole(tensor: Tensor) -> Tensor:
         return tensor._local_tensor
     if not isinstance(tensor, PlacedTensor):
         _refuse_other_parts(tensor)
-        tensor = tensor.detach()  # torch 2.11 would do so in place, which DTensor does not know
+        # Torch 2.11 would detach what needs a gradient in place, which DTensor does not know.
+        return cast("DTensor", tensor.detach()).full_tensor()
     return tensor.full_tensor()
 
 
