@@ -63,7 +63,13 @@ MENDS = (
     ),
     Mend("8", "awaited.py", "self.calls or self.spent or self._runs or self._forgotten_came", "self.calls"),
     Mend("11a", "context.py", "        self.reductions.take_over(unit.context.reductions, unit.groups)\n", ""),
-    Mend("11b", "reduction_schedule.py", " or (known is not None and known.frozen_since)", ""),
+    Mend(
+        "11b",
+        "reduction.py",
+        "            if local.grad is not face and (",
+        "            if local.numel() and local.grad is not face and (",
+    ),
+    Mend("11b frozen", "reduction_schedule.py", " or (known is not None and known.frozen_since)", ""),
     Mend(
         "11c",
         "awaited.py",

@@ -1,6 +1,6 @@
 """What becomes of a job when one of its ranks fails: torchrun, two ranks, faults in step 17 of 30.
 
-    python examples/benchmark/faults.py --runs 3 --limit 90                      # two GPUs
+    python examples/benchmark/faults.py --runs 3 --limit 90                      # two GPUs, or one, on which NCCL takes ranks for hosts
     python examples/benchmark/faults.py --accelerator cpu --strategies mfsdp,ddp # gloo
 
 Prints a line of JSON for each run and a table at the end. Seconds count from the fault until no process is left, or, where torchrun starts
@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,9 @@ def train(folder: Path, strategy: str, fault: str, rank_of_fault: int, accelerat
 
     from lightning_mfsdp import MFSDPStrategy
 
+    devices = {"num_nodes": 1, "devices": 2}
+    if accelerator == "cuda" and torch.cuda.device_count() == 1:
+        devices = as_two_hosts()
     rank, start = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
     def event(what: str, **more: Any) -> None:
@@ -108,7 +112,7 @@ def train(folder: Path, strategy: str, fault: str, rank_of_fault: int, accelerat
     torch.manual_seed(0)
     trainer = Trainer(
         accelerator=accelerator,
-        devices=2,
+        **devices,
         strategy=strategies[strategy](),
         max_epochs=1,
         logger=False,
@@ -128,6 +132,14 @@ def train(folder: Path, strategy: str, fault: str, rank_of_fault: int, accelerat
         event("error", error=f"{type(error).__name__}: {str(error)[:200]}")
         raise
     event("done", step=trainer.global_step)
+
+
+def as_two_hosts() -> dict[str, int]:
+    """Let two ranks share a GPU, which NCCL refuses on one host. Returns what the Trainer is told."""
+    rank = os.environ["RANK"]
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=rank)
+    os.environ.update(NCCL_HOSTID=f"host {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    return {"num_nodes": 2, "devices": 1}
 
 
 def one_run(options: argparse.Namespace, strategy: str, fault: str) -> dict[str, Any]:
@@ -212,6 +224,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--limit", type=int, default=90, help="seconds after the fault")
     parser.add_argument("--timeout", type=int, default=30, help="of collectives, in seconds")
+    parser.add_argument("--jobs", type=int, default=1, help="side by side")
     parser.add_argument("--rank", type=int, default=1, help="on which the fault comes")
     parser.add_argument("--keep", help="a folder for what the jobs print")
     options = parser.parse_args()
@@ -221,11 +234,11 @@ def main() -> None:
         return
     strategies, faults = options.strategies.split(","), options.faults.split(",")
     results = []
-    for fault in faults:
-        for strategy in strategies:
-            for _ in range(options.runs):
-                results.append(one_run(options, strategy, fault))
-                print(json.dumps(results[-1]), flush=True)
+    with ThreadPoolExecutor(options.jobs) as jobs:
+        cells = [(strategy, fault) for _ in range(options.runs) for fault in faults for strategy in strategies]
+        for result in jobs.map(lambda cell: one_run(options, *cell), cells):
+            results.append(result)
+            print(json.dumps(result), flush=True)
     print(table(results, strategies, faults))
 
 

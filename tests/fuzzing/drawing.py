@@ -147,7 +147,7 @@ def _step(draw: Random, loop: str) -> Step:
         takes_step=takes_step,
         zero=draw.choice(("optimizer none", "optimizer zero", "module none", "module zero", "")),
         zero_at=draw.choice(("after", "after", "before", "between")),
-        freezes=_one_of(draw, ("freeze", "thaw"), 20),
+        freezes=_one_of(draw, ("freeze", "thaw"), 20 if takes_step else 60),  # also while gradients are held back
     )
 
 

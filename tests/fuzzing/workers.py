@@ -218,6 +218,8 @@ def _answer(case: Description, rank: int, meshes: dict[int, Any]) -> dict[str, A
 
 def _meet(ranks: int, device: str) -> dict[str, Any]:
     gc.collect()
+    if not dist.is_initialized():  # a strategy ends it where a fit raises
+        return {"message": "", "error": "apart"}
     number = torch.full((7,), 3.0, device=device)
     dist.all_reduce(number)
     return {"events": None, "left": 0} if bool((number == 3 * ranks).all()) else {"message": "", "error": "apart"}

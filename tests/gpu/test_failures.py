@@ -1,4 +1,4 @@
-"""One rank of two GPUs fails: communicators are aborted, and all ranks end soon, where collectives alone would wait for their timeout."""
+"""One of two ranks on GPUs fails: communicators are aborted, and all end soon, where collectives alone would wait for their timeout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPT = ROOT / "examples/benchmark/faults.py"
 
 pytestmark = [
     pytest.mark.gpus2,
-    needs_gpus(2, apart=True),
+    needs_gpus(2),
     pytest.mark.timeout(600),
 ]
 
