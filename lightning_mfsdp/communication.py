@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
+import threading
+import time
+import traceback
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,10 +27,13 @@ from lightning_mfsdp.peers import Peers
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
 
-__all__ = ["all_gather", "barrier", "broadcast", "connect", "peers", "set_world_ranks"]
+__all__ = ["all_gather", "barrier", "break_off", "broadcast", "connect", "peers", "set_world_ranks"]
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
+_UNABORTED_S = 1.5  # for the program to say what it has to say
 _MEETING_TIMEOUT = timedelta(minutes=30)  # of PyTorch's own for gloo: nodes of a large job start minutes apart
 
 
@@ -87,7 +94,7 @@ def peers() -> Peers | None:
         return None
     found = kept("peers", Peers.connected)
     if found is not None and found.abort is None and dist.get_backend() not in ("gloo", "mpi"):
-        found.abort = compat.abort_process_groups
+        found.abort = lambda: break_off(None)
         atexit.register(_abort_after_a_failure, found)  # before Lightning's own, which waits for the other ranks
     return found
 
@@ -97,8 +104,36 @@ def _abort_after_a_failure(peers: Peers) -> None:
     error = getattr(sys, "last_value", None)
     if isinstance(error, BaseException):
         peers.failed(None, f"{type(error).__name__}: {error}")
-    if isinstance(error, BaseException) or peers.has_failed:
-        compat.abort_process_groups()
+    if (isinstance(error, BaseException) or peers.has_failed) and not compat.abort_process_groups():
+        _end_process("communicators cannot be aborted")
+
+
+def break_off(error: BaseException | None) -> None:
+    """Wait for no other rank any more.
+
+    Where NCCL does not let go, everything on the GPU would wait for ever, the end of a run as well: then the process ends soon.
+
+    Args:
+        error: What the program is told meanwhile, if it is; shown at that end.
+    """
+    if compat.abort_process_groups():
+        return
+
+    def end() -> None:
+        time.sleep(_UNABORTED_S)
+        if error is not None:
+            traceback.print_exception(error)
+        _end_process("communicators cannot be aborted, and all that waits for them would wait for ever")
+
+    threading.Thread(target=end, name="mfsdp-end", daemon=True).start()
+
+
+def _end_process(why: str) -> NoReturn:
+    """With exit code 1, at once: no handler runs, and nothing waits."""
+    _log.error(f"rank {os.environ.get('RANK', '')} is ended: {why}")
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)
 
 
 def barrier(device: torch.device) -> None:

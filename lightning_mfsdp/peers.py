@@ -311,10 +311,11 @@ class Peers:
 
     def _fall_apart(self) -> None:
         """End what waits for the others; and the process, where that does not help."""
+        until = time.monotonic() + UNHEARD_S
         if self.abort is not None and not self._heard:
             self.abort()
         with self._changed:
-            self._changed.wait_for(lambda: self._heard or not self._at_work, timeout=UNHEARD_S)
+            self._changed.wait_for(lambda: self._heard or not self._at_work, timeout=max(until - time.monotonic(), 0))
             if self._heard or not self._at_work:
                 return
         _log.warning(f"rank {self.rank} is ended, which would have waited for ever: {_told(self._failures)}")

@@ -167,7 +167,7 @@ class ProcessStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, unless a callback that wanted to save has made us do so; and wait for none of them any more."""
         if self._is_alone:
-            compat.abort_process_groups()
+            communication.break_off(exception)
 
     def _raise_failure_of_another(self) -> None:
         failure = self._peers.failure_of_another if self._peers is not None else None

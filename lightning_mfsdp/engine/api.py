@@ -147,10 +147,6 @@ def gather_root(module: nn.Module) -> Iterator[None]:
     before = context.backwards_finished
     unit.enter(shows=False)
     unit.pinned = True
-    if torch.is_grad_enabled():
-        for group in unit.borrowed:  # whose unit cannot know that modules of the root read it, too
-            if (owner := group.unit()) is not None:
-                owner.use_outside()
     try:
         yield
     except BaseException:  # an interrupt, too, must not leave weights pinned; it goes on up

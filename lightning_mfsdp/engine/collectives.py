@@ -250,5 +250,5 @@ def axis_of(mesh: DeviceMesh, dim: int, default_name: str) -> Axis:
 
 
 def _accelerator_type() -> str:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"

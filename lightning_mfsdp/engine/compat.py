@@ -5,8 +5,11 @@ Tested with torch 2.11 and 2.13. `tests/engine/test_compat.py` notices when one 
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import re
+import sys
+import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -329,11 +332,31 @@ def symmetric_memory(size_bytes: int, device: torch.device, group: dist.ProcessG
     return memory
 
 
-def abort_process_groups() -> None:
-    """Break off what runs in all process groups, and forget them; nobody is waited for (torch 2.11 to 2.13: `_abort_process_group`)."""
-    if dist.is_initialized():
-        c10d._abort_process_group()
+def abort_process_groups() -> bool:
+    """Break off what runs in all process groups, and forget them; nobody is waited for (torch 2.11 to 2.13: `_abort_process_group`).
 
+    NCCL may hang in this where ranks are connected by sockets and another one has closed its end (seen with torch 2.11). Where it lets
+    other threads run meanwhile, they go on after a second; where it does not, the process ends after two, with exit code 1.
+
+    Returns:
+        Whether it is done. If not, work on the GPU may never end.
+    """
+    if not dist.is_initialized():
+        return True
+    aborting = threading.Thread(target=c10d._abort_process_group, name="mfsdp-abort", daemon=True)
+    if sys.__stderr__ is not None:
+        faulthandler.dump_traceback_later(
+            2 * _ABORT_S, exit=True, file=sys.__stderr__
+        )  # a clock that needs no interpreter
+    try:
+        aborting.start()
+        aborting.join(_ABORT_S)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return not aborting.is_alive()
+
+
+_ABORT_S = 1.0  # far more than an abort takes
 
 # What backends and the store say where a rank is gone or does something else. Gloo raises plain RuntimeErrors.
 _LOST = re.compile(

@@ -305,6 +305,10 @@ class Unit:
         if self._is_called_inside:
             args, kwargs = self.pre_forward(module, args, kwargs)
         else:
+            if self.borrowed and (torch.is_grad_enabled() or compat.in_function_forward()):
+                for group in self.borrowed:  # whose unit cannot know that modules of the root read it, too
+                    if (owner := group.unit()) is not None:
+                        owner.use_outside()
             self.start_gather()  # takes in what was written since
             self.install()
         self.shown.by, self.shown.depth = module, 1

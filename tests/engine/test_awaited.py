@@ -369,6 +369,12 @@ def a_weight_tied_to_the_root_is_awaited_where_no_forward_of_the_root_runs(rank,
                     watch_backward(one, loss)
                 loss.backward(retain_graph=True)
             losses[0].backward()
+        with gather_root(one) if sharded else nullcontext():  # manual optimization
+            for step in range(4, 8):
+                loss = one.step(inputs(step))
+                if sharded:
+                    watch_backward(one, loss)
+                loss.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
 

@@ -117,6 +117,14 @@ KNOWN: dict[str, Callable[[Description], bool]] = {
         and not case.configuration.dynamic
         and case.configuration.ranks > 1
     ),
+    # Slots that another step planned: what is computed again holds the one in which a unit's backward expects its weights. An error.
+    "unnamed 18": lambda case: (
+        any(micro.kind == "interleaved" for micro in _micros(case))
+        and _has(case, checkpoint="non_reentrant")
+        and case.configuration.sharding == "optim_grads_params"
+        and not case.configuration.dynamic
+        and case.configuration.ranks > 1
+    ),
 }
 
 
@@ -452,6 +460,24 @@ DEFECTS: tuple[Defect, ...] = (
         "unnamed 17",
         "layers that write gradients keep weights that only gradients of inputs need",
         _case(Block(frozen="all"), frozen=True, steps=(Step((Micro("stale"),)),), ranks=1, direct=True),
+    ),
+    Defect(
+        "unnamed 18",
+        "two graphs with a recomputed block, in slots that another step planned",
+        _case(
+            Block(), Block(), Block(checkpoint="non_reentrant"), Block(), steps=(Step((Micro(), Micro("interleaved"))),)
+        ),
+    ),
+    Defect(
+        "unnamed 19",
+        "a weight tied to the root in the third backward of a step",
+        _case(
+            Block(unit=False),
+            Block(tied_to=0),
+            steps=(Step((Micro(), Micro(), Micro())),),
+            loop="manual",
+            calls_method=True,
+        ),
     ),
     Defect(
         "unnamed 16",

@@ -124,9 +124,11 @@ def test_statistics_describe_the_load() -> None:
 
 
 def test_counts_and_biases_are_exact_in_a_module_of_16_bits() -> None:
+    given = [tokens(400).bfloat16() for _ in range(3)]
+
     def balanced(made: TopKRouter) -> TopKRouter:
-        for _ in range(3):
-            made(tokens(400).to(made.weight.dtype))
+        for one in given:
+            made(one)
             made.balance()
         return made
 
@@ -143,8 +145,8 @@ def test_counts_and_biases_are_exact_in_a_module_of_16_bits() -> None:
     with torch.no_grad():
         converted.weight.copy_(built.weight)
     converted = balanced(converted.bfloat16())
-    for _ in range(3):
-        wanted(tokens(400).bfloat16())
+    for one in given:
+        wanted(one)
         assert wanted.load.sum() == 800, "more than 16 bits count to"
         wanted.balance()
     assert converted.bias.dtype is built.bias.dtype is torch.float32
