@@ -105,7 +105,7 @@ def _abort_after_a_failure(peers: Peers) -> None:
     if isinstance(error, BaseException):
         peers.failed(None, f"{type(error).__name__}: {error}")
     if (isinstance(error, BaseException) or peers.has_failed) and not compat.abort_process_groups():
-        _end_process("communicators cannot be aborted")
+        _end_process()
 
 
 def break_off(error: BaseException | None) -> None:
@@ -123,14 +123,15 @@ def break_off(error: BaseException | None) -> None:
         time.sleep(_UNABORTED_S)
         if error is not None:
             traceback.print_exception(error)
-        _end_process("communicators cannot be aborted, and all that waits for them would wait for ever")
+        _end_process()
 
     threading.Thread(target=end, name="mfsdp-end", daemon=True).start()
 
 
-def _end_process(why: str) -> NoReturn:
+def _end_process() -> NoReturn:
     """With exit code 1, at once: no handler runs, and nothing waits."""
-    _log.error(f"rank {os.environ.get('RANK', '')} is ended: {why}")
+    rank = dist.get_rank() if dist.is_initialized() else ""
+    _log.error(f"rank {rank} is ended: communicators cannot be aborted, and what waits for them would wait for ever")
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(1)
