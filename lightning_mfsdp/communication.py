@@ -131,7 +131,7 @@ def break_off(error: BaseException | None) -> None:
 def _end_process() -> NoReturn:
     """With exit code 1, at once: no handler runs, and nothing waits."""
     rank = dist.get_rank() if dist.is_initialized() else ""
-    _log.error(f"rank {rank} is ended: communicators cannot be aborted, and what waits for them would wait for ever")
+    _log.warning(f"rank {rank} is ended: communicators cannot be aborted, and what waits for them would wait for ever")
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(1)
