@@ -203,7 +203,7 @@ def refresh_weights(module: nn.Module) -> None:
     """Take over what was written to main weights by other means than a sharded optimizer or `load_state_dict`."""
     context = context_of(module)
     context.weights_changed()
-    context.refresh_live()
+    context.refresh_shown()
 
 
 def record_ranges(module: nn.Module, enabled: bool = True) -> None:

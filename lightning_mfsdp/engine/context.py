@@ -200,11 +200,14 @@ class Context:
         self._has_stepped = self._weights_changed = True
         for group in groups:
             group.outdated = True
-        self.refresh_live()
+        self.refresh_shown()
 
-    def refresh_live(self) -> None:
-        """Weights changed; where a unit shows full parameters right now, code may read them before any other gather."""
-        if any(unit.live for unit in self.units):
+    def refresh_shown(self) -> None:
+        """Weights changed; where modules show unsharded ones right now, code may read them before any other gather.
+
+        All ranks show the same then. Which units still have memory, after forwards whose backward has not come, they do not agree on.
+        """
+        if any(unit.shown.now for unit in self.units):
             self.refresh()
 
     def cover(self, entries: Iterable[Entry]) -> None:

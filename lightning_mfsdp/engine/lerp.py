@@ -64,7 +64,7 @@ def lerp_(targets: nn.Module | Iterable[Tensor], sources: nn.Module | Iterable[T
         compat.foreach_lerp_(starts, ends, float(weight))
     for context in contexts.values():
         context.weights_changed()
-        context.refresh_live()
+        context.refresh_shown()
 
 
 def _rows_of_sources(pairs: list[_Pair]) -> list[Tensor]:

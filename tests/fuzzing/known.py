@@ -480,6 +480,22 @@ DEFECTS: tuple[Defect, ...] = (
         ),
     ),
     Defect(
+        "unnamed 20",
+        "weights written where one rank alone waits for a backward, and all of them are whole",
+        _case(
+            Block(result="hidden", dropped="by rank"),
+            steps=(
+                Step((Micro("interleaved", evaluates="between", inference=True),), write="in_place", freezes="thaw"),
+            ),
+            empty=True,
+            hidden=True,
+            optimizer="adagrad",
+            sharding="optim",
+            dynamic=True,
+            keeps_compute=True,
+        ),
+    ),
+    Defect(
         "unnamed 16",
         "a hidden result and gradients of inputs, in slots that another step planned",
         _case(
