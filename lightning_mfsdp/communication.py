@@ -94,7 +94,7 @@ def peers() -> Peers | None:
         return None
     found = kept("peers", Peers.connected)
     if found is not None and found.abort is None and dist.get_backend() not in ("gloo", "mpi"):
-        found.abort = lambda: break_off(None)
+        found.abort = compat.abort_process_groups
         atexit.register(_abort_after_a_failure, found)  # before Lightning's own, which waits for the other ranks
     return found
 
@@ -108,33 +108,44 @@ def _abort_after_a_failure(peers: Peers) -> None:
         _end_process()
 
 
-def break_off(error: BaseException | None) -> None:
+def break_off(error: BaseException) -> None:
     """Wait for no other rank any more.
 
     Where NCCL does not let go, everything on the GPU would wait for ever, the end of a run as well: then the process ends soon.
 
     Args:
-        error: What the program is told meanwhile, if it is; shown at that end.
+        error: What the program is told meanwhile.
     """
+    if dist.is_initialized() and dist.get_backend() not in ("gloo", "mpi"):  # which may be the last that is heard of it
+        _log.warning(
+            f"rank {dist.get_rank()} aborts its communicators, because it failed with {type(error).__name__}: {error}"
+        )
     if compat.abort_process_groups():
         return
 
     def end() -> None:
         time.sleep(_UNABORTED_S)
-        if error is not None:
+        if not dist.is_initialized():  # late, but done
+            return
+        try:
             traceback.print_exception(error)
-        _end_process()
+        finally:
+            _end_process()
 
     threading.Thread(target=end, name="mfsdp-end", daemon=True).start()
 
 
 def _end_process() -> NoReturn:
     """With exit code 1, at once: no handler runs, and nothing waits."""
-    rank = dist.get_rank() if dist.is_initialized() else ""
-    _log.warning(f"rank {rank} is ended: communicators cannot be aborted, and what waits for them would wait for ever")
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(1)
+    try:
+        rank = dist.get_rank() if dist.is_initialized() else ""
+        _log.warning(
+            f"rank {rank} is ended: communicators cannot be aborted, and what waits for them would wait for ever"
+        )
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:  # a closed stream, too
+        os._exit(1)
 
 
 def barrier(device: torch.device) -> None:

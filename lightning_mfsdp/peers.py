@@ -151,12 +151,12 @@ class Peers:
     """This rank among the others.
 
     Attributes:
-        abort: Called in a thread when this rank must not wait for the others any more: a rank has failed, and not all have.
+        abort: Called in a thread when this rank must not wait for the others any more: a rank has failed, and not all have. May take long.
     """
 
     def __init__(self, rank: int, world_size: int, line: _Line) -> None:
         self.rank, self.world_size = rank, world_size
-        self.abort: Callable[[], None] | None = None
+        self.abort: Callable[[], object] | None = None
         self._line = line
         self._outgoing: list[dict[str, Any]] = []
         self._wake_reader, self._wake = socket.socketpair()
@@ -313,6 +313,8 @@ class Peers:
         """End what waits for the others; and the process, where that does not help."""
         until = time.monotonic() + UNHEARD_S
         if self.abort is not None and not self._heard:
+            if self._at_work:  # which may be the last that is heard of it
+                _log.warning(f"rank {self.rank} aborts its communicators, because {_told(self._failures)}")
             self.abort()
         with self._changed:
             self._changed.wait_for(lambda: self._heard or not self._at_work, timeout=max(until - time.monotonic(), 0))

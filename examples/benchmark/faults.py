@@ -166,7 +166,7 @@ def one_run(options: argparse.Namespace, strategy: str, fault: str) -> dict[str,
                 os.killpg(job.pid, signal.SIGKILL)  # torchrun and the ranks that it started
                 job.wait()
         if options.keep:
-            Path(options.keep, f"{strategy}-{fault}-{time.time():.0f}.txt").write_text((folder / "output").read_text())
+            Path(options.keep, f"{strategy}-{fault}-{time.time_ns()}.txt").write_text((folder / "output").read_text())
         found: dict[str, Any] = {"strategy": strategy, "fault": fault, "code": job.returncode}
         if fault_at is None:
             return {**found, "outcome": "no fault came", "seconds": None}

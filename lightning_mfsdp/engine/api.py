@@ -147,6 +147,8 @@ def gather_root(module: nn.Module) -> Iterator[None]:
     before = context.backwards_finished
     unit.enter(shows=False)
     unit.pinned = True
+    if torch.is_grad_enabled():
+        unit.use_borrowed()
     try:
         yield
     except BaseException:  # an interrupt, too, must not leave weights pinned; it goes on up

@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -332,30 +332,43 @@ def symmetric_memory(size_bytes: int, device: torch.device, group: dist.ProcessG
     return memory
 
 
-def abort_process_groups() -> bool:
-    """Break off what runs in all process groups, and forget them; nobody is waited for (torch 2.11 to 2.13: `_abort_process_group`).
+class _Abort:
+    """Breaks off what runs in all process groups, and forgets them; nobody is waited for (torch 2.11 to 2.13: `_abort_process_group`).
 
     NCCL may hang in this where ranks are connected by sockets and another one has closed its end (seen with torch 2.11). Where it lets
-    other threads run meanwhile, they go on after a second; where it does not, the process ends after two, with exit code 1.
-
-    Returns:
-        Whether it is done. If not, work on the GPU may never end.
+    other threads run meanwhile, callers go on after a second; where it does not, the process ends after two, with exit code 1. The clock
+    for that is faulthandler's, and a `dump_traceback_later` of somebody else does not go off any more.
     """
-    if not dist.is_initialized():
-        return True
-    aborting = threading.Thread(target=c10d._abort_process_group, name="mfsdp-abort", daemon=True)
-    if sys.__stderr__ is not None:
-        faulthandler.dump_traceback_later(
-            2 * _ABORT_S, exit=True, file=sys.__stderr__
-        )  # a clock that needs no interpreter
-    try:
-        aborting.start()
-        aborting.join(_ABORT_S)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-    return not dist.is_initialized()
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # a failure is often heard of in two threads
+        self._thread: threading.Thread | None = None
+
+    def __call__(self) -> bool:
+        """Whether it is done. If not, work on the GPU may never end."""
+        if dist.is_initialized() and dist.get_backend() in ("gloo", "mpi"):
+            c10d._abort_process_group()
+        with self._lock:
+            if dist.is_initialized():
+                self._wait()
+        return not dist.is_initialized()
+
+    def _wait(self) -> None:
+        if sys.__stderr__ is not None:
+            with suppress(ValueError, OSError):  # it is closed
+                faulthandler.dump_traceback_later(2 * _ABORT_S, exit=True, file=sys.__stderr__)  # needs no interpreter
+        try:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=c10d._abort_process_group, name="mfsdp-abort", daemon=True)
+                self._thread.start()
+            self._thread.join(_ABORT_S)
+        except RuntimeError:  # at its end Python 3.12 starts no threads
+            c10d._abort_process_group()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
+abort_process_groups = _Abort()
 _ABORT_S = 1.0  # far more than an abort takes
 
 # What backends and the store say where a rank is gone or does something else. Gloo raises plain RuntimeErrors.

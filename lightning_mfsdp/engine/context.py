@@ -377,6 +377,8 @@ class Context:
         self.pool.end_backward()
         for unit in self.units:
             unit.rest(keeps_graph=self.keeps_graph)
+        if (root := self.root) is not None and root.pinned:
+            root.use_borrowed()
         self.backwards_finished += 1
         self._in_backward = False
         self._first_of_pass = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Streams:
         self.copy_out = self._new_stream()
         self._events: list[Any] = []
         self._turn = 0
+        self._compute: dict[Any, None] = {}  # that were current
 
     def _new_stream(self) -> Any:
         # High priority: a collective that starts late holds up every rank.
@@ -58,45 +59,50 @@ class Streams:
     def wait(self, event: Event, stream: Any = None) -> None:
         """Later work on `stream` (`None`: the current one) starts after `event`."""
         if event is not None:
-            (stream or self._module.current_stream()).wait_event(event)
+            if stream is None:
+                stream = self._module.current_stream()
+                self._compute[stream] = None
+            stream.wait_event(event)
 
     def join_when_gone(self, owner: object) -> None:
         """See the function."""
         if self._module is not None:
-            join_when_gone(owner, self.device, (self.gather, self.reduce, self.copy_in, self.copy_out))
+            self._compute[self._module.current_stream(self.device)] = None
+            streams = self.gather, self.reduce, self.copy_in, self.copy_out
+            _join_when_gone(owner, self.device, streams, self._compute)
 
 
-def join_when_gone(owner: object, device: torch.device, streams: Sequence[Any]) -> None:
-    """When `owner` goes, with the memory it has, let these streams and the compute stream wait for each other.
+def join_when_gone(owner: object, stream: torch.cuda.Stream) -> None:
+    """When `owner` goes, with the memory it has, let a stream and the current one of now wait for each other.
 
-    The allocator gives memory to the next who asks at once. Without this a gather that is still under way would write into the tensors
-    of somebody else, who knows nothing of it.
-
-    Args:
-        owner: What memory is dropped with.
-        device: Of the streams.
-        streams: Where work on that memory may be under way.
+    The allocator gives memory to the next who asks at once. Without this a copy that is still under way would write into the tensors of
+    somebody else, who knows nothing of it.
     """
-    compute = torch.get_device_module(device).current_stream(device)
+    _join_when_gone(owner, stream.device, (stream,), {torch.cuda.current_stream(stream.device): None})
+
+
+def _join_when_gone(owner: object, device: torch.device, streams: tuple[Any, ...], compute: dict[Any, None]) -> None:
     # At the interpreter's exit nothing is computed any more, and the device may be gone.
-    weakref.finalize(owner, _join, device, compute, tuple(streams)).atexit = False
+    weakref.finalize(owner, _join, os.getpid(), device, streams, compute).atexit = False
 
 
-def _join(device: torch.device, compute: Any, streams: tuple[Any, ...]) -> None:
+def _join(process: int, device: torch.device, streams: tuple[Any, ...], compute: dict[Any, None]) -> None:
     """Called from wherever the last reference goes: another thread, inside another engine's gather, while a CUDA graph is recorded.
 
     Args:
+        process: Where the streams are; not those that were forked from it.
         device: Of the streams.
-        compute: Where the memory was allocated.
-        streams: Beside it.
+        streams: Where work on the memory may be under way, beside
+        compute: where it was allocated.
     """
     module = torch.get_device_module(device)
-    if module.is_current_stream_capturing():
-        return  # PyTorch waits for the device before a recording, and has it use memory of its own
-    done = [stream.record_event() for stream in streams]
-    for one in dict.fromkeys((compute, module.current_stream(device))):
-        for event in done:
-            one.wait_event(event)
-        reached = one.record_event()
-        for stream in streams:
-            stream.wait_event(reached)
+    if os.getpid() != process or module.is_current_stream_capturing():
+        return  # before a recording PyTorch waits for the device, and has it use memory of its own
+    with suppress(RuntimeError):  # after an error of the device, which is known, nothing waits for anything
+        done = [stream.record_event() for stream in streams]
+        for one in dict.fromkeys((*compute, module.current_stream(device))):
+            for event in done:
+                one.wait_event(event)
+            reached = one.record_event()
+            for stream in streams:
+                stream.wait_event(reached)

@@ -167,6 +167,12 @@ class Unit:
         """Parameters of it are used in grad mode where no call tells when gradients come: in the next two backwards, as those of calls."""
         self.outside_for = 2
 
+    def use_borrowed(self) -> None:
+        """A step of the root reads, or goes on reading, what other units own, which cannot know of it."""
+        for group in self.borrowed:
+            if (owner := group.unit()) is not None:
+                owner.use_outside()
+
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def start_gather(
@@ -305,10 +311,6 @@ class Unit:
         if self._is_called_inside:
             args, kwargs = self.pre_forward(module, args, kwargs)
         else:
-            if self.borrowed and (torch.is_grad_enabled() or compat.in_function_forward()):
-                for group in self.borrowed:  # whose unit cannot know that modules of the root read it, too
-                    if (owner := group.unit()) is not None:
-                        owner.use_outside()
             self.start_gather()  # takes in what was written since
             self.install()
         self.shown.by, self.shown.depth = module, 1

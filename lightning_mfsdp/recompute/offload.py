@@ -33,7 +33,7 @@ class HostCopies:
         """Beside the computation."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            join_when_gone(self, device, [self._stream])
+            join_when_gone(self, self._stream)
         return self._stream
 
     def went(self, copy: HostCopy) -> weakref.ref[HostCopy] | None:

@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,6 +16,7 @@ from lightning_mfsdp.engine import (
     EngineStateError,
     MixedPrecisionPolicy,
     fully_shard,
+    fully_shard_optimizer,
     gather_root,
     no_sync,
     reduce_pending,
@@ -369,14 +371,80 @@ def a_weight_tied_to_the_root_is_awaited_where_no_forward_of_the_root_runs(rank,
                     watch_backward(one, loss)
                 loss.backward(retain_graph=True)
             losses[0].backward()
-        with gather_root(one) if sharded else nullcontext():  # manual optimization
-            for step in range(4, 8):
-                loss = one.step(inputs(step))
-                if sharded:
-                    watch_backward(one, loss)
-                loss.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
+
+
+class Enabling(nn.Module):
+    """Runs with gradients whatever its caller does."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return self.inner(x)
+
+
+def under_no_grad(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model.enabling(x)
+
+
+READS = {
+    "module": lambda model, x: model.stem(x),
+    "forward": lambda model, x: model.stem.forward(x),
+    "functional": lambda model, x: F.linear(x, model.stem.weight, model.stem.bias),
+    "module, reentrant": lambda model, x: checkpoint(model.stem, x, use_reentrant=True),
+    "forward, reentrant": lambda model, x: checkpoint(model.stem.forward, x, use_reentrant=True),
+    "functional, reentrant": lambda model, x: checkpoint(
+        lambda x: F.linear(x, model.stem.weight, model.stem.bias), x, use_reentrant=True
+    ),
+    "functional, computed again": lambda model, x: checkpoint(
+        lambda x: F.linear(x, model.stem.weight, model.stem.bias), x, use_reentrant=False
+    ),
+    "module that enables gradients": under_no_grad,
+}
+
+
+class TiedInSteps(nn.Module):
+    """The root's layer comes first and shares the weight of the first unit; all other layers are units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layers = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers[0].weight = self.stem.weight
+        self.enabling = Enabling(self.stem)
+
+
+def a_weight_tied_to_the_root_is_awaited_in_every_backward_of_a_step(rank, world):
+    """However a step reads it, also more backwards after one another than any of them is remembered."""
+    for name, read in READS.items():
+        torch.manual_seed(0)
+        plain, model = TiedInSteps(), TiedInSteps()
+        model.load_state_dict(plain.state_dict())
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for one in (plain, model):
+            sharded = one is model
+            for backwards in (1, 4):
+                with gather_root(one) if sharded else nullcontext():
+                    for index in range(backwards):
+                        x = read(one, inputs(index).requires_grad_())
+                        for layer in one.layers:
+                            x = x + torch.tanh(layer(x))
+                        loss = x.square().mean()
+                        if sharded:
+                            watch_backward(one, loss)
+                        loss.backward()
+        for key, parameter in model.named_parameters():
+            found, expected = parameter.grad.full_tensor(), plain.get_parameter(key).grad
+            torch.testing.assert_close(
+                found, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 class Around(nn.Module):
@@ -421,6 +489,7 @@ COMMON = (
     a_root_that_hides_its_result_has_its_weights_in_every_backward,
     weights_used_outside_of_forwards_are_awaited_in_later_backwards,
     a_weight_tied_to_the_root_is_awaited_where_no_forward_of_the_root_runs,
+    a_weight_tied_to_the_root_is_awaited_in_every_backward_of_a_step,
 )
 WORLDS = {1: COMMON, 2: (*COMMON, what_is_computed_again_is_reduced_before_the_backward_ends)}
 

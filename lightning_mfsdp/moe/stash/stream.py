@@ -37,7 +37,7 @@ class SideStream:
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            join_when_gone(self, self._device, [self._stream])
+            join_when_gone(self, self._stream)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
