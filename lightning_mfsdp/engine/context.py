@@ -151,7 +151,7 @@ class Context:
             group.stale = True
             if self._watched_groups:
                 group.forget_writes()
-            if group.gathered and not group.installed:
+            if group.gathered and not (group.installed or group.users_live):
                 group.release()
         if targets:
             with torch.no_grad():

@@ -462,9 +462,10 @@ class ParameterGroup:
     def refill(self, weights_ready: Event) -> int:
         """Have what was written to main weights in unsharded ones that are in use. Returns how many collectives that took."""
         planes, shown = list(self._planes_there) or [0], self.installed
+        slot = self.slot if self.gathered else None  # saved tensors may point there
         self.hide(takes_over=False)
         self.release()
-        started = sum(self.start_gather(weights_ready, for_backward=plane > 0) for plane in planes)
+        started = sum(self.start_gather(weights_ready, slot, for_backward=plane > 0) for plane in planes)
         if shown:
             self.install()
         return started

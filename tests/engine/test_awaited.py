@@ -408,26 +408,28 @@ READS = {
 }
 
 
-class TiedInSteps(nn.Module):
-    """The root's layer comes first and shares the weight of the first unit; all other layers are units."""
+class InSteps(nn.Module):
+    """The root's layer comes first, and may share the weight of the first unit; all other layers are units."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tied: bool) -> None:
         super().__init__()
         self.stem, self.layers = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.layers[0].weight = self.stem.weight
+        if tied:
+            self.layers[0].weight = self.stem.weight
         self.enabling = Enabling(self.stem)
 
 
-def a_weight_tied_to_the_root_is_awaited_in_every_backward_of_a_step(rank, world):
-    """However a step reads it, also more backwards after one another than any of them is remembered."""
-    for name, read in READS.items():
+def a_step_may_go_back_several_times(rank, world):
+    """However it reads weights of the root, tied ones too, and more often than a backward is remembered; with a sharded optimizer or without."""
+    for (name, read), tied, stepped in product(READS.items(), (True, False), (True, False)):
         torch.manual_seed(0)
-        plain, model = TiedInSteps(), TiedInSteps()
+        plain, model = InSteps(tied=tied), InSteps(tied=tied)
         model.load_state_dict(plain.state_dict())
         for layer in model.layers:
             fully_shard(layer)
         fully_shard(model)
-        fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        if stepped:
+            fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         for one in (plain, model):
             sharded = one is model
             for backwards in (1, 4):
@@ -441,9 +443,9 @@ def a_weight_tied_to_the_root_is_awaited_in_every_backward_of_a_step(rank, world
                             watch_backward(one, loss)
                         loss.backward()
         for key, parameter in model.named_parameters():
-            found, expected = parameter.grad.full_tensor(), plain.get_parameter(key).grad
+            found, expected, case = parameter.grad.full_tensor(), plain.get_parameter(key).grad, (name, tied, stepped)
             torch.testing.assert_close(
-                found, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+                found, expected, rtol=1e-4, atol=1e-5, msg=lambda text, case=case: f"{case}: {text}"
             )
 
 
@@ -489,7 +491,7 @@ COMMON = (
     a_root_that_hides_its_result_has_its_weights_in_every_backward,
     weights_used_outside_of_forwards_are_awaited_in_later_backwards,
     a_weight_tied_to_the_root_is_awaited_where_no_forward_of_the_root_runs,
-    a_weight_tied_to_the_root_is_awaited_in_every_backward_of_a_step,
+    a_step_may_go_back_several_times,
 )
 WORLDS = {1: COMMON, 2: (*COMMON, what_is_computed_again_is_reduced_before_the_backward_ends)}
 
