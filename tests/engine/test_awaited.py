@@ -420,7 +420,7 @@ class InSteps(nn.Module):
 
 
 def a_step_may_go_back_several_times(rank, world):
-    """However it reads weights of the root, tied ones too, and more often than a backward is remembered; with a sharded optimizer or without."""
+    """However it reads weights of the root, tied ones too, and more often than is remembered; with a sharded optimizer or without."""
     for (name, read), tied, stepped in product(READS.items(), (True, False), (True, False)):
         torch.manual_seed(0)
         plain, model = InSteps(tied=tied), InSteps(tied=tied)
