@@ -151,7 +151,7 @@ class Context:
             group.stale = True
             if self._watched_groups:
                 group.forget_writes()
-            if group.gathered and not (group.installed or group.users_live):
+            if group.gathered and group.placement.weight and not (group.installed or group.users_live):
                 group.release()
         if targets:
             with torch.no_grad():
@@ -166,18 +166,19 @@ class Context:
         for unit in self.units:
             if unit.live:
                 for group in unit.all_groups:
-                    if group in changed:
+                    if group.placement.weight and group in changed:
                         self.gathers_started += group.refill(self.weights_ready)
 
     def _gather_whole_weights(self) -> None:
         """Weights that stay whole are gathered once after a change, all of them now, in an order that all ranks share.
 
-        Each rank may then run its units in an order of its own, or leave some out.
+        Each rank may then run its units in an order of its own, or leave some out. Ranks do not agree on which of them are in use (a
+        forward whose backward has not come), so that makes no difference.
         """
         for unit in reversed(self.units_in_backward_order):
             for group in unit.groups:
-                if not group.placement.weight:
-                    self.gather(group)
+                if group.stale and not group.placement.weight:
+                    self.gathers_started += group.refill(self.weights_ready)
 
     def gather(
         self,

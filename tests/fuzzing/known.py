@@ -496,6 +496,16 @@ DEFECTS: tuple[Defect, ...] = (
         ),
     ),
     Defect(
+        "unnamed 21",
+        "a forward without backward that one rank alone leaves out, and all weights are whole",
+        _case(
+            Block(result="hidden", dropped="by rank"),
+            steps=(Step((Micro("no_backward", evaluates="after"),)), Step((Micro(),))),
+            sharding="optim_grads",
+            comm="bfloat16",
+        ),
+    ),
+    Defect(
         "unnamed 16",
         "a hidden result and gradients of inputs, in slots that another step planned",
         _case(
