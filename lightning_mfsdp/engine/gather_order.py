@@ -12,7 +12,7 @@ which all ranks know that they were the same:
     predicted
 
 A rank that says nothing may be late, or it waits in a gather for this rank. Therefore a thread of each process writes into the store how
-many gathers were begun, once they have stood still for a second. Ends of backwards that reduce count like gathers.
+many gathers were begun, once they have stood still for a second. Ends of backwards that reduce and steps of optimizers count like gathers.
 
 What is not seen: a rank that leaves out the last thing of all and goes on to another collective, and what ranks do while steps are
 recorded as CUDA graphs, where nothing is checked.
@@ -42,11 +42,13 @@ __all__ = ["BACKWARD", "FORWARD", "REDUCTION", "GatherOrder", "History"]
 FORWARD = 0
 BACKWARD = 1
 REDUCTION = 2
-_KINDS = ("the gather of {} in forward", "the gather of {} in backward", "the reduction of {}")
+_STEP = 3
+_KINDS = ("the gather of {} in forward", "the gather of {} in backward", "the reduction of {}", "the step of {}")
 _WHOLE_BACKWARD = (0, "a whole backward", REDUCTION)  # groups are numbered from 1
+_ANY_OPTIMIZER = (0, "an optimizer", _STEP)
 
 _ADVICE = (
-    "Ranks that share weights have to run the same units in the same order. Run them on all ranks, or take "
+    "Ranks that share weights have to run the same units in the same order between the same steps. Do so on all ranks, or take "
     'sharding="optim_grads", which keeps weights whole on every rank, so that each may leave out what it likes'
 )
 
@@ -88,9 +90,13 @@ class History:
     """What was gathered after what. It is the same on ranks that gathered the same, and so is what it predicts.
 
     What came after the longest past that is known is expected again.
+
+    Args:
+        step: What is predicted where an optimizer steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step: int = -1) -> None:
+        self._step = step
         self._forget((-1, -1, -1))
 
     def _forget(self, recent: tuple[int, ...]) -> None:
@@ -112,20 +118,27 @@ class History:
         """Something was gathered."""
         past = self._past
         if past.expected != event:
-            past.expected = event
-            for key in past.keys:
-                self._after[key] = event
+            self._expect(event)
             past.following = self._after_it(past, event)
         self._past = past.following
 
     def stepped(self) -> None:
         """An optimizer stepped: what comes next begins anew."""
         past = self._past
+        self._expect(self._step)
         if len(self._numbers) > _MOST_PASTS:
             self._forget(past.recent)
         self._steps = (*self._steps[1:], past.lengths[-1] if past.lengths else 0)
         lengths = tuple(self._number((-1, *self._steps[len(self._steps) - count :])) for count in _STEPS)
         self._past = self._known(lengths, past.recent, 0)
+
+    def _expect(self, event: int) -> None:
+        """The next time as well, after what has been until now."""
+        past = self._past
+        if past.expected != event:
+            past.expected = event
+            for key in past.keys:
+                self._after[key] = event
 
     def _after_it(self, past: _Past, event: int) -> _Past:
         since = past.since + 1
@@ -178,7 +191,7 @@ class GatherOrder:
         self._ranks, self._rank, self._place = ranks, rank, place
         self._store = store
         self._still_s, self._heard_s = still_s, heard_s
-        self._history = History()
+        self._history = History(_event(*_ANY_OPTIMIZER))
         self._count = 0
         self._latest = (-1, "")
         self._agreed_on: list[str] = []  # keys of the last agreement
@@ -209,14 +222,8 @@ class GatherOrder:
         Raises:
             EngineStateError: Another rank does something else.
         """
-        if not self.is_on:
-            return
-        event = len(_KINDS) * number + kind
-        if self._history.prediction != event:
-            self._agree(event, name)
-        self._latest = event, name
-        self._count += 1
-        self._history.add(event)
+        if self.is_on:
+            self._history.add(self._come_to(number, name, kind))
 
     def end_backward(self) -> None:
         """A backward that reduces gradients is at its end."""
@@ -224,9 +231,23 @@ class GatherOrder:
             self.note(*_WHOLE_BACKWARD)
 
     def stepped(self) -> None:
-        """An optimizer has stepped."""
-        if self.is_on:
+        """An optimizer has stepped.
+
+        Raises:
+            EngineStateError: Another rank does something else.
+        """
+        if self.is_on and self._count:  # else weights are whole
+            self._come_to(*_ANY_OPTIMIZER)
             self._history.stepped()
+
+    def _come_to(self, number: int, name: str, kind: int) -> int:
+        """The number of what comes now, for the history, once all ranks are known to come to the same."""
+        event = _event(number, name, kind)
+        if self._history.prediction != event:
+            self._agree(event, name)
+        self._latest = event, name
+        self._count += 1
+        return event
 
     def stop(self) -> None:
         """Check nothing from now on. All ranks call it."""
@@ -252,7 +273,7 @@ class GatherOrder:
                 self._said = count
             else:  # looked at again the next time, because another rank may write at the same time
                 assert self._store is not None
-                where = f"{count} rank {self._ranks[self._rank]} waits in {_described(*self._latest)}"
+                where = f"{count} rank {self._ranks[self._rank]} has come to {_described(*self._latest)}"
                 self._store.set(f"{self._place}/furthest", where)
         self._seen = count
 
@@ -321,6 +342,10 @@ class GatherOrder:
         assert self._store is not None
         key = f"{self._place}/{key}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+def _event(number: int, name: str, kind: int) -> int:
+    return len(_KINDS) * number + kind
 
 
 def _described(event: int, name: str) -> str:

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_mfsdp.engine import CollectiveError, EngineStateError, compat
@@ -54,11 +54,8 @@ def test_what_repeats_is_predicted(repeated):
     for _ in range(6):
         wrong.append(0)
         for event in repeated:
-            if event == STEP:
-                history.stepped()
-                continue
             wrong[-1] += history.prediction != event
-            history.add(event)
+            history.stepped() if event == STEP else history.add(event)
     assert wrong[0] > 0
     assert not any(wrong[4:]), wrong
 
@@ -67,11 +64,8 @@ def test_an_evaluation_costs_questions_only_where_it_begins_and_ends():
     history, wrong = History(), 0
     for epoch in range(6):
         for event in [*([*microbatch(1, 2, 3), STEP] * 5), *([0, 3, 6, 9] * 5000)]:
-            if event == STEP:
-                history.stepped()
-                continue
             wrong += epoch > 2 and history.prediction != event
-            history.add(event)
+            history.stepped() if event == STEP else history.add(event)
     assert wrong <= 3 * 4
     assert len(history._numbers) < 100_000
 
@@ -175,10 +169,11 @@ def of_blocks(draw: Callable) -> list[int]:
 def drawn_programs(draw: Callable) -> list[list[int]]:
     """What all ranks do, and one that does something else from some place on."""
     shared = [event for _ in range(draw(st.integers(1, 5))) for event in of_blocks(draw)] * draw(st.integers(1, 3))
-    events = [index for index, event in enumerate(shared) if event != STEP]
-    at = draw(st.sampled_from(events))
+    last = len(shared) - (shared[-1] == STEP)  # a step that one rank leaves out at the very end is not seen
+    at = draw(st.integers(0, last - 1))
     how = draw(st.sampled_from(["leaves out", "does in addition", "does instead"]))
-    other = draw(st.integers(0, 3 * MOST_BLOCKS + 2).filter(lambda event: event != shared[at]))
+    least = STEP if at else 0  # before the first gather anybody may step
+    other = draw(st.integers(least, 3 * MOST_BLOCKS + 2).filter(lambda event: event != shared[at]))
     instead = {"leaves out": [], "does in addition": [other, shared[at]], "does instead": [other]}[how]
     odd = [*shared[:at], *instead, *shared[at + 1 :]]
     programs = [shared] * draw(st.integers(1, 2)) + [odd]
@@ -197,23 +192,9 @@ def test_ranks_that_do_the_same_go_on(programs):
     assert len({order.asked for order in orders}) == 1
 
 
-def steps_while_another_gathers(programs: Sequence[Program]) -> bool:
-    """Whether what ranks do differently first is a step of one of them."""
-    together = (items for items in zip(*programs, strict=False) if len(set(items)) > 1)
-    return STEP in next(together, ())
-
-
-@pytest.mark.xfail(strict=True, reason="a step does not look whether what came before it last time is missing")
-def test_a_rank_that_steps_before_another_has_gathered_is_noticed():
-    alike = [0, 12, 13, 14, STEP]
-    _, wire, _ = run([alike * 3, [*alike, 0, 12, 13, STEP, *alike]], timeout_s=1)
-    assert not wire.differ
-
-
 @slow
 @given(drawn_programs())
 def test_no_rank_gathers_what_another_does_not(programs):
-    assume(not steps_while_another_gathers(programs))
     raised, wire, _ = run(programs, timeout_s=1)
     assert not wire.differ
     assert any(error is not None for error in raised), raised
@@ -222,7 +203,7 @@ def test_no_rank_gathers_what_another_does_not(programs):
     for error in raised:
         if isinstance(error, EngineStateError):
             assert "rank" in str(error)
-            assert "blocks." in str(error)
+            assert "blocks." in str(error) or "the step of an optimizer" in str(error)
             assert 'sharding="optim_grads"' in str(error)
 
 
@@ -231,7 +212,7 @@ def test_the_error_names_units_and_ranks():
     raised, _, _ = run([[*alike, 0, 3, 6], [*alike, 0, 6]])
     (said,) = {str(error) for error in raised if isinstance(error, EngineStateError)}
     assert said.startswith(
-        "rank 10 comes to the gather of blocks.2 in forward, and rank 0 waits in the gather of blocks.1 in forward."
+        "rank 10 comes to the gather of blocks.2 in forward, and rank 0 has come to the gather of blocks.1 in forward."
     )
     raised, _, _ = run([[*alike, 9], [*alike, 6]])
     said = [str(error) for error in raised if isinstance(error, EngineStateError)]
@@ -248,12 +229,12 @@ def test_a_rank_that_came_late_is_not_taken_for_one_that_has_gone_on():
     store, ranks = dist.HashStore(), [0, 1]
     first, last = (GatherOrder(ranks, rank, store, "here", still_s=0.05) for rank in ranks)
     place = "here/0"
-    store.add(f"{place}/3", 1)  # the first has said what it comes to
+    store.add(f"{place}/4", 1)  # the first has said what it comes to
     last.note(1, "blocks.1", 0)
     last.say_where()
     last.say_where()
-    assert store.get("here/furthest") == b"1 rank 1 waits in the gather of blocks.1 in forward"
-    first._look(place, 3, "the gather of blocks.1 in forward", 1.0)
+    assert store.get("here/furthest") == b"1 rank 1 has come to the gather of blocks.1 in forward"
+    first._look(place, 4, "the gather of blocks.1 in forward", 1.0)
 
 
 def test_agreements_leave_nothing_in_the_store():
@@ -299,7 +280,7 @@ def test_a_rank_that_leaves_a_block_out_ends_all_ranks_with_an_error():
     errors = [result["error"] for result in run_distributed(train, 2)]
     for error in errors:
         assert (
-            "rank 1 comes to the reduction of layers.3[0], and rank 0 waits in the gather of layers.2[0] in backward"
+            "rank 1 comes to the reduction of layers.3[0], and rank 0 has come to the gather of layers.2[0] in backward"
             in error
         ), errors
     assert errors[1].startswith("EngineStateError: rank 1")
