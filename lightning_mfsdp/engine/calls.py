@@ -189,6 +189,7 @@ def listen_to_outputs(unit: Unit, call: Call, outputs: list[Tensor]) -> None:
     unit.awaited.add(call)
     if not outputs:
         call.hides = unit.awaited.hides_calls = True
+        unit.share_no_memory()
         _listen_to_parameters(unit)
         return
     this = weakref.ref(unit)

@@ -116,6 +116,8 @@ class Client:
         size_bytes: How much.
         evict: Called when another client must have the slot; gives it up if it only holds it in advance, and says
             whether it did.
+        planned: Its fixed slot, if there is a plan.
+        is_alone: It shares that with nobody.
     """
 
     name: str
@@ -124,6 +126,7 @@ class Client:
     slot: Slot = field(init=False)
     private: Slot = field(init=False)
     planned: Slot | None = field(init=False, default=None)
+    is_alone: bool = field(init=False, default=False)
 
 
 class SlotPool:
@@ -148,6 +151,12 @@ class SlotPool:
         client.planned = None
         client.private = client.slot = Slot(client.size_bytes, self._device, fixed=False)
         self._clients.append(client)
+
+    def keep_alone(self, client: Client) -> None:
+        """Nobody knows when a client's memory is read, so it shares none from now on, but for what it holds at the moment."""
+        if not client.is_alone:
+            client.planned, client.is_alone = None, True
+            self._outdated = True
 
     @property
     def fixed_bytes(self) -> int:
@@ -267,8 +276,10 @@ class SlotPool:
     def _coloring(self) -> list[tuple[int, list[Client]]]:
         """Size and clients of each fixed slot."""
         clients = list(self._met)
-        numbers = {client: number for number, client in enumerate(clients)}
-        conflicts = [{numbers[other] for other in self._met[client]} for client in clients]
+        conflicts = [
+            {number for number, other in enumerate(clients) if other in met or other.is_alone or client.is_alone}
+            for client, met in self._met.items()
+        ]
         found = []
         for indices in color([client.size_bytes for client in clients], conflicts):
             size = max(clients[index].size_bytes for index in indices)

@@ -291,7 +291,8 @@ class Unit:
         if compat.backward_task() != -1:
             self.context.begin_backward()  # and not in a backward inside this one, by which reentrant checkpointing goes on
             self._recomputed += 1
-            self.start_gather(self._latest_slots())
+            # Where a backward of this unit has them already, what is computed again reads them, too.
+            self.start_gather(None if self.live else self._latest_slots())
         else:
             self.context.note_forward(self)
             self.start_gather(self.awaited.hidden_slots())
@@ -416,6 +417,12 @@ class Unit:
         root = self.context.root
         is_heard = root is not None and root is not self and not root.reads_unnoticed
         return self.awaited.hides_calls or not (is_heard and all(call.is_inside_root for call in hidden))
+
+    def share_no_memory(self) -> None:
+        """Nobody knows when its weights are read."""
+        for group in self.all_groups:
+            if group.placement.weight:
+                self.context.pool.keep_alone(group.client)
 
     @property
     def is_inside_root(self) -> bool:

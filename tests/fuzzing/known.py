@@ -109,23 +109,7 @@ def _asks_for_inputs(case: Description) -> bool:
     return any(micro.kind == "input_grad" for micro in _micros(case))
 
 
-KNOWN: dict[str, Callable[[Description], bool]] = {
-    # A unit that hides its results may be read by every backward, so its slot is wanted where the plan has given it to another one.
-    "unnamed 16": lambda case: (
-        _asks_for_inputs(case)
-        and (case.model.hidden or _has(case, result="hidden"))
-        and not case.configuration.dynamic
-        and case.configuration.ranks > 1
-    ),
-    # Slots that another step planned: what is computed again holds the one in which a unit's backward expects its weights. An error.
-    "unnamed 18": lambda case: (
-        any(micro.kind == "interleaved" for micro in _micros(case))
-        and _has(case, checkpoint="non_reentrant")
-        and case.configuration.sharding == "optim_grads_params"
-        and not case.configuration.dynamic
-        and case.configuration.ranks > 1
-    ),
-}
+KNOWN: dict[str, Callable[[Description], bool]] = {}
 
 
 # What is right and costs needless communication; as long as these are known, reductions are not counted.
