@@ -15,10 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_mfsdp.callback_hooks import ChoosesRecompute, HasParameterState, PreparesOptimizers
 from lightning_mfsdp.continuation import GRADIENTS
 from lightning_mfsdp.engine import MixedPrecisionPolicy
-from lightning_mfsdp.engine.collectives import PARTS
-from lightning_mfsdp.engine.placement import resolve_placement
-from lightning_mfsdp.engine.process_groups import kept
-from lightning_mfsdp.engine.unit import Unit, unit_of
+from lightning_mfsdp.engine.comm.collectives import PARTS
+from lightning_mfsdp.engine.comm.process_groups import kept
+from lightning_mfsdp.engine.layout.placement import resolve_placement
+from lightning_mfsdp.engine.runtime.unit import Unit, unit_of
 from lightning_mfsdp.lightning_api import (
     BaseFinetuning,
     Callback,

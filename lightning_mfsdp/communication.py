@@ -18,8 +18,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_mfsdp.engine import compat
-from lightning_mfsdp.engine.process_groups import kept
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.engine.comm.process_groups import kept
 from lightning_mfsdp.lightning_api import default_process_group_backend, init_dist_connection, reset_seed
 from lightning_mfsdp.meeting import meet
 from lightning_mfsdp.peers import Peers

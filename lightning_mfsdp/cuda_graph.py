@@ -17,7 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_mfsdp.engine import EngineStateError
-from lightning_mfsdp.engine.captured_loss import CapturedLoss
+from lightning_mfsdp.engine.features.graphs.captured_loss import CapturedLoss
 from lightning_mfsdp.lightning_api import is_param_in_hook_signature
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import time
 import uuid
 from datetime import timedelta
 
-from lightning_mfsdp.engine.compat import PrefixStore, Store
+from lightning_mfsdp.base.compat import PrefixStore, Store
 
 __all__ = ["meet"]
 

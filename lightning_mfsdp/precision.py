@@ -14,7 +14,7 @@ from lightning_mfsdp.dtypes import (
     translate,
 )
 from lightning_mfsdp.engine import MixedPrecisionPolicy, clip_grad_value_, grad_norm
-from lightning_mfsdp.engine.gradients import scale_gradients_
+from lightning_mfsdp.engine.optimizer.norm import scale_gradients_
 from lightning_mfsdp.lightning_api import (
     FabricPrecision,
     GradClipAlgorithmType,

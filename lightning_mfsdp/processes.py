@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_mfsdp import communication
-from lightning_mfsdp.engine import CollectiveError, compat
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.engine import CollectiveError
 from lightning_mfsdp.lightning_api import Launcher, ParallelStrategy, SIGTERMException, sync_if_available
 from lightning_mfsdp.stopping import Stopping
 

@@ -35,8 +35,8 @@ from lightning_mfsdp.engine import (
     sharded_parameters,
     units,
 )
-from lightning_mfsdp.engine.placement import resolve_placement
-from lightning_mfsdp.engine.unit import unit_of
+from lightning_mfsdp.engine.layout.placement import resolve_placement
+from lightning_mfsdp.engine.runtime.unit import unit_of
 from lightning_mfsdp.recompute import Recompute, apply_recompute, as_recompute
 from lightning_mfsdp.unit_selection import UnitsArgument, describe_units, join_blocks, select_units, validate_units
 

@@ -41,44 +41,49 @@ class Mend:
 
 
 MENDS = (
-    Mend("1", "api.py", "    unit.enter(shows=False)\n", "    unit.enter()\n"),
+    Mend("1", "api/functions.py", "    unit.enter(shows=False)\n", "    unit.enter()\n"),
     Mend(
         "1 in forward",
-        "group.py",
+        "params/group.py",
         "self._take_over(index) if takes_over else entry.forget_writes()",
         "entry.forget_writes()",
     ),
-    Mend("2", "reduction.py", "        if self._behind is None:\n            return\n", "        return\n"),
+    Mend("2", "params/reduction.py", "        if self._behind is None:\n            return\n", "        return\n"),
     Mend(
         "4",
-        "reduction_schedule.py",
+        "runtime/reduction_schedule.py",
         "                if is_done and not zeros_unused:\n",
         "                if is_done and False:\n",
     ),
     Mend(
         "5",
-        "unit.py",
+        "runtime/unit.py",
         " and take what is written.\n            self.hide()\n",
         " and take what is written.\n",
     ),
-    Mend("8", "awaited.py", "self.calls or self.spent or self._runs or self._forgotten_came", "self.calls"),
-    Mend("11a", "context.py", "        self.reductions.take_over(unit.context.reductions, unit.groups)\n", ""),
+    Mend("8", "runtime/awaited.py", "self.calls or self.spent or self._runs or self._forgotten_came", "self.calls"),
+    Mend("11a", "runtime/context.py", "        self.reductions.take_over(unit.context.reductions, unit.groups)\n", ""),
     Mend(
         "11b",
-        "reduction.py",
+        "params/reduction.py",
         "            if local.grad is not face and (",
         "            if local.numel() and local.grad is not face and (",
     ),
-    Mend("11b frozen", "reduction_schedule.py", " or (known is not None and known.frozen_since)", ""),
+    Mend("11b frozen", "runtime/reduction_schedule.py", " or (known is not None and known.frozen_since)", ""),
     Mend(
         "11c",
-        "awaited.py",
+        "runtime/awaited.py",
         "        return next((call.slots for call",
         "        return None and next((call.slots for call",
     ),
-    Mend("11d", "awaited.py", "            self._runs += 1\n", "            pass\n"),
-    Mend("11e", "parameter.py", "    torch.autograd.graph.increment_version([entry.full for entry in entries])\n", ""),
-    Mend("12", "api.py", "            if any(inside):\n", "            if all(inside):\n"),
+    Mend("11d", "runtime/awaited.py", "            self._runs += 1\n", "            pass\n"),
+    Mend(
+        "11e",
+        "params/parameter.py",
+        "    torch.autograd.graph.increment_version([entry.full for entry in entries])\n",
+        "",
+    ),
+    Mend("12", "api/functions.py", "            if any(inside):\n", "            if all(inside):\n"),
 )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from lightning_mfsdp.engine.layout import padding_advice, plan_layout
+from lightning_mfsdp.engine.layout.layout import padding_advice, plan_layout
 
 Shapes = list[tuple[int, ...]]
 WORLD_SIZES = (8, 64, 256, 512, 1024, 2048, 4096, 8192)

@@ -1,6 +1,6 @@
 """NaNGradientReporter: on which rank, and in which parameters, gradients became NaN or infinite, when, and what is done about it.
 
-    on_after_backward            this rank's own gradients were looked at as they arose, before the reduction (engine/gradient_watch.py)
+    on_after_backward            this rank's own gradients were looked at as they arose, before the reduction (gradient_watch.py)
     on_before_optimizer_step     all ranks are asked; "raise" and "skip" wait for the answer, "warn" reads the one of an earlier step
 
 "warn" never makes the host wait for the device. The other two must know before the step, so they wait once a step, as a loss scaler does.

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from lightning_mfsdp.checkpoint.location import Location
 from lightning_mfsdp.checkpoint.rows import RowShard
 from lightning_mfsdp.checkpoint.sharded import ParameterIndex, paths_of, plain_name
-from lightning_mfsdp.engine.sharded_tensor import Rows
+from lightning_mfsdp.engine.params.sharded_tensor import Rows
 
 __all__ = [
     "PARAMETER_STATES",

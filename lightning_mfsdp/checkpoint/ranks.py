@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_mfsdp.engine.process_groups import kept
+from lightning_mfsdp.engine.comm.process_groups import kept
 
 __all__ = ["Ranks", "on_all_ranks", "root_of"]
 

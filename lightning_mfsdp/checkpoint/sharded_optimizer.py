@@ -18,10 +18,10 @@ from lightning_mfsdp.checkpoint.opening import read_rows
 from lightning_mfsdp.checkpoint.rows import RowShard
 from lightning_mfsdp.checkpoint.sharded import ParameterIndex, paths_of, plain_name
 from lightning_mfsdp.engine import ParameterView
-from lightning_mfsdp.engine.parameter import owner_of
-from lightning_mfsdp.engine.resting_state import empty_at_rest, put_to_rest
-from lightning_mfsdp.engine.rows import sharded_axes
-from lightning_mfsdp.engine.sharded_tensor import Rows
+from lightning_mfsdp.engine.features.offload.resting_state import empty_at_rest, put_to_rest
+from lightning_mfsdp.engine.params.parameter import owner_of
+from lightning_mfsdp.engine.params.rows import sharded_axes
+from lightning_mfsdp.engine.params.sharded_tensor import Rows
 
 __all__ = [
     "OptimizerPlan",

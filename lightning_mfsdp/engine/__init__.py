@@ -1,6 +1,8 @@
 """The sharding engine: torch only. It knows no Lightning, no Transformer Engine and no mixture of experts."""
 
-from lightning_mfsdp.engine.api import (
+from lightning_mfsdp.base.errors import CollectiveError, EngineStateError, ShardingError
+from lightning_mfsdp.engine.api.fully_shard import fully_shard
+from lightning_mfsdp.engine.api.functions import (
     around_backward,
     fully_shard_units,
     gather_again,
@@ -12,16 +14,18 @@ from lightning_mfsdp.engine.api import (
     unshard,
     watch_backward,
 )
-from lightning_mfsdp.engine.averaging import AveragedWeights
-from lightning_mfsdp.engine.buffers import broadcast_buffers
-from lightning_mfsdp.engine.capture import CapturedStep, capture_step
-from lightning_mfsdp.engine.captured_loss import CapturedLoss, capture_loss
-from lightning_mfsdp.engine.conversion import bring_home, unshard_model
-from lightning_mfsdp.engine.errors import CollectiveError, EngineStateError, ShardingError
-from lightning_mfsdp.engine.fully_shard import fully_shard
-from lightning_mfsdp.engine.gradient_watch import GradientWatch, NonFiniteGradients, NonFiniteParameter
-from lightning_mfsdp.engine.gradients import clip_grad_norm_, clip_grad_value_, grad_norm
-from lightning_mfsdp.engine.inspect import (
+from lightning_mfsdp.engine.features.ema import AveragedWeights
+from lightning_mfsdp.engine.features.graphs.capture import CapturedStep, capture_step
+from lightning_mfsdp.engine.features.graphs.captured_loss import CapturedLoss, capture_loss
+from lightning_mfsdp.engine.features.step_trace import note_collective, traced_step
+from lightning_mfsdp.engine.optimizer.adopt import ELEMENTWISE_OPTIMIZERS, fully_shard_optimizer
+from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer, RowPlacement, has_gradient, row_placement
+from lightning_mfsdp.engine.optimizer.norm import clip_grad_norm_, clip_grad_value_, grad_norm
+from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
+from lightning_mfsdp.engine.runtime.buffers import broadcast_buffers
+from lightning_mfsdp.engine.runtime.conversion import bring_home, unshard_model
+from lightning_mfsdp.engine.runtime.gradient_watch import GradientWatch, NonFiniteGradients, NonFiniteParameter
+from lightning_mfsdp.engine.runtime.inspect import (
     FlatGradient,
     ParameterView,
     UnitView,
@@ -32,11 +36,7 @@ from lightning_mfsdp.engine.inspect import (
     sharded_parameters,
     units,
 )
-from lightning_mfsdp.engine.lerp import lerp_
-from lightning_mfsdp.engine.local_rows import LocalRowsOptimizer, RowPlacement, has_gradient, row_placement
-from lightning_mfsdp.engine.optimizer import ELEMENTWISE_OPTIMIZERS, fully_shard_optimizer
-from lightning_mfsdp.engine.policy import MixedPrecisionPolicy
-from lightning_mfsdp.engine.trace import note_collective, traced_step
+from lightning_mfsdp.engine.runtime.lerp import lerp_
 
 __all__ = [
     "ELEMENTWISE_OPTIMIZERS",

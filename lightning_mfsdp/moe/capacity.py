@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_mfsdp.engine import compat
+from lightning_mfsdp.base import compat
 
 if TYPE_CHECKING:
     from lightning_mfsdp.moe.experts import GroupedExperts

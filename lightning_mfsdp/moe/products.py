@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_mfsdp.engine import compat
+from lightning_mfsdp.base import compat
 
 __all__ = ["compute_dtype", "expert_products", "no_grouped_product_because", "outer_products", "warn_where_it_waits"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_mfsdp.engine.tree import renewed
+from lightning_mfsdp.base.containers import renewed
 
 __all__ = ["filled", "outlined"]
 

@@ -14,8 +14,8 @@ import weakref
 import torch
 from torch import Tensor
 
+from lightning_mfsdp.base.streams import join_when_gone
 from lightning_mfsdp.engine import EngineStateError
-from lightning_mfsdp.engine.streams import join_when_gone
 
 __all__ = ["HostCopies", "HostCopy"]
 

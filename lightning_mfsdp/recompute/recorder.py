@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import lightning_mfsdp.te as te
-from lightning_mfsdp.engine.tree import tensors_in
-from lightning_mfsdp.engine.unit import unit_of
+from lightning_mfsdp.base.containers import tensors_in
+from lightning_mfsdp.engine.runtime.unit import unit_of
 from lightning_mfsdp.recompute.apply import recomputed
 from lightning_mfsdp.recompute.choice import find_stacks
 from lightning_mfsdp.recompute.memory import DeviceMemory, MemoryCounter, NoMemory

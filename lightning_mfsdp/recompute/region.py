@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import lightning_mfsdp.te as te
+from lightning_mfsdp.base.containers import tensors_in
 from lightning_mfsdp.engine import EngineStateError, gather_again, is_sharded
-from lightning_mfsdp.engine.tree import tensors_in
 from lightning_mfsdp.recompute.arguments import filled, outlined
 from lightning_mfsdp.recompute.chunk import Chunk, Link, Linked, Results, handle
 from lightning_mfsdp.recompute.config import Recompute

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mfsdp.engine.codec import Fragment, WeightCodec
+from lightning_mfsdp.engine.params.codec import Fragment, WeightCodec
 from lightning_mfsdp.te.library import is_a, load
 from lightning_mfsdp.te.weights import quantize_late
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_mfsdp.engine import compat
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.te import library
 
 __all__ = [

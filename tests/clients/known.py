@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_mfsdp.engine.errors import EngineStateError
+from lightning_mfsdp.base.errors import EngineStateError
 
 # Row of `rows.tsv` -> the item that will mend it. Whoever mends one takes its rows out.
 KNOWN: dict[str, str] = {}

@@ -25,10 +25,10 @@ WARNERS = {"warn", "warning", "rank_zero_warn", "rank_zero_deprecation"}
 # Functions whose errors no call of the public functions leads to, and why.
 _OWN_LAYOUT = "the engine asks for layouts by itself, and packing.py searches only among those that keep the rules"
 INTERNAL = {
-    "engine/layout.py:Layout.__post_init__": _OWN_LAYOUT,
-    "engine/layout.py:Layout._check_tensor": _OWN_LAYOUT,
-    "engine/layout.py:Layout._check_span": _OWN_LAYOUT,
-    "engine/layout.py:_check_arguments": _OWN_LAYOUT,
+    "engine/layout/layout.py:Layout.__post_init__": _OWN_LAYOUT,
+    "engine/layout/layout.py:Layout._check_tensor": _OWN_LAYOUT,
+    "engine/layout/layout.py:Layout._check_span": _OWN_LAYOUT,
+    "engine/layout/layout.py:_check_arguments": _OWN_LAYOUT,
     "checkpoint/rows.py:RowShard.__get_tensor_shard__": "torch.distributed.checkpoint asks for the rows it was told of",
     "checkpoint/location.py:Writer._write_file": "it says what the operating system said, in its words",
     "stopping.py:Stopping._on_sigterm": "it is Lightning's exception, without words",

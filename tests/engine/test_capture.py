@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_mfsdp.engine import EngineStateError, capture_step, fully_shard
-from lightning_mfsdp.engine.capture import make_capturable
+from lightning_mfsdp.engine.features.graphs.capture import make_capturable
 from tests.engine.cases import run_cases
 
 

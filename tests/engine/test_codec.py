@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
     ShardingError,
-    compat,
     fully_shard,
     fully_shard_optimizer,
     fully_shard_units,
@@ -31,8 +31,8 @@ from lightning_mfsdp.engine import (
     sharded_parameters,
     unshard,
 )
-from lightning_mfsdp.engine.codec import WeightCodec
-from lightning_mfsdp.engine.inspect import context_of, units
+from lightning_mfsdp.engine.params.codec import WeightCodec
+from lightning_mfsdp.engine.runtime.inspect import context_of, units
 from tests.engine.cases import device_type
 from tests.engine.int8_codec import (
     MASK,

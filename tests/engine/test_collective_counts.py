@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mfsdp.engine import compat, fully_shard, no_sync, reduce_pending, sharded_parameters
-from lightning_mfsdp.engine.unit import unit_of
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.engine import fully_shard, no_sync, reduce_pending, sharded_parameters
+from lightning_mfsdp.engine.runtime.unit import unit_of
 from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context

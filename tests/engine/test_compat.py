@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_mfsdp.engine import compat
+from lightning_mfsdp.base import compat
 from tests.engine.cases import run_cases
 from tests.helpers.distributed import run_distributed
 

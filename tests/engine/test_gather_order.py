@@ -12,8 +12,9 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_mfsdp.engine import CollectiveError, EngineStateError, compat
-from lightning_mfsdp.engine.gather_order import BACKWARD, REDUCTION, GatherOrder, History
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.engine import CollectiveError, EngineStateError
+from lightning_mfsdp.engine.comm.gather_order import BACKWARD, REDUCTION, GatherOrder, History
 from tests.engine.test_different_blocks import built
 from tests.helpers.chain import adamw, context, inputs, loss_of
 from tests.helpers.distributed import run_distributed

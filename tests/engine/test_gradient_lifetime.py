@@ -17,15 +17,15 @@ from torch import nn
 
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
-    buffer,
     clip_grad_norm_,
     fully_shard,
     grad_norm,
     no_sync,
-    reduction,
     sharded_parameters,
     unshard,
 )
+from lightning_mfsdp.engine.memory import buffer
+from lightning_mfsdp.engine.params import reduction
 from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, plain_chain, sharded_chain, train

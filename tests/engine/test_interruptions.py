@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.engine import gather_root, no_sync, sharded_parameters, unshard
-from lightning_mfsdp.engine.unit import unit_of
+from lightning_mfsdp.engine.runtime.unit import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import (
     STRATEGIES,

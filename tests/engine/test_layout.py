@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mfsdp.engine.layout import Layout, Segment, padding_advice, plan_layout
+from lightning_mfsdp.engine.layout.layout import Layout, Segment, padding_advice, plan_layout
 
 
 def load_padding_table() -> ModuleType:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_mfsdp.engine import MixedPrecisionPolicy, ShardingError, compat, fully_shard, lerp_
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.engine import MixedPrecisionPolicy, ShardingError, fully_shard, lerp_
 from tests.engine.cases import Problems, device_type
 from tests.engine.test_sharded_arithmetic import Net, sharded
 from tests.engine.worlds import by_world, check

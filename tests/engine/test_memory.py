@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy, sharded_parameters, units
-from lightning_mfsdp.engine.unit import unit_of
+from lightning_mfsdp.engine.runtime.unit import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, sharded_chain, train
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
     ShardingError,
@@ -25,16 +26,15 @@ from lightning_mfsdp.engine import (
     clip_grad_norm_,
     fully_shard,
     fully_shard_optimizer,
-    host_memory,
     no_sync,
     sharded_parameters,
     unshard,
 )
-from lightning_mfsdp.engine import offload as streaming
-from lightning_mfsdp.engine import visit as visiting
-from lightning_mfsdp.engine.errors import EngineStateError
-from lightning_mfsdp.engine.inspect import context_of
-from lightning_mfsdp.engine.resting_state import state_of
+from lightning_mfsdp.engine.features.offload import host_memory
+from lightning_mfsdp.engine.features.offload import streamed_step as streaming
+from lightning_mfsdp.engine.features.offload import visit as visiting
+from lightning_mfsdp.engine.features.offload.resting_state import state_of
+from lightning_mfsdp.engine.runtime.inspect import context_of
 from lightning_mfsdp.optim import Muon
 from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_mfsdp.engine import planning, units
-from lightning_mfsdp.engine.planning import spare_bytes, those_that_fit
+from lightning_mfsdp.engine import units
+from lightning_mfsdp.engine.runtime import planning
+from lightning_mfsdp.engine.runtime.planning import spare_bytes, those_that_fit
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import adamw, assert_same_weights, context, inputs, loss_of, sharded_chain, train
 

@@ -27,7 +27,7 @@ from lightning_mfsdp.engine import (
     units,
     unshard,
 )
-from lightning_mfsdp.engine.reduction import GradientReducer
+from lightning_mfsdp.engine.params.reduction import GradientReducer
 from tests.engine.cases import Problems, device_type, run_cases
 from tests.engine.int8_codec import Int8Codec, parameter_of
 

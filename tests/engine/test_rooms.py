@@ -15,15 +15,29 @@ import lightning_mfsdp.ops as ops
 
 PACKAGE = Path(lightning_mfsdp.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-ENGINE = sorted((PACKAGE / "engine").rglob("*.py"))
+ENGINE = sorted([*(PACKAGE / "base").rglob("*.py"), *(PACKAGE / "engine").rglob("*.py")])
 
 # What each room may import besides the standard library. Rooms not listed are upper ones and may import everything.
 ALLOWED = {
-    "engine": {"torch", "lightning_mfsdp.engine"},
+    "base": {"torch", "lightning_mfsdp.base"},
+    "engine": {"torch", "lightning_mfsdp.base", "lightning_mfsdp.engine"},
     "ops": {"torch", "triton", "lightning_mfsdp.ops", "lightning_mfsdp.alignment"},
     # It finds the library by name, in one file (tests/te/test_library.py).
-    "te": {"torch", "lightning_mfsdp.te", "lightning_mfsdp.engine", "lightning_mfsdp.alignment"},
-    "moe": {"torch", "triton", "lightning_mfsdp.moe", "lightning_mfsdp.engine", "lightning_mfsdp.ops"},
+    "te": {
+        "torch",
+        "lightning_mfsdp.te",
+        "lightning_mfsdp.base",
+        "lightning_mfsdp.engine",
+        "lightning_mfsdp.alignment",
+    },
+    "moe": {
+        "torch",
+        "triton",
+        "lightning_mfsdp.moe",
+        "lightning_mfsdp.base",
+        "lightning_mfsdp.engine",
+        "lightning_mfsdp.ops",
+    },
     "mtp": {"torch", "lightning_mfsdp.mtp", "lightning_mfsdp.recompute"},
     "checkpoint": {
         "torch",
@@ -31,12 +45,14 @@ ALLOWED = {
         "safetensors",
         "typing_extensions",
         "lightning_mfsdp.checkpoint",
+        "lightning_mfsdp.base",
         "lightning_mfsdp.engine",
     },
-    "optim": {"torch", "lightning_mfsdp.optim", "lightning_mfsdp.engine"},
+    "optim": {"torch", "lightning_mfsdp.optim", "lightning_mfsdp.base", "lightning_mfsdp.engine"},
     "recompute": {
         "torch",
         "lightning_mfsdp.recompute",
+        "lightning_mfsdp.base",
         "lightning_mfsdp.engine",
         "lightning_mfsdp.tables",
         "lightning_mfsdp.te",
@@ -46,20 +62,14 @@ ALLOWED = {
 EXCEPTIONS = {"checkpoint/lightning_io.py": {"lightning", "lightning_utilities"}}
 # These run in every step: a host sync there costs every user.
 HOT = (
+    *("base/streams", "engine/comm/collectives", "engine/features/offload/own_step"),
     *(
-        "buffer",
-        "collectives",
-        "context",
-        "gradients",
-        "group",
-        "offload",
-        "optimizer",
-        "own_step",
-        "reduction",
-        "resting_state",
-        "storage",
+        "engine/features/offload/resting_state",
+        "engine/features/offload/streamed_step",
+        "engine/features/offload/visit",
     ),
-    *("streams", "unit", "visit"),
+    *("engine/memory/buffer", "engine/memory/storage", "engine/optimizer/adopt", "engine/optimizer/norm"),
+    *("engine/params/group", "engine/params/reduction", "engine/runtime/context", "engine/runtime/unit"),
 )
 
 
@@ -130,10 +140,64 @@ def test_the_import_check_sees_local_and_relative_imports(tmp_path, monkeypatch)
     ]
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.name != "compat.py"], ids=name_of)
+# From the lowest up. A file imports lower rooms and its own.
+LAYERS = (
+    "base",
+    "engine/layout",
+    "engine/comm",
+    "engine/memory",
+    "engine/params",
+    "engine/runtime",
+    "engine/optimizer",
+    "engine/features",
+    "engine/api",
+    "engine",
+)
+# Imports that lead up, to be inverted. The list only gets shorter.
+LEADS_UP = {
+    ("engine/features/graphs/captured_loss", "engine/api/functions"),
+    ("engine/optimizer/adopt", "engine/features/decoupled"),
+    ("engine/optimizer/adopt", "engine/features/fused_adam"),
+    ("engine/optimizer/adopt", "engine/features/offload/streamed_step"),
+    ("engine/params/group", "engine/runtime/context"),
+    ("engine/params/group", "engine/runtime/unit"),
+    ("engine/params/reduction", "engine/features/decoupled"),
+    ("engine/params/reduction", "engine/features/direct_gradients"),
+    ("engine/params/sharded_tensor", "engine/runtime/outside"),
+    ("engine/runtime/context", "engine/features/step_trace"),
+    ("engine/runtime/conversion", "engine/features/direct_gradients"),
+    ("engine/runtime/gradient_watch", "engine/optimizer/norm"),
+    ("engine/runtime/inspect", "engine/optimizer/norm"),
+    ("engine/runtime/reduction_schedule", "engine/features/direct_gradients"),
+}
+
+
+def layer_of(name: str) -> int:
+    """By the longest name of a room that a file's name begins with."""
+    return max((len(room), index) for index, room in enumerate(LAYERS) if name.startswith(f"{room}/"))[1]
+
+
+def file_of(module: str) -> str | None:
+    """The file of base or engine that an imported module is; `None` for everything else."""
+    path = PACKAGE.parent / module.replace(".", "/")
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file in ENGINE:
+            return name_of(file).removesuffix(".py")
+    return None
+
+
+def test_imports_of_the_engine_lead_down():
+    found = {
+        (name_of(path).removesuffix(".py"), target)
+        for path in ENGINE
+        for _, module in imports(path)
+        if (target := file_of(module)) is not None and layer_of(target) > layer_of(name_of(path))
+    }
+    assert found == LEADS_UP
+
+
+@pytest.mark.parametrize("path", [path for path in ENGINE if name_of(path) != "base/compat.py"], ids=name_of)
 def test_private_torch_apis_are_used_in_compat_only(path):
-    if room_of(path) != "engine":
-        return
     wrong = [
         where(path, node.lineno)
         for node in ast.walk(tree_of(path))
@@ -160,7 +224,7 @@ def test_no_hasattr_state_no_print_no_bare_except(path):
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("path", [path for path in ENGINE if path.stem in HOT], ids=name_of)
+@pytest.mark.parametrize("path", [PACKAGE / f"{name}.py" for name in HOT], ids=name_of)
 def test_a_training_step_does_not_wait_for_the_device(path):
     """Nor does it use `record_stream`. Converting a tensor to a Python number waits as well; the one allowed is opt-in."""
     wrong = [
@@ -169,10 +233,6 @@ def test_a_training_step_does_not_wait_for_the_device(path):
         if is_attribute_call(call, "item", "tolist", "cpu", "numpy", "synchronize", "record_stream", "nonzero")
     ]
     assert not wrong, wrong
-
-
-def test_every_hot_file_exists():
-    assert set(HOT) <= {path.stem for path in ENGINE}
 
 
 def set_expressions(tree: ast.AST) -> set[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lightning_mfsdp.engine.tree import map_tensors, renewed, tensors_in
+from lightning_mfsdp.base.containers import map_tensors, renewed, tensors_in
 
 Pair = namedtuple("Pair", ["first", "second"])
 

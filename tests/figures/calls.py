@@ -4,8 +4,10 @@ A chain of four units of four parameters under a root (five units), over a fake 
 and none moves a byte, in one process and one thread, so the numbers are the same in every run of one Python and one torch.
 After warm-up steps, one step is watched by `sys.setprofile`:
 
-- **Python calls**: events `call` whose code is in the engine's folder; **C calls**: events `c_call` out of such code.
-- **files**: which of the engine's files these Python calls went to.
+- **Python calls**: events `call` whose code is in the engine's folder or the package's `base`; **C calls**: events `c_call` out of such
+  code.
+- **files**: which of these files the Python calls went to, all and without those of `base` (which older commits had in the engine's
+  folder).
 - **changes of file**: how often a Python call of the engine went to another file than the one before it.
 - One unit is the third block. Its forward is the call of the block; its backward is what autograd runs between two borders, one behind
   the block's result and one before its input. What it does for its neighbours (gathers in advance, reductions that are due) counts; what
@@ -40,6 +42,7 @@ from tests.figures.subjects import Chain, Package, Phase, Subject, Watched, batc
 
 BLOCKS, WARM_UP = 4, 6
 HERE = Path(__file__).resolve().parents[2]
+BASE = ("compat", "containers", "errors", "initialize", "materialize", "streams", "tree")
 
 
 @dataclass
@@ -57,8 +60,8 @@ class Count:
 class Profile:
     """Counts calls while it is on."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = f"{folder}/"
+    def __init__(self, *folders: Path) -> None:
+        self._folders = tuple(f"{folder}/" for folder in folders)
         self._count = Count()
 
     def begin(self) -> None:
@@ -75,7 +78,7 @@ class Profile:
             return
         count, file = self._count, frame.f_code.co_filename
         count.everything += 1
-        if not file.startswith(self._folder):
+        if not file.startswith(self._folders):
             return
         if event == "c_call":
             count.c += 1
@@ -87,9 +90,9 @@ class Profile:
         count.last = file
 
 
-def spans(subject: Subject, folder: Path) -> dict[str, Count]:
+def spans(subject: Subject, *folders: Path) -> dict[str, Count]:
     """Counts of one unit's forward and backward and of a whole step."""
-    x, profile, found = batch(), Profile(folder), dict[str, Count]()
+    x, profile, found = batch(), Profile(*folders), dict[str, Count]()
     for _ in range(WARM_UP):
         subject.step(x)
     gc.collect()
@@ -118,12 +121,13 @@ def measure(checkout: Path) -> dict[str, dict[str, Count]]:
     dist.init_process_group("fake", rank=0, world_size=2)
     package = Package(checkout)
     fsdp_folder = Path(torch.distributed.fsdp.__file__).parent / "_fully_shard"
-    engines: dict[str, tuple[Callable[[int], Subject], Path]] = {
-        "mfsdp": (package.subject, checkout.resolve() / "lightning_mfsdp" / "engine"),
-        "fsdp2": (fsdp2, fsdp_folder),
-        "plain": (plain, Path("/nowhere")),
+    ours = checkout.resolve() / "lightning_mfsdp"
+    engines: dict[str, tuple[Callable[[int], Subject], tuple[Path, ...]]] = {
+        "mfsdp": (package.subject, (ours / "engine", ours / "base")),
+        "fsdp2": (fsdp2, (fsdp_folder,)),
+        "plain": (plain, (Path("/nowhere"),)),
     }
-    found = {name: spans(build(BLOCKS), folder) for name, (build, folder) in engines.items()}
+    found = {name: spans(build(BLOCKS), *folders) for name, (build, folders) in engines.items()}
     dist.destroy_process_group()
     return found
 
@@ -131,14 +135,16 @@ def measure(checkout: Path) -> dict[str, dict[str, Count]]:
 def table(found: dict[str, dict[str, Count]]) -> str:
     """Markdown."""
     lines = [
-        "| engine | span | Python calls | C calls | files | changes of file | all calls |",
-        "|---|---|--:|--:|--:|--:|--:|",
+        "| engine | span | Python calls | C calls | files | without base | changes of file | all calls |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     words = {"forward": "one unit, forward", "backward": "one unit, backward", "step": f"a step of {BLOCKS + 1} units"}
     for engine, counts in found.items():
         for span, label in words.items():
             one = counts[span]
-            cells = (one.python, one.c, len(one.files), one.changes, one.everything)
+            files = [Path(file).stem for file in one.files]
+            core = [name for name in files if name not in BASE]
+            cells = (one.python, one.c, len(files), len(core), one.changes, one.everything)
             lines.append(f"| {engine} | {label} | {' | '.join(f'{cell:,}' for cell in cells)} |")
     return "\n".join(lines)
 

@@ -18,9 +18,9 @@ from lightning_mfsdp import (
     units,
     unshard,
 )
-from lightning_mfsdp.engine import offload as streaming
-from lightning_mfsdp.engine.inspect import context_of
-from lightning_mfsdp.engine.resting_state import empty_at_rest, put_to_rest
+from lightning_mfsdp.engine.features.offload import streamed_step as streaming
+from lightning_mfsdp.engine.features.offload.resting_state import empty_at_rest, put_to_rest
+from lightning_mfsdp.engine.runtime.inspect import context_of
 from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.helpers.models import batch, build, loss_of
 

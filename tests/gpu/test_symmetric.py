@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, unshard
-from lightning_mfsdp.engine import compat
+from lightning_mfsdp.base import compat
 from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.helpers.models import batch, build, loss_of
 

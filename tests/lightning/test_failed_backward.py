@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mfsdp.engine import compat
+from lightning_mfsdp.base import compat
 from tests.engine.worlds import by_world, check
 from tests.fabric.loops import launched
 from tests.lightning.models import Classifier, full_state, loader, make_trainer, seeded

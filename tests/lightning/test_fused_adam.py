@@ -172,7 +172,7 @@ def refusals() -> dict[str, Any]:
         model = fully_shard(nn.Linear(4, 6))
         optimizer = FusedAdam(model.parameters())
         refused = pytest.raises(ShardingError, match="leaves out updates where a rank") if is_old else nullcontext()
-        with mock.patch("lightning_mfsdp.engine.fused_adam.version", return_value=library), refused:
+        with mock.patch("lightning_mfsdp.engine.features.fused_adam.version", return_value=library), refused:
             fully_shard_optimizer(optimizer)
     model = fully_shard(nn.Linear(4, 6), offload="optimizer")
     with pytest.raises(ShardingError, match="FusedAdam counts the calls of its step, and offload"):

@@ -15,7 +15,7 @@ from lightning_mfsdp import (
     units,
     unshard,
 )
-from lightning_mfsdp.engine.inspect import context_of
+from lightning_mfsdp.engine.runtime.inspect import context_of
 from lightning_mfsdp.unit_selection import join_blocks, select_units
 from tests.engine.worlds import by_world, check
 from tests.mtp.models import Model, batch, build

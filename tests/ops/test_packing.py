@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from lightning_mfsdp.engine.recording import _described
+from lightning_mfsdp.engine.features.graphs.recording import _described
 from lightning_mfsdp.ops import AlignedCollator, alignment_of
 
 RECIPES = [None, "delayed", "current", "mxfp8", "block", "nvfp4", 12]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_mfsdp.base.initialize import materialize
 from lightning_mfsdp.engine import fully_shard
-from lightning_mfsdp.engine.materialize import materialize
 from lightning_mfsdp.te import Fp8Compute, Fp8Options
 from tests.engine.cases import run_cases
 from tests.te import fake_engine

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_mfsdp.continuation import random_state, restore_random_state
-from lightning_mfsdp.engine.captured_loss import loss_in
+from lightning_mfsdp.engine.features.graphs.captured_loss import loss_in
 from lightning_mfsdp.lightning_api import LightningModule, Trainer
 from lightning_mfsdp.strategy import MFSDPStrategy
 

@@ -21,7 +21,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lightning_mfsdp.engine import EngineStateError, compat
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.engine import EngineStateError
 from lightning_mfsdp.moe.capacity import CapacityWatch
 from lightning_mfsdp.moe.experts import GroupedExperts
 from lightning_mfsdp.moe.saving import PagedRows

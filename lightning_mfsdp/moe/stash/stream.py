@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_mfsdp.engine.streams import join_when_gone
+from lightning_mfsdp.base.streams import join_when_gone
 
 __all__ = ["Event", "SideStream", "is_capturing"]
 

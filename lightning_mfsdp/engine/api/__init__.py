@@ -1,0 +1,1 @@
+"""How a model is sharded, and functions for loops of one's own."""

@@ -1,0 +1,347 @@
+"""The front door: validate, find parameters, attach a unit."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.base.initialize import materialize
+from lightning_mfsdp.engine.api.validate import Named, check_same_model, refuse_other_mesh, refuse_parts, refuse_unfit
+from lightning_mfsdp.engine.comm.collectives import Mesh, resolve_mesh
+from lightning_mfsdp.engine.comm.communicators import check_symmetric_memory
+from lightning_mfsdp.engine.features.direct_gradients import write_directly
+from lightning_mfsdp.engine.layout.layout import padding_advice
+from lightning_mfsdp.engine.layout.placement import resolve_placement
+from lightning_mfsdp.engine.params.fp32_modules import casts_alike, fp32_parameters
+from lightning_mfsdp.engine.params.group import ParameterGroup
+from lightning_mfsdp.engine.params.group_spec import GroupSpec
+from lightning_mfsdp.engine.params.parameter import mark_owner, owner_of, place_of
+from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
+from lightning_mfsdp.engine.params.sharded_parameter import ShardedParameter
+from lightning_mfsdp.engine.runtime.buffers import share_from_first
+from lightning_mfsdp.engine.runtime.context import Context
+from lightning_mfsdp.engine.runtime.conversion import follow_conversions
+from lightning_mfsdp.engine.runtime.unit import Unit, unit_of
+
+__all__ = ["fully_shard", "mesh_device"]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module | Sequence[nn.Module])
+
+
+def fully_shard(
+    module: ModuleT,
+    mesh: DeviceMesh | None = None,
+    *,
+    sharding: str | int = "optim_grads_params",
+    outer_sharding: str | int = "no_shard",
+    policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | Literal["auto"] = True,
+    ignored_parameters: Iterable[nn.Parameter] | None = None,
+    storage: Literal["pooled", "dynamic"] = "pooled",
+    symmetric_memory: bool = False,
+    offload: Literal["optimizer"] | None = None,
+    unused_parameters: Literal["none", "zero"] = "none",
+) -> ModuleT:
+    """Shard a module's parameters, gradients and optimizer state over the ranks of a mesh, in place.
+
+    Call it on the units first (the blocks of a transformer, say), then on the module around them. A unit is what is
+    gathered and reduced at once; it owns the parameters inside it that no nested unit owns. Every rank of the mesh must
+    make the same calls in the same order. Values are those of the mesh's first rank; parameters on the meta device are
+    initialised by their modules' `reset_parameters`.
+
+    Args:
+        module: Any module. Its parameter names do not change; at rest its parameters are DTensors of the main weights. A list of
+            modules that run one after the other becomes one unit: small blocks are gathered and reduced faster together. Called in
+            another order they are still right, only gathered more often; so are they under reentrant checkpointing of each.
+        mesh: 1-D (shard) or 2-D (outer, shard), or with axes named "outer" and "shard". `None`: all ranks, 1-D. Along one more axis, named
+            "expert", parameters differ: every rank holds other rows of one larger parameter, and computes with them for the data of all.
+            Gradients, norms and checkpoints are those of the larger one. Modules around are sharded over the same ranks without it.
+        sharding: "no_shard", "optim", "optim_grads" or "optim_grads_params", or 0 to 3: what is sharded on the shard
+            axis.
+        outer_sharding: On the outer axis: "no_shard" (HSDP) or "optim" (HFSDP: main weights and optimizer state sharded
+            there too).
+        policy: Dtypes and reduction; the default keeps the module's dtype for compute and float32 for the rest.
+        reshard_after_forward: Give full weights back between forward and backward (only with sharded weights). The root
+            keeps its own in any case. "auto": after two steps, weights of as many units stay as the memory left on the device
+            holds (a tenth of it is not touched), last units first.
+        ignored_parameters: Left as they are: neither sharded nor reduced.
+        storage: "pooled": full-size memory in fixed slots planned from the first training step. "dynamic": from the
+            caching allocator. The root's choice holds for all its units.
+        symmetric_memory: Gather into symmetric memory, moved by copy engines instead of compute cores (NCCL 2.28 or later, ranks
+            of one NVLink domain). Needs pooled storage. The root's choice holds for all its units.
+        offload: "optimizer": main weights and the optimizer's state rest in host memory and visit the device a few at a time while the
+            optimizer steps. What gathers read, this rank's shard of the compute weights, stays on the device. For elementwise optimizers.
+        unused_parameters: Whose gradient no rank computed in a step. "none": `.grad` stays `None` and optimizers leave them alone, as
+            under DDP(find_unused_parameters=True); a rank that leaves a parameter unused waits for the device once in each backward that
+            reduces, to hear of the others. "zero": their gradient is zeros, which weight decay and momentum go on from; nobody waits.
+            CUDA graphs always do that. The root's choice holds for all its units.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ShardingError: What cannot be sharded, with the names of the parameters or axes concerned.
+    """
+    if storage not in ("pooled", "dynamic"):
+        raise ShardingError(f'fully_shard: storage: expected "pooled" or "dynamic", got {storage!r}')
+    if reshard_after_forward not in (True, False, "auto"):
+        raise ShardingError(
+            f'fully_shard: reshard_after_forward: expected True, False or "auto", got {reshard_after_forward!r}'
+        )
+    if offload not in (None, "optimizer"):
+        raise ShardingError(f'fully_shard: offload: expected None or "optimizer", got {offload!r}')
+    if unused_parameters not in ("none", "zero"):
+        raise ShardingError(f'fully_shard: unused_parameters: expected "none" or "zero", got {unused_parameters!r}')
+    resolved = resolve_mesh(mesh)
+    policy = policy or MixedPrecisionPolicy()
+    outer_size = resolved.outer.size if resolved.outer else 1
+    if outer_sharding not in ("no_shard", 0) and resolved.outer is None:
+        raise ShardingError(
+            f"fully_shard: outer_sharding={outer_sharding!r} needs a mesh with an outer axis, got a 1-D mesh of "
+            f"{resolved.shard.size} ranks"
+        )
+    placement = resolve_placement(sharding, outer_sharding, resolved.shard.size, outer_size)
+    members = _members(module)
+    whole = members[0] if len(members) == 1 else nn.ModuleList(members)
+    inputs_are_cast = casts_alike(members, policy)
+    device = mesh_device(resolved)
+    if symmetric_memory:
+        check_symmetric_memory(device, resolved.shard, storage)
+    ignored = {id(parameter) for parameter in ignored_parameters or ()}
+    materialize(whole, device, ignored)
+    encoded = _encode(whole, policy, device, ignored)
+    named, borrowed = _parameters_of(whole, ignored)
+    refuse_unfit(whole, named, policy)
+    refuse_parts(whole, named, resolved)
+    check_same_model(whole, named, resolved)
+    _share_buffers(whole, resolved, device)
+    keep_fp32 = set[int]().union(*(fp32_parameters(member, policy) for member in members))
+    groups = [
+        ParameterGroup(
+            name=f"{type(whole).__name__}[{index}]",
+            named=alike,
+            spec=spec,
+            mesh=resolved,
+            placement=placement,
+            policy=policy,
+            device=device,
+            offloads=offload is not None,
+        )
+        for index, (spec, alike) in enumerate(_by_spec(named, policy, keep_fp32))
+    ]
+    for old, new in encoded:
+        if (place := place_of(new)) is not None:
+            mark_owner(old, *place)  # an optimizer that was built before holds it
+    _advise_on_padding(groups)
+    if not inputs_are_cast:
+        policy = replace(policy, cast_forward_inputs=False)
+    write_directly(members, groups)
+    unit = Unit(members, groups, policy, reshard_after_forward=reshard_after_forward)
+    context = Context(
+        unit,
+        resolved,
+        device,
+        pooled=storage == "pooled",
+        symmetric=symmetric_memory,
+        zeros_unused=unused_parameters == "zero",
+    )
+    context.ignored = {id(one): weakref.ref(one) for one in whole.parameters() if id(one) in ignored}
+    _join(whole, unit, context)
+    _borrow(unit, borrowed)
+    unit.hook_inside()
+    for member in members:
+        follow_conversions(member)
+    return module
+
+
+def mesh_device(mesh: Mesh) -> torch.device:
+    """Where this rank's shards live."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _members(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules of the unit to be."""
+    members = [module] if isinstance(module, nn.Module) else list(module)
+    for member in members:
+        if not isinstance(member, nn.Module):
+            raise ShardingError(f"fully_shard: expected a module or a list of modules, got {type(member).__name__}")
+        if unit_of(member) is not None:
+            raise ShardingError(
+                f"fully_shard: {type(member).__name__} is sharded already; call fully_shard once for each module"
+            )
+    inside = {id(part) for member in members for part in member.modules() if part is not member}
+    if not members or len({id(member) for member in members}) < len(members) or any(id(m) in inside for m in members):
+        raise ShardingError(
+            f"fully_shard: expected modules that run one after the other, got {[type(m).__name__ for m in members]}, which is empty or "
+            "names a module twice or along with one inside it"
+        )
+    return members
+
+
+# -- which parameters --------------------------------------------------------------------------------------------------
+
+
+def _parameters_of(module: nn.Module, ignored: set[int]) -> tuple[list[Named], list[Named]]:
+    """Parameters that the module will own, and those it shares with a unit that owns them; each once, with all its sites."""
+    own: dict[int, Named] = {}
+    shared: dict[int, Named] = {}
+    for prefix, child in module.named_modules(remove_duplicate=True):
+        inside_unit = child is not module and _is_inside_unit(module, prefix)
+        for key, parameter in child._parameters.items():
+            if parameter is None or id(parameter) in ignored:
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            if owner_of(parameter) is not None:
+                if isinstance(parameter, ShardedParameter):
+                    if not inside_unit:
+                        raise ShardingError(
+                            f"fully_shard: parameter {name} of {type(module).__name__} on rank {dist.get_rank()} is sharded "
+                            "already, by a call on another module that has it; expected a plain parameter. Shard nested units first, "
+                            "the modules around them after, and modules that share parameters in one call (a list)"
+                        )
+                    continue
+                shared.setdefault(id(parameter), (name, parameter, []))[2].append((child._parameters, key))
+                continue
+            own.setdefault(id(parameter), (name, parameter, []))[2].append((child._parameters, key))
+    return list(own.values()), list(shared.values())
+
+
+def _is_inside_unit(module: nn.Module, prefix: str) -> bool:
+    current = module
+    for part in prefix.split("."):
+        current = getattr(current, part)
+        if unit_of(current) is not None:
+            return True
+    return False
+
+
+def _by_spec(
+    named: Sequence[Named], policy: MixedPrecisionPolicy, keep_fp32: set[int]
+) -> list[tuple[GroupSpec, list[Named]]]:
+    """Groups of equal dtypes, equal wish for gradients and one codec, in order of first appearance."""
+    found: dict[GroupSpec, list[Named]] = {}
+    for item in named:
+        parameter = item[1]
+        codec = policy.codec_for(parameter)
+        if codec is not None and id(parameter) in keep_fp32:
+            raise ShardingError(
+                f"fully_shard: parameter {item[0]} is quantized, and its module is one that policy.fp32_modules keeps in float32; take it "
+                "out of fp32_modules, or build that module without quantized weights"
+            )
+        compute = parameter.dtype if codec is not None else policy.compute_dtype or parameter.dtype
+        main = policy.main_params_dtype or parameter.dtype
+        if not parameter.is_floating_point():
+            compute = main = parameter.dtype
+        elif id(parameter) in keep_fp32:
+            compute = torch.float32
+        if not parameter.requires_grad and codec is None:
+            main = parameter.dtype  # a codec's dtype says nothing of the value before
+        spec = GroupSpec(
+            compute_dtype=compute,
+            main_dtype=main,
+            trainable=parameter.requires_grad,
+            whole=parameter.dim() == 0,
+            codec=codec,
+        )
+        found.setdefault(spec, []).append(item)
+    return list(found.items())
+
+
+def _encode(
+    module: nn.Module, policy: MixedPrecisionPolicy, device: torch.device, ignored: set[int]
+) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Let codecs make quantized parameters of ordinary ones; returns those that went, each with its successor."""
+    names = {id(parameter): name for name, parameter in module.named_parameters() if id(parameter) in ignored}
+    sites = [
+        (child._parameters, key, parameter)
+        for child in (module.modules() if policy.weight_codecs else ())
+        for key, parameter in child._parameters.items()
+        if parameter is not None
+    ]
+    for codec in policy.weight_codecs:
+        codec.encode(module, device)
+    now = ((parameter, table[key]) for table, key, parameter in sites)
+    encoded = [(old, new) for old, new in now if new is not None and new is not old]
+    taken = dict.fromkeys(names[id(old)] for old, _ in encoded if id(old) in ignored)
+    if taken:
+        raise ShardingError(
+            f"fully_shard: {', '.join(taken)} of {type(module).__name__} are among ignored_parameters and were to be quantized by "
+            "policy.weight_codecs: only what is sharded can be. Keep their layers in high precision, or do not ignore them"
+        )
+    return encoded
+
+
+# -- around them ------------------------------------------------------------------------------------------------------
+
+
+def _share_buffers(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
+    """Buffers are not sharded; they go where the parameters are, with the values of the mesh's first rank."""
+    moved: dict[int, Tensor] = {}
+    for prefix, child in module.named_modules():
+        if prefix and _is_inside_unit(module, prefix):
+            continue
+        for key, buffer in child._buffers.items():
+            if not isinstance(buffer, Tensor) or isinstance(buffer, DTensor):
+                continue
+            child._buffers[key] = moved.setdefault(id(buffer), buffer.to(device))
+    share_from_first(list(moved.values()), mesh)
+
+
+def _advise_on_padding(groups: Sequence[ParameterGroup]) -> None:
+    """Say on one rank, once for each kind of group, where more ranks than rows waste memory."""
+    for layout in {group.layout: None for group in groups}:
+        advice = padding_advice(layout) if dist.get_rank() == 0 else ""
+        if advice:
+            warnings.warn(f"fully_shard: {advice}", stacklevel=3)
+
+
+# -- units of one root -------------------------------------------------------------------------------------------------
+
+
+def _join(module: nn.Module, unit: Unit, context: Context) -> None:
+    """Bring nested units into the new root's context, in module order, the root last."""
+    names: dict[Unit, list[str]] = {}
+    for name, child in module.named_modules():
+        nested = unit_of(child)
+        if nested is not None and nested is not unit:
+            names.setdefault(nested, []).append(name)
+    for nested, found in names.items():
+        nested.rename(found)
+        nested.unhook_inside()
+        refuse_other_mesh(nested, context)
+        context.take_over(nested)
+        context.add(nested)
+    context.add(unit)
+
+
+def _borrow(unit: Unit, shared: Sequence[Named]) -> None:
+    """Tied weights across units: this unit uses groups that others own, and their parameters show under its names too."""
+    for name, parameter, sites in shared:
+        found = owner_of(parameter)
+        assert found is not None, "only owned parameters are shared"
+        group, entry = found
+        owner = group.unit()
+        if owner is None or group.mesh.device_mesh != unit.context.mesh.device_mesh:
+            raise ShardingError(
+                f"fully_shard: parameter {name} is shared with {entry.name} of another unit on another mesh, so they "
+                "cannot be joined; "
+                "shard both on the same mesh, or put both in one unit"
+            )
+        entry.sites.extend(sites)
+        for table, key in sites:
+            table[key] = entry.resting
+        if group not in unit.borrowed:
+            unit.borrow(group)
+            owner.users.append(weakref.ref(unit))

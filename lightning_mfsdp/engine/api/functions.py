@@ -1,0 +1,262 @@
+"""What users do with a sharded module: hold back reductions, look at full weights, run a root's methods directly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.base.initialize import Replaced, children_first, materialize_module
+from lightning_mfsdp.engine.api.fully_shard import fully_shard, mesh_device
+from lightning_mfsdp.engine.comm.collectives import resolve_mesh
+from lightning_mfsdp.engine.memory.buffer import FlatBuffer
+from lightning_mfsdp.engine.params.group import ParameterGroup
+from lightning_mfsdp.engine.params.rows import gather_rows, join_parts, own_part
+from lightning_mfsdp.engine.runtime.conversion import refuse_moved
+from lightning_mfsdp.engine.runtime.inspect import context_of, units_in, units_of_own
+from lightning_mfsdp.engine.runtime.reduction_schedule import Sync
+from lightning_mfsdp.engine.runtime.unit import Unit, unit_of
+
+__all__ = [
+    "around_backward",
+    "fully_shard_units",
+    "gather_again",
+    "gather_root",
+    "no_sync",
+    "record_ranges",
+    "reduce_pending",
+    "refresh_weights",
+    "unshard",
+    "watch_backward",
+]
+
+
+@contextmanager
+def no_sync(module: nn.Module, *, keep_sharded: bool = False) -> Iterator[None]:
+    """Backwards inside do not communicate gradients; the next backward outside reduces everything at once.
+
+    Unreduced gradients are kept full-size in `main_grads_dtype`. `.grad` stands for them: `zero_grad()` drops them, and whoever looks has
+    them reduced first (collective).
+
+    Args:
+        module: A sharded module; the setting holds for its whole root.
+        keep_sharded: Save that memory where gradients are sharded: reduce over the shard axis in every backward and let
+            only the outer axis of a 2-D mesh wait.
+    """
+    with context_of(module).reductions.synchronizing(Sync.SHARD if keep_sharded else Sync.NONE):
+        yield
+
+
+def reduce_pending(module: nn.Module) -> None:
+    """Reduce now what `no_sync` kept, so that every parameter's `.grad` holds all backwards so far. All ranks call it, between backwards.
+
+    Later backwards add to it. Trained parameters that had no gradient get zero, as in a backward that communicates.
+    """
+    context = context_of(module)
+    context.reductions.reduce_pending(context.units)
+
+
+@contextmanager
+def unshard(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
+    """Inside, parameters are full plain tensors of the main weights, under all their names. Collective: enter it on every rank.
+
+    It is meant for looking and for surgery. A forward inside works as usual, on compute weights.
+
+    Args:
+        module: A sharded module, one that contains some, or a part of one; everything in it is gathered at once.
+        writeback: Take over what was written to the full tensors. Every rank keeps its own rows, so write the same on
+            all.
+    """
+    tables = {id(child._parameters) for child in module.modules()}
+    wanted: dict[ParameterGroup, list[int]] = {}
+    for unit in units_in(module):
+        unit.release()
+        unit.context.note_writes()
+        for group in unit.all_groups:
+            inside = [any(id(table) in tables for table, _ in entry.sites) for entry in group.entries]
+            if any(inside):
+                wanted[group] = [index for index, is_inside in enumerate(inside) if is_inside]
+    if not wanted:
+        raise ShardingError(
+            f"unshard: {type(module).__name__} has no sharded parameter; expected a module that fully_shard was "
+            "called on"
+        )
+    refuse_moved(wanted, "unshard")
+    shown = [_show_full(group, indices) for group, indices in wanted.items()]
+    try:
+        yield
+    finally:
+        for (group, indices), parameters in zip(wanted.items(), shown, strict=True):
+            for index, parameter in zip(indices, parameters, strict=True):
+                entry = group.entries[index]
+                if writeback:
+                    with torch.no_grad():
+                        group.write(index, own_part(parameter.detach(), group.mesh))
+                entry.resting = entry.sharded
+                entry.install(
+                    entry.full if group.installed else entry.sharded
+                )  # a forward inside may wait for its backward
+        if writeback:
+            refresh_weights(module)
+
+
+def _show_full(group: ParameterGroup, indices: list[int]) -> list[nn.Parameter]:
+    """Gather main weights of a group into memory of their own and show them in the module."""
+    entries = [group.entries[index] for index in indices]
+    with torch.inference_mode(False), torch.no_grad():
+        parameters = [
+            nn.Parameter(value, requires_grad=entry.full.requires_grad)
+            for entry, value in zip(entries, _gathered(group, indices), strict=True)
+        ]
+    for entry, parameter in zip(entries, parameters, strict=True):
+        entry.resting = parameter
+        entry.install(parameter)
+    return parameters
+
+
+def _gathered(group: ParameterGroup, indices: list[int]) -> list[Tensor]:
+    """Whole main weights: all of a group in one buffer, some of it one by one."""
+    if len(indices) < len(group.entries):
+        return [gather_rows(group, index, group.entries[index].local.detach()) for index in indices]
+    full = FlatBuffer.empty(group.layout, group.full_extent, group.spec.main_dtype, group.device)
+    for own, piece in zip(full.part(group.main_extent).segments, group.main.segments, strict=True):
+        own.copy_(piece)
+    if group.placement.outer_main and group.outer_axis is not None:
+        group.outer_axis.gather(full.part(group.inner_extent).segments, full.part(group.main_extent).segments)
+    if group.placement.main:
+        group.shard_axis.gather(full.segments, full.part(group.inner_extent).segments)
+    return [join_parts(view, group.mesh) for view in full.views()]
+
+
+@contextmanager
+def gather_root(module: nn.Module) -> Iterator[None]:
+    """Have the weights of `module`'s own unit there while code calls its methods directly (a LightningModule's `training_step`).
+
+    Its forward hooks do not run then. The code sees sharded parameters: what it writes to them lasts, and gradients are theirs. Modules
+    inside show unsharded ones during their forward, and what is computed from a parameter directly gets it unsharded (outside.py).
+    In grad mode the weights stay until the backward of what was computed has ended.
+    """
+    unit = _unit(module, "gather_root")
+    context = unit.context
+    before = context.backwards_finished
+    unit.enter(shows=False)
+    unit.pinned = True
+    if torch.is_grad_enabled():
+        unit.use_borrowed()
+    try:
+        yield
+    except BaseException:  # an interrupt, too, must not leave weights pinned; it goes on up
+        unit.abandon()
+        raise
+    unit.pinned = False
+    if torch.is_grad_enabled():
+        unit.step_slots = [group.slot for group in unit.all_groups]
+    if context.backwards_finished != before:
+        unit.release()
+    else:
+        unit.leave(reshard=True)
+
+
+def gather_again(module: nn.Module) -> None:
+    """Inside a backward, have the weights of `module` there for a forward of it whose hooks do not run: its activations are computed again.
+
+    They go when the backward of their unit has come through. Outside of a backward, and where nothing is sharded, nothing happens. Units
+    inside `module` do as ever.
+    """
+    if compat.backward_task() == -1:
+        return
+    for unit in units_of_own(module):
+        unit.enter_again()
+
+
+def watch_backward(module: nn.Module, loss: Tensor) -> None:
+    """Let the engine know when the backward of `loss` begins, for a root whose forward hooks did not run.
+
+    Raises:
+        ShardingError: `module` is not sharded itself.
+    """
+    unit = _unit(module, "watch_backward")
+    if loss.requires_grad:
+        loss.register_hook(lambda _: unit.context.begin_backward())  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def around_backward(*modules: nn.Module) -> Iterator[None]:
+    """If a backward inside raises, code after it sees sharded weights at once, so that `module.zero_grad()` clears their gradients.
+
+    Without it the engine knows as soon as autograd has let go of the backward. For a GPU that is a thread of autograd's own, and whoever
+    caught the exception may be faster.
+    """
+    try:
+        yield
+    except BaseException:
+        for context in dict.fromkeys(unit.context for module in modules for unit in units_in(module)):
+            context.backward_raised()
+        raise
+
+
+def refresh_weights(module: nn.Module) -> None:
+    """Take over what was written to main weights by other means than a sharded optimizer or `load_state_dict`."""
+    context = context_of(module)
+    context.weights_changed()
+    context.refresh_shown()
+
+
+def record_ranges(module: nn.Module, enabled: bool = True) -> None:
+    """Name what the engine does to the units of `module`'s root in profiles: `mfsdp gather|reduce|forward|backward <unit>`.
+
+    Off by default. `torch.profiler` shows the ranges; so does Nsight Systems under `torch.autograd.profiler.emit_nvtx()`.
+    """
+    context_of(module).ranges.enabled = enabled
+
+
+def fully_shard_units(
+    module: nn.Module, units: Sequence[nn.Module | Sequence[nn.Module]], mesh: DeviceMesh | None = None, **options: Any
+) -> nn.Module:
+    """`fully_shard` every unit, then `module`, initialising meta parameters in the order in which their modules were built.
+
+    One unit at a time is whole in memory, and under one seed the values are those of a model built for real.
+
+    Args:
+        module: The root.
+        units: Modules inside it, in any order; a list among them becomes one unit.
+        mesh: As in `fully_shard`.
+        **options: As in `fully_shard`.
+
+    Raises:
+        ShardingError: As `fully_shard`, or a module is named twice or is not inside the root.
+    """
+    device = mesh_device(resolve_mesh(mesh))
+    if options.get("ignored_parameters") is not None:
+        options["ignored_parameters"] = list(options["ignored_parameters"])
+    series = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
+    unit_with = {id(member): members for members in series for member in members}
+    inside = {id(child) for child in module.modules() if child is not module}
+    if sum(map(len, series)) != len(unit_with) or not unit_with.keys() <= inside:
+        strange = [type(member).__name__ for members in series for member in members if id(member) not in inside]
+        raise ShardingError(
+            f"fully_shard_units: units: expected different modules inside {type(module).__name__}, got "
+            f"{f'{strange} from elsewhere' if strange else 'a module twice'}"
+        )
+    seen, replaced = set[int](), Replaced()
+    ignored = {id(parameter) for parameter in options.get("ignored_parameters") or ()}
+    for name, child, model in children_first(module):
+        materialize_module(name, child, model, device, replaced, ignored)
+        seen.add(id(child))
+        members = unit_with.get(id(child), [module])
+        if module not in members and all(id(member) in seen for member in members):
+            fully_shard(members[0] if len(members) == 1 else members, mesh, **options)
+    return fully_shard(module, mesh, **options)
+
+
+def _unit(module: nn.Module, function: str) -> Unit:
+    unit = unit_of(module)
+    if unit is None:
+        raise ShardingError(f"{function}: {type(module).__name__} is not sharded; call fully_shard on it first")
+    return unit

@@ -1,0 +1,164 @@
+"""What is checked of a module before it is sharded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.engine.comm.collectives import Mesh
+from lightning_mfsdp.engine.params.codec import WeightCodec
+from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.runtime.context import Context
+    from lightning_mfsdp.engine.runtime.unit import Unit
+
+__all__ = ["Named", "check_same_model", "refuse_other_mesh", "refuse_parts", "refuse_unfit"]
+
+# A parameter with its first name and all the places that hold it: the `_parameters` table of a module and the key in it.
+Named = tuple[str, nn.Parameter, list[tuple[dict[str, Any], str]]]
+
+
+def refuse_unfit(module: nn.Module, named: Sequence[Named], policy: MixedPrecisionPolicy) -> None:
+    """Refuse parameters that cannot be sharded under a policy, and modules that reduce gradients by themselves.
+
+    Raises:
+        ShardingError: With the name of the first one.
+    """
+    for path, child in module.named_modules():
+        if isinstance(child, (FullyShardedDataParallel, DistributedDataParallel)):
+            raise ShardingError(
+                f"fully_shard: {path or 'the module'} of {type(module).__name__} is wrapped in {type(child).__name__}, which gathers or "
+                "reduces by itself; expected plain modules. Leave the wrapper out"
+            )
+    for name, parameter, _ in named:
+        where = f"fully_shard: parameter {name} of {type(module).__name__}"
+        if isinstance(parameter, DTensor):
+            raise ShardingError(
+                f"{where} is a DTensor already (tensor parallel or FSDP2); expected a plain tensor. Shard it with one "
+                "engine only"
+            )
+        if parameter.is_complex() or (parameter.requires_grad and not parameter.is_floating_point()):
+            raise ShardingError(
+                f"{where} has dtype {parameter.dtype}; expected float64, float32, bfloat16 or float16. Convert it or "
+                "pass it in ignored_parameters"
+            )
+        if parameter.is_floating_point() and parameter.element_size() == 1:
+            raise ShardingError(
+                f"{where} has dtype {parameter.dtype}; 8-bit floats are not supported as parameters. Pass it in "
+                "ignored_parameters"
+            )
+        main = policy.main_params_dtype
+        if parameter.dtype is torch.float64 and parameter.requires_grad and main not in (None, torch.float64):
+            raise ShardingError(
+                f"{where} is float64, and main_params_dtype={main} would lose precision; expected torch.float64. "
+                "Pass MixedPrecisionPolicy(main_params_dtype=torch.float64, main_grads_dtype=torch.float64)"
+            )
+
+        codec = policy.codec_for(parameter)
+        if codec is not None:
+            _refuse_unfit_for_codec(where, parameter, codec, main)
+
+    written = {id(parameter): name for name, parameter, _ in named}
+    for child in module.modules():
+        if (
+            isinstance(child, (nn.Embedding, nn.EmbeddingBag))
+            and child.max_norm is not None
+            and id(child.weight) in written
+        ):
+            raise ShardingError(
+                f"fully_shard: parameter {written[id(child.weight)]} of {type(module).__name__} belongs to an embedding with "
+                f"max_norm={child.max_norm}, which rescales rows while it looks them up; what forward writes into a gathered "
+                "weight is lost. Leave max_norm out and bound the rows that are looked up, or those of the main weight after a step"
+            )
+
+
+def _refuse_unfit_for_codec(where: str, parameter: nn.Parameter, codec: WeightCodec, main: torch.dtype | None) -> None:
+    if main is None and parameter.requires_grad:
+        raise ShardingError(
+            f"{where} is quantized, and an optimizer's small steps would be lost in its {codec.storage_dtype} values; expected a main "
+            "weight beside it. Pass MixedPrecisionPolicy(main_params_dtype=torch.float32)"
+        )
+    if reason := codec.why_not(parameter):
+        raise ShardingError(f"{where} cannot be sharded as it is stored: {reason}")
+
+
+def refuse_parts(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> None:
+    """Refuse parameters without rows on a mesh along which ranks hold different rows.
+
+    Raises:
+        ShardingError: With the name of the first one.
+    """
+    scalars = [name for name, parameter, _ in named if not parameter.dim()]
+    if mesh.parts is not None and scalars:
+        raise ShardingError(
+            f"fully_shard: parameter {scalars[0]} of {type(module).__name__} is a single number, and along the mesh's axis "
+            f'"{mesh.parts.name}" every rank holds other rows of each parameter; put it into a module around the experts'
+        )
+
+
+def refuse_other_mesh(nested: Unit, context: Context) -> None:
+    """Refuse a unit that is not used for the data of all ranks of its root, or gathers elsewhere than its root's slots are.
+
+    Raises:
+        ShardingError: With its name and both meshes' sizes.
+    """
+    for group in nested.groups:
+        if context.mesh.parts is not None and group.mesh.parts is None:
+            raise ShardingError(
+                f"fully_shard: unit {nested.name} has the same parameters on all ranks, and the module around it was given a mesh with the "
+                f'axis "{context.mesh.parts.name}", along which all parameters would differ; leave that axis to the experts'
+            )
+        if group.mesh.num_ranks != context.mesh.num_ranks:
+            raise ShardingError(
+                f"fully_shard: unit {nested.name} is sharded over a mesh of {group.mesh.num_ranks} ranks inside a module sharded over "
+                f"{context.mesh.num_ranks}, so its gradients would leave out the data of the others. Shard both over the same ranks; if "
+                'this unit holds different experts on different ranks, name the axis along which they differ "expert", and pass the '
+                "mesh with it"
+            )
+        if context.channels.symmetric and group.mesh.device_mesh != context.mesh.device_mesh:
+            raise ShardingError(
+                f"fully_shard: symmetric_memory=True, but unit {nested.name} is sharded over another mesh than the module around it, and "
+                "symmetric memory belongs to one set of ranks; leave symmetric_memory out"
+            )
+
+
+def check_same_model(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> None:
+    """Every rank must shard the same parameters, or collectives would mix different ones."""
+    lines = [
+        f"{name}: {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
+        for name, parameter, _ in named
+    ]
+    if not mesh.axes or dist.get_backend(mesh.shard.group) == "fake":
+        return
+    digest = hashlib.sha256("\n".join([type(module).__name__, *lines]).encode()).hexdigest()
+    digests = _from_all_ranks(digest, mesh)
+    if len(set(digests)) == 1:
+        return
+    everyone = _from_all_ranks([type(module).__name__, *lines], mesh)
+    other = next(rank for rank in range(len(digests)) if digests[rank] != digests[0])
+    missing = [line for line in everyone[0] if line not in everyone[other]]
+    extra = [line for line in everyone[other] if line not in everyone[0]]
+    raise ShardingError(
+        f"fully_shard: ranks do not have the same module: rank {other} of the mesh differs from rank 0. Expected, as on "
+        f"rank 0: {missing[:4]}; got on rank {other}: {extra[:4]}. Build the same model on every rank"
+    )
+
+
+def _from_all_ranks(value: Any, mesh: Mesh) -> list[Any]:
+    """What every rank of the mesh passed, the same list on all of them."""
+    collected: list[Any] = [value]
+    for axis in mesh.axes:
+        pieces: list[Any] = [None] * axis.size
+        dist.all_gather_object(pieces, collected, group=axis.group)
+        collected = [item for piece in pieces for item in piece]
+    return collected

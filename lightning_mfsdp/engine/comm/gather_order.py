@@ -1,0 +1,393 @@
+"""GatherOrder: ranks that share weights gather the same units in the same order, or end with an error that says where they differ.
+
+A gather takes every rank of the axis. Where one rank leaves a block out, the others would wait for it for ever, or would compute with
+another unit's weights, because gathers of equal size fit each other. So every rank predicts its next gather from the gathers before, of
+which all ranks know that they were the same:
+
+    it is the predicted one       nobody is asked; a step that repeats an earlier one costs half a microsecond for each gather
+    it is another, or none was    the rank says in the store what it gathers, and waits until all ranks have said the same. They do where
+    predicted                     all begin something new: the first step, an evaluation
+    a rank says something else    nobody can go on: every rank gets an error with the units and the ranks
+    a rank has gone on, as it     the same
+    predicted
+
+A rank that says nothing may be late, or it waits in a gather for this rank. Therefore a thread of each process writes into the store how
+many gathers were begun, once they have stood still for a second. Ends of backwards that reduce and steps of optimizers count like gathers.
+
+What is not seen: a rank that leaves out the last thing of all and goes on to another collective, and what ranks do while steps are
+recorded as CUDA graphs, where nothing is checked.
+
+Alternatives considered: ranks that take part in gathers of units they do not use (the order of reductions between the gathers has to be
+agreed on as well, and every new order of an evaluation costs collectives); a number of the unit in every gather (the host has to wait for
+it before the weights are used); asking before every gather. With sharding="optim_grads" weights are whole, and ranks may run any units.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.errors import CollectiveError, EngineStateError
+from lightning_mfsdp.engine.comm.collectives import Axis
+from lightning_mfsdp.engine.comm.process_groups import kept
+
+__all__ = ["BACKWARD", "FORWARD", "REDUCTION", "GatherOrder", "History"]
+
+FORWARD = 0
+BACKWARD = 1
+REDUCTION = 2
+_STEP = 3
+_KINDS = ("the gather of {} in forward", "the gather of {} in backward", "the reduction of {}", "the step of {}")
+_WHOLE_BACKWARD = (0, "a whole backward", REDUCTION)  # groups are numbered from 1
+_ANY_OPTIMIZER = (0, "an optimizer", _STEP)
+
+_ADVICE = (
+    "Ranks that share weights have to run the same units in the same order between the same steps. Do so on all ranks, or take "
+    'sharding="optim_grads", which keeps weights whole on every rank, so that each may leave out what it likes'
+)
+
+_STILL_S = 1.0
+_HEARD_S = 3.0
+_PAUSES_S = (0.02, 0.2)  # the longest between two looks at the store, at first and after `_STILL_S`
+
+_STEPS = (8, 1, 0)  # how many steps a past goes back
+_LONGEST_STEP = 4096  # gathers
+_MOST_PASTS = 1 << 17
+
+
+class _Past:
+    """What was gathered until now, as far back as it is remembered.
+
+    Attributes:
+        lengths: Numbers of what was gathered since the last step of an optimizer together with so many steps before (`_STEPS`); empty where
+            nothing but the last few gathers counts.
+        recent: The last few gathers.
+        since: How many came since the last step.
+        expected: What came here last time.
+        following: The past after that.
+    """
+
+    __slots__ = ("expected", "following", "lengths", "recent", "since")
+
+    def __init__(self, lengths: tuple[int, ...], recent: tuple[int, ...], since: int) -> None:
+        self.lengths, self.recent, self.since = lengths, recent, since
+        self.expected: int | None = None
+        self.following = self
+
+    @property
+    def keys(self) -> tuple[int | tuple[int, ...], ...]:
+        """The longest past first."""
+        return (*self.lengths, self.recent)
+
+
+class History:
+    """What was gathered after what. It is the same on ranks that gathered the same, and so is what it predicts.
+
+    What came after the longest past that is known is expected again.
+
+    Args:
+        step: What is predicted where an optimizer steps.
+    """
+
+    def __init__(self, step: int = -1) -> None:
+        self._step = step
+        self._forget((-1, -1, -1))
+
+    def _forget(self, recent: tuple[int, ...]) -> None:
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._pasts: dict[int | tuple[int, ...], _Past] = {}
+        self._after: dict[int | tuple[int, ...], int] = {}  # what came, by shorter pasts
+        self._steps = (0,) * max(_STEPS)
+        self._past = self._known((0,) * len(_STEPS), recent, 0)
+
+    @property
+    def prediction(self) -> int | None:
+        """What came last time; `None` if nothing is known."""
+        past = self._past
+        if past.expected is not None:
+            return past.expected
+        return next((found for key in past.keys if (found := self._after.get(key)) is not None), None)
+
+    def add(self, event: int) -> None:
+        """Something was gathered."""
+        past = self._past
+        if past.expected != event:
+            self._expect(event)
+            past.following = self._after_it(past, event)
+        self._past = past.following
+
+    def stepped(self) -> None:
+        """An optimizer stepped: what comes next begins anew."""
+        past = self._past
+        self._expect(self._step)
+        if len(self._numbers) > _MOST_PASTS:
+            self._forget(past.recent)
+        self._steps = (*self._steps[1:], past.lengths[-1] if past.lengths else 0)
+        lengths = tuple(self._number((-1, *self._steps[len(self._steps) - count :])) for count in _STEPS)
+        self._past = self._known(lengths, past.recent, 0)
+
+    def _expect(self, event: int) -> None:
+        """The next time as well, after what has been until now."""
+        past = self._past
+        if past.expected != event:
+            past.expected = event
+            for key in past.keys:
+                self._after[key] = event
+
+    def _after_it(self, past: _Past, event: int) -> _Past:
+        since = past.since + 1
+        lengths = tuple(self._number((length, event)) for length in past.lengths)
+        if since == _LONGEST_STEP:  # an evaluation, or no optimizer
+            lengths = ()
+        return self._known(lengths, (*past.recent[1:], event), since)
+
+    def _number(self, past: tuple[int, ...]) -> int:
+        return self._numbers.setdefault(past, len(self._numbers) + 1)
+
+    def _known(self, lengths: tuple[int, ...], recent: tuple[int, ...], since: int) -> _Past:
+        key = lengths[0] if lengths else recent
+        found = self._pasts.get(key)
+        if found is None:
+            found = self._pasts[key] = _Past(lengths, recent, since)
+        return found
+
+
+class GatherOrder:
+    """The gathers of one root's units on this rank.
+
+    Args:
+        ranks: Global ranks of those that share weights, this one among them.
+        rank: Index of this one in them.
+        store: Where they meet; `None`: nothing is checked.
+        place: Prefix of the keys, the same on all ranks.
+        still_s: Seconds after which a rank that waits looks for the others.
+        heard_s: Seconds at most that a rank gives the others to hear why it ends.
+
+    Attributes:
+        is_on: Whether there are other ranks.
+        has_reductions: Whether reductions are to be noted, too.
+        asked: How often ranks were asked, for inspection.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        store: compat.Store | None,
+        place: str,
+        *,
+        still_s: float = _STILL_S,
+        heard_s: float = _HEARD_S,
+    ) -> None:
+        self.is_on = len(ranks) > 1 and store is not None
+        self.has_reductions = False
+        self.asked = 0
+        self._ranks, self._rank, self._place = ranks, rank, place
+        self._store = store
+        self._still_s, self._heard_s = still_s, heard_s
+        self._history = History(_event(*_ANY_OPTIMIZER))
+        self._count = 0
+        self._latest = (-1, "")
+        self._agreed_on: list[str] = []  # keys of the last agreement
+        self._seen = self._said = -1  # how many were begun when the thread came by, and as the store has it
+        self._told = ""
+
+    @classmethod
+    def over(cls, axis: Axis, device: torch.device) -> GatherOrder:
+        """For the weights of a new root. All ranks of an axis make theirs in the same order.
+
+        Where calls wait for other ranks (gloo), the order of gathers and reductions between each other counts as well. Where calls queue on
+        a device, reductions have a communicator of their own.
+        """
+        if axis.size == 1 or not compat.carries_data(axis.group):
+            return cls([axis.rank], 0, None, "")
+        made = kept(("gather order",), _Watch).order(dist.get_process_group_ranks(axis.group), axis.rank)
+        made.has_reductions = not compat.uses_nccl(axis.group, device)
+        return made
+
+    def note(self, number: int, name: str, kind: int) -> None:
+        """This rank is about to gather a group, or to reduce its gradients.
+
+        Args:
+            number: Of the group among those of its root.
+            name: Of the group.
+            kind: `FORWARD`, `BACKWARD` or `REDUCTION`.
+
+        Raises:
+            EngineStateError: Another rank does something else.
+        """
+        if self.is_on:
+            self._history.add(self._come_to(number, name, kind))
+
+    def end_backward(self) -> None:
+        """A backward that reduces gradients is at its end."""
+        if self._count:  # else weights are whole
+            self.note(*_WHOLE_BACKWARD)
+
+    def stepped(self) -> None:
+        """An optimizer has stepped.
+
+        Raises:
+            EngineStateError: Another rank does something else.
+        """
+        if self.is_on and self._count:  # else weights are whole
+            self._come_to(*_ANY_OPTIMIZER)
+            self._history.stepped()
+
+    def _come_to(self, number: int, name: str, kind: int) -> int:
+        """The number of what comes now, for the history, once all ranks are known to come to the same."""
+        event = _event(number, name, kind)
+        if self._history.prediction != event:
+            self._agree(event, name)
+        self._latest = event, name
+        self._count += 1
+        return event
+
+    def stop(self) -> None:
+        """Check nothing from now on. All ranks call it."""
+        self.is_on = False
+
+    def told(self) -> str:
+        """Why another rank could not go on; empty if none has said so."""
+        if not self._told and self._store is not None:
+            try:
+                self._told = self._word("end")
+                if self._told:
+                    self._store.add(f"{self._place}/heard", 1)
+            except RuntimeError:  # the store is gone with the rank that had it
+                return ""
+        return self._told
+
+    def say_where(self) -> None:
+        """Called once in a while, by another thread: where this rank stands still, write how far it is, and hear of others that ended."""
+        count = self._count
+        if self.is_on and count and count == self._seen and not self.told() and self._said < count:
+            begun, _, _ = self._word("furthest").partition(" ")
+            if begun and int(begun) >= count:
+                self._said = count
+            else:  # looked at again the next time, because another rank may write at the same time
+                assert self._store is not None
+                where = f"{count} rank {self._ranks[self._rank]} has come to {_described(*self._latest)}"
+                self._store.set(f"{self._place}/furthest", where)
+        self._seen = count
+
+    # -- agreeing ------------------------------------------------------------------------------------------------------
+
+    def _agree(self, event: int, name: str) -> None:
+        what = _described(event, name)
+        try:
+            self._ask(event, what)
+        except dist.DistError as error:
+            raise CollectiveError(
+                f"{what} does not come about, because the process that has the store is gone. Look for the first error in the output of "
+                "the other ranks"
+            ) from error
+
+    def _ask(self, event: int, what: str) -> None:
+        assert self._store is not None
+        self.asked += 1
+        place = f"{self._place}/{self._count}"
+        key, pause, longest = f"{place}/{event}", 0.0, _PAUSES_S[0]
+        began = looked = time.monotonic()
+        while self._store.add(key, 0 if pause else 1) < len(self._ranks):
+            pause = min(2 * pause + 0.0002, longest)
+            time.sleep(pause)
+            if time.monotonic() - looked > self._still_s:
+                longest = _PAUSES_S[1]
+                self._look(place, event, what, time.monotonic() - began)
+                looked = time.monotonic()
+        if self._rank == 0:
+            for old in self._agreed_on:  # every rank has gone on to this one
+                self._store.delete_key(old)
+            self._agreed_on = [key, f"{place}/of"]
+
+    def _look(self, place: str, event: int, what: str, waited_s: float) -> None:
+        """Raise if another rank ends, is about to do something else, or has gone on."""
+        assert self._store is not None
+        mine = self._ranks[self._rank]
+        if told := self.told():
+            raise EngineStateError(f"{what} does not come about, because another rank ended: {told}")
+        first = self._store.compare_set(f"{place}/of", "", f"{event} rank {mine} to {what}").decode()
+        begun, _, other = self._word("furthest").partition(" ")
+        # Who goes on after all have come has said before that it came.
+        if self._store.add(f"{place}/{event}", 0) == len(self._ranks):
+            return
+        if int(first.partition(" ")[0]) != event:
+            begun, other = str(self._count + 1), first.partition(" ")[2]
+        if begun and int(begun) > self._count:
+            message = f"rank {mine} comes to {what}, and {other}. {_ADVICE}"
+            self._tell(message)
+            raise EngineStateError(message)
+        if waited_s > self._store.timeout.total_seconds():  # type: ignore[attr-defined]
+            message = f"rank {mine} comes to {what} and has waited {waited_s:.0f} s for the other ranks to do so, too. {_ADVICE}"
+            self._tell(message)
+            raise EngineStateError(message)
+
+    def _tell(self, message: str) -> None:
+        """Leave word of why this rank ends, and give the others time to hear it: the store may go with this rank."""
+        assert self._store is not None
+        self._told = message
+        self._store.set(f"{self._place}/end", message)
+        until = time.monotonic() + self._heard_s
+        while self._store.add(f"{self._place}/heard", 0) < len(self._ranks) - 1 and time.monotonic() < until:
+            time.sleep(_PAUSES_S[0])
+
+    def _word(self, key: str) -> str:
+        assert self._store is not None
+        key = f"{self._place}/{key}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+def _event(number: int, name: str, kind: int) -> int:
+    return len(_KINDS) * number + kind
+
+
+def _described(event: int, name: str) -> str:
+    return _KINDS[event % len(_KINDS)].format(name)
+
+
+class _Watch:
+    """All orders of a process, and the thread that says where they are; one while a default process group lives."""
+
+    def __init__(self) -> None:
+        self._store = compat.default_store()
+        self._made: dict[tuple[int, ...], int] = {}
+        self._sessions: dict[tuple[int, ...], int] = {}
+        self._orders: list[weakref.ref[GatherOrder]] = []
+        world = dist.group.WORLD
+        assert world is not None, "a mesh has a process group"
+        arguments = (weakref.ref(self), weakref.ref(world))
+        threading.Thread(target=_run, args=arguments, name="mfsdp-gathers", daemon=True).start()
+
+    def order(self, ranks: list[int], rank: int) -> GatherOrder:
+        among, key = tuple(ranks), f"mfsdp/gathers/{hash(tuple(ranks))}"
+        if among not in self._sessions:  # a store may outlive a process group, and have keys of the one before
+            self._sessions[among] = (self._store.add(key, 1) - 1) // len(ranks)
+        number = self._made[among] = self._made.get(among, 0) + 1
+        made = GatherOrder(ranks, rank, self._store, f"{key}/{self._sessions[among]}/{number}")
+        self._orders = [*(one for one in self._orders if one() is not None), weakref.ref(made)]
+        return made
+
+    def say_where(self) -> None:
+        for reference in self._orders:
+            if (order := reference()) is not None:
+                order.say_where()
+
+
+def _run(watch: weakref.ref[_Watch], world: weakref.ref[dist.ProcessGroup]) -> None:
+    while True:
+        time.sleep(_STILL_S)
+        here = watch()
+        if here is None or world() is None or dist.group.WORLD is not world():
+            return
+        try:
+            here.say_where()
+        except RuntimeError:  # the store is gone, and so is the run
+            return
+        del here

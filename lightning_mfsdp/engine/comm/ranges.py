@@ -1,0 +1,92 @@
+"""Ranges: what the engine does, by name, in a profile. Off until asked for.
+
+`torch.profiler` shows them beside the kernels they launch; under `torch.autograd.profiler.emit_nvtx()` Nsight Systems does as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.errors import CollectiveError
+
+__all__ = ["Ranges"]
+
+
+class Ranges:
+    """Named stretches of host time, `mfsdp <what> <name>`.
+
+    Attributes:
+        enabled: Whether new ones are recorded; those that are open end in any case.
+        collectives: How many were begun.
+        told: Why another rank could not go on; empty if none has said so.
+    """
+
+    def __init__(self, told: Callable[[], str] = str) -> None:
+        self.told = told
+        self.enabled = False
+        self.collectives = 0
+        self._latest = ("", "")
+        self._open: dict[tuple[str, str], list[record_function]] = {}
+        self._around: list[record_function] = []
+
+    @property
+    def latest(self) -> str:
+        """The last one that was begun, in words; empty before the first."""
+        what, name = self._latest
+        return f"{what} of {name} (collective {self.collectives} of this model)" if what else ""
+
+    def around(self, what: str, name: str) -> Ranges:
+        """For a `with` around the lines of a collective: a range, and its name in the error if other ranks are not there for it."""
+        self.collectives += 1
+        self._latest = what, name
+        return self
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            recorded = record_function("mfsdp " + " ".join(self._latest))
+            recorded.__enter__()  # type: ignore[no-untyped-call]
+            self._around.append(recorded)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._around:
+            self._around.pop().__exit__(kind, error, where)
+        if error is not None and compat.is_lost_connection(error):
+            rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+            if told := self.told():
+                raise CollectiveError(f"{rank}{self.latest} failed, because another rank ended: {told}") from error
+            raise CollectiveError(
+                f"{rank}{self.latest} failed, because another rank is gone or does something else. Look for the first error in "
+                "the output of the others. If there is none: all ranks must call the same, also full_tensor(), unshard, clip_grad_norm_ "
+                "and saves, and have equally many training batches"
+            ) from error
+
+    def begin(self, what: str, name: str) -> None:
+        """Open a range that another hook ends."""
+        if self.enabled:
+            opened = record_function(f"mfsdp {what} {name}")
+            opened.__enter__()  # type: ignore[no-untyped-call]
+            self._open.setdefault((what, name), []).append(opened)
+
+    def end(self, what: str, name: str) -> None:
+        """End the range that was opened last under these names, if there is one."""
+        if self._open and (opened := self._open.get((what, name))):
+            opened.pop().__exit__(None, None, None)
+
+    def end_all(self, what: str) -> None:
+        """End those that nothing else ended: a backward whose inputs need no gradient, or one that raised."""
+        if self._open:
+            for key in [key for key in self._open if key[0] == what]:
+                while self._open[key]:
+                    self.end(*key)
+
+    @property
+    def num_open(self) -> int:
+        """How many have begun and not ended."""
+        return sum(map(len, self._open.values()))

@@ -1,0 +1,1 @@
+"""What a model may use beside the core of sharded training."""

@@ -1,0 +1,212 @@
+"""AveragedWeights: an exponential moving average of main weights. Each rank averages the rows it owns; nothing is communicated."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.engine.params.parameter import is_left_behind, owner_of, place_of
+from lightning_mfsdp.engine.params.sharded_tensor import Rows
+from lightning_mfsdp.engine.runtime.conversion import refuse_moved
+from lightning_mfsdp.engine.runtime.inspect import context_of, sharded_parameters
+
+__all__ = ["AveragedWeights"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """What is averaged: a parameter's main weight, and the face that says whether it is trained."""
+
+    name: str
+    main: Tensor
+    face: Tensor
+
+
+class AveragedWeights:
+    """Average of what is trained in a sharded module. Parameters take part from the first `update` that finds them trained.
+
+    Buffers are not averaged: the average goes with the module's present ones.
+
+    Args:
+        module: Sharded before the first `update`. It is not kept alive until then, nor after `release`.
+        dtype: Of the average.
+        device: `None`: beside the weights. "cpu": in pinned host memory; every update moves it to the device and back, tensor by tensor.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, dtype: torch.dtype = torch.float32, device: Literal["cpu"] | None = None
+    ) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._module = weakref.ref(module)
+        self._averages: dict[str, Tensor] = {}
+        self._sources: list[_Source] | None = None
+        self._waiting: list[_Source] = []
+        self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._own: list[Tensor] | None = None  # while the average is shown
+
+    def __bool__(self) -> bool:
+        """Whether there is an average yet."""
+        return bool(self._averages)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module it was made for.
+
+        Raises:
+            EngineStateError: It was deleted.
+        """
+        module = self._module()
+        if module is None:
+            raise EngineStateError("AveragedWeights: the module was deleted; keep it as long as its average is used")
+        return module
+
+    def belongs_to(self, module: nn.Module) -> bool:
+        """Whether it was made for this very module."""
+        return self._module() is module
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the module shows the average at the moment."""
+        return self._own is not None
+
+    # -- averaging -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update(self, decay: float) -> None:
+        """`average = decay * average + (1 - decay) * weight`; the first time a copy. Nothing waits for the device."""
+        self._attach()
+        averages, mains = self._pairs
+        if averages and averages[0].device == mains[0].device and all(main.dtype == self.dtype for main in mains):
+            compat.foreach_lerp_(averages, mains, 1.0 - decay)
+        else:
+            for average, main in zip(averages, mains, strict=True):
+                here = average.to(main.device, non_blocking=True)
+                here.lerp_(main.to(self.dtype), 1.0 - decay)
+                if here is not average:
+                    average.copy_(here, non_blocking=True)
+        trained = [source for source in self._waiting if source.face.requires_grad]
+        if trained:
+            for source in trained:
+                self._averages[source.name] = self._copy(source.main)
+            self._pair()
+
+    def _attach(self) -> None:
+        if self._sources is None:
+            self._find_sources()
+        # All rows of a module go at once.
+        if not self._sources or is_left_behind(self._sources[0].face):
+            raise EngineStateError(
+                "AveragedWeights: the module is not sharded, or unshard_model made it plain, so there are no rows to average; shard the "
+                "module, and make a new AveragedWeights of it"
+            )
+
+    def _find_sources(self) -> None:
+        module = self.module
+        views = sharded_parameters(module)
+        if not views:
+            return
+        self._sources = [_Source(view.name, view.main, view.local) for view in views]
+        self._sources += [
+            _Source(name, parameter.detach(), parameter)
+            for name, parameter in module.named_parameters()
+            if owner_of(parameter) is None and parameter.is_floating_point()
+        ]
+        self._pair()
+
+    def _pair(self) -> None:
+        """Averages and their weights, as lists for fused operations; rows that this rank does not have are left out."""
+        sources = self._sources or []
+        self._waiting = [source for source in sources if source.name not in self._averages]
+        found = [(self._averages[source.name], source.main) for source in sources if source.name in self._averages]
+        self._pairs = ([one for one, _ in found if one.numel()], [main for _, main in found if main.numel()])
+
+    def _copy(self, value: Tensor) -> Tensor:
+        """In the average's dtype and place."""
+        place = torch.device(self.device or value.device)
+        with torch.inference_mode(False):
+            made = torch.empty(value.shape, dtype=self.dtype, device=place, pin_memory=place != value.device)
+            return made.copy_(value, non_blocking=True)
+
+    def release(self) -> None:
+        """Let go of the module's memory; the average stays."""
+        self.hide()
+        self._sources, self._waiting, self._pairs = None, [], ([], [])
+
+    # -- in place of the weights ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Put the average into the module's weights, and remember those."""
+        if not self._averages or self.is_shown:
+            return
+        self._attach()
+        context = context_of(self.module)
+        refuse_moved((group for unit in context.units for group in unit.groups), "AveragedWeights.show")
+        self._own = []
+        context.shown_averages.add(self)
+        with torch.inference_mode(False):
+            for average, main in zip(*self._pairs, strict=True):
+                place = average.device
+                own = torch.empty(main.shape, dtype=main.dtype, device=place, pin_memory=place != main.device)
+                self._own.append(own.copy_(main, non_blocking=True))
+                main.copy_(average, non_blocking=True)
+        context.weights_changed()
+
+    @torch.no_grad()
+    def hide(self) -> None:
+        """Give the module its own weights back, to the bit. Nothing happens if they are there."""
+        if self._own is None:
+            return
+        with torch.inference_mode(False):
+            for own, main in zip(self._own, self._pairs[1], strict=True):
+                main.copy_(own, non_blocking=True)
+        self._own = None
+        context = context_of(self.module)
+        context.shown_averages.discard(self)
+        # No gather here: after an exception other ranks may not come along.
+        context.weights_changed()
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def rows(self) -> dict[str, Tensor]:
+        """This rank's rows of the average by parameter name, `[len(rows), *shape[1:]]`; they share its memory."""
+        self._attach()
+        averages, mains = self._pairs
+        if averages and averages[0].device != mains[0].device:
+            torch.get_device_module(mains[0].device).synchronize()
+        return dict(self._averages)
+
+    @torch.no_grad()
+    def load_rows(self, rows: Mapping[str, Tensor]) -> None:
+        """Take over what `rows` gave, on whatever number of ranks. An empty mapping forgets the average."""
+        self._averages = {}
+        self._attach()
+        self._pair()
+        for source in [source for source in self._waiting if source.name in rows]:
+            self._averages[source.name] = self._copy(source.main).copy_(rows[source.name])
+        self._pair()
+
+    def in_place_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict of the module with averaged values, sharded as before, where there are any."""
+        names = {
+            (id(place[0]), place[1]): view.name
+            for view in sharded_parameters(self.module)
+            if (place := place_of(view.dtensor)) is not None
+        }
+        averages = self.rows()
+        found = dict(state)
+        for key, value in state.items():
+            place = place_of(value) if isinstance(value, Tensor) else None
+            name = names.get((id(place[0]), place[1])) if place is not None else key
+            if name in averages:
+                average = averages[name]
+                found[key] = Rows.over(average.to(value.device), value) if isinstance(value, Rows) else average
+        return found

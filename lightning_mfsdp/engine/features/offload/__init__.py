@@ -1,0 +1,1 @@
+"""Main weights and optimizer state in host memory."""

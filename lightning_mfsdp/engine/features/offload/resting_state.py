@@ -1,0 +1,120 @@
+"""Optimizer state at rest in host memory: the tensors shaped like their parameters, of one optimizer and one group, in one piece."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mfsdp.engine.memory.host_memory import HostMemory, aligned
+from lightning_mfsdp.engine.params.group import ParameterGroup
+from lightning_mfsdp.engine.params.parameter import place_of
+
+__all__ = ["RestingState", "StateTensor", "empty_at_rest", "put_to_rest", "state_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class StateTensor:
+    """`optimizer.state[local][key]`, shaped like `local`."""
+
+    local: nn.Parameter
+    key: str
+    tensor: Tensor
+
+
+def state_of(optimizer: Optimizer, group: ParameterGroup) -> list[StateTensor]:
+    """What an optimizer keeps for each number of a group's parameters at the moment. Counters and other small things are none of it."""
+    found = []
+    for entry in group.entries:
+        local = entry.local
+        for key, value in optimizer.state.get(local, {}).items():
+            like_it = isinstance(value, Tensor) and value.shape == local.shape and value.device == local.device
+            if like_it and value.dim() and value.numel():
+                found.append(StateTensor(local, key, value))
+    return found
+
+
+class RestingState:
+    """Room in host memory for state tensors of one group.
+
+    Attributes:
+        memory: All of it.
+        faces: How the optimizer's table shows them at rest: tensors of the device.
+    """
+
+    def __init__(self, tensors: list[StateTensor], device: torch.device) -> None:
+        self._keys = [(one.local, one.key) for one in tensors]
+        self._kinds = [(one.tensor.dtype, one.tensor.shape) for one in tensors]
+        size_bytes = sum(aligned(one.tensor.numel() * one.tensor.element_size()) for one in tensors)
+        self.memory = HostMemory(size_bytes, device)
+        self.faces = self.views_in(self.memory.seen)
+
+    def views_in(self, memory: Tensor) -> list[Tensor]:
+        """The tensors in `memory`, `[size_bytes]` uint8, laid out as here."""
+        views, start = [], 0
+        with torch.inference_mode(False):
+            for dtype, shape in self._kinds:
+                stop = start + shape.numel() * dtype.itemsize
+                views.append(memory[start:stop].view(dtype).view(shape))
+                start = aligned(stop)
+        return views
+
+    def is_all(self, found: list[StateTensor], views: list[Tensor]) -> bool:
+        """Whether `found` is exactly this state, in `views`."""
+        return len(found) == len(views) and all(
+            one.tensor is view and one.local is local and one.key == key
+            for one, view, (local, key) in zip(found, views, self._keys, strict=True)
+        )
+
+    def take(self, tensors: list[StateTensor]) -> None:
+        """Copy the tensors it was made for to host memory, on the current stream; nothing waits."""
+        for one, room in zip(tensors, self.views_in(self.memory.host), strict=True):
+            room.copy_(one.tensor, non_blocking=True)
+
+    def show(self, optimizer: Optimizer, views: list[Tensor]) -> None:
+        """Put `views` into the optimizer's table."""
+        for (local, key), view in zip(self._keys, views, strict=True):
+            optimizer.state[local][key] = view
+
+    def keep_in(self, optimizer: Optimizer, views: list[Tensor]) -> None:
+        """Where the optimizer put new tensors of the same kind into its table, copy them to `views` and show those."""
+        for (local, key), view in zip(self._keys, views, strict=True):
+            table = optimizer.state.get(local, {})
+            value = table.get(key)
+            if (
+                value is not view
+                and isinstance(value, Tensor)
+                and (value.dtype, value.shape) == (view.dtype, view.shape)
+            ):
+                table[key] = view.copy_(value)
+
+    def replace(self, optimizer: Optimizer, views: list[Tensor]) -> None:
+        """Show the faces again where the table still shows `views`."""
+        for (local, key), view, face in zip(self._keys, views, self.faces, strict=True):
+            table = optimizer.state.get(local, {})
+            if table.get(key) is view:
+                table[key] = face
+
+
+def empty_at_rest(local: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for a state tensor shaped like a parameter, where such state rests: in host memory or beside the parameter.
+
+    Args:
+        local: What the optimizer holds.
+        dtype: Of the state.
+    """
+    place = place_of(local)
+    if place is None or not place[0].offloads or not local.numel():
+        return torch.empty_like(local, dtype=dtype, requires_grad=False)
+    memory = HostMemory(local.numel() * dtype.itemsize, local.device)
+    return memory.seen.view(dtype).view(local.shape)
+
+
+def put_to_rest(value: Tensor, local: Tensor) -> Tensor:
+    """A restored state tensor where such state rests; one that is on the parameter's device is taken for one at rest."""
+    place = place_of(local)
+    if place is None or not place[0].offloads or value.device == local.device or value.shape != local.shape:
+        return value
+    return empty_at_rest(local, value.dtype).copy_(value)

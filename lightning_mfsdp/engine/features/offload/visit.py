@@ -1,0 +1,169 @@
+"""A visit: the main weight and the optimizer's state of one group on the device, for as long as it takes to step them.
+
+    host memory  --copy in-->  staging area  --the optimizer steps, the held weight is cast-->  staging area  --copy out-->  host memory
+
+While a visit is shown, the optimizer finds the copies in the staging area under its own parameters and in its own table.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mfsdp.base.streams import Event
+from lightning_mfsdp.engine.features.offload.resting_state import RestingState, StateTensor, state_of
+from lightning_mfsdp.engine.memory.buffer import FlatBuffer
+from lightning_mfsdp.engine.memory.host_memory import aligned
+from lightning_mfsdp.engine.memory.storage import Slot
+from lightning_mfsdp.engine.params.group import ParameterGroup
+
+__all__ = ["Area", "Chunk", "Visit"]
+
+
+class Visit:
+    """One group's main weight and state in a staging area.
+
+    Attributes:
+        state: What it brings besides the main weight; `None` if the optimizer has no state for the group yet.
+        size_bytes: Room it needs.
+    """
+
+    def __init__(self, group: ParameterGroup, state: RestingState | None) -> None:
+        self._group = weakref.ref(group)
+        self.state = state
+        self._main_bytes = 0 if group.home is None else group.home.size_bytes
+        self._state_bytes = 0 if state is None else state.memory.size_bytes
+        self.size_bytes = aligned(self._main_bytes) + aligned(self._state_bytes)
+        self._main: FlatBuffer | None = None
+        self._views: list[Tensor] = []
+
+    @property
+    def known_group(self) -> ParameterGroup | None:
+        """Whose visit it is; not kept alive by it."""
+        return self._group()
+
+    @property
+    def group(self) -> ParameterGroup:
+        """Whose visit it is, during a step."""
+        group = self._group()
+        assert group is not None, "the step holds it"
+        return group
+
+    def place(self, memory: Tensor) -> None:
+        """Take `memory`, `[size_bytes]` uint8, as room."""
+        group, start = self.group, aligned(self._main_bytes)
+        self._main_room, self._state_room = memory[: self._main_bytes], memory[start : start + self._state_bytes]
+        if group.home is not None:
+            self._main = FlatBuffer.over(group.layout, group.main_extent, self._main_room.view(group.spec.main_dtype))
+            self._main.views()
+        if self.state is not None:
+            self._views = self.state.views_in(self._state_room)
+
+    def bring(self) -> None:
+        """Copy everything to the device, on the current stream."""
+        home = self.group.home
+        if home is not None:
+            self._main_room.copy_(home.host, non_blocking=True)
+        if self.state is not None:
+            self._state_room.copy_(self.state.memory.host, non_blocking=True)
+
+    def show(self, optimizer: Optimizer) -> None:
+        """Let the optimizer find what is in the room."""
+        if self._main is not None:
+            _point(self.group, self._main)
+        if self.state is not None:
+            self.state.show(optimizer, self._views)
+
+    def finish(self, optimizer: Optimizer) -> list[StateTensor]:
+        """After the step: bring the held weight up to date.
+
+        Returns:
+            All state, where it does not fit what was brought (it is new, or some was added or removed); else nothing.
+        """
+        if self._main is not None:
+            self.group.cast_from(self._main)
+        if self.state is not None:
+            self.state.keep_in(optimizer, self._views)
+        found = state_of(optimizer, self.group)
+        return found if self.state is None or not self.state.is_all(found, self._views) else []
+
+    def take_back(self, *, with_state: bool) -> None:
+        """Copy to host memory, on the current stream."""
+        home = self.group.home
+        if home is not None:
+            home.host.copy_(self._main_room, non_blocking=True)
+        if self.state is not None and with_state:
+            self.state.memory.host.copy_(self._state_room, non_blocking=True)
+
+    def hide(self, optimizer: Optimizer) -> None:
+        """Let the optimizer, and everybody else, find what is in host memory."""
+        home = self.group.home
+        if home is not None:
+            _point(self.group, self.group.main)
+            home.note_writes()  # by the step; the held weight shows them
+        if self.state is not None:
+            self.state.replace(optimizer, self._views)
+
+
+def _point(group: ParameterGroup, main: FlatBuffer) -> None:
+    """Let the parameters that optimizers hold be views of `main`."""
+    with torch.inference_mode(False), torch.no_grad():
+        for entry, view in zip(group.entries, main.views(), strict=True):
+            entry.local.data = view
+
+
+@dataclass(eq=False)
+class Area:
+    """Staging memory that chunks use in turn.
+
+    Attributes:
+        slot: The memory; it is there during a step only.
+        left: After everything in it was copied out.
+        kept: What is still copied out though nobody else needs it.
+    """
+
+    slot: Slot
+    left: Event = None
+    kept: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Groups that visit together.
+
+    Attributes:
+        visits: Of each.
+        area: Where.
+        arrived: After they were copied in.
+    """
+
+    visits: list[Visit]
+    area: Area
+    arrived: Event = None
+
+    @staticmethod
+    def plan(visits: list[Visit], device: torch.device, *, together_bytes: int, areas: int) -> list[Chunk]:
+        """Put neighbouring visits together up to `together_bytes`, and give the chunks `areas` staging areas in turn."""
+        together: list[list[Visit]] = []
+        room = 0
+        for visit in visits:
+            room -= visit.size_bytes
+            if room < 0 or not together:
+                together.append([])
+                room = together_bytes - visit.size_bytes
+            together[-1].append(visit)
+        sizes = [sum(visit.size_bytes for visit in members) for members in together]
+        made = [Area(Slot(max(sizes[turn::areas]), device, fixed=False)) for turn in range(min(areas, len(sizes)))]
+        chunks = [Chunk(members, made[number % areas]) for number, members in enumerate(together)]
+        for chunk in chunks:
+            start = 0
+            for visit in chunk.visits:
+                visit.place(chunk.area.slot.memory[start : start + visit.size_bytes])
+                start += visit.size_bytes
+        for area in made:
+            area.slot.discard()  # views stay valid
+        return chunks

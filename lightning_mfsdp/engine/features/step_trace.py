@@ -1,0 +1,53 @@
+"""What ranks do together in a forward-only step, in order, so that a rank without data can do it again without computing.
+
+Ranks issue the same collectives or wait for each other for ever. Which gathers a forward issues, also those in advance, follows from
+the order in which units begin and end. A rank that has run out of batches goes through that order once for every step of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from lightning_mfsdp.engine.params.parameter import owner_of
+from lightning_mfsdp.engine.runtime.inspect import context_of
+
+__all__ = ["StepTrace", "note_collective", "traced_step"]
+
+
+class StepTrace:
+    """What was done in a step: units that began and gave their weights back, and collectives of modules."""
+
+    def __init__(self) -> None:
+        self.events: list[Callable[[], object]] = []
+
+    def repeat(self) -> None:
+        """Do it again. Collective: on the other ranks, what the step called is called."""
+        for event in self.events:
+            event()
+
+
+def note_collective(parameter: Tensor, again: Callable[[], object]) -> None:
+    """Say that a module is about to do something with other ranks, which one without data repeats by calling `again`.
+
+    Args:
+        parameter: One of the module's. Its unit's weights are there when `again` is called.
+        again: Does the same with the other ranks, and nothing of its own.
+    """
+    owned = owner_of(parameter)
+    context = owned[0].context if owned is not None else None
+    if context is not None and context.trace is not None:
+        context.trace.events.append(again)
+
+
+@contextmanager
+def traced_step(module: nn.Module) -> Iterator[StepTrace]:
+    """Note what happens inside to the units of `module`'s root. For steps without a backward."""
+    context = context_of(module)
+    context.trace = trace = StepTrace()
+    try:
+        yield trace
+    finally:
+        context.trace = None

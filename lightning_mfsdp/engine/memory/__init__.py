@@ -1,0 +1,1 @@
+"""Flat buffers, and where their memory comes from."""

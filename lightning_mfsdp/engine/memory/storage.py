@@ -1,0 +1,335 @@
+"""Where full-size memory comes from: the caching allocator, or fixed slots planned from a recorded step.
+
+A `Slot` is a place for one buffer. Gathered weights have a `Client` for each group, which has a slot of its own whose
+memory exists only while it is held. In pooled mode the first training step shows who holds memory at the same time as whom;
+clients that never do share a fixed slot from then on. Addresses do not change, the allocator is not called for gathered
+weights, and what is reserved is what is used.
+
+Gradients are not planned: they exist only from backward to the optimizer's step, when activations are on their way out, so
+they live in memory of the caching allocator that activations have just left (see reduction.py).
+
+The plan is a preference, not a script: nothing replays a recorded sequence. Whoever finds its fixed slot taken (a
+validation pass, a skipped layer, a second forward) holds its own slot instead; if that was a training step, the next plan
+knows it.
+
+Alternatives considered: a private CUDA memory pool (frees fragmentation, keeps the allocator calls and gives no static
+addresses); a trace that is replayed call by call (Megatron-FSDP's trace pool: a forward-only pass between two steps
+breaks it).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.base.streams import Event
+
+__all__ = ["Client", "Slot", "SlotPool", "color"]
+
+_ALIGNMENT_BYTES = 512
+
+
+class Slot:
+    """Memory for one buffer, whose views stay valid while the memory comes and goes.
+
+    Attributes:
+        size_bytes: Room in it.
+        fixed: Planned and shared (memory stays), or private (memory only while it is needed).
+        released: After the last use of the memory; whoever writes next waits for it.
+        is_there: There is memory at the moment. Nothing but the slot's own methods changes that.
+    """
+
+    def __init__(self, size_bytes: int, device: torch.device, *, fixed: bool, memory: Tensor | None = None) -> None:
+        self.size_bytes = size_bytes
+        self.fixed = fixed
+        self._holder: weakref.ref[Client] | None = None
+        self.released: Event = None
+        self._device = device
+        self._memory = memory
+        self._storage = None if memory is None else memory.untyped_storage()
+        self.is_there = memory is not None
+
+    @property
+    def holder(self) -> Client | None:
+        """Who holds the slot; not kept alive by it."""
+        return self._holder() if self._holder is not None else None
+
+    @holder.setter
+    def holder(self, client: Client | None) -> None:
+        self._holder = None if client is None else weakref.ref(client)
+
+    @property
+    def memory(self) -> Tensor:
+        """`[size_bytes]` uint8; the same tensor for the slot's whole life, so views of it stay valid."""
+        if self._memory is None:
+            with torch.inference_mode(False):
+                self._memory = torch.empty(self.size_bytes, dtype=torch.uint8, device=self._device)
+            self._storage = self._memory.untyped_storage()
+            self.is_there = True
+        return self._memory
+
+    @property
+    def address(self) -> int:
+        """Where the memory starts, as `untyped_storage().data_ptr()` says it."""
+        return self.memory.untyped_storage().data_ptr()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What the slot occupies at the moment."""
+        return 0 if self._storage is None else self._storage.size()
+
+    def materialize(self) -> None:
+        """Make sure the memory is there; allocated on the current stream."""
+        if self.is_there:
+            return
+        if self._storage is None:
+            _ = self.memory
+        else:
+            self._storage.resize_(self.size_bytes)
+            self.is_there = True
+
+    def retire(self) -> None:
+        """No longer fixed. Saved tensors may still point here: their gather brings the memory back."""
+        if self._storage is not None and self._storage.resizable():
+            self.fixed = False
+            if self.holder is None:
+                self.discard()
+
+    def discard(self) -> None:
+        """Give private memory back to the allocator; fixed memory stays."""
+        if self.is_there and not self.fixed and self._storage is not None:
+            self._storage.resize_(0)
+            self.is_there = False
+
+
+@dataclass(eq=False, kw_only=True)
+class Client:
+    """Someone who needs full-size memory for a while, again and again.
+
+    Attributes:
+        name: For messages.
+        size_bytes: How much.
+        evict: Called when another client must have the slot; gives it up if it only holds it in advance, and says
+            whether it did.
+        planned: Its fixed slot, if there is a plan.
+        is_alone: It shares that with nobody.
+    """
+
+    name: str
+    size_bytes: int
+    evict: Callable[[], bool]
+    slot: Slot = field(init=False)
+    private: Slot = field(init=False)
+    planned: Slot | None = field(init=False, default=None)
+    is_alone: bool = field(init=False, default=False)
+
+
+class SlotPool:
+    """Hands out slots to clients; one for each root."""
+
+    def __init__(self, device: torch.device, *, pooled: bool) -> None:
+        self.pooled = pooled
+        self._device = device
+        self._clients: list[Client] = []
+        # Who was seen holding memory while whom did; in order of first appearance. It only grows, and only by new pairs.
+        self._met: dict[Client, dict[Client, None]] = {}
+        self._outdated = False
+        self._fixed: list[Slot] = []
+        self._last_release: Event = None
+        self._held: dict[Client, None] = {}
+        self._aside: dict[Slot, Client] = {}
+        self._plan_users: weakref.WeakSet[object] = weakref.WeakSet()
+        self._keeper = Client(name="a forward recomputed in this backward", size_bytes=0, evict=lambda: False)
+
+    def add(self, client: Client) -> None:
+        """Make a client known, maybe from the pool of a root that became a nested unit; it starts with its own slot."""
+        client.planned = None
+        client.private = client.slot = Slot(client.size_bytes, self._device, fixed=False)
+        self._clients.append(client)
+
+    def keep_alone(self, client: Client) -> None:
+        """Nobody knows when a client's memory is read, so it shares none from now on, but for what it holds at the moment."""
+        if not client.is_alone:
+            client.planned, client.is_alone = None, True
+            self._outdated = True
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Memory of all fixed slots; 0 until a step has been recorded."""
+        return sum(slot.size_bytes for slot in self._fixed)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """All full-size memory at the moment."""
+        return self.fixed_bytes + sum(client.private.allocated_bytes for client in self._clients)
+
+    def acquire(
+        self, client: Client, needed: Slot | None = None, *, apart: bool = False, training: bool = True
+    ) -> Event:
+        """Give the client a slot (`client.slot`); the memory is allocated on the current stream.
+
+        Args:
+            client: Holds no slot now.
+            needed: The one slot that will do, because saved tensors of a forward point into it.
+            training: Part of a step that the plan should suit; passes without gradients are not.
+            apart: Keep out of shared slots: saved tensors of an earlier forward still wait for their backward there.
+
+        Returns:
+            An event to wait for before writing.
+
+        Raises:
+            EngineStateError: `needed` is in use by somebody else.
+        """
+        slot = needed or (client.private if apart else client.planned) or client.private
+        if self._aside.get(slot) is client:
+            slot.holder = client  # its own weights, set aside
+        if slot.holder is not None and slot.holder is not client and not slot.holder.evict():
+            if needed is not None:
+                raise EngineStateError(
+                    f"{client.name}: its backward needs the memory its forward used, but {slot.holder.name} holds it. "
+                    "This step runs units together that ran one after another when the slots were planned; pass "
+                    'storage="dynamic" to fully_shard'
+                )
+            slot = client.private
+        slot.holder = client
+        client.slot = slot
+        slot.materialize()
+        self._held[client] = None
+        if self.pooled and training:
+            self._meet(client)
+        return slot.released if slot.fixed else self._last_release
+
+    def _meet(self, client: Client) -> None:
+        """Note who else holds memory now: they cannot share a slot."""
+        known = self._met.get(client)
+        if known is None:
+            known = self._met[client] = {}
+            self._outdated = True
+        for other in self._held:
+            if other is not client and other not in known:
+                known[other] = None
+                self._met.setdefault(other, {})[client] = None
+                self._outdated = True
+
+    def release(self, client: Client, event: Event) -> None:
+        """Take the slot back. `event` comes after the last use of the memory."""
+        slot = client.slot
+        slot.holder = None
+        slot.released = event
+        self._last_release = event
+        slot.discard()
+        self._held.pop(client, None)
+
+    def set_aside(self, client: Client, event: Event) -> None:
+        """The client lets go of its slot, whose content stays as it is until `end_backward`."""
+        slot = client.slot
+        self._held.pop(client, None)
+        self._aside[slot] = client
+        slot.holder = self._keeper
+        slot.released = self._last_release = event
+
+    def end_backward(self) -> None:
+        """What was set aside is free again."""
+        while self._aside:
+            slot, _ = self._aside.popitem()
+            if slot.holder is self._keeper:
+                slot.holder = None
+                slot.discard()
+
+    def forget_events(self) -> None:
+        """All work is done: nobody has to wait for the last use of a slot."""
+        self._last_release = None
+        for slot in self._fixed:
+            slot.released = None
+
+    def hold_plan(self, user: object) -> None:
+        """Something that cannot see a new plan (a CUDA graph) uses the fixed slots, until `let_go_of_plan` or as long as it lives."""
+        self._plan_users.add(user)
+
+    def let_go_of_plan(self, user: object) -> None:
+        """The opposite of `hold_plan`."""
+        self._plan_users.discard(user)
+
+    @property
+    def is_plan_held(self) -> bool:
+        """Whether fixed slots must stay where they are. Who finds its slot taken then holds memory of its own, every time."""
+        return bool(self._plan_users)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a step showed something that the plan of fixed slots does not know."""
+        return self._outdated
+
+    def outdate(self) -> None:
+        """Plan anew at the end of this step."""
+        self._outdated = True
+
+    def described_plan(self) -> list[str]:
+        """The fixed slots that the next plan will have: bytes and who shares them."""
+        return [f"{size}: {', '.join(client.name for client in clients)}" for size, clients in self._coloring()]
+
+    def _coloring(self) -> list[tuple[int, list[Client]]]:
+        """Size and clients of each fixed slot."""
+        clients = list(self._met)
+        conflicts = [
+            {number for number, other in enumerate(clients) if other in met or other.is_alone or client.is_alone}
+            for client, met in self._met.items()
+        ]
+        found = []
+        for indices in color([client.size_bytes for client in clients], conflicts):
+            size = max(clients[index].size_bytes for index in indices)
+            found.append((-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, [clients[index] for index in indices]))
+        return found
+
+    def finish_step(self, event: Event, allocate: Callable[[int], Tensor] | None = None) -> None:
+        """A training step is complete: plan fixed slots if it showed anything new and nobody holds the plan.
+
+        That happens once or twice in a training. What the caching allocator keeps of the unplanned step is given back then:
+        it lies on the gather stream, of no use to anybody, and would split up what the optimizer's state is about to need.
+
+        Args:
+            event: After all work issued so far; fixed memory may be reused blocks that earlier kernels still read.
+            allocate: Where fixed memory comes from; `None`: the caching allocator.
+        """
+        if not self._outdated or self.is_plan_held:
+            return
+        for slot in self._fixed:
+            slot.retire()  # the old plan's memory goes before the new plan's comes
+        self._outdated, self._fixed = False, []
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).empty_cache()
+        for size_bytes, clients in self._coloring():
+            memory = allocate(size_bytes) if allocate is not None else None
+            slot = Slot(size_bytes, self._device, fixed=True, memory=memory)
+            slot.released = event
+            slot.materialize()
+            self._fixed.append(slot)
+            for client in clients:
+                client.planned = slot
+
+
+def color(sizes_bytes: Sequence[int], conflicts: Sequence[set[int]]) -> list[list[int]]:
+    """Partition clients so that no two of one part are in conflict; each part will share a slot.
+
+    Args:
+        sizes_bytes: Per client, in order of first appearance. Large ones are placed first, so that a slot is as large as
+            its first member and little is wasted.
+        conflicts: Per client, those that hold memory at the same time; symmetric.
+
+    Returns:
+        Client indices per slot. For a chain of equal units the number of slots is the most that are ever held at once.
+    """
+    order = sorted(range(len(sizes_bytes)), key=lambda index: (-sizes_bytes[index], index))
+    slots: list[list[int]] = []
+    for index in order:
+        free = next((members for members in slots if not conflicts[index].intersection(members)), None)
+        if free is None:
+            slots.append([index])
+        else:
+            free.append(index)
+    return slots

@@ -1,0 +1,1 @@
+"""What an optimizer holds and steps, its state, and norms of gradients."""

@@ -1,0 +1,75 @@
+"""What an optimizer may know that works on local rows without being elementwise: where the other rows of a parameter are.
+
+Such an optimizer derives from `LocalRowsOptimizer`. `fully_shard_optimizer` then gives it plain local rows, and it brings together by
+itself what its rule needs of other ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mfsdp.engine.params.parameter import owner_of
+from lightning_mfsdp.engine.params.rows import holders
+
+__all__ = ["LocalRowsOptimizer", "RowPlacement", "has_gradient", "row_placement"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPlacement:
+    """Where the rows of one sharded parameter lie.
+
+    Attributes:
+        name: Inside the module given to `fully_shard`.
+        shape: Of all rows together; under expert parallelism those of this rank's experts.
+        group: The ranks that share the rows out among them; `None` where every rank has all of them.
+        rows: Of dim 0, by rank of `group`; of this rank alone where there is no group. Together all of them, each once.
+        parts: How many ranks have other parts of what the parameter stands for, such as other experts.
+    """
+
+    name: str
+    shape: torch.Size
+    group: dist.ProcessGroup | None
+    rows: tuple[range, ...]
+    parts: int
+
+
+class LocalRowsOptimizer(Optimizer):
+    """Base of optimizers that hold plain local rows and exchange what else their rule needs; see `row_placement` and `has_gradient`.
+
+    A rank without rows of a parameter has an empty gradient of it. Such an optimizer makes the same state there as elsewhere, over no
+    rows: `state_dict()` has to show the same on all ranks.
+    """
+
+
+def row_placement(parameter: Tensor) -> RowPlacement | None:
+    """Where the rows of a parameter lie, whichever of its faces is given; `None` if it is not sharded by this engine.
+
+    The first call for a parameter that is split over both axes of a mesh is collective: it may make a process group.
+    """
+    owner = owner_of(parameter)
+    if owner is None:
+        return None
+    group, entry = owner
+    index = group.entries.index(entry)
+    process_group, shards = holders(group)
+    return RowPlacement(
+        name=entry.name,
+        shape=torch.Size(group.layout.shapes[index]),
+        group=process_group,
+        rows=tuple(group.layout.owned_rows(index, shard) for shard in shards),
+        parts=group.mesh.num_parts,
+    )
+
+
+def has_gradient(parameter: Tensor) -> bool:
+    """Whether there is a reduced gradient, also where this rank has no rows of it: all ranks that share the parameter agree."""
+    owner = owner_of(parameter)
+    if owner is None:
+        return parameter.grad is not None
+    entry = owner[1]
+    return entry.is_trained and entry.local.grad is not None

@@ -1,0 +1,197 @@
+"""Global norm, clipping and finite checks over sharded gradients. Only owned elements count; nothing here waits for the device.
+
+Each number is on exactly the ranks whose shard has it, or on all of them where a gradient is not sharded, so sums are
+taken over the sharded axes of each group and no others. All ranks take part in every sum, whether or not they own
+anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.engine.comm.collectives import Axis
+from lightning_mfsdp.engine.params.group import ParameterGroup
+from lightning_mfsdp.engine.params.parameter import place_of
+from lightning_mfsdp.engine.params.rows import sharded_axes
+
+__all__ = ["clip_grad_norm_", "clip_grad_value_", "grad_norm", "local_gradients", "scale_gradients_"]
+
+
+@dataclass(eq=False)
+class _Owned:
+    """Gradients with one answer to the question which axes they are sharded over: flat pieces of this rank."""
+
+    axes: tuple[Axis, ...] = ()
+    tensors: list[Tensor] = field(default_factory=list)
+    device: torch.device | None = None
+    dtype: torch.dtype = torch.float32
+
+
+def clip_grad_norm_(
+    module_or_parameters: nn.Module | Iterable[Tensor] | Tensor,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients in place so that their global norm is at most `max_norm`.
+
+    Same result as `torch.nn.utils.clip_grad_norm_` on one process with the whole model. Collective: call it on every
+    rank.
+
+    Args:
+        module_or_parameters: A sharded module, or parameters (DTensors of the module or an optimizer's local rows).
+        max_norm: Largest norm allowed.
+        norm_type: p of the p-norm: positive, may be infinite.
+        error_if_nonfinite: Raise if the norm is NaN or infinite. Waits for the device.
+
+    Returns:
+        The norm before clipping, 0-D on the gradients' device, equal on all ranks.
+    """
+    owned = _owned_gradients(module_or_parameters)
+    norm = _norm(owned, float(norm_type))
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise EngineStateError(
+            f"clip_grad_norm_: the gradient norm of order {norm_type} is {float(norm)}, so it cannot be clipped; find "
+            "the parameter with "
+            "NaNGradientReporter, or pass error_if_nonfinite=False"
+        )
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    _scale(owned, scale)
+    return norm
+
+
+def scale_gradients_(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor, scale: Tensor) -> None:
+    """Multiply every gradient by a device scalar (0-D), in place."""
+    _scale(_owned_gradients(module_or_parameters), scale)
+
+
+def _scale(parts: list[_Owned], scale: Tensor) -> None:
+    with torch.no_grad():
+        for part in parts:
+            if part.tensors:
+                compat.foreach_mul_(part.tensors, scale)
+
+
+def grad_norm(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor, norm_type: float = 2.0) -> Tensor:
+    """Global p-norm of the gradients, 0-D, equal on all ranks. Collective."""
+    return _norm(_owned_gradients(module_or_parameters), float(norm_type))
+
+
+def clip_grad_value_(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor, clip_value: float) -> None:
+    """Clamp every gradient to `[-clip_value, clip_value]` in place."""
+    with torch.no_grad():
+        for part in _owned_gradients(module_or_parameters):
+            for tensor in part.tensors:
+                tensor.clamp_(-clip_value, clip_value)
+
+
+def local_gradients(group: ParameterGroup, entries: list[int] | None = None) -> list[Tensor]:
+    """What this rank holds of the gradients of a group.
+
+    Whole flat segments if every parameter is wanted and has a gradient, else one tensor for each.
+    Cells between parameters are zero in the segments, so norms and finite checks may read them.
+    """
+    context = group.context
+    _reduce_held_back(group)
+    reducer = context.reductions.known(group) if context is not None else None
+    grads = [entry.local.grad for entry in group.entries]
+    if entries is None:
+        entries = list(range(len(grads)))
+    present = [grad for index in entries if (grad := grads[index]) is not None and grad.numel()]
+    whole = len(entries) == len(grads) and bool(present) and reducer is not None and reducer.is_open
+    if whole and reducer is not None and all(grad is face for grad, face in zip(grads, reducer.faces, strict=True)):
+        return reducer.exposed.segments
+    return present
+
+
+def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor) -> list[_Owned]:
+    """This rank's gradients by the axes they are sharded over, in an order that all ranks share."""
+    if isinstance(module_or_parameters, nn.Module):
+        # In the order of `parameters()`, at a fraction of its host time: that builds the name of each.
+        found_in = (module._parameters.values() for module in module_or_parameters.modules())
+        parameters: list[Tensor] = [parameter for table in found_in for parameter in table if parameter is not None]
+    elif isinstance(module_or_parameters, Tensor):
+        parameters = [module_or_parameters]
+    else:
+        parameters = list(module_or_parameters)
+    plain = _Owned()
+    seen: set[int] = set()
+    wanted: dict[ParameterGroup, list[int]] = {}
+    axes_of: dict[ParameterGroup, tuple[Axis, ...]] = {}
+    for parameter in parameters:
+        place = place_of(parameter)
+        face = parameter if place is None else place[0].entries[place[1]].local
+        if id(face) in seen:
+            continue
+        seen.add(id(face))
+        if place is not None:
+            group, index = place
+            if group not in axes_of:
+                axes_of[group] = sharded_axes(group)
+                _reduce_held_back(group)
+            if axes_of[group]:
+                wanted.setdefault(group, []).append(index)
+                continue
+        if (grad := face.grad) is not None:
+            plain.tensors.append(grad)
+            plain.device = grad.device
+            if grad.dtype is torch.float64:
+                plain.dtype = torch.float64
+    parts: dict[tuple[int, ...], _Owned] = {(): plain}
+    for group, indices in wanted.items():
+        axes = axes_of[group]
+        part = parts.setdefault(tuple(id(axis.group) for axis in axes), _Owned(axes=axes))
+        part.device = group.device
+        if group.spec.main_dtype is torch.float64:
+            part.dtype = torch.float64  # from what all ranks know: a rank may own no gradient here
+        part.tensors += local_gradients(group, sorted(indices))
+    return list(parts.values())
+
+
+def _reduce_held_back(group: ParameterGroup) -> None:
+    """Reduce what `no_sync` holds back in the root of a group, before anybody looks. Collective, and known to all ranks."""
+    context = group.context
+    if context is not None and context.reductions.holds_back:
+        context.reductions.reduce_pending(context.units)
+
+
+def _norm(parts: list[_Owned], norm_type: float) -> Tensor:
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type}: expected a positive number or inf")
+    parts = [part for part in parts if part.device is not None]
+    if not parts:
+        return torch.zeros((), device="cpu")
+    whole = [tensor for part in parts for tensor in part.tensors]
+    if whole and not any(part.axes for part in parts):
+        # Nothing is sharded: the same sum as PyTorch's, parameter by parameter, so that one rank clips to the bit like
+        # plain PyTorch.
+        if math.isinf(norm_type):  # which an empty tensor has not
+            whole = [tensor for tensor in whole if tensor.numel()]
+        return torch.nn.utils.get_total_norm(whole, norm_type)
+    totals = [_power_sum(part, norm_type) for part in parts]
+    stacked = torch.stack([total.to(totals[0].device) for total in totals])
+    return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
+
+
+def _power_sum(part: _Owned, norm_type: float) -> Tensor:
+    """Sum of |g|^p (or the maximum) over all ranks that hold different pieces; 0-D float32 or better."""
+    dtype = part.dtype
+    infinite = math.isinf(norm_type)
+    tensors = [tensor for tensor in part.tensors if tensor.numel()]
+    if tensors:
+        with torch.no_grad():
+            norms = torch.stack([norm.to(dtype) for norm in compat.foreach_norm(tensors, norm_type)])
+        total = norms.max() if infinite else (norms**norm_type).sum()
+    else:
+        total = torch.zeros((), dtype=dtype, device=part.device)
+    for axis in part.axes:
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=axis.group)
+    return total

@@ -1,0 +1,98 @@
+"""What `optimizer.state_dict()` shows of an optimizer over sharded parameters, and what its `load_state_dict` takes: as with FSDP2.
+
+State that is shaped like a parameter is shown as a DTensor of the parameter's shape, over the memory that the optimizer has; so
+`torch.distributed.checkpoint` and its `get_state_dict` see which rows are where. All ranks show the same: one without rows of a parameter
+has an empty gradient of it, steps that as any other, and so has its state, over no rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.engine.params.parameter import Entry, is_left_behind, owner_of
+from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor, own_rows
+from lightning_mfsdp.engine.params.rows_exchange import lie_alike
+from lightning_mfsdp.engine.params.sharded_tensor import Rows
+
+__all__ = ["refuse_left_behind", "show_state", "take_state"]
+
+# State of PyTorch's optimizers that is one number for a parameter of any shape. Only at 0-D parameters the shape does not tell.
+_NUMBERS = frozenset(("step", "eta", "mu", "mu_product"))
+
+
+def show_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Hook for the end of `state_dict()`."""
+    refuse_left_behind(optimizer, "state_dict")
+    numbered = dict(enumerate(_entries(optimizer)))
+    state = {
+        number: {key: _shown(key, value, entry) for key, value in values.items()}
+        if (entry := numbered.get(number)) is not None
+        else values
+        for number, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Hook for the beginning of `load_state_dict()`. Collective for DTensors whose rows are not where the layout has them."""
+    refuse_left_behind(optimizer, "load_state_dict")
+    state = dict(state_dict["state"])
+    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+    faces = [face for group in optimizer.param_groups for face in group["params"]]
+    # PyTorch refuses another number of them.
+    for key, face, entry in zip(saved, faces, _entries(optimizer), strict=False):
+        if entry is not None and isinstance(state.get(key), Mapping):
+            state[key] = {name: _taken(name, value, face, entry) for name, value in state[key].items()}
+    return {**state_dict, "state": state}
+
+
+def refuse_left_behind(optimizer: Optimizer, what: str) -> None:
+    """Raise where the module of an optimizer is plain again, and so has other parameters. It may also just be gone.
+
+    Args:
+        optimizer: Any that was taken over.
+        what: Was called.
+    """
+    if any(is_left_behind(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        raise ShardingError(
+            f"{type(optimizer).__name__}.{what}: unshard_model made the module plain whose rows the optimizer holds, so it has nothing to "
+            "step any more; build a new optimizer from module.parameters(). State that it shall go on with is taken before unshard_model: "
+            "get_optimizer_state_dict(module, optimizer, options=StateDictOptions(full_state_dict=True))"
+        )
+
+
+def _entries(optimizer: Optimizer) -> Iterator[Entry | None]:
+    """Of what an optimizer holds, in the order of `state_dict`; `None` for what the engine does not manage."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            owner = owner_of(parameter)
+            yield owner[1] if owner is not None else None
+
+
+def _has_shape(key: str, value: Any, shape: torch.Size) -> bool:
+    """Whether state has the shape that a parameter has, whole or here, because it has a number for each of its numbers."""
+    return isinstance(value, Tensor) and value.shape == shape and (value.dim() > 0 or key not in _NUMBERS)
+
+
+def _shown(key: str, value: Any, entry: Entry) -> Any:
+    is_shown = isinstance(value, DTensor) or not _has_shape(key, value, entry.local.shape)
+    return value if is_shown else Rows.over(value, entry.sharded)
+
+
+def _taken(key: str, value: Any, face: Tensor, entry: Entry) -> Any:
+    """A loaded value as the optimizer has it: local rows, or a DTensor where it holds DTensors."""
+    here, everywhere = entry.local.shape, entry.sharded.shape
+    if isinstance(value, PlacedTensor) and lie_alike(value, entry.sharded):
+        value = value.to_local()
+    elif isinstance(value, DTensor):
+        value = value.full_tensor()
+    if here != everywhere and _has_shape(key, value, everywhere):
+        value = own_rows(value, entry.sharded).clone()
+    return Rows.over(value, entry.sharded) if isinstance(face, Rows) and _has_shape(key, value, here) else value

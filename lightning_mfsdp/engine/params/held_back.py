@@ -1,0 +1,145 @@
+"""What `.grad` shows while `no_sync` holds gradients back: something that stands for them, and reduces them once it is computed with.
+
+    p.grad = None, zero_grad()      what is held back of that parameter is dropped
+    any arithmetic with p.grad      everything held back in the root is reduced first; `.grad` is then the gradient. Collective
+    nothing                         the next backward that communicates reduces it, as ever
+
+Without it `.grad` would be `None`, nobody could clear what is held back, and one microbatch with NaN would reach the next step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.containers import map_tensors, tensors_in
+from lightning_mfsdp.engine.params.sharded_tensor import Rows
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.params.group import ParameterGroup
+    from lightning_mfsdp.engine.params.parameter import Entry
+
+__all__ = ["HeldBackGradient", "HeldBackRows", "stand_in"]
+
+
+class HeldBackGradient(Tensor):
+    """Stands for the gradient of an optimizer's local rows, and has one element of memory."""
+
+    _owner: tuple[weakref.ref[ParameterGroup], int]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _call(func, args, kwargs or {}, super().__torch_function__, types)
+
+
+class HeldBackRows(Rows):
+    """The same as a DTensor, for `parameters()`."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _call(func, args, kwargs or {}, super().__torch_function__, types)
+
+    # What a DTensor has beside torch's own functions.
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """See `DTensor.full_tensor`. Collective."""
+        return cast("Rows", _reduced(self)).full_tensor(grad_placements=grad_placements)
+
+    def to_local(self, **options: Any) -> Tensor:
+        """See `DTensor.to_local`. Collective where the gradient is not reduced yet."""
+        return cast("Rows", _reduced(self)).to_local(**options)
+
+    def redistribute(self, *args: Any, **options: Any) -> Any:
+        """See `DTensor.redistribute`. Collective."""
+        return cast("Rows", _reduced(self)).redistribute(*args, **options)
+
+
+def stand_in(group: ParameterGroup, index: int) -> HeldBackGradient:
+    """What the local rows of a parameter show as their gradient while it is held back."""
+    local = group.entries[index].local
+    with torch.inference_mode(False), torch.no_grad():
+        number = torch.zeros((), dtype=local.grad_dtype or local.dtype, device=local.device)
+        made = compat.as_kind(HeldBackGradient, number.expand(local.shape))
+    made._owner = (weakref.ref(group), index)
+    return made
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], describe: Any, types: Any) -> Any:
+    name = getattr(func, "__name__", "")
+    if name in ("zero_", "_foreach_zero_"):
+        for tensor in tensors_in(args):
+            if isinstance(tensor, (HeldBackGradient, HeldBackRows)):
+                _zero(tensor)
+            else:
+                tensor.zero_()
+        return args[0]
+    looks = name == "__get__" and getattr(func.__self__, "__name__", "") in _VALUES
+    if (name in _DESCRIBES and not looks) or name.startswith("is_"):
+        return describe(func, types, args, kwargs)
+    return func(*map_tensors(_reduced, args), **map_tensors(_reduced, kwargs))
+
+
+# Which do not look at values: a `zero_grad` or an optimizer asks for them first.
+_DESCRIBES = frozenset(
+    (
+        *(
+            "__get__",
+            "__set__",
+            "requires_grad_",
+            "detach_",
+            "size",
+            "dim",
+            "numel",
+            "stride",
+            "element_size",
+            "__hash__",
+        ),
+        *(
+            "untyped_storage",
+            "storage_offset",
+            "get_device",
+            "_is_view",
+            "register_hook",
+            "register_post_accumulate_grad_hook",
+        ),
+    )
+)
+_VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+
+
+def _zero(tensor: HeldBackGradient | HeldBackRows) -> None:
+    """Make what is held back zeros. Whether any rank used the parameter is not known before the reduction, so it stays held back."""
+    group = tensor._owner[0]()
+    context = group.context if group is not None else None
+    grad = _entry(tensor).local.grad
+    if not isinstance(grad, HeldBackGradient) and grad is not None:
+        grad.zero_()
+    elif group is not None and context is not None:
+        context.reductions.reducer(group).zero_held_back(tensor._owner[1])
+
+
+def _entry(tensor: HeldBackGradient | HeldBackRows) -> Entry:
+    group = tensor._owner[0]()
+    assert group is not None, "a parameter's gradient is looked at while its module is there"
+    return group.entries[tensor._owner[1]]
+
+
+def _reduced(tensor: Tensor) -> Tensor:
+    """The gradient that a stand-in stands for; what is held back is reduced now if it is not yet."""
+    if not isinstance(tensor, (HeldBackGradient, HeldBackRows)):
+        return tensor
+    group = tensor._owner[0]()
+    context = group.context if group is not None else None
+    entry = _entry(tensor)
+    if isinstance(entry.local.grad, HeldBackGradient) and context is not None:
+        context.reductions.reduce_pending(context.units)
+    face: Tensor = entry.sharded if isinstance(tensor, HeldBackRows) else entry.local
+    return face.grad if face.grad is not None else torch.zeros_like(face.detach())

@@ -1,0 +1,166 @@
+"""The two faces of one parameter: full inside its unit, sharded everywhere else.
+
+    full      the module's own `nn.Parameter` object, a view of gathered memory; forward and autograd see it
+    sharded   a `DTensor` over this rank's rows of the main weight; `parameters()`, `state_dict()` and checkpoints see
+    it
+    local     the same rows as a plain `nn.Parameter`; elementwise optimizers hold it
+
+`sharded.grad` is a window on `local.grad`: there is one gradient, whoever looks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.engine.params.codec import WeightCodec, marks_of
+from lightning_mfsdp.engine.params.sharded_parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.params.group import ParameterGroup
+
+__all__ = [
+    "Entry",
+    "UnshardedParameter",
+    "is_left_behind",
+    "leave_behind",
+    "mark_owner",
+    "outdate_graphs",
+    "owner_of",
+    "place_of",
+]
+
+_OWNER = "_owner"
+_LEFT_BEHIND = "_left_behind"
+
+
+class UnshardedParameter(nn.Parameter):
+    """The module's own parameter, which says whether somebody asked for its `data` or replaced it.
+
+    What is written through `data` leaves no trace in the version counter.
+    """
+
+    data_was_asked_for = False
+
+    @property
+    def data(self) -> Tensor:
+        """As of any parameter."""
+        self.data_was_asked_for = True
+        return compat.get_data(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.data_was_asked_for = True
+        compat.set_data(self, value)
+
+
+@dataclass(eq=False, kw_only=True)
+class Entry:
+    """One parameter of a group.
+
+    Attributes:
+        name: Inside the module given to `fully_shard`; the first one when it is tied.
+        full: The module's own parameter, `shape`.
+        sites: Every place that holds it: the `_parameters` table of a module and the key in it. Tied names are several
+            sites.
+        sharded: Rows of the main weight as a DTensor of the global shape.
+        local: The same rows, plain.
+        version: Of `full` when it was last looked at.
+        resting: What the module shows when its unit is not running: `sharded`, or a stand-in under `unshard`.
+    """
+
+    name: str
+    full: UnshardedParameter
+    sites: list[tuple[dict[str, Any], str]]
+    shape: torch.Size
+    sharded: ShardedParameter
+    local: nn.Parameter
+    resting: Any = field(init=False)
+    version: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.resting = self.sharded
+        self.version = self.full._version
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a gradient is wanted now. What an optimizer holds may be frozen by itself (`toggle_optimizer`)."""
+        return self.full.requires_grad and self.local.requires_grad
+
+    def outdate_graphs(self) -> None:
+        """The main weight was written, see the function."""
+        outdate_graphs([self])
+
+    def forget_writes(self) -> bool:
+        """Whether somebody has surely written to `full`, and has not only asked for its `data`. Asked again, the answer is no."""
+        version, self.version = self.version, self.full._version
+        self.full.data_was_asked_for = False
+        return version != self.version
+
+    def as_plain(self, whole: Tensor, codec: WeightCodec | None) -> nn.Parameter:
+        """`full`, over memory of its own and without traces of the engine; of a codec, a parameter like it in ordinary numbers."""
+        with torch.inference_mode(False):
+            if codec is not None:
+                parameter = nn.Parameter(whole, requires_grad=self.full.requires_grad)
+                parameter.__dict__.update(marks_of(self.full, codec))
+                return parameter
+            full: Any = self.full
+            plain: Any = nn.Parameter
+            full.grad = None
+            compat.set_data(full, whole)
+            if type(full) is UnshardedParameter:
+                full.__class__ = plain
+            for mark in (_OWNER, "data_was_asked_for"):
+                full.__dict__.pop(mark, None)
+            return cast("nn.Parameter", full)
+
+    def install(self, parameter: Any) -> None:
+        """Show `parameter` under all names."""
+        for table, key in self.sites:
+            table[key] = parameter
+
+
+def outdate_graphs(entries: Sequence[Entry]) -> None:
+    """Main weights were written: a graph that saved one of their `full` raises, as if that had been written in place."""
+    torch.autograd.graph.increment_version([entry.full for entry in entries])
+    for entry in entries:
+        entry.version = entry.full._version
+
+
+def mark_owner(parameter: Tensor, group: ParameterGroup, index: int) -> None:
+    """Remember which group manages a parameter and where in it, without keeping the group alive."""
+    setattr(parameter, _OWNER, (weakref.ref(group), index))
+
+
+def place_of(parameter: Tensor) -> tuple[ParameterGroup, int] | None:
+    """Group of a parameter and its index in it, whichever of its faces is given; `None` if the engine does not manage it."""
+    reference, index = getattr(parameter, _OWNER, (None, 0))
+    group = reference() if reference is not None else None
+    return None if group is None else (group, index)
+
+
+def leave_behind(entry: Entry) -> None:
+    """Note on what optimizers hold that the module has another parameter now, and let it hold no memory."""
+    nothing = entry.local.detach().new_empty(0)
+    entry.local.grad = entry.sharded.grad = None
+    compat.set_data(entry.local, nothing)
+    entry.sharded._local_tensor = nothing
+    for face in (entry.local, entry.sharded):
+        setattr(face, _LEFT_BEHIND, True)
+
+
+def is_left_behind(parameter: Tensor) -> bool:
+    """Whether `leave_behind` said so."""
+    return bool(getattr(parameter, _LEFT_BEHIND, False))
+
+
+def owner_of(parameter: Tensor) -> tuple[ParameterGroup, Entry] | None:
+    """Group and entry of a parameter, whichever of its faces is given; `None` if the engine does not manage it."""
+    place = place_of(parameter)
+    return None if place is None else (place[0], place[0].entries[place[1]])

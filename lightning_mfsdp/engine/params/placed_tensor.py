@@ -1,0 +1,127 @@
+"""PlacedTensor: a tensor of which each rank holds whole rows, as a parameter's layout says. What is known of it, without arithmetic."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.engine.params.rows import gather_rows
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.comm.collectives import Mesh
+    from lightning_mfsdp.engine.params.group import ParameterGroup
+
+__all__ = ["Lies", "PlacedTensor", "as_dtensor", "own_rows"]
+
+
+class Lies(NamedTuple):
+    """Which rank holds which rows of a parameter. Known to tensors also when the module is gone.
+
+    Attributes:
+        rows_by_shard: Of dim 0, for each shard of the parameter's layout.
+        mesh: Over whose axes shards are shared out.
+        split: Whether they are over the shard axis, and over the outer one.
+    """
+
+    rows_by_shard: Sequence[range]
+    mesh: Mesh
+    split: tuple[bool, bool]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Lies:
+        # Copies of a tensor on another device (torch.distributed.checkpoint makes them) lie where it lies.
+        return self
+
+
+class PlacedTensor(DTensor):
+    """This rank's rows of a tensor with as many rows as a parameter. Rows are whole; ranks may have different numbers of them, or none."""
+
+    _owner: tuple[weakref.ref[ParameterGroup], int]
+    _rows: range  # of dim 0, that lie here
+    lies: Lies
+    shows_weight: bool = False  # in its memory is a main weight
+
+    @property
+    def _derived(self) -> type[PlacedTensor]:
+        """What is made of it by arithmetic."""
+        return PlacedTensor
+
+    @staticmethod
+    def over(
+        local: Tensor, like: PlacedTensor, shape: torch.Size | None = None, kind: type[PlacedTensor] | None = None
+    ) -> Any:
+        """Rows `local` of a tensor of `like`'s shape, or another with as many rows, shared out as `like` is; no copy, no history."""
+        with compat.without_torch_function():  # what stands for a gradient that is held back is not to be computed yet
+            plain = as_dtensor(local, like.shape if shape is None else shape, like.device_mesh, like._spec.placements)
+        made = (kind or like._derived)(local, plain._spec, requires_grad=False)
+        made._owner, made._rows, made.lies = like._owner, like._rows, like.lies
+        return made
+
+    def _group(self, what: str) -> ParameterGroup:
+        group = self._owner[0]()
+        if group is None:
+            raise EngineStateError(f"{what}: the module of this {tuple(self.shape)} tensor is gone; keep it alive")
+        return group
+
+    @property
+    def place(self) -> tuple[ParameterGroup, int]:
+        """The group and the index in it of the parameter whose rows lie where these do."""
+        return self._group("arithmetic"), self._owner[1]
+
+    @property
+    def described(self) -> str:
+        """Name and unit, for messages."""
+        group = self._owner[0]()
+        if group is None:
+            return f"of shape {tuple(self.shape)}"
+        unit = group.unit()
+        name = group.entries[self._owner[1]].name
+        return f"{name} of unit {unit.name}" if unit is not None else name
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks hold different rows; all ranks agree."""
+        return any(placement.is_shard() for placement in self._spec.placements)
+
+    def note_write(self) -> None:
+        """Main weights may have been written: forward must see it."""
+        group = self._owner[0]()
+        context = group.context if group is not None else None
+        if group is not None and context is not None:
+            context.weights_changed([group])
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The whole tensor, plain and without history: a loss computed from it has no gradient. Collective."""
+        with torch.no_grad(), compat.without_torch_function():
+            group, rows = self._group("full_tensor"), self._local_tensor.detach()
+            return gather_rows(group, self._owner[1], rows.to(group.device)).to(rows.device)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """As of any DTensor; those that split it know which rows are here."""
+        found, is_first = [], True
+        for placement in self._spec.placements:
+            splits = placement.is_shard()
+            found.append(compat.OwnRows(self._rows, is_first, self) if splits else placement)
+            is_first = is_first and not splits
+        return tuple(found)
+
+
+def own_rows(whole: Tensor, like: PlacedTensor) -> Tensor:
+    """This rank's rows of a whole tensor that is shared out as `like` is; all ranks have all of one without elements."""
+    if not whole.dim():
+        return whole if like._rows else whole.reshape(1)[:0]
+    return whole if not whole.numel() else whole[like._rows.start : like._rows.stop]
+
+
+def as_dtensor(local: Tensor, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """This rank's part of a tensor of the global shape; its rows need not be what DTensor would compute."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -1,0 +1,379 @@
+"""What operations on tensors with shared-out rows (sharded_tensor.py) compute.
+
+    elementwise        on the rows here; operands whose rows lie elsewhere, or are repeated along dim 0, are fetched
+    reductions         over other dims than the first: on the rows here; over the first: the same number on every rank
+    random numbers     every rank draws the whole tensor and keeps its rows, so ranks with equal seeds do as one process does
+    everything else    refused by name
+
+DTensor would take rows to lie in equal parts, so nothing sharded is left to it. What is fetched is fetched by all ranks, also by those
+that have no rows: whether it has to be follows from layouts, and never from what one rank holds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeGuard, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.containers import map_tensors, tensors_in
+from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.engine.params.number import Number
+from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor
+from lightning_mfsdp.engine.params.rows_exchange import lie_alike, rows_where
+from lightning_mfsdp.engine.params.sharded_reductions import REDUCTIONS, foreach_norms, reduce_rows
+from lightning_mfsdp.engine.params.stepping import OPTIMIZER_ADVICE, stepping_optimizer
+
+__all__ = ["LayoutError", "assign_data", "refuse_gradient", "refuse_layout", "run"]
+
+# Elementwise operations that PyTorch does not tag as such.
+_ELEMENTWISE = frozenset(
+    (
+        *("_to_copy", "alias", "copy_", "detach", "empty_like", "fill_", "full_like", "isclose", "lift_fresh"),
+        *("masked_fill", "masked_fill_", "ones_like", "zero_", "zeros_like"),
+    )
+)
+_ELEMENTWISE_FAMILIES = ("_foreach_", "_fused_adam", "_fused_adagrad", "_fused_sgd")
+_NOT_ELEMENTWISE = frozenset(("_foreach_max", "_foreach_norm", "_foreach_mm", "_foreach_powsum"))
+# What shows the same memory.
+_VIEWS = frozenset(("alias", "detach"))
+
+
+class LayoutError(EngineStateError):
+    """An operation looks at rows by their position."""
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[PlacedTensor]) -> Any:
+    """An operation in which `operands` take part. Collective where rows have to be fetched, or reduced.
+
+    Raises:
+        EngineStateError: It looks at rows by their position; names the first parameter.
+    """
+    name = func.overloadpacket.__name__
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return _draw(func, name, args, kwargs, operands)
+    first = next((operand for operand in operands if operand.is_divided), operands[0])
+    of_family = name.startswith(_ELEMENTWISE_FAMILIES) and name not in _NOT_ELEMENTWISE
+    if of_family or torch.Tag.pointwise in func.tags or name in _ELEMENTWISE:
+        return _elementwise(func, name, args, kwargs, first)
+    if name == "_amp_foreach_non_finite_check_and_unscale_":
+        return _by_dtensor(func, args, kwargs)
+    if not first.is_divided:
+        return _on_whole(func, args, kwargs, operands)
+    if name in REDUCTIONS:
+        result, everywhere = reduce_rows(func, name, args, kwargs)
+        return map_tensors(lambda one: _number(one) if everywhere else _rows(one, first), result)
+    if name == "_foreach_norm":
+        return [_number(norm) for norm in foreach_norms(*args, **kwargs)]
+    if name == "is_same_size":
+        return args[0].shape == args[1].shape
+    if name == "equal":
+        return _equal(args[0], args[1], first)
+    return refuse_layout(name, first)
+
+
+def assign_data(target: PlacedTensor, value: Any) -> None:
+    """`target.data = value`: this rank's rows take over the values; they stay where they are in memory. Collective.
+
+    Args:
+        target: A parameter or its gradient.
+        value: Of its shape and dtype; a plain tensor is whole, and the same on every rank.
+
+    Raises:
+        EngineStateError: Another shape, dtype or device, or the memory of another parameter, which would be shared from then on.
+    """
+    if not isinstance(value, Tensor) or (value.shape, value.dtype, value.device.type) != (
+        target.shape,
+        target.dtype,
+        target.device.type,
+    ):
+        got = f"{tuple(value.shape)} {value.dtype} on {value.device}" if isinstance(value, Tensor) else type(value)
+        raise EngineStateError(
+            f"parameter {target.described}: .data can only be set to a tensor of its own shape {tuple(target.shape)}, {target.dtype} on "
+            f"{target.device.type}, because it is part of a buffer; got {got}"
+        )
+    if isinstance(value, PlacedTensor) and value.shows_weight and value.place != target.place:
+        raise EngineStateError(
+            f"parameter {target.described}: .data = that of parameter {value.described} would make both one memory, and "
+            "each is part of its unit's buffer; copy the values (.data.copy_(other)), or tie the parameters before fully_shard"
+        )
+    with torch.no_grad():
+        run(torch.ops.aten.copy_.default, (target, value), {}, [target])
+
+
+# -- elementwise -------------------------------------------------------------------------------------------------------
+
+# Where a tensor stands in a call: the argument (position or name), and the place in it if that is a list.
+_Place = tuple[int | str, int | None]
+
+
+def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], first: PlacedTensor) -> Any:
+    """On the rows here. The n-th tensors of a foreach operation's lists meet each other."""
+    given = _arguments(args, kwargs)
+    found = _tensors_by_place(given)
+    written = [key for key in _written(func) if key in given]
+    meeting: dict[int | None, dict[_Place, Tensor]] = {}
+    for place, tensor in found.items():
+        meeting.setdefault(place[1], {})[place] = tensor
+    numbers = meeting.pop(None) if len(meeting) > 1 and None in meeting else {}
+    models = {at: _model(name, tensors, written) for at, tensors in meeting.items()}
+    here = {place: _whole(tensor) for place, tensor in numbers.items()}
+    away: dict[_Place, tuple[PlacedTensor, PlacedTensor]] = {}
+    for at, tensors in meeting.items():
+        like, shape = models[at]
+        for place, tensor in tensors.items():
+            if like is not None and _is_divided(tensor) and _has_rows_of(tensor, shape):
+                if tensor is like or lie_alike(tensor, like):
+                    here[place] = tensor._local_tensor
+                else:
+                    away[place] = tensor, like
+            else:
+                here[place] = _cut(_whole(tensor), like, shape)
+    for place in away:
+        if place[0] in written:
+            _refuse_partners(name, away[place])
+    here.update(zip(away, rows_where(list(away.values())), strict=True))
+    result = func(
+        *(_replaced(value, key, here) for key, value in enumerate(args)),
+        **{key: _replaced(value, key, here) for key, value in kwargs.items()},
+    )
+    if func._schema.is_mutable:
+        return _written_to(given, written, result)
+    if isinstance(result, (list, tuple)) and None not in models:
+        return [_shared_out(one, models[at][0]) for at, one in enumerate(result)]
+    like = models[None][0]
+    shown = like is not None and name in _VIEWS and like.shows_weight
+    return map_tensors(lambda one: _shared_out(one, like, shows_weight=shown), result)
+
+
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
+    """By position and by name."""
+    given: dict[int | str, Any] = dict(enumerate(args))
+    given.update(kwargs)
+    return given
+
+
+def _tensors_by_place(given: dict[int | str, Any]) -> dict[_Place, Tensor]:
+    found: dict[_Place, Tensor] = {}
+    for key, value in given.items():
+        if isinstance(value, Tensor):
+            found[key, None] = _placed(value)
+        elif isinstance(value, (list, tuple)):
+            found.update(((key, at), _placed(one)) for at, one in enumerate(value) if isinstance(one, Tensor))
+    return found
+
+
+def _placed(tensor: Tensor) -> Tensor:
+    """A DTensor that somebody made of a parameter's rows and its `placements`, as one of ours."""
+    if isinstance(tensor, DTensor) and not isinstance(tensor, PlacedTensor):
+        for placement in tensor.placements:
+            if isinstance(placement, compat.OwnRows) and isinstance(placement.like, PlacedTensor):
+                made: PlacedTensor = PlacedTensor.over(tensor._local_tensor, placement.like, shape=tensor.shape)
+                return made
+    return tensor
+
+
+def _replaced(value: Any, key: int | str, here: dict[_Place, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return here[key, None]
+    if isinstance(value, (list, tuple)):
+        return [here.get((key, at), one) for at, one in enumerate(value)]
+    return value
+
+
+def _model(
+    name: str, tensors: dict[_Place, Tensor], written: Sequence[int | str]
+) -> tuple[PlacedTensor | None, torch.Size]:
+    """What tensors that meet are laid out as, and the shape of all together; `None`: whole on every rank."""
+    for key in written:
+        for place, tensor in tensors.items():
+            if place[0] == key:
+                if isinstance(tensor, PlacedTensor):
+                    return tensor, tensor.shape
+                rows = [one for one in tensors.values() if _is_divided(one)]
+                if rows and tensor.dim():
+                    refuse_layout(name, rows[0])
+                return None, tensor.shape
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors.values()))  # type: ignore[no-untyped-call]
+    fit = [
+        tensor
+        for tensor in tensors.values()
+        if isinstance(tensor, PlacedTensor) and tensor.dim() == len(shape) and tensor.shape[:1] == shape[:1]
+    ]
+    return next((tensor for tensor in fit if tensor.is_divided), fit[0] if fit else None), shape
+
+
+def _has_rows_of(tensor: Tensor, shape: torch.Size) -> bool:
+    return 0 < tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All rows, plain; collective where they are shared out."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return tensor._local_tensor
+    if not isinstance(tensor, PlacedTensor):
+        _refuse_other_parts(tensor)
+        # Torch 2.11 would detach what needs a gradient in place, which DTensor does not know.
+        return cast("DTensor", tensor.detach()).full_tensor()
+    return tensor.full_tensor()
+
+
+def _cut(whole: Tensor, like: PlacedTensor | None, shape: torch.Size) -> Tensor:
+    """The rows of a whole tensor that this rank has of `like`; all of it where it is repeated along dim 0."""
+    if like is None or not like.is_divided or not _has_rows_of(whole, shape):
+        return whole
+    return whole[like._rows.start : like._rows.stop]
+
+
+@functools.cache
+def _written(func: Any) -> tuple[int | str, ...]:
+    """Arguments that an operation writes to, by position and by name."""
+    arguments = [(at, one.name) for at, one in enumerate(func._schema.arguments) if one.alias_info is not None]
+    writes = {name for at, name in arguments if func._schema.arguments[at].alias_info.is_write}
+    return tuple(key for at, name in arguments if name in writes for key in (at, name))
+
+
+def _written_to(given: dict[int | str, Any], written: Sequence[int | str], result: Any) -> Any:
+    """What an operation in place returns, once everybody knows of it."""
+    for key in written:
+        for one in tensors_in(given[key]):
+            if isinstance(one, PlacedTensor):
+                one.note_write()
+    return given[written[0]] if isinstance(result, Tensor) else result
+
+
+def _equal(one: Tensor, other: Tensor, like: PlacedTensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    same = run(torch.ops.aten.eq.Tensor, (one, other), {}, [like])
+    return bool(run(torch.ops.aten.all.default, (same,), {}, [same]))
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+def _draw(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[PlacedTensor]) -> Any:
+    """The whole tensor's numbers, of which this rank keeps its rows: independent of the others' where seeds differ or not."""
+    like = operands[0]
+    if len(operands) > 1 or args[0] is not like or not (name.endswith("_like") or func._schema.is_mutable):
+        return refuse_layout(name, like)
+    whole = torch.empty(like.shape, dtype=like.dtype, device=like._local_tensor.device)
+    drawn = func(whole, *args[1:], **kwargs)
+    own = drawn[like._rows.start : like._rows.stop] if like.dim() else drawn
+    if func._schema.is_mutable:
+        like._local_tensor.copy_(own)
+        like.note_write()
+        return like
+    return _rows(own.clone(), like)
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def _is_divided(tensor: Tensor) -> TypeGuard[PlacedTensor]:
+    return isinstance(tensor, PlacedTensor) and tensor.is_divided
+
+
+def _by_dtensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation that DTensor makes the ranks agree on by itself, in place."""
+    result = func(*map_tensors(_as_plain, args), **map_tensors(_as_plain, kwargs))
+    given = _arguments(args, kwargs)
+    return _written_to(given, [key for key in _written(func) if key in given], result)
+
+
+def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[PlacedTensor]) -> Any:
+    """An operation on tensors that are whole on every rank."""
+    result = func(*map_tensors(_whole, args), **map_tensors(_whole, kwargs))
+    if func._schema.is_mutable:
+        given = _arguments(args, kwargs)
+        return _written_to(given, [key for key in _written(func) if key in given], result)
+    first = operands[0]
+    shown = func.overloadpacket.__name__ in _VIEWS and first.shows_weight
+    return map_tensors(
+        lambda one: _shared_out(one, first if one.shape == first.shape else None, shows_weight=shown), result
+    )
+
+
+def _as_plain(tensor: Tensor) -> Tensor:
+    """As DTensor itself sees it; the same memory."""
+    if not isinstance(tensor, PlacedTensor):
+        return tensor
+    return DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _rows(local: Tensor, like: PlacedTensor) -> Any:
+    return like.over(local, like, torch.Size([*like.shape[:1], *local.shape[1:]]))
+
+
+def _number(value: Tensor) -> Number:
+    """The same on every rank, plain so that it may join a loss."""
+    return value.as_subclass(Number)
+
+
+def _shared_out(value: Tensor, like: PlacedTensor | None, *, shows_weight: bool = False) -> Any:
+    """A result of operands laid out as `like`."""
+    if like is None:
+        return _number(value)
+    made = _rows(value, like)
+    made.shows_weight = shows_weight
+    return made
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def _refuse_other_parts(tensor: DTensor) -> None:
+    """Raise on all ranks where a DTensor that is not ours has other rows on any than DTensor would give it: it could not be gathered."""
+    mesh = tensor.device_mesh
+    differs = torch.tensor(
+        tensor._local_tensor.shape != compat.shape_of_equal_part(tensor), dtype=torch.int32, device=mesh.device_type
+    )
+    for dim in range(mesh.ndim):
+        dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    if differs.item():
+        optimizer = stepping_optimizer()
+        where = f" in the step of {type(optimizer).__name__}" if optimizer is not None else ""
+        raise LayoutError(
+            f"a DTensor of shape {tuple(tensor.shape)}{where} has other rows than DTensor gives each rank: it was made of a sharded "
+            "parameter's rows, which are shared out in parts that differ in length. Make it by torch.zeros_like(parameter). "
+            f"{OPTIMIZER_ADVICE}"
+        )
+
+
+def _refuse_partners(name: str, partners: Sequence[PlacedTensor]) -> NoReturn:
+    described = ", ".join(dict.fromkeys(partner.described for partner in partners))
+    raise EngineStateError(
+        f"{name}: parameters {described} have their rows on different ranks, because their shapes or units differ, and this operation "
+        "would write to both; go through full_tensor(), or shard both models alike"
+    )
+
+
+def refuse_layout(name: str, operand: PlacedTensor) -> NoReturn:
+    """Raise: the operation looks at rows by their position."""
+    optimizer = stepping_optimizer()
+    if optimizer is not None:
+        raise LayoutError(
+            f"{name}: {type(optimizer).__name__} calls it in its step on parameter {operand.described}, which is sharded by rows in parts "
+            f"that differ in length, and this operation would mix them up. {OPTIMIZER_ADVICE}"
+        )
+    raise LayoutError(
+        f"{name}: parameter {operand.described} is sharded by rows in parts that differ in length, which this operation would mix up; "
+        "call it on value.full_tensor(), the whole tensor, on all ranks, use the weight inside its unit's forward, or change it under "
+        "unshard(module, writeback=True)"
+    )
+
+
+def refuse_gradient(described: str) -> NoReturn:
+    """Raise: a backward came to sharded rows, which autograd knows nothing of."""
+    raise EngineStateError(
+        f"parameter {described}: a loss was computed from its sharded rows, outside its unit's forward, and the gradient would be lost. "
+        "Compute penalties on weights in the forward of the module that owns them, or use the optimizer's weight_decay; to look at "
+        "values, use torch.no_grad()"
+    )

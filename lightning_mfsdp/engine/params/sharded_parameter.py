@@ -1,0 +1,212 @@
+"""ShardedParameter: what `module.parameters()` shows of a parameter, at rest."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.engine.params.gradient_hooks import add_gradient_hook
+from lightning_mfsdp.engine.params.held_back import HeldBackGradient, HeldBackRows
+from lightning_mfsdp.engine.params.placed_tensor import Lies, as_dtensor, own_rows
+from lightning_mfsdp.engine.params.rows import owned_rows, whole_shape
+from lightning_mfsdp.engine.params.sharded_arithmetic import refuse_gradient
+from lightning_mfsdp.engine.params.sharded_tensor import Rows
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.params.group import ParameterGroup
+
+__all__ = ["ShardedParameter"]
+
+# How dictionaries compare their keys.
+_EQUAL = (Tensor.__eq__, Tensor.eq)
+
+
+class ShardedParameter(Rows):
+    """This rank's rows of a main weight, in the global shape. Rows are whole; their number may differ between ranks or be zero.
+
+    It takes part in elementwise arithmetic and optimizers like any DTensor. Mixed with plain tensors, as in a forward
+    outside its unit, it says so.
+    """
+
+    shows_weight = True
+    _local_face: nn.Parameter
+    _full_face: nn.Parameter
+    _name: str
+    _grad_face: Rows | None
+    # Whoever wants to put another tensor in its place (`module.half()`) finds that a weak reference forbids it.
+    _unswappable: weakref.ref[ShardedParameter]
+
+    @classmethod
+    def wrap(
+        cls, group: ParameterGroup, index: int, name: str, local: nn.Parameter, full: nn.Parameter
+    ) -> ShardedParameter:
+        """Parameter `index` of a group, over `local` (rows of dim 0, main dtype); `full` still has its shape."""
+        mesh, placements = group.mesh.device_mesh, group.dtensor_placements
+        plain = as_dtensor(local.detach(), whole_shape(full.shape, group.mesh), mesh, placements)
+        made = cls(local.detach(), plain._spec, requires_grad=full.requires_grad)
+        made.__dict__.update(vars(local))  # what users mark parameters with, for their optimizer's groups
+        made._is_param = True
+        made._owner = (weakref.ref(group), index)
+        made._rows = owned_rows(group, index)
+        split = group.placement.main, group.placement.outer_main
+        made.lies = Lies(group.layout.rows_by_shard[index], group.mesh, split)
+        made._local_face, made._full_face, made._name, made._grad_face = local, full, name, None
+        made._unswappable = weakref.ref(made)
+        if full.requires_grad:
+            Tensor.register_hook(made, partial(_refuse_gradient, made._unswappable))  # type: ignore[no-untyped-call]
+        return made
+
+    def __hash__(self) -> int:
+        # Optimizers hold the local face, and others (torch.distributed.checkpoint) look for what the module shows.
+        return id(self._local_face)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _EQUAL and _are_faces(*args):
+            return True
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @property
+    def described(self) -> str:
+        """Name and unit, for messages."""
+        group = self._owner[0]()
+        unit = group.unit() if group is not None else None
+        return f"{self._name} of unit {unit.name}" if unit is not None else self._name
+
+    @property
+    def grad(self) -> DTensor | None:
+        """The reduced gradient of these rows; `None` until a synchronised backward. Empty, and not `None`, on a rank without rows."""
+        grad = self._local_face.grad
+        if grad is None:
+            self._refuse_in_recording()
+            return None
+        if self._grad_face is None or self._grad_face._local_tensor is not grad:
+            is_held_back = isinstance(grad, HeldBackGradient)
+            self._grad_face = Rows.over(grad, self, kind=HeldBackRows if is_held_back else Rows)
+        return self._grad_face
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._refuse_in_recording()
+        if value is not None and not isinstance(value, Rows):
+            value = self._rows_of(value)
+        self._local_face.grad = None if value is None else value._local_tensor
+        self._grad_face = value if isinstance(value, Rows) else None
+
+    def _refuse_in_recording(self) -> None:
+        """A graph of a forward knows no gradients: they are set aside while it is recorded, and replays would not look again."""
+        group = self._owner[0]()
+        context = group.context if group is not None else None
+        if context is not None and context.reductions.hides_gradients:
+            raise EngineStateError(
+                f"{self.described}: .grad is read or set in a step whose forward is recorded as a CUDA graph; do it after backward "
+                "(on_after_backward in Lightning), or train without CUDA graphs"
+            )
+
+    def _rows_of(self, value: Tensor) -> Rows:
+        """This rank's rows of a gradient that is whole on every rank."""
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if value.shape != self.shape:
+            raise EngineStateError(
+                f"{self.described}: its gradient was set to a tensor of shape {tuple(value.shape)}; expected {tuple(self.shape)}, the "
+                "shape of the whole parameter, with the same values on every rank"
+            )
+        made: Rows = Rows.over(own_rows(value, self).detach().to(self._local_face).clone(), self)
+        return made
+
+    def note_write(self) -> None:
+        """Main weights were written: forward must see it, and graphs that saved the parameter are out of date, as in plain PyTorch."""
+        super().note_write()
+        group, index = self.place
+        group.entries[index].outdate_graphs()
+
+    def forget_grad_face(self) -> None:
+        """Do not keep a cleared gradient's memory alive for its DTensor."""
+        if self._local_face.grad is None:
+            self._grad_face = None
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether forward and backward compute a gradient."""
+        return self._full_face.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
+        """Turn gradients on or off for every face.
+
+        Raises:
+            EngineStateError: It was frozen when it was sharded, so it has no main weight of the policy's dtype.
+        """
+        group = self._owner[0]()
+        wanted = group.policy.main_params_dtype if group is not None else None
+        if (
+            requires_grad
+            and group is not None
+            and not group.spec.trainable
+            and wanted not in (None, group.spec.main_dtype)
+        ):
+            raise EngineStateError(
+                f"{self.described}: it was frozen when fully_shard was called, so its main weight is {group.spec.main_dtype} "
+                f"and not {wanted}; unfreeze it before fully_shard, and freeze it afterwards if need be"
+            )
+        self._full_face.requires_grad_(requires_grad)
+        self._local_face.requires_grad_(requires_grad)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        raise EngineStateError(
+            f"{self._name}: a sharded parameter cannot be deep-copied, because the copy would belong to no unit. Copy "
+            "the module before fully_shard or after unshard_model, or copy values with unshard(module)"
+        )
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        """Refused: autograd never sees this tensor."""
+        raise EngineStateError(
+            f"register_hook on parameter {self.described}: it would never run, because gradients are computed for full parameters and "
+            "reduced into shards. Use register_post_accumulate_grad_hook, which runs after the reduction, look at gradients after backward "
+            "(on_after_backward in Lightning), or register the hook before fully_shard"
+        )
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
+        """Call `hook(parameter)` at the end of each backward that reduced its gradient; `.grad` is set then, and may be cleared.
+
+        Raises:
+            EngineStateError: The parameter is frozen.
+        """
+        if not self.requires_grad:
+            raise EngineStateError(
+                f"register_post_accumulate_grad_hook on parameter {self.described}: it is frozen and gets no gradient; unfreeze it first"
+            )
+        return add_gradient_hook(*self.place, hook)
+
+    def share_memory_(self) -> NoReturn:
+        """Refused: its memory is part of a buffer."""
+        raise EngineStateError(
+            f"share_memory_ on parameter {self.described}: shards lie in buffers of the engine; share the module before fully_shard or "
+            "after unshard_model"
+        )
+
+
+def _are_faces(one: Any, other: Any) -> bool:
+    """Whether they are the sharded and the local face of one parameter: as keys of a dictionary they are the same."""
+    faces = (one, other) if isinstance(one, ShardedParameter) else (other, one)
+    return isinstance(faces[0], ShardedParameter) and faces[0]._local_face is faces[1]
+
+
+def _refuse_gradient(reference: weakref.ref[ShardedParameter], _: Tensor) -> NoReturn:
+    parameter = reference()
+    described = parameter.described if parameter is not None else "of a deleted module"
+    refuse_gradient(described)

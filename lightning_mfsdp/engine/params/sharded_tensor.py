@@ -1,0 +1,176 @@
+"""Tensors whose rows are shared out as a layout says, and not in the equal parts that DTensor assumes.
+
+Parameters at rest are such tensors (sharded_parameter.py), and so are their gradients and what elementwise operations make of them.
+
+Elementwise operations and reductions to one number need no positions and are left to DTensor. Everything else is refused before it
+runs: DTensor would silently take the wrong rows, or wait for ranks that have none.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.containers import tensors_in
+from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.engine.params.number import Number
+from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor
+from lightning_mfsdp.engine.params.sharded_arithmetic import (
+    LayoutError,
+    assign_data,
+    refuse_gradient,
+    refuse_layout,
+    run,
+)
+from lightning_mfsdp.engine.params.stepping import OPTIMIZER_ADVICE, stepping_optimizer
+from lightning_mfsdp.engine.runtime.outside import (
+    computes,
+    needs_whole,
+    use_whole,
+    write_in_whole,
+    writes_by_position,
+    writes_in_place,
+)
+
+__all__ = ["Rows"]
+
+
+class Rows(PlacedTensor):
+    """This rank's rows of a tensor, with arithmetic, saving and copying that know where they lie."""
+
+    @property
+    def _derived(self) -> type[Rows]:
+        return Rows
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refused: NumPy knows no ranks."""
+        raise EngineStateError(
+            f"numpy() of parameter {self.described}: this rank has only some of its rows; call value.full_tensor().numpy(), on all ranks"
+        )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self.numpy()
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """The whole tensor on every rank, without history; collective. Other placements are refused: DTensor would move wrong rows."""
+        same_mesh = device_mesh is None or device_mesh == self.device_mesh
+        if not same_mesh or not placements or not all(placement.is_replicate() for placement in placements):
+            refuse_layout("redistribute", self)
+        return DTensor.from_local(self.full_tensor(), self.device_mesh, list(placements), run_check=False)
+
+    # -- saving and copying --------------------------------------------------------------------------------------------
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """For torch.distributed.checkpoint: where these rows lie."""
+        if not self._local_tensor.numel():
+            return []
+        offsets = torch.Size([self._rows.start, *[0] * (self.dim() - 1)] if self.dim() else [])
+        return [ChunkStorageMetadata(offsets=offsets, sizes=self._local_tensor.shape)]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        """For torch.distributed.checkpoint: what this rank writes."""
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__() or self._nothing()
+        ]
+
+    def _nothing(self) -> list[ChunkStorageMetadata]:
+        """All of a tensor without elements, which no rank has rows of; every rank offers it, and PyTorch takes it from one."""
+        return [] if self.numel() else [ChunkStorageMetadata(offsets=torch.Size([0] * self.dim()), sizes=self.shape)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """For torch.distributed.checkpoint: the memory it reads from and writes to."""
+        return self._local_tensor
+
+    def data_ptr(self) -> int:
+        """0: the memory is that of `to_local()`. PyTorch would say how far into it these rows begin."""
+        return 0
+
+    def new_empty(self, *size: Any, **options: Any) -> Tensor:
+        """A tensor of this shape, shared out as this one; other shapes are refused."""
+        wanted = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+        if tuple(wanted) != tuple(self.shape):
+            refuse_layout("new_empty", self)
+        made: Rows = Rows.over(self._local_tensor.new_empty(self._local_tensor.shape, **options), self)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return Rows.over(copy.deepcopy(self._local_tensor.detach(), memo), self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        what, instead = "parameter", "full_state_dict(module)"
+        if not self.shows_weight:
+            what = "optimizer state, or another tensor, of parameter"
+            instead = "get_optimizer_state_dict(module, optimizer, options=StateDictOptions(full_state_dict=True))"
+        raise EngineStateError(
+            f"{what} {self.described}: sharded tensors cannot be pickled (torch.save), because each rank has rows of its own; "
+            f"save {instead}, called on all ranks, use torch.distributed.checkpoint, or call unshard_model(module) first"
+        )
+
+    def __tensor_flatten__(self) -> Any:
+        """For those who take subclasses apart; torch.compile would put a DTensor of equal parts together again."""
+        if compat.is_traced():
+            optimizer = stepping_optimizer()
+            where = f", in the step of {type(optimizer).__name__}" if optimizer is not None else ""
+            raise EngineStateError(
+                f"torch.compile meets the sharded rows of parameter {self.described}{where}, and its code would take them for equal parts. "
+                f"{OPTIMIZER_ADVICE}"
+            )
+        return super().__tensor_flatten__()  # type: ignore[no-untyped-call]
+
+    # -- arithmetic ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if compat.sets_data(func):
+            return assign_data(args[0], args[1])
+        kwargs = kwargs or {}
+        if computes(func):
+            in_place = writes_in_place(func, args)
+            if in_place and writes_by_position(func):
+                return write_in_whole(func, args, kwargs)
+            if not in_place and needs_whole(tensors_in((args, kwargs))):
+                return use_whole(func, args, kwargs)
+        try:
+            with compat.without_torch_function(), _Checked():  # type: ignore[no-untyped-call]
+                result = func(*args, **kwargs)
+        except LayoutError:
+            if not torch.is_grad_enabled() or writes_in_place(func, args):
+                raise
+            return use_whole(func, args, kwargs)  # of frozen parameters, where others would be whole as well
+        if isinstance(result, Number) and result.requires_grad:
+            described = next(one.described for one in tensors_in((args, kwargs)) if isinstance(one, Rows))
+            result.register_hook(lambda _: refuse_gradient(described))  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Checked(compat.DispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, every operation on rows is ours, also those that a larger function is made of.
+
+    A mode and not `Rows.__torch_dispatch__`, which DTensor's own dispatch in torch 2.11 passes by.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operands = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Rows)]
+        return run(func, args, kwargs, operands) if operands else func(*args, **kwargs)

@@ -1,0 +1,80 @@
+"""Which parameters got a gradient on any rank. The others keep `.grad` as it was, mostly `None`, as under DDP(find_unused_parameters=True).
+
+A rank knows what its own backwards used. After the last reduction of a backward the ranks take the maximum of one byte for each parameter.
+A rank that used all of its parameters knows the answer, so it sends ones and does not read what comes back. Only a rank that left a
+parameter unused waits for the bytes, and for nothing but the stream of the reductions.
+
+Alternatives considered: bytes in the buckets of the gradients, which have the gradients' dtype, go to one shard where all ranks need
+them, and would make every unit's reduction larger; asking at the first step alone, which is wrong as soon as ranks choose what they use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mfsdp.base.streams import Streams
+from lightning_mfsdp.engine.params.reduction import GradientReducer
+
+__all__ = ["Usage"]
+
+
+class Usage:
+    """Decides what gradients are shown of parameters that this rank did not use.
+
+    Attributes:
+        waits: How often the host waited for an answer, for inspection.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self.waits = 0
+        self._streams = streams
+        self._ones: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
+
+    def settle(self, reducers: Sequence[GradientReducer]) -> None:
+        """Exchange what was used, and show the gradients of what was used somewhere. Collective.
+
+        Args:
+            reducers: What was reduced, in an order that all ranks share.
+        """
+        by_ranks: dict[tuple[dist.ProcessGroup, ...], list[GradientReducer]] = {}
+        for reducer in reducers:
+            by_ranks.setdefault(reducer.group.mesh.process_groups, []).append(reducer)
+        for key, members in by_ranks.items():
+            with torch.no_grad(), self._streams.on(self._streams.reduce):
+                if any(reducer.undecided for reducer in members):
+                    self._ask(members)
+                else:
+                    self._answer(key, members)
+
+    def _answer(self, key: tuple[dist.ProcessGroup, ...], members: list[GradientReducer]) -> None:
+        """Say that everything was used here."""
+        numel = sum(len(reducer.faces) for reducer in members)
+        ones = self._ones.get(key)
+        if ones is None or ones.numel() != numel:
+            ones = self._ones[key] = torch.ones(numel, dtype=torch.uint8, device=members[0].group.device)
+        _maximum(ones, members[0])  # which leaves ones
+
+    def _ask(self, members: list[GradientReducer]) -> None:
+        """Say what was not used here, and wait for what others say."""
+        used = [int(index not in one.undecided) for one in members for index in range(len(one.faces))]
+        device = members[0].group.device
+        there = torch.tensor(used, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda").to(
+            device, non_blocking=True
+        )
+        _maximum(there, members[0])
+        self.waits += 1
+        used = there.tolist()  # waits for the stream of the reductions alone
+        for reducer in members:
+            reducer.show_used(used[: len(reducer.faces)])
+            used = used[len(reducer.faces) :]
+
+
+def _maximum(used: Tensor, one: GradientReducer) -> None:
+    """Over all ranks that have the parameters of a group."""
+    for axis in (one.group.shard_axis, one.group.outer_axis):
+        if axis is not None and axis.size > 1:
+            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=axis.reduce_group or axis.group)

@@ -1,0 +1,405 @@
+"""Context: what the units of one root share. Streams, slots, the recorded order, the microbatch, and the end of a backward.
+
+Gathers follow the program, in an order that all ranks share: a unit gathers when it runs, and what is gathered in advance is what
+followed it last time. Reductions follow a list, see reduction_schedule.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.streams import Event, Streams
+from lightning_mfsdp.engine.comm.collectives import Mesh
+from lightning_mfsdp.engine.comm.communicators import Channels
+from lightning_mfsdp.engine.comm.gather_order import GatherOrder
+from lightning_mfsdp.engine.comm.ranges import Ranges
+from lightning_mfsdp.engine.memory.storage import Slot, SlotPool
+from lightning_mfsdp.engine.params.codec import quantize_all
+from lightning_mfsdp.engine.params.group import ParameterGroup
+from lightning_mfsdp.engine.params.parameter import Entry
+from lightning_mfsdp.engine.runtime.planning import MemoryPlanner
+from lightning_mfsdp.engine.runtime.reduction_schedule import ReductionSchedule
+from lightning_mfsdp.engine.runtime.series import Series
+from lightning_mfsdp.engine.runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.features.step_trace import StepTrace
+
+__all__ = ["Context"]
+
+
+class Context:
+    """State shared by a root and the units below it.
+
+    Attributes:
+        reductions: Of gradients.
+        order: Of gathers, which ranks have to share.
+        weights_ready: After the last write to a main or held weight; `None` once the gather stream has waited for it.
+        ranges: Names for what happens, for a profiler.
+        gathers_started: Collectives issued for weights so far, for inspection.
+        ignored: Parameters that were to be left as they are, by identity.
+        keeps_graph: The backward that runs, or ran last, leaves its graph for another one.
+        shown_averages: That stand in for main weights at the moment (ema.py).
+        trace: Of the step that is running, if somebody will repeat its gathers.
+    """
+
+    def __init__(
+        self, root: Unit, mesh: Mesh, device: torch.device, *, pooled: bool, symmetric: bool, zeros_unused: bool
+    ) -> None:
+        self.mesh = mesh
+        self.device = device
+        self.streams = Streams(device)
+        self.order = GatherOrder.over(mesh.shard, device)
+        self.ranges = Ranges(self.order.told)
+        self.pool = SlotPool(device, pooled=pooled)
+        self.channels = Channels(device, symmetric=symmetric)
+        self._planner = MemoryPlanner(self.pool, self.channels, mesh, device)
+        self.reductions = ReductionSchedule(self.streams, self.ranges, self.order, zeros_unused=zeros_unused)
+        self._covered: set[int] = set()
+        self._watched_groups: list[weakref.ref[ParameterGroup]] = []
+        self.ignored: dict[int, weakref.ref[nn.Parameter]] = {}
+        self.shown_averages: weakref.WeakSet[object] = weakref.WeakSet()
+        self._uncovered: list[weakref.ref[Entry]] = []
+        self._known_units = -1  # for which `_uncovered` holds
+        self.weights_ready: Event = None
+        self.gathers_started = 0
+        self.trace: StepTrace | None = None
+        self.backwards_finished = 0
+        self._has_stepped = False
+        self._root: Callable[[], Unit | None] = weakref.ref(root)
+        self._units: list[weakref.ref[Unit]] = []
+        self._num_groups = 0
+        self._weights_changed = True
+        self._first_of_pass: weakref.ref[Unit] | None = None
+        self._last_forward: weakref.ref[Unit] | None = None
+        self._ends_forward: weakref.ref[Unit] | None = None
+        self._last_backward: weakref.ref[Unit] | None = None
+        self._series: Series | None = None
+        self._in_backward = self.keeps_graph = False
+        # Nobody but the backward itself holds what it runs at its end: dead once it has raised.
+        self._at_end: weakref.ref[Callable[[], None]] | None = None
+
+    # -- units ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def root(self) -> Unit | None:
+        """The outermost unit."""
+        return self._root()
+
+    @property
+    def units(self) -> list[Unit]:
+        """All units, in the order they were sharded."""
+        return [unit for reference in self._units if (unit := reference()) is not None]
+
+    @property
+    def units_in_backward_order(self) -> list[Unit]:
+        """All units, in the order their gradients are reduced."""
+        return self.reductions.in_order(self.units)
+
+    def add(self, unit: Unit) -> None:
+        """Take a unit in; it may come from a context of its own."""
+        unit.context = self
+        self._units.append(weakref.ref(unit))
+        for group in unit.groups:
+            self._num_groups += 1
+            group.attach(unit, self, self._num_groups)
+
+    def end(self) -> None:
+        """The root is sharded no more."""
+        self._units.clear()
+        self._root = lambda: None
+
+    def take_over(self, unit: Unit) -> None:
+        """Keep what is known about optimizers and gradients in the context of a unit that moves into this one."""
+        self._covered |= unit.context._covered
+        self._watched_groups += unit.context._watched_groups
+        self.ignored.update(unit.context.ignored)
+        self.shown_averages.update(unit.context.shown_averages)
+        self.reductions.take_over(unit.context.reductions, unit.groups)
+        self._known_units = -1
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def weights_changed(self, groups: Iterable[ParameterGroup] | None = None) -> None:
+        """Main weights (of all groups, or these) were written by somebody: held weights are refreshed before the next gather."""
+        self._weights_changed = True
+        for group in groups if groups is not None else (group for unit in self.units for group in unit.groups):
+            group.outdated = group.written_elsewhere = True
+
+    def refresh(self) -> None:
+        """Bring held weights up to date with main weights, all groups that changed in one launch (or call of a codec).
+
+        Full weights that a unit shows at the moment (manual optimization, a forward without backward) are filled again.
+        """
+        if not self._weights_changed:
+            return
+        self._weights_changed = False
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        changed = [group for unit in self.units for group in unit.groups if group.outdated]
+        for group in changed:
+            pair = group.cast_pairs(stepped_only=not group.written_elsewhere)
+            targets += pair[0]
+            sources += pair[1]
+            group.outdated = group.written_elsewhere = False
+            group.stale = True
+            if self._watched_groups:
+                group.forget_writes()
+            if group.gathered and group.placement.weight and not (group.installed or group.users_live):
+                group.release()
+        if targets:
+            with torch.no_grad():
+                compat.foreach_copy_(targets, sources)
+        quantize_all(
+            (codec, self.channels.sharing_rows(group.mesh, group.placement), group.fragments())
+            for group in changed
+            if (codec := group.spec.codec) is not None
+        )
+        self.weights_ready = self.streams.record()
+        self._gather_whole_weights()
+        for unit in self.units:
+            if unit.live:
+                for group in unit.all_groups:
+                    if group.placement.weight and group in changed:
+                        self.gathers_started += group.refill(self.weights_ready)
+
+    def _gather_whole_weights(self) -> None:
+        """Weights that stay whole are gathered once after a change, all of them now, in an order that all ranks share.
+
+        Each rank may then run its units in an order of its own, or leave some out. Ranks do not agree on which of them are in use (a
+        forward whose backward has not come), so that makes no difference.
+        """
+        for unit in reversed(self.units_in_backward_order):
+            for group in unit.groups:
+                if group.stale and not group.placement.weight:
+                    self.gathers_started += group.refill(self.weights_ready)
+
+    def gather(
+        self,
+        group: ParameterGroup,
+        needed: Slot | None = None,
+        *,
+        apart: bool = False,
+        for_backward: bool = False,
+    ) -> None:
+        """Start a group's gather; see `ParameterGroup.start_gather`."""
+        with self.ranges.around("gather", group.name):
+            if group.start_gather(self.weights_ready, needed, apart=apart, for_backward=for_backward):
+                self.gathers_started += 1
+                self.weights_ready = None
+
+    def optimizer_stepped(self, groups: Iterable[ParameterGroup]) -> None:
+        """An optimizer wrote main weights of some groups; code may read them at once."""
+        self._first_of_pass = self._last_forward = None  # also after a forward whose backward never came
+        self.order.stepped()
+        self._has_stepped = self._weights_changed = True
+        for group in groups:
+            group.outdated = True
+        self.refresh_shown()
+
+    def refresh_shown(self) -> None:
+        """Weights changed; where modules show unsharded ones right now, code may read them before any other gather.
+
+        All ranks show the same then. Which units still have memory, after forwards whose backward has not come, they do not agree on.
+        """
+        if any(unit.shown.now for unit in self.units):
+            self.refresh()
+
+    def cover(self, entries: Iterable[Entry]) -> None:
+        """An optimizer that reports its steps holds these parameters."""
+        self._covered.update(id(entry) for entry in entries)
+        self._known_units = -1
+
+    def watch(self, groups: Iterable[ParameterGroup]) -> None:
+        """Somebody may write local rows of these without a word, outside of a step: they are looked at when a pass begins."""
+        known = set(self._watched_groups)
+        self._watched_groups += [reference for group in groups if (reference := weakref.ref(group)) not in known]
+
+    def note_writes(self) -> None:
+        """See what was written to local rows that are watched."""
+        groups = [group for reference in self._watched_groups if (group := reference()) is not None]
+        written = [group.note_writes() and not group.outdated for group in groups]
+        if any(written):
+            self.weights_changed(groups)  # all of them, since a rank without rows of one may not have written to it
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether every trained parameter is held by an optimizer that reports its steps."""
+        units = self.units
+        if self._known_units != len(units):
+            entries = [entry for unit in units for group in unit.groups for entry in group.entries]
+            self._uncovered = [weakref.ref(entry) for entry in entries if id(entry) not in self._covered]
+            self._known_units = len(units)
+        return not any(entry.is_trained for reference in self._uncovered if (entry := reference()) is not None)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def note_forward(self, unit: Unit) -> None:
+        """A unit's forward begins outside any backward: learn what follows what."""
+        if self._in_backward:
+            self.recover()
+        last = self._last_forward() if self._last_forward is not None else None
+        first = self._first_of_pass() if self._first_of_pass is not None else None
+        if first is None or unit is first:
+            self._first_of_pass = weakref.ref(unit)
+            unit.previous_forward = None
+            self.reductions.close()
+            for one in self.units:
+                one.awaited.begin_pass()
+            if not self.has_optimizer:
+                self.weights_changed()
+            elif self._watched_groups:
+                self.note_writes()
+        elif last is not None and last is not unit:
+            last.next_forward = weakref.ref(unit)
+            unit.previous_forward = weakref.ref(last)
+        self._last_forward = weakref.ref(unit)
+
+    def note_series(self, series: Series | None) -> None:
+        """A series stands between two of its modules, or runs one; `None`: it has ended."""
+        if self._series is not series:
+            self.interrupt()
+            self._series = series
+
+    def interrupt(self) -> None:
+        """Something else than the next module of a series comes: the series ends, unless this happens inside one of its modules."""
+        if self._series is not None and not self._series.busy:
+            self._series.stop()
+
+    def keeps_after_forward(self, unit: Unit) -> bool:
+        """Whether a unit's weights stay between forward and backward: the root's, and those that backward needs first."""
+        return unit is self.root or (self._ends_forward is not None and self._ends_forward() is unit)
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Called by every unit whose backward begins; the first call of a backward prepares its end."""
+        if self._in_backward:
+            if self._at_end is not None and self._at_end() is not None:
+                return
+            self.recover()  # the one before raised, and this is of the same graph or of another that was there
+        self._in_backward, self.keeps_graph = True, compat.keeps_graph()
+        self.interrupt()
+        self._show_for_backward()
+        end = self._end_backward
+        self._at_end = self._watched(end)
+        compat.on_backward_end(end)
+        self._ends_forward = self._last_forward
+        self.reductions.is_idle = not self._trains()
+        if not (self.reductions.is_idle or self.reductions.begin()):
+            first = self._first_of_pass() if self._first_of_pass is not None else None
+            self.reductions.agree_on_order(self.units, first, self.mesh, self.device)
+            self._separate_channels()
+
+    def _trains(self) -> bool:
+        """Whether the backward that runs may bring gradients of parameters, on whatever rank; `autograd.grad` of inputs does not.
+
+        A rank whose step uses no unit does not notice such a backward, so nothing of it may need other ranks but gathers. Which other
+        parameters a backward comes to is no question: reentrant checkpoints run one inside of it, parameters are used outside forwards,
+        and other ranks may use others. Those of a codec cannot be asked: where there are any, a backward counts as theirs.
+        """
+        others = False
+        for unit in self.units:
+            for group in unit.groups:
+                for entry in group.entries:
+                    if not entry.is_trained:
+                        continue
+                    if group.spec.codec is not None:
+                        others = True
+                    elif compat.accumulates(entry.full):
+                        return True
+        return others or not compat.leaves_gradients_out()
+
+    def _show_for_backward(self) -> None:
+        """Modules may read weights in their backward. Those of units that no call of its own brings are shown now, until the end."""
+        for unit in self.units:
+            unit.show_for_hidden_calls()
+            if not unit.awaited.calls and (unit.live or unit.step_slots is not None):
+                # What was released since its step goes where autograd saved it; what stayed is there.
+                unit.start_gather(None if unit.live else unit.step_slots, for_backward=True)
+                unit.install()
+
+    def _watched(self, end: Callable[[], None]) -> weakref.ref[Callable[[], None]]:
+        """A reference to what a backward calls at its end. If it goes without having been called, the backward raised."""
+        this = weakref.ref(self)
+
+        def gone(reference: weakref.ref[Callable[[], None]]) -> None:
+            context = this()
+            if context is not None and context._at_end is reference:
+                context.backward_raised()
+
+        return weakref.ref(end, gone)
+
+    def backward_raised(self) -> None:
+        """No more of a backward comes, if one was running: code sees sharded weights."""
+        if self._in_backward:
+            for unit in self.units:
+                unit.hide()
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the engine knows of a backward that is running."""
+        return self._in_backward
+
+    def note_backward(self, unit: Unit) -> None:
+        """Learn in which order backwards come."""
+        last = self._last_backward() if self._last_backward is not None else None
+        if last is not None and last is not unit:
+            last.next_backward = weakref.ref(unit)
+        self._last_backward = weakref.ref(unit)
+
+    def _separate_channels(self) -> None:
+        """Where calls queue on a device, reductions and gathers of all groups get communicators of their own."""
+        for unit in self.units:
+            for group in unit.groups:
+                group.shard_axis = self.channels.separate(group.shard_axis)
+                group.outer_axis = self.channels.separate(group.outer_axis) if group.outer_axis else None
+
+    def _end_backward(self) -> None:
+        """After the last node of a backward: reduce what is missing, join the streams, be at rest."""
+        if not self._in_backward:
+            return
+        self.reductions.finish(self.units)
+        self._rest()
+        units, event = self.units_in_backward_order, self.streams.record()
+        has_stepped = self._has_stepped and not self.reductions.is_idle
+        self._planner.after_backward(self.backwards_finished, units, event, has_stepped=has_stepped)
+        self.reductions.run_hooks(units)
+
+    def _rest(self) -> None:
+        """Nobody holds weights, nobody waits."""
+        self.ranges.end_all("backward")
+        self.pool.end_backward()
+        for unit in self.units:
+            unit.rest(keeps_graph=self.keeps_graph)
+        if (root := self.root) is not None and root.pinned:
+            root.use_borrowed()
+        self.backwards_finished += 1
+        self._in_backward = False
+        self._first_of_pass = None
+        self._last_forward = None
+        self._last_backward = None
+
+    def forget_events(self) -> None:
+        """Forget what work waits for, at rest and after a synchronisation: events do not cross the border of a CUDA graph."""
+        self.weights_ready = None
+        self.pool.forget_events()
+        for unit in self.units:
+            for group in unit.groups:
+                group.forget_events()
+        self.reductions.forget_events()
+        self.reductions.close()
+
+    def recover(self) -> None:
+        """Forget a backward that raised: its gradients are incomplete, so those not yet reduced are dropped."""
+        self.reductions.drop()
+        for unit in self.units:
+            for group in unit.groups:
+                group.drop_full_gradients()
+        self._rest()

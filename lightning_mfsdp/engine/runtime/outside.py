@@ -1,0 +1,240 @@
+"""Sharded parameters used outside of the forward of their unit: what is computed from them, and what is written to them.
+
+    scale * x, penalty(weight)      the whole main weight takes the parameter's place, gathered for this use unless it is there; its
+                                    gradient joins those of the unit
+    p[rows] = value                 written in the gathered whole, of which each rank keeps its rows
+    p.copy_(value), p.data = value, p.data.mul_(0.9), p.norm() under no_grad
+                                    nothing of the whole is needed: done on rows (sharded_arithmetic.py)
+
+Using a parameter of a unit directly costs a gather each time and is right under every sharding, where a forward of the unit's module
+costs one for all of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_mfsdp.base.containers import map_tensors, tensors_in
+from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.engine.params.number import Number
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.params.group import ParameterGroup
+    from lightning_mfsdp.engine.params.sharded_tensor import Rows
+    from lightning_mfsdp.engine.runtime.context import Context
+
+__all__ = ["computes", "needs_whole", "use_whole", "write_in_whole", "writes_by_position", "writes_in_place"]
+
+_WORTH_SAYING_BYTES = 1 << 20
+_VIEWS = frozenset((Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__))  # type: ignore[attr-defined]
+# Of which nothing can be differentiated, or whose result is shared out as the parameter is.
+_KEEPS_ROWS = frozenset(
+    (
+        *(
+            "__get__",
+            "__set__",
+            "__delete__",
+            "__len__",
+            "__hash__",
+            "__repr__",
+            "__str__",
+            "__format__",
+            "__contains__",
+        ),
+        *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr"),
+        *("storage", "untyped_storage", "get_device", "type", "is_same_size", "has_names", "result_type", "can_cast"),
+        *(
+            "detach",
+            "detach_",
+            "requires_grad_",
+            "retain_grad",
+            "register_hook",
+            "backward",
+            "to_local",
+            "_typed_storage",
+        ),
+        *("clone", "contiguous", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type_as"),
+        *(
+            "equal",
+            "allclose",
+            "isclose",
+            "numpy",
+            "__array__",
+            "tolist",
+            "pin_memory",
+            "share_memory_",
+            "_has_symbolic_sizes_strides",
+        ),
+    )
+)
+# Where in the whole parameter they write is said by position.
+_BY_POSITION = frozenset(
+    (
+        *("__setitem__", "index_add_", "index_copy_", "index_fill_", "index_put_", "scatter_", "scatter_add_", "put_"),
+        *("masked_scatter_", "fill_diagonal_", "triu_", "tril_"),
+    )
+)
+
+
+def computes(function: Any) -> bool:
+    """Whether a torch function computes values from a tensor's, rather than describing it or keeping it sharded as it is."""
+    name = getattr(function, "__name__", "")
+    if name in _KEEPS_ROWS:
+        return function in _VIEWS
+    return not (name.startswith(("is_", "_is_", "new_")) or name.endswith("_like"))
+
+
+def writes_in_place(function: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a torch function writes to its first argument, a sharded tensor or a list that has some."""
+    name = getattr(function, "__name__", "")
+    is_in_place = name in _BY_POSITION or (name.endswith("_") and not name.endswith("__"))
+    return is_in_place and bool(args) and any(isinstance(one, DTensor) for one in tensors_in(args[0]))
+
+
+def writes_by_position(function: Any) -> bool:
+    """Whether a torch function needs all rows there are to write to some."""
+    return getattr(function, "__name__", "") in _BY_POSITION
+
+
+def needs_whole(tensors: list[Tensor]) -> bool:
+    """Whether what is computed from these, sharded tensors among them, needs more than this rank's rows.
+
+    It does where a plain tensor takes part, such as an activation, and where autograd would have to lead back to a sharded parameter.
+    """
+    records = torch.is_grad_enabled()
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            if records and tensor.is_leaf and tensor.requires_grad:
+                return True
+        elif (tensor.dim() and not isinstance(tensor, Number)) or (records and tensor.requires_grad):
+            return True
+    return False
+
+
+def use_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a torch function with whole plain tensors in place of sharded ones. Collective, unless every rank has the whole.
+
+    Raises:
+        EngineStateError: A gradient is wanted of a parameter of which ranks hold different parts (experts).
+    """
+    shared: set[int] = set()  # memory that other weights will lie in later
+    contexts: dict[int, Context] = {}
+
+    def whole(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if type(tensor) is DTensor:  # a number, made of rows
+            return tensor.full_tensor()
+        made, context = _whole(cast("Rows", tensor))
+        if made.is_leaf and made.requires_grad:
+            shared.add(made.untyped_storage().data_ptr())
+        if context is not None:
+            contexts[id(context)] = context
+        return made
+
+    args, kwargs = map_tensors(whole, (args, kwargs))
+    result = function(*args, **kwargs)
+
+    def kept(tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in shared:
+            tensor = tensor.clone()
+        if tensor.grad_fn is not None:
+            for context in contexts.values():
+                tensor.grad_fn.register_prehook(_beginning(context))
+        return tensor
+
+    return map_tensors(kept, result)
+
+
+def _beginning(context: Context) -> Any:
+    """A hook that lets the engine know of a backward in which no forward of a unit may take part."""
+    this = weakref.ref(context)
+
+    def begin(_: Any) -> None:
+        context = this()
+        if context is not None:
+            context.begin_backward()
+
+    return begin
+
+
+def _whole(tensor: Rows) -> tuple[Tensor, Context | None]:
+    """The whole of a sharded tensor; of a parameter that needs a gradient, one that leads to it, and whom its backward concerns."""
+    group, index = tensor.place
+    entry, unit = group.entries[index], group.unit()
+    if unit is None or tensor is not entry.sharded:
+        return tensor.full_tensor(), None
+    records = torch.is_grad_enabled() and entry.full.requires_grad
+    if records:
+        if group.mesh.parts is not None:
+            raise EngineStateError(
+                f"parameter {tensor.described}: a loss was computed from it outside of its module's forward, and along the mesh's axis "
+                f'"{group.mesh.parts.name}" every rank holds other rows of it, so gradients could not be added up. Compute it in the '
+                "forward of the module that owns it, or under torch.no_grad()"
+            )
+        unit.use_outside()
+    if not records:
+        return tensor.full_tensor(), None
+    if unit.has_at_hand(group):
+        return entry.full, unit.context
+    _advise(tensor, group)
+    anchor = torch.zeros((), requires_grad=True, device="cpu")
+    return _Whole.apply(anchor, [tensor]), unit.context  # type: ignore[no-untyped-call]
+
+
+class _Whole(torch.autograd.Function):
+    """The whole main weight of a sharded parameter, in memory of its own; its gradient waits for the reduction of the unit."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, sharded: list[Rows]) -> Tensor:
+        (ctx.sharded,) = sharded  # in a list: autograd shall not lead to it
+        return ctx.sharded.full_tensor()  # type: ignore[no-any-return]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        group, index = ctx.sharded.place
+        group.add_gradient(index, gradient)
+        return None, None
+
+
+def _advise(tensor: Rows, group: ParameterGroup) -> None:
+    """Say once for each large parameter that using it directly costs a gather."""
+    if group.advised or tensor.numel() * tensor.element_size() < _WORTH_SAYING_BYTES or not group.mesh.axes:
+        return
+    group.advised = True
+    if torch.distributed.get_rank() == 0:
+        warnings.warn(
+            f"parameter {tensor.described} is used outside of the forward of its module, so all of it is gathered for this use, every "
+            "time, and kept until the backward. Using it in the forward of the module that owns it gathers it with its unit; to look at "
+            "values, use torch.no_grad(); to decay weights, the optimizer's weight_decay",
+            stacklevel=2,
+        )
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write_in_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write to a sharded tensor where positions say where: in the gathered whole, of which each rank keeps its rows. Collective."""
+    target = cast("Rows", args[0])
+    if torch.is_grad_enabled() and target.requires_grad:
+        raise EngineStateError(
+            f"{function.__name__} on parameter {target.described}: it needs a gradient, and autograd cannot follow a write in place; write "
+            "under torch.no_grad(), or to its data"
+        )
+
+    def whole(tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    with torch.no_grad():
+        written, *others = map_tensors(whole, list(args))
+        function(written, *others, **map_tensors(whole, kwargs))
+        target.copy_(written)
+    return target

@@ -1,0 +1,114 @@
+"""MemoryPlanner: after the first backwards, where gathered weights live and which of them stay between forward and backward.
+
+Fixed slots are planned when a step shows something new (storage.py). Memory that would lie idle may be spent on weights that
+stay gathered: what a step needs is known once two of them have run, the optimizer's state included. What is left then, less a
+reserve, goes to units from the last one backwards: their backward comes first, so they hold memory for the shortest time.
+All ranks decide alike, because a unit is gathered by all of them or by none.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mfsdp.base.streams import Event
+from lightning_mfsdp.engine.comm.collectives import Axis, Mesh
+from lightning_mfsdp.engine.comm.communicators import Channels
+from lightning_mfsdp.engine.memory.storage import SlotPool
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.runtime.unit import Unit
+
+__all__ = ["MemoryPlanner", "spare_bytes", "those_that_fit"]
+
+# Backwards in which all ranks are sure to plan slots at the same time: the first shows the units, the second what is gathered
+# ahead; and the one after it is decided what stays gathered.
+_PLANNED_TOGETHER = 2
+# Of the device's memory, left alone: for what comes later (a larger batch, a metric, another library).
+_RESERVE = 0.1
+
+
+class MemoryPlanner:
+    """Looks at a root's memory when a backward has ended."""
+
+    def __init__(self, pool: SlotPool, channels: Channels, mesh: Mesh, device: torch.device) -> None:
+        self._pool, self._channels, self._mesh, self._device = pool, channels, mesh, device
+        self._decided_at: int | None = None
+
+    def after_backward(self, number: int, units: Sequence[Unit], event: Event, *, has_stepped: bool) -> None:
+        """Decide what there is to decide.
+
+        Args:
+            number: How many backwards have ended.
+            units: Of the root, in backward order.
+            event: After all work issued so far.
+            has_stepped: An optimizer has stepped, so its state is there and a step's memory is known.
+        """
+        if self._pool.pooled and not self._pool.is_plan_held:
+            self._pool.finish_step(event, self._allocator(number, units))
+        if has_stepped and self._decided_at is None:
+            self._decided_at = number
+            if any(unit.may_stay for unit in units):
+                self._spend_spare_memory(units)
+
+    def _spend_spare_memory(self, units: Sequence[Unit]) -> None:
+        """Let weights of some units stay, in memory that no other unit uses. Collective."""
+        wanted = [
+            unit for unit in units if unit.may_stay and unit.full_bytes and not unit.context.keeps_after_forward(unit)
+        ]
+        count = those_that_fit([unit.full_bytes for unit in wanted], spare_bytes(self._device, self._mesh.all_axes))
+        for unit in wanted[:count]:
+            unit.may_stay = unit.reshard_after_forward = False
+            for group in unit.groups:
+                group.client.planned = None
+
+    def _allocator(self, number: int, units: Sequence[Unit]) -> Callable[[int], Tensor] | None:
+        """Where fixed slots come from: symmetric memory in the first steps, while all ranks plan alike.
+
+        Symmetric memory is made by all ranks together; a plan that changes later may do so on one rank alone.
+        """
+        if not self._channels.symmetric:
+            return None
+        after_decision = self._decided_at is not None and number == self._decided_at + 1
+        if number > _PLANNED_TOGETHER and not after_decision:
+            if self._pool.is_outdated:
+                warnings.warn(
+                    "fully_shard: this step runs units together that ran apart before, so the slots of gathered weights are planned "
+                    "anew, in ordinary memory: gathers use the compute cores from now on",
+                    stacklevel=2,
+                )
+            return None
+        axis = next((group.shard_axis for unit in units for group in unit.groups), self._mesh.shard)
+        own = (self._pool.is_outdated, self._pool.described_plan())
+        everyone: list[tuple[bool, list[str]]] = [own for _ in range(axis.size)]
+        dist.all_gather_object(everyone, own, group=axis.group)
+        if any(outdated for outdated, _ in everyone):
+            self._pool.outdate()  # one plans, all plan: making symmetric memory takes all ranks
+        return self._channels.allocator(axis) if all(plan == own[1] for _, plan in everyone) else None
+
+
+def spare_bytes(device: torch.device, axes: Sequence[Axis]) -> int:
+    """Memory of the device that nobody holds, less a reserve; the least of all ranks. Collective over `axes`; 0 on CPU."""
+    if device.type == "cpu":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    spare = torch.tensor(max(0, int(free - _RESERVE * total)), dtype=torch.int64, device=device)
+    for axis in axes:
+        dist.all_reduce(spare, op=dist.ReduceOp.MIN, group=axis.group)
+    return int(spare.item())
+
+
+def those_that_fit(sizes_bytes: Sequence[int], budget_bytes: int) -> int:
+    """How many of the first sizes fit into the budget together."""
+    count = 0
+    for size in sizes_bytes:
+        if size > budget_bytes:
+            break
+        budget_bytes -= size
+        count += 1
+    return count

@@ -1,0 +1,407 @@
+"""ReductionSchedule: when the gradients of which unit are reduced, in an order that all ranks share.
+
+The order is a list that rank 0 dictates at the first backward: a unit that is ready early waits for its turn, and one whose
+gradients never came (unused on this rank) is reduced as zeros at the end. Parameters that no rank used have no gradient (usage.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.base.streams import Event, Streams
+from lightning_mfsdp.engine.comm.collectives import Mesh
+from lightning_mfsdp.engine.comm.gather_order import REDUCTION, GatherOrder
+from lightning_mfsdp.engine.comm.ranges import Ranges
+from lightning_mfsdp.engine.features.direct_gradients import DirectWrites
+from lightning_mfsdp.engine.memory.buffer import Filling
+from lightning_mfsdp.engine.params.gradient_hooks import has_gradient_hooks, run_gradient_hooks
+from lightning_mfsdp.engine.params.group import ParameterGroup
+from lightning_mfsdp.engine.params.reduction import GradientReducer
+from lightning_mfsdp.engine.params.usage import Usage
+from lightning_mfsdp.engine.runtime.unit import Unit
+
+__all__ = ["ReductionSchedule", "Sync"]
+
+_MAX_BUCKETS = 2
+
+
+class Sync(Enum):
+    """How far gradients of a backward are reduced."""
+
+    NONE = "none"
+    SHARD = "shard"
+    ALL = "all"
+
+
+class _InFlight(NamedTuple):
+    """A unit's reduction that was issued. Until `done`, its buckets are held and what fills them is kept from the allocator."""
+
+    reducers: list[GradientReducer]
+    fillings: list[Filling]
+    done: Event
+
+
+class ReductionSchedule:
+    """The gradients of one root's units.
+
+    Attributes:
+        sync: How far the gradients of the current microbatch are reduced.
+        started: Collectives issued for gradients so far, for inspection.
+        zeros_unused: Parameters that no rank used get zeros as their gradient, and not none.
+        recordings: How many CUDA graphs backwards are or will be part of. A graph cannot ask whether a parameter was used: zeros then, too.
+        is_idle: The backward that runs brings no gradients of parameters.
+        hides_gradients: A forward is being recorded, and gradients are set aside.
+        watches: Called with a unit whose gradients are there and not reduced yet, mostly none (gradient_watch.py).
+    """
+
+    def __init__(self, streams: Streams, ranges: Ranges, order: GatherOrder, *, zeros_unused: bool) -> None:
+        self.sync = Sync.ALL
+        self.zeros_unused = zeros_unused
+        self.recordings = 0
+        self.hides_gradients = self.is_idle = False
+        self.started = 0
+        self.watches: list[Callable[[Unit], None]] = []
+        self._streams = streams
+        self._ranges = ranges
+        self._gather_order = order
+        self._order: list[weakref.ref[Unit]] = []
+        self._turn = 0
+        self._done: set[int] = set()
+        self._with_news: list[ParameterGroup] = []  # whose hooks are to run
+        self._in_flight: deque[_InFlight] = deque()
+        self._reduced: dict[GradientReducer, None] = {}  # in this backward, in an order that all ranks share
+        self._usage = Usage(streams)
+        self._reducers: weakref.WeakKeyDictionary[ParameterGroup, GradientReducer] = weakref.WeakKeyDictionary()
+        # What the last backward left unreduced, and whether the outer axis alone waits: the same on all ranks, whatever they computed.
+        self._held_back: dict[GradientReducer, bool] = {}
+
+    def reducer(self, group: ParameterGroup) -> GradientReducer:
+        """The group's gradients; their buffers are made when the first gradient arrives."""
+        known = self._reducers.get(group)
+        if known is None:
+            known = self._reducers[group] = GradientReducer(group)
+        return known
+
+    def known(self, group: ParameterGroup) -> GradientReducer | None:
+        """The group's gradients, if there ever were any."""
+        return self._reducers.get(group)
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether the last backward left gradients unreduced; the same on all ranks."""
+        return bool(self._held_back)
+
+    def take_over(self, other: ReductionSchedule, groups: Sequence[ParameterGroup]) -> None:
+        """Groups come from another root, with gradients that are held back there perhaps."""
+        for group in groups:
+            if (known := other._reducers.pop(group, None)) is not None:
+                self._reducers[group] = known
+                if known in other._held_back:
+                    self._held_back[known] = other._held_back.pop(known)
+
+    def forget(self, group: ParameterGroup) -> bool:
+        """Make another reducer for a group when it has a gradient again; `False` where the present one is in use."""
+        known = self._reducers.get(group)
+        if known is not None and (
+            known in self._held_back or known.holds_back or known.holds_bucket or known.writes.target is not None
+        ):
+            return False
+        self._reducers.pop(group, None)
+        return True
+
+    def end(self, groups: Sequence[ParameterGroup]) -> None:
+        """These groups are sharded no more: nothing is reduced for them, and what is held back of their gradients goes."""
+        for group in groups:
+            self._reducers.pop(group, None)
+
+    def writes(self, group: ParameterGroup) -> DirectWrites | None:
+        """Where a layer may write gradients of a group in this backward; `None`: leave them to autograd."""
+        return None if self.is_idle or self.reducer(group).is_alone else self.required_writes(group)
+
+    def required_writes(self, group: ParameterGroup) -> DirectWrites:
+        """Where a layer writes gradients of a group in this backward that it cannot leave to autograd."""
+        reducer = self.reducer(group)
+        if reducer.writes.target is None:
+            while self._is_on_its_way(reducer):
+                self._retire()
+            reducer.begin_writes(communicates=self._reduces(group), wanted=not self.is_idle)
+        return reducer.writes
+
+    def in_order(self, units: Sequence[Unit]) -> list[Unit]:
+        """A root's units in the order they are reduced."""
+        ordered = [unit for reference in self._order if (unit := reference()) is not None]
+        return ordered or list(units[::-1])
+
+    def begin(self) -> bool:
+        """A backward begins. Returns whether there is an order yet."""
+        self._turn = 0
+        for reducer in self._reducers.values():
+            reducer.settle_held_back()
+        return bool(self._order)
+
+    def agree_on_order(self, units: Sequence[Unit], first: Unit | None, mesh: Mesh, device: torch.device) -> None:
+        """Fix the order of reductions: reverse of rank 0's first forward; then units that did not run.
+
+        Units that others borrow from come last (weights tied between the two ends of a model are done when all is), and
+        so do those whose end nobody notices because no input of theirs needs a gradient. Collective.
+
+        Args:
+            units: Of the root, in the order they were sharded.
+            first: To run in this pass; what followed what is known to the units.
+            mesh: Whose first rank decides.
+            device: Of the message.
+        """
+        chain: list[Unit] = []
+        unit = first
+        while unit is not None and unit not in chain:
+            chain.append(unit)
+            unit = unit.next_forward() if unit.next_forward is not None else None
+        order = [units.index(unit) for unit in reversed(chain)]
+        order += [index for index in reversed(range(len(units))) if units[index] not in chain]
+        hears = {index for index in order if units[index].hears_end or units[index].awaited.will_be_computed_again}
+        order.sort(key=lambda index: len(units[index].users) > 1 or index not in hears)
+        message = [order]
+        for axis in mesh.all_axes:
+            if dist.get_backend(axis.group) != "fake":
+                dist.broadcast_object_list(message, group=axis.group, group_src=0, device=device)
+        self._order = [weakref.ref(units[index]) for index in message[0]]
+
+    def unit_done(self, unit: Unit) -> None:
+        """A unit's gradients are all there. Reduce it and whoever waited for it, if it is their turn."""
+        if self.is_idle:
+            return
+        self._done.add(id(unit))
+        while self._turn < len(self._order):
+            current = self._order[self._turn]()
+            if current is not None and not (id(current) in self._done and current.is_done) and current.is_trainable:
+                return
+            self._turn += 1
+            if current is not None:
+                self._collect(current)
+
+    def _collect(self, unit: Unit) -> None:
+        """Take a unit's gradients and start their reduction."""
+        for watch in self.watches:
+            watch(unit)
+        groups = self._trained(unit.groups)
+        if not groups:
+            return
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            waiting = []
+            for group in groups:
+                reducer = self.reducer(group)
+                if reducer.is_alone:
+                    reducer.collect_alone(zeros_unused=self.zeros_unused)
+                elif self._reduces(reducer.group):
+                    waiting.append(reducer)
+                else:
+                    reducer.accumulate()
+            if waiting:
+                self._reduce(waiting)
+
+    def _trained(self, groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
+        """Those whose gradients are wanted, or were when they were held back; what came for others is dropped."""
+        trained = []
+        for group in groups:
+            known = self._reducers.get(group)
+            if any(entry.is_trained for entry in group.entries) or (known is not None and known.frozen_since):
+                trained.append(group)
+            else:
+                group.drop_full_gradients()
+        return trained
+
+    def _reduces(self, group: ParameterGroup) -> bool:
+        """Whether this backward communicates the group's gradients."""
+        return self.sync is Sync.ALL or (self.sync is Sync.SHARD and group.placement.gradient)
+
+    def _make_room(self, reducers: list[GradientReducer]) -> None:
+        """Have the buckets of some reductions free, which come next on all ranks."""
+        if self._gather_order.has_reductions and (group := reducers[0].group).placement.weight:
+            self._gather_order.note(group.number, group.name, REDUCTION)
+        while len(self._in_flight) >= _MAX_BUCKETS or any(map(self._is_on_its_way, reducers)):
+            self._retire()
+
+    def _is_on_its_way(self, reducer: GradientReducer) -> bool:
+        """Whether a bucket of its gradients is in flight."""
+        return any(reducer in sent.reducers for sent in self._in_flight)
+
+    def _reduce(self, reducers: list[GradientReducer]) -> None:
+        self._make_room(reducers)
+        fillings = [reducer.prepare() for reducer in reducers]
+        ready, zeros_unused = self._streams.record(), self.zeros_unused or self.recordings > 0
+        with self._streams.on(self._streams.reduce):
+            self._streams.wait(ready, self._streams.reduce)
+            for reducer, filling in zip(reducers, fillings, strict=True):
+                with self._ranges.around("reduce", reducer.group.name):
+                    is_done = reducer.reduce(
+                        filling.filled(), outer_later=self.sync is Sync.SHARD, zeros_unused=zeros_unused
+                    )
+                if is_done and not zeros_unused:
+                    self._reduced[reducer] = None
+                self.started += 1
+            done = self._streams.record()
+        self._in_flight.append(_InFlight(reducers, fillings, done))
+
+    def _reduce_over_outer_axis(self, reducer: GradientReducer) -> None:
+        """What was reduced over the shard axis and waits for the other."""
+        self._make_room([reducer])
+        reducer.prepare_partial()
+        ready, zeros_unused = self._streams.record(), self.zeros_unused or self.recordings > 0
+        with self._streams.on(self._streams.reduce):
+            self._streams.wait(ready, self._streams.reduce)
+            with self._ranges.around("reduce", reducer.group.name):
+                reducer.reduce_partial(zeros_unused=zeros_unused)
+            if not zeros_unused:
+                self._reduced[reducer] = None
+            self.started += 1
+            done = self._streams.record()
+        self._in_flight.append(_InFlight([reducer], [], done))
+
+    def _retire(self) -> None:
+        """Wait, on the compute stream, for the oldest reduction and give its buckets back."""
+        oldest = self._in_flight.popleft()
+        self._streams.wait(oldest.done)
+        for reducer in oldest.reducers:
+            reducer.release_bucket()
+
+    def finish(self, units: Sequence[Unit]) -> None:
+        """The last node of a backward has run: reduce what is missing, and wait on the compute stream."""
+        if self.is_idle:
+            for reducer in self._reducers.values():
+                reducer.writes.end()  # what layers wrote that write in every backward
+            return
+        for reference in self._order[self._turn :]:
+            unit = reference()
+            if unit is not None:
+                self._collect(unit)
+        self._turn = len(self._order)
+        if self.sync is not Sync.NONE:
+            self._gather_order.end_backward()
+        late = [unit for unit in units if self._has_unreduced(unit)]
+        for unit in late:
+            if not self._communicates(unit):
+                self._collect(unit)
+        self._wait()
+        self._done.clear()
+        self._note_held_back()
+        if reduced := [unit.name for unit in late if self._communicates(unit)]:
+            raise EngineStateError(
+                f"{', '.join(reduced)}: on rank {dist.get_rank()} a gradient came after the gradients of this unit had been reduced, which "
+                "happens once in a backward. The backward ran a graph that is older than the last two backwards together with a newer "
+                "one, or a weight was used outside of its unit's forward; run such a backward under no_sync(module), and "
+                "reduce_pending(module) after it"
+            )
+
+    def _note_held_back(self) -> None:
+        """A backward has ended: which gradients wait follows from the placement and from what is synchronised."""
+        self._held_back.clear()
+        if self.sync is Sync.ALL:
+            return
+        for reducer in self._reducers.values():
+            reduces = reducer.is_alone or self._reduces(reducer.group)
+            if not reduces or reducer.waits_for_outer_axis:
+                self._held_back[reducer] = reduces
+                reducer.show_held_back()
+
+    def reduce_pending(self, units: Sequence[Unit]) -> None:
+        """Between backwards: reduce what was kept unreduced, as far as it is."""
+        for reducer in self._reducers.values():
+            reducer.settle_held_back()
+        held_back, self._held_back = self._held_back, {}
+        with self.synchronizing(Sync.ALL), torch.no_grad():
+            for unit in self.in_order(units):
+                known = [one for group in unit.groups if (one := self._reducers.get(group)) is not None]
+                waiting = [reducer for reducer in known if reducer in held_back]
+                if not waiting:
+                    continue
+                for watch in self.watches:
+                    watch(unit)
+                trained = self._trained([reducer.group for reducer in waiting])
+                waiting = [reducer for reducer in waiting if reducer.group in trained]
+                for reducer in waiting:
+                    if held_back[reducer]:
+                        self._reduce_over_outer_axis(reducer)
+                if whole := [reducer for reducer in waiting if not held_back[reducer]]:
+                    self._reduce(whole)
+        self._wait()
+        self.run_hooks(units)
+
+    def _wait(self) -> None:
+        """Have the compute stream wait for all reductions, and show their results."""
+        while self._in_flight:
+            self._retire()
+        if self._reduced:
+            self._usage.settle(list(self._reduced))
+            self._reduced.clear()
+        if has_gradient_hooks():
+            self._with_news = [reducer.group for reducer in self._reducers.values() if reducer.is_fresh]
+        for reducer in self._reducers.values():
+            reducer.finish()
+
+    def run_hooks(self, units: Sequence[Unit]) -> None:
+        """Those of parameters whose gradients were reduced last, in an order that all ranks share."""
+        fresh, self._with_news = {id(group) for group in self._with_news}, []
+        if fresh:
+            run_gradient_hooks([group for unit in self.in_order(units) for group in unit.groups if id(group) in fresh])
+
+    def _has_unreduced(self, unit: Unit) -> bool:
+        """Whether gradients of a unit are there that nobody took; those that nobody wants are dropped."""
+        found = False
+        for group in unit.groups:
+            if group.has_full_gradients or self._was_written(group):
+                if any(entry.is_trained for entry in group.entries):
+                    found = True
+                else:
+                    group.drop_full_gradients()
+        return found
+
+    def _communicates(self, unit: Unit) -> bool:
+        """Whether this backward reduces the unit's gradients over ranks."""
+        return any(self._reduces(group) and not self.reducer(group).is_alone for group in unit.groups)
+
+    def _was_written(self, group: ParameterGroup) -> bool:
+        known = self._reducers.get(group)
+        return known is not None and known.writes.target is not None
+
+    def drop(self) -> None:
+        """A backward raised: what it left is forgotten."""
+        while self._in_flight:
+            self._retire()
+        for reducer in self._reducers.values():
+            reducer.release_bucket()
+            reducer.drop()
+            reducer.finish()
+        self._reduced.clear()
+        self._done.clear()
+
+    def forget_events(self) -> None:
+        """Wait for nothing that was issued; see `Context.forget_events`."""
+        self._in_flight = deque(sent._replace(done=None) for sent in self._in_flight)
+
+    def close(self) -> None:
+        """A new pass begins: gradients that were cleared give their memory back."""
+        for reducer in self._reducers.values():
+            reducer.close_main()
+
+    @property
+    def reducers(self) -> list[GradientReducer]:
+        """Of all groups that ever had a gradient."""
+        return list(self._reducers.values())
+
+    @contextmanager
+    def synchronizing(self, sync: Sync) -> Iterator[None]:
+        """Inside, backwards reduce gradients only as far as `sync`."""
+        previous, self.sync = self.sync, sync
+        try:
+            yield
+        finally:
+            self.sync = previous
