@@ -41,7 +41,7 @@ class Mend:
 
 
 MENDS = (
-    Mend("1", "api/functions.py", "    unit.enter(shows=False)\n", "    unit.enter()\n"),
+    Mend("1", "runtime/functions.py", "    unit.enter(shows=False)\n", "    unit.enter()\n"),
     Mend(
         "1 in forward",
         "params/group.py",
@@ -83,7 +83,7 @@ MENDS = (
         "    torch.autograd.graph.increment_version([entry.full for entry in entries])\n",
         "",
     ),
-    Mend("12", "api/functions.py", "            if any(inside):\n", "            if all(inside):\n"),
+    Mend("12", "runtime/functions.py", "            if any(inside):\n", "            if all(inside):\n"),
 )
 
 

@@ -2,9 +2,20 @@
 
 from lightning_mfsdp.base.errors import CollectiveError, EngineStateError, ShardingError
 from lightning_mfsdp.engine.api.fully_shard import fully_shard
-from lightning_mfsdp.engine.api.functions import (
+from lightning_mfsdp.engine.api.optimizer import fully_shard_optimizer
+from lightning_mfsdp.engine.api.units import fully_shard_units
+from lightning_mfsdp.engine.features.ema import AveragedWeights
+from lightning_mfsdp.engine.features.graphs.capture import CapturedStep, capture_step
+from lightning_mfsdp.engine.features.graphs.captured_loss import CapturedLoss, capture_loss
+from lightning_mfsdp.engine.features.step_trace import note_collective, traced_step
+from lightning_mfsdp.engine.optimizer.adopt import ELEMENTWISE_OPTIMIZERS
+from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer, RowPlacement, has_gradient, row_placement
+from lightning_mfsdp.engine.optimizer.norm import clip_grad_norm_, clip_grad_value_, grad_norm
+from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
+from lightning_mfsdp.engine.runtime.buffers import broadcast_buffers
+from lightning_mfsdp.engine.runtime.conversion import bring_home, unshard_model
+from lightning_mfsdp.engine.runtime.functions import (
     around_backward,
-    fully_shard_units,
     gather_again,
     gather_root,
     no_sync,
@@ -14,16 +25,6 @@ from lightning_mfsdp.engine.api.functions import (
     unshard,
     watch_backward,
 )
-from lightning_mfsdp.engine.features.ema import AveragedWeights
-from lightning_mfsdp.engine.features.graphs.capture import CapturedStep, capture_step
-from lightning_mfsdp.engine.features.graphs.captured_loss import CapturedLoss, capture_loss
-from lightning_mfsdp.engine.features.step_trace import note_collective, traced_step
-from lightning_mfsdp.engine.optimizer.adopt import ELEMENTWISE_OPTIMIZERS, fully_shard_optimizer
-from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer, RowPlacement, has_gradient, row_placement
-from lightning_mfsdp.engine.optimizer.norm import clip_grad_norm_, clip_grad_value_, grad_norm
-from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
-from lightning_mfsdp.engine.runtime.buffers import broadcast_buffers
-from lightning_mfsdp.engine.runtime.conversion import bring_home, unshard_model
 from lightning_mfsdp.engine.runtime.gradient_watch import GradientWatch, NonFiniteGradients, NonFiniteParameter
 from lightning_mfsdp.engine.runtime.inspect import (
     FlatGradient,

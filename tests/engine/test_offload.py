@@ -30,10 +30,10 @@ from lightning_mfsdp.engine import (
     sharded_parameters,
     unshard,
 )
-from lightning_mfsdp.engine.features.offload import host_memory
 from lightning_mfsdp.engine.features.offload import streamed_step as streaming
 from lightning_mfsdp.engine.features.offload import visit as visiting
 from lightning_mfsdp.engine.features.offload.resting_state import state_of
+from lightning_mfsdp.engine.memory import host_memory
 from lightning_mfsdp.engine.runtime.inspect import context_of
 from lightning_mfsdp.optim import Muon
 from tests.engine.cases import device_type
@@ -454,8 +454,8 @@ def an_error_in_the_middle_of_a_step_leaves_everything_in_its_place(rank, world)
 def areas_of(optimizer: torch.optim.Optimizer) -> list[visiting.Area]:
     """Staging areas of its last step, found through its hooks."""
     hooks = optimizer._optimizer_step_pre_hooks.values()
-    parts = [part for hook in hooks for part in vars(hook).values()]
-    steps = [part for part in parts if isinstance(part, streaming.StreamedStep)]
+    drivers = [driver for hook in hooks for driver in vars(hook).get("_drivers", ())]
+    steps = [driver for driver in drivers if isinstance(driver, streaming.StreamedStep)]
     return list({id(chunk.area): chunk.area for step in steps for chunk in step._chunks}.values())
 
 

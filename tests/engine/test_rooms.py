@@ -155,20 +155,9 @@ LAYERS = (
 )
 # Imports that lead up, to be inverted. The list only gets shorter.
 LEADS_UP = {
-    ("engine/features/graphs/captured_loss", "engine/api/functions"),
-    ("engine/optimizer/adopt", "engine/features/decoupled"),
-    ("engine/optimizer/adopt", "engine/features/fused_adam"),
-    ("engine/optimizer/adopt", "engine/features/offload/streamed_step"),
     ("engine/params/group", "engine/runtime/context"),
     ("engine/params/group", "engine/runtime/unit"),
-    ("engine/params/reduction", "engine/features/decoupled"),
-    ("engine/params/reduction", "engine/features/direct_gradients"),
     ("engine/params/sharded_tensor", "engine/runtime/outside"),
-    ("engine/runtime/context", "engine/features/step_trace"),
-    ("engine/runtime/conversion", "engine/features/direct_gradients"),
-    ("engine/runtime/gradient_watch", "engine/optimizer/norm"),
-    ("engine/runtime/inspect", "engine/optimizer/norm"),
-    ("engine/runtime/reduction_schedule", "engine/features/direct_gradients"),
 }
 
 

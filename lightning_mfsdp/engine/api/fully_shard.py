@@ -145,8 +145,8 @@ def fully_shard(
     _advise_on_padding(groups)
     if not inputs_are_cast:
         policy = replace(policy, cast_forward_inputs=False)
-    write_directly(members, groups)
     unit = Unit(members, groups, policy, reshard_after_forward=reshard_after_forward)
+    unit.undo += write_directly(members, groups)
     context = Context(
         unit,
         resolved,

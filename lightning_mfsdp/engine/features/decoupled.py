@@ -17,7 +17,7 @@ from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.parameter import Entry
 
-__all__ = ["gradient_dtype", "reads_decoupled_gradients", "show_gradients"]
+__all__ = ["reads_decoupled_gradients", "show_gradients"]
 
 
 class _DecoupledRows(nn.Parameter):
@@ -38,11 +38,6 @@ def reads_decoupled_gradients(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "use_decoupled_grad", False))
 
 
-def gradient_dtype(group: ParameterGroup) -> torch.dtype:
-    """What the optimizer's gradients of a group are in."""
-    return group.entries[0].local.grad_dtype or group.spec.main_dtype
-
-
 def show_gradients(group: ParameterGroup, held: Sequence[Entry], *, decoupled: bool) -> None:
     """Let an optimizer find gradients of local rows as it looks for them.
 
@@ -56,7 +51,7 @@ def show_gradients(group: ParameterGroup, held: Sequence[Entry], *, decoupled: b
     """
     main = group.spec.main_dtype
     dtype = group.policy.sum_dtype(main) if decoupled and main.is_floating_point else main
-    if gradient_dtype(group) is not dtype:
+    if group.gradient_dtype is not dtype:
         _change_dtype(group, held, dtype)
     kind = _DecoupledRows if decoupled else nn.Parameter
     for entry in held:

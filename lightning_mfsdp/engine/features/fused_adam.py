@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.params.group import ParameterGroup
 
-__all__ = ["add_missing_remainders", "is_fused_adam", "refuse_unfit_options"]
+__all__ = ["Remainders", "is_fused_adam", "keeps_remainders", "refuse_unfit_options"]
 
 _NAME = ("transformer_engine", "FusedAdam")
 _PASSES_OVER_EMPTY = (2, 20)  # NVIDIA/TransformerEngine pull request 3212
@@ -40,12 +40,24 @@ def is_fused_adam(optimizer: Optimizer) -> bool:
     return (kind.__module__.split(".")[0], kind.__name__) == _NAME
 
 
-def add_missing_remainders(optimizer: Any) -> None:
-    """Begin with remainders of zero where a checkpoint brought moments alone: the library makes all of a parameter's state or none."""
-    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-        state = optimizer.state.get(parameter)
-        if state and parameter.dtype is torch.bfloat16 and _REMAINDER not in state:
-            state[_REMAINDER] = torch.zeros_like(parameter, dtype=torch.int16)
+def keeps_remainders(optimizer: Optimizer) -> bool:
+    """Whether it keeps what bfloat16 weights lack of float32 beside its moments."""
+    return is_fused_adam(optimizer) and bool(getattr(optimizer, "store_param_remainders", False))
+
+
+class Remainders:
+    """An `OptimizerDriver`: remainders begin at zero where a checkpoint brought moments alone. The library makes all of a state or none."""
+
+    def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a step."""
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+            state = optimizer.state.get(parameter)
+            if state and parameter.dtype is torch.bfloat16 and _REMAINDER not in state:
+                state[_REMAINDER] = torch.zeros_like(parameter, dtype=torch.int16)
+
+    def end(self, optimizer: Optimizer) -> bool:
+        """After a step."""
+        return True
 
 
 def refuse_unfit_options(optimizer: Any, groups: Sequence[ParameterGroup]) -> None:

@@ -39,14 +39,15 @@ def note_collective(parameter: Tensor, again: Callable[[], object]) -> None:
     owned = owner_of(parameter)
     context = owned[0].context if owned is not None else None
     if context is not None and context.trace is not None:
-        context.trace.events.append(again)
+        context.trace.append(again)
 
 
 @contextmanager
 def traced_step(module: nn.Module) -> Iterator[StepTrace]:
     """Note what happens inside to the units of `module`'s root. For steps without a backward."""
     context = context_of(module)
-    context.trace = trace = StepTrace()
+    trace = StepTrace()
+    context.trace = trace.events
     try:
         yield trace
     finally:

@@ -6,14 +6,14 @@ any optimizer at all where every rank has all rows (`no_shard`, one rank). Other
 of divided parameters; those that need whole matrices (torch's Muon, Shampoo, Adafactor) are refused there, by name or by the operation.
 
 Source of the list: the update rules in `torch.optim`; a class is taken only if it is exactly one of these, since a
-subclass may do anything. Transformer Engine's FusedAdam is known by its name (fused_adam.py).
+subclass may do anything. Of other optimizers, and of steps that need more, `OptimizerSupport` knows (driver.py).
 """
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.features.decoupled import reads_decoupled_gradients, show_gradients
-from lightning_mfsdp.engine.features.fused_adam import add_missing_remainders, is_fused_adam, refuse_unfit_options
-from lightning_mfsdp.engine.features.offload.streamed_step import StreamedStep
+from lightning_mfsdp.engine.optimizer.driver import OptimizerDriver, OptimizerSupport
 from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.optimizer.state import refuse_left_behind, show_state, take_state
 from lightning_mfsdp.engine.params.group import ParameterGroup
@@ -35,7 +33,7 @@ from lightning_mfsdp.engine.params.stepping import call_closure
 from lightning_mfsdp.engine.runtime.context import Context
 from lightning_mfsdp.engine.runtime.conversion import refuse_moved
 
-__all__ = ["ELEMENTWISE_OPTIMIZERS", "fully_shard_optimizer"]
+__all__ = ["ELEMENTWISE_OPTIMIZERS", "adopt_optimizer"]
 
 ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -55,63 +53,33 @@ ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
 _WHOLE_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adafactor)
 
 
-def fully_shard_optimizer(
-    optimizer: Optimizer, *, elementwise: bool | None = None, grad_scaler: object | None = None
-) -> Optimizer:
-    """Let an optimizer step sharded parameters.
-
-    Where every rank has all rows (`no_shard`, one rank) every optimizer gets whole plain tensors in its `param_groups`, and works on them.
-    Elsewhere elementwise optimizers, and any `LocalRowsOptimizer`, get plain local rows, and others keep DTensors. State (if any yet) is
-    keyed by what they get. The weights that forward uses are refreshed after each step, and within one before its closure is
-    called again (LBFGS). No step is taken here: step counters and weight decay start where the user starts. What comes into the groups
-    later, by `add_param_group` or otherwise, is taken over when the next step begins. Parameters that were sharded with
-    `offload="optimizer"` are stepped a few at a time (streamed_step.py). `optimizer.state_dict()` shows state as DTensors, as under FSDP2,
-    and `load_state_dict` takes these, or whole tensors (state.py).
-
-    Args:
-        optimizer: Built from `module.parameters()`, before or after `fully_shard`.
-        elementwise: Overrides the list, for an optimizer of your own; with `False` it keeps DTensors everywhere. Once said, it holds for
-            later calls that leave it out: the Trainer's strategy calls this again for what `configure_optimizers` returns.
-        grad_scaler: Needed (any object) when parameters compute in float16: without loss scaling their gradients
-            underflow. Once said, it holds, too.
-
-    Returns:
-        The same optimizer.
-
-    Raises:
-        ShardingError: The optimizer holds no sharded parameter, cannot work on shards or on a few of them at a time, or float16 is used
-            without a scaler.
-    """
-    name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ShardingError(
-            f"fully_shard_optimizer: {name} needs sparse gradients, and what is reduced here is dense; use torch.optim.AdamW, and "
-            "nn.Embedding(sparse=False)"
-        )
+def adopt_optimizer(
+    optimizer: Optimizer, elementwise: bool | None, grad_scaler: object | None, support: Callable[[], OptimizerSupport]
+) -> None:
+    """Do what `fully_shard_optimizer` says (engine/api/optimizer.py)."""
     step = next((hook for hook in compat.step_pre_hooks(optimizer) if isinstance(hook, _ShardedStep)), None)
-    if step is None:
-        step = _ShardedStep()
+    if step is not None:
         step.adopt(optimizer, elementwise, grad_scaler)
-        optimizer.register_state_dict_post_hook(show_state)
-        optimizer.register_load_state_dict_pre_hook(take_state)
-        optimizer.register_step_pre_hook(step)
-        # They find weights and gradients as after any step.
-        compat.before_other_hooks(optimizer.register_step_post_hook(step.end))
-    else:
-        step.adopt(optimizer, elementwise, grad_scaler)
-    return optimizer
+        return
+    step = _ShardedStep(support())
+    step.adopt(optimizer, elementwise, grad_scaler)
+    optimizer.register_state_dict_post_hook(show_state)
+    optimizer.register_load_state_dict_pre_hook(take_state)
+    optimizer.register_step_pre_hook(step)
+    # They find weights and gradients as after any step.
+    compat.before_other_hooks(optimizer.register_step_post_hook(step.end))
 
 
 class _ShardedStep:
     """What is done around the steps of one optimizer, and what was said of it. The optimizer's own hooks keep it."""
 
-    def __init__(self) -> None:
+    def __init__(self, support: OptimizerSupport) -> None:
+        self._support = support
+        self._drivers: Sequence[OptimizerDriver] = ()
         self._elementwise: bool | None = None
         self._grad_scaler: object | None = None
         self._groups: list[tuple[weakref.ref[ParameterGroup], list[int]]] = []
         self._held: list[Tensor] = []
-        self._streamed = StreamedStep()
-        self._keeps_remainders = False
         self._is_watched = False
 
     def adopt(self, optimizer: Optimizer, elementwise: bool | None, grad_scaler: object | None) -> None:
@@ -129,10 +97,11 @@ class _ShardedStep:
             )
 
     def _take_over(self, optimizer: Optimizer) -> None:
-        local = _works_on_rows(optimizer, self._elementwise)
-        found = _adopt_parameters(optimizer, local, self._grad_scaler)
+        writes_in_steps_alone = _writes_in_steps_alone(optimizer) or self._support.writes_in_steps_alone(optimizer)
+        local = _works_on_rows(optimizer, self._elementwise, known=writes_in_steps_alone)
+        found = _adopt_parameters(optimizer, local, self._grad_scaler, self._support)
         # DTensors note what is written to them; local rows do not.
-        self._is_watched = local and not _writes_in_steps_alone(optimizer)
+        self._is_watched = local and not writes_in_steps_alone
         if self._is_watched:
             for group in found:
                 if group.context is not None:
@@ -140,9 +109,8 @@ class _ShardedStep:
         self._groups = [
             (weakref.ref(group), [group.entries.index(entry) for entry in entries]) for group, entries in found.items()
         ]
-        self._streamed.adopt(optimizer)
+        self._drivers = self._support.drivers(optimizer)
         self._held = _parameters(optimizer)
-        self._keeps_remainders = is_fused_adam(optimizer) and getattr(optimizer, "store_param_remainders", False)
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before a step."""
@@ -154,14 +122,17 @@ class _ShardedStep:
                 refuse_left_behind(optimizer, "step")
             elif group.moved:
                 refuse_moved([group], f"{type(optimizer).__name__}.step")
-        if self._keeps_remainders:
-            add_missing_remainders(optimizer)
-        changed = self._streamed.begin(optimizer, args, kwargs)
+        changed = None
+        for driver in self._drivers:
+            changed = driver.begin(optimizer, args, kwargs) or changed
         return self._refreshing(args, kwargs) if changed is None else changed
 
     def end(self, optimizer: Optimizer, *_: Any) -> None:
         """After a step."""
-        if self._streamed.end(optimizer):
+        is_whole = True
+        for driver in self._drivers:
+            is_whole = driver.end(optimizer) and is_whole
+        if is_whole:
             self._was_written()  # which also puts rows back where they belong
             self._note_write()
 
@@ -199,8 +170,13 @@ class _ShardedStep:
         return args, {**kwargs, "closure": evaluate}
 
 
-def _works_on_rows(optimizer: Optimizer, said: bool | None) -> bool:
+def _works_on_rows(optimizer: Optimizer, said: bool | None, *, known: bool) -> bool:
     """Whether an optimizer gets plain rows. All ranks agree.
+
+    Args:
+        optimizer: The user's.
+        said: What the user says of it.
+        known: It is known to work on rows.
 
     Raises:
         ShardingError: It needs whole tensors, and some are divided.
@@ -218,18 +194,12 @@ def _works_on_rows(optimizer: Optimizer, said: bool | None) -> bool:
             f"fully_shard_optimizer: {name} needs whole vectors or matrices and cannot run on shards; use {instead}, or "
             'sharding="no_shard" without offload, which leaves everything whole on every rank'
         )
-    if said is not None:
-        return said
-    return _writes_in_steps_alone(optimizer)
+    return known if said is None else said
 
 
 def _writes_in_steps_alone(optimizer: Optimizer) -> bool:
     """Whether it is known to work on rows, and to write to them nowhere but in `step`, after its closure."""
-    return (
-        type(optimizer) in ELEMENTWISE_OPTIMIZERS
-        or is_fused_adam(optimizer)
-        or isinstance(optimizer, LocalRowsOptimizer)
-    )
+    return type(optimizer) in ELEMENTWISE_OPTIMIZERS or isinstance(optimizer, LocalRowsOptimizer)
 
 
 def _is_whole(group: ParameterGroup) -> bool:
@@ -260,7 +230,7 @@ def _is_same(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def _adopt_parameters(
-    optimizer: Optimizer, local: bool, grad_scaler: object | None
+    optimizer: Optimizer, local: bool, grad_scaler: object | None, support: OptimizerSupport
 ) -> dict[ParameterGroup, list[Entry]]:
     """Replace parameters in place by the face the optimizer works on; returns those of each group, in order."""
     covered: dict[Context, list[Entry]] = {}
@@ -297,23 +267,10 @@ def _adopt_parameters(
                 optimizer.state[face] = _shard_state(optimizer.state.pop(parameter), owner, entry, local=local)
             if owner.context is not None:
                 covered.setdefault(owner.context, []).append(entry)
-    if is_fused_adam(optimizer) and held:
-        refuse_unfit_options(optimizer, list(held))
-    _show_gradients(optimizer, held, local=local)
+    support.prepare(optimizer, held, local=local)
     for context, entries in covered.items():
         context.cover(entries)
     return held
-
-
-def _show_gradients(optimizer: Optimizer, held: dict[ParameterGroup, list[Entry]], *, local: bool) -> None:
-    decoupled = reads_decoupled_gradients(optimizer)
-    if decoupled and held and not local:
-        raise ShardingError(
-            f"fully_shard_optimizer: {type(optimizer).__name__}(use_decoupled_grad=True) would find no gradient, because DTensors have "
-            "none under that name. Leave it out, or pass elementwise=True if the optimizer treats every number by itself"
-        )
-    for group, entries in held.items():
-        show_gradients(group, entries, decoupled=decoupled)
 
 
 def _shard_state(state: dict[str, Any], group: ParameterGroup, entry: Entry, *, local: bool) -> dict[str, Any]:

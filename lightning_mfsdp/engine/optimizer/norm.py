@@ -20,9 +20,10 @@ from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.parameter import place_of
+from lightning_mfsdp.engine.params.reduction import local_gradients, reduce_held_back
 from lightning_mfsdp.engine.params.rows import sharded_axes
 
-__all__ = ["clip_grad_norm_", "clip_grad_value_", "grad_norm", "local_gradients", "scale_gradients_"]
+__all__ = ["clip_grad_norm_", "clip_grad_value_", "grad_norm", "scale_gradients_"]
 
 
 @dataclass(eq=False)
@@ -93,25 +94,6 @@ def clip_grad_value_(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
                 tensor.clamp_(-clip_value, clip_value)
 
 
-def local_gradients(group: ParameterGroup, entries: list[int] | None = None) -> list[Tensor]:
-    """What this rank holds of the gradients of a group.
-
-    Whole flat segments if every parameter is wanted and has a gradient, else one tensor for each.
-    Cells between parameters are zero in the segments, so norms and finite checks may read them.
-    """
-    context = group.context
-    _reduce_held_back(group)
-    reducer = context.reductions.known(group) if context is not None else None
-    grads = [entry.local.grad for entry in group.entries]
-    if entries is None:
-        entries = list(range(len(grads)))
-    present = [grad for index in entries if (grad := grads[index]) is not None and grad.numel()]
-    whole = len(entries) == len(grads) and bool(present) and reducer is not None and reducer.is_open
-    if whole and reducer is not None and all(grad is face for grad, face in zip(grads, reducer.faces, strict=True)):
-        return reducer.exposed.segments
-    return present
-
-
 def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor) -> list[_Owned]:
     """This rank's gradients by the axes they are sharded over, in an order that all ranks share."""
     if isinstance(module_or_parameters, nn.Module):
@@ -136,7 +118,7 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
             group, index = place
             if group not in axes_of:
                 axes_of[group] = sharded_axes(group)
-                _reduce_held_back(group)
+                reduce_held_back(group)
             if axes_of[group]:
                 wanted.setdefault(group, []).append(index)
                 continue
@@ -154,13 +136,6 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
             part.dtype = torch.float64  # from what all ranks know: a rank may own no gradient here
         part.tensors += local_gradients(group, sorted(indices))
     return list(parts.values())
-
-
-def _reduce_held_back(group: ParameterGroup) -> None:
-    """Reduce what `no_sync` holds back in the root of a group, before anybody looks. Collective, and known to all ranks."""
-    context = group.context
-    if context is not None and context.reductions.holds_back:
-        context.reductions.reduce_pending(context.units)
 
 
 def _norm(parts: list[_Owned], norm_type: float) -> Tensor:

@@ -481,6 +481,11 @@ class ParameterGroup:
         return self.users_live == 1 and unit is not None and unit.release_if_idle()
 
     @property
+    def gradient_dtype(self) -> torch.dtype:
+        """What the optimizer's gradients are in."""
+        return self.entries[0].local.grad_dtype or self.spec.main_dtype
+
+    @property
     def has_full_gradients(self) -> bool:
         """Whether autograd left gradients that nobody has taken."""
         for entry in self.entries:

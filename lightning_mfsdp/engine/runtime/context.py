@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -27,9 +26,6 @@ from lightning_mfsdp.engine.runtime.planning import MemoryPlanner
 from lightning_mfsdp.engine.runtime.reduction_schedule import ReductionSchedule
 from lightning_mfsdp.engine.runtime.series import Series
 from lightning_mfsdp.engine.runtime.unit import Unit
-
-if TYPE_CHECKING:
-    from lightning_mfsdp.engine.features.step_trace import StepTrace
 
 __all__ = ["Context"]
 
@@ -69,7 +65,7 @@ class Context:
         self._known_units = -1  # for which `_uncovered` holds
         self.weights_ready: Event = None
         self.gathers_started = 0
-        self.trace: StepTrace | None = None
+        self.trace: list[Callable[[], object]] | None = None
         self.backwards_finished = 0
         self._has_stepped = False
         self._root: Callable[[], Unit | None] = weakref.ref(root)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.features.direct_gradients import write_as_ever
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.parameter import Entry, leave_behind, owner_of, place_of
 from lightning_mfsdp.engine.params.sharded_parameter import ShardedParameter
@@ -211,7 +210,6 @@ def unshard_model(module: nn.Module, *, device: torch.device | str | None = None
         for_ddp = vars(child).get(compat.IGNORED_BY_DDP)
         if isinstance(for_ddp, _NotForDDP):
             for_ddp.give_back(child)
-        write_as_ever(child)
     return module if device is None else module.to(device)
 
 

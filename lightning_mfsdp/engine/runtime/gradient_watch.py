@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.streams import Event
-from lightning_mfsdp.engine.optimizer.norm import local_gradients
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.parameter import owner_of, place_of
+from lightning_mfsdp.engine.params.reduction import local_gradients
 from lightning_mfsdp.engine.runtime.inspect import sharded_parameters
 from lightning_mfsdp.engine.runtime.unit import Unit, unit_of
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.optimizer.norm import local_gradients
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.parameter import Entry, place_of
+from lightning_mfsdp.engine.params.reduction import local_gradients
 from lightning_mfsdp.engine.params.rows import owned_rows
 from lightning_mfsdp.engine.runtime.context import Context
 from lightning_mfsdp.engine.runtime.unit import Unit, unit_of

@@ -21,9 +21,9 @@ from lightning_mfsdp.base.streams import Event, Streams
 from lightning_mfsdp.engine.comm.collectives import Mesh
 from lightning_mfsdp.engine.comm.gather_order import REDUCTION, GatherOrder
 from lightning_mfsdp.engine.comm.ranges import Ranges
-from lightning_mfsdp.engine.features.direct_gradients import DirectWrites
 from lightning_mfsdp.engine.memory.buffer import Filling
 from lightning_mfsdp.engine.params.gradient_hooks import has_gradient_hooks, run_gradient_hooks
+from lightning_mfsdp.engine.params.gradient_writes import DirectWrites
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.reduction import GradientReducer
 from lightning_mfsdp.engine.params.usage import Usage

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -69,6 +69,7 @@ class Unit:
         outside_for: Parameters of it were used outside of a forward that has a call: by themselves (outside.py), or by modules in a step of
             the root. Their gradients may come at any time of so many backwards.
         step_slots: Where saved tensors of such code expect the weights, by group; it has no call.
+        undo: What else `fully_shard` did to its modules is taken back by these.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Unit:
         self._idle = self._runs_without_gradients = self._is_called_inside = False
         self._is_series = len(modules) > 1
         self.leaf_hooks: list[RemovableHandle] = []
+        self.undo: list[Callable[[], None]] = []
         self.hears_end = False
         for module in modules:
             module.__dict__[UNIT] = self
@@ -140,6 +142,8 @@ class Unit:
         self.unhook_inside()
         for handle in self._hooks:
             handle.remove()
+        for undo in self.undo:
+            undo()
         for reference in self._modules:
             module = reference()
             if module is not None:
@@ -252,7 +256,7 @@ class Unit:
             return
         self.live = False
         if self.context.trace is not None:
-            self.context.trace.events.append(self.release)
+            self.context.trace.append(self.release)
         for group in self.all_groups:
             group.users_live -= 1
             if group.users_live == 0:
@@ -287,7 +291,7 @@ class Unit:
             self._check_owners()
         self.context.interrupt()
         if self.context.trace is not None:
-            self.context.trace.events.append(self.enter)
+            self.context.trace.append(self.enter)
         if compat.backward_task() != -1:
             self.context.begin_backward()  # and not in a backward inside this one, by which reentrant checkpointing goes on
             self._recomputed += 1

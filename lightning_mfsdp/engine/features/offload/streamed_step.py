@@ -47,13 +47,12 @@ _AREAS = 3
 
 
 class StreamedStep:
-    """Steps one optimizer, as far as its parameters' state rests in host memory. Hooks of the optimizer call it."""
+    """Steps one optimizer, as far as its parameters' state rests in host memory. An `OptimizerDriver`."""
 
     def __init__(self) -> None:
         self._states: weakref.WeakKeyDictionary[ParameterGroup, RestingState] = weakref.WeakKeyDictionary()
         self._chunks: list[Chunk] = []
         self._gradients: dict[Tensor, Tensor | None] = {}
-        self._is_needed = False
         self._is_running = False
         self._is_due = False
 
@@ -65,15 +64,13 @@ class StreamedStep:
         """
         places = (place_of(one) for group in optimizer.param_groups for one in group["params"])
         groups = {place[0]: None for place in places if place is not None and place[0].offloads}
-        self._is_needed = bool(groups)
-        if groups:
-            _refuse_unfit(optimizer)
+        _refuse_unfit(optimizer)
         for group in groups:
             self._settle(optimizer, group)
 
     def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before a step: its arguments with a closure that does the step; `None` where there is nothing to stream."""
-        if self._is_running or not self._is_needed:
+        """Before a step: its arguments with a closure that does the step; `None` for a part of one."""
+        if self._is_running:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._is_due = True

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.base.initialize import Replaced, children_first, materialize_module
-from lightning_mfsdp.engine.api.fully_shard import fully_shard, mesh_device
-from lightning_mfsdp.engine.comm.collectives import resolve_mesh
 from lightning_mfsdp.engine.memory.buffer import FlatBuffer
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.rows import gather_rows, join_parts, own_part
@@ -25,7 +20,6 @@ from lightning_mfsdp.engine.runtime.unit import Unit, unit_of
 
 __all__ = [
     "around_backward",
-    "fully_shard_units",
     "gather_again",
     "gather_root",
     "no_sync",
@@ -214,45 +208,6 @@ def record_ranges(module: nn.Module, enabled: bool = True) -> None:
     Off by default. `torch.profiler` shows the ranges; so does Nsight Systems under `torch.autograd.profiler.emit_nvtx()`.
     """
     context_of(module).ranges.enabled = enabled
-
-
-def fully_shard_units(
-    module: nn.Module, units: Sequence[nn.Module | Sequence[nn.Module]], mesh: DeviceMesh | None = None, **options: Any
-) -> nn.Module:
-    """`fully_shard` every unit, then `module`, initialising meta parameters in the order in which their modules were built.
-
-    One unit at a time is whole in memory, and under one seed the values are those of a model built for real.
-
-    Args:
-        module: The root.
-        units: Modules inside it, in any order; a list among them becomes one unit.
-        mesh: As in `fully_shard`.
-        **options: As in `fully_shard`.
-
-    Raises:
-        ShardingError: As `fully_shard`, or a module is named twice or is not inside the root.
-    """
-    device = mesh_device(resolve_mesh(mesh))
-    if options.get("ignored_parameters") is not None:
-        options["ignored_parameters"] = list(options["ignored_parameters"])
-    series = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
-    unit_with = {id(member): members for members in series for member in members}
-    inside = {id(child) for child in module.modules() if child is not module}
-    if sum(map(len, series)) != len(unit_with) or not unit_with.keys() <= inside:
-        strange = [type(member).__name__ for members in series for member in members if id(member) not in inside]
-        raise ShardingError(
-            f"fully_shard_units: units: expected different modules inside {type(module).__name__}, got "
-            f"{f'{strange} from elsewhere' if strange else 'a module twice'}"
-        )
-    seen, replaced = set[int](), Replaced()
-    ignored = {id(parameter) for parameter in options.get("ignored_parameters") or ()}
-    for name, child, model in children_first(module):
-        materialize_module(name, child, model, device, replaced, ignored)
-        seen.add(id(child))
-        members = unit_with.get(id(child), [module])
-        if module not in members and all(id(member) in seen for member in members):
-            fully_shard(members[0] if len(members) == 1 else members, mesh, **options)
-    return fully_shard(module, mesh, **options)
 
 
 def _unit(module: nn.Module, function: str) -> Unit:

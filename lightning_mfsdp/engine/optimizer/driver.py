@@ -1,0 +1,45 @@
+"""What an optimizer may need beside the rest, as protocols: the core calls what it was handed, and knows none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+
+from lightning_mfsdp.engine.params.group import ParameterGroup
+from lightning_mfsdp.engine.params.parameter import Entry
+
+__all__ = ["OptimizerDriver", "OptimizerSupport"]
+
+
+class OptimizerDriver(Protocol):
+    """Something that takes part in each step of one optimizer."""
+
+    def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before a step: other arguments for it, as a pre-hook returns them, or `None`."""
+
+    def end(self, optimizer: Optimizer) -> bool:
+        """After a step. Returns whether it was the user's step and not one of its parts."""
+
+
+class OptimizerSupport(Protocol):
+    """What is known of optimizers beyond `torch.optim`; one for each optimizer that is adopted."""
+
+    def writes_in_steps_alone(self, optimizer: Optimizer) -> bool:
+        """Whether it is known to work on rows, and to write to them nowhere but in `step`, after its closure."""
+
+    def prepare(self, optimizer: Optimizer, held: Mapping[ParameterGroup, Sequence[Entry]], *, local: bool) -> None:
+        """It holds these parameters from now on.
+
+        Args:
+            optimizer: Its `param_groups` hold what it works on.
+            held: Its parameters by group, in order.
+            local: It works on plain local rows.
+
+        Raises:
+            ShardingError: It cannot step them.
+        """
+
+    def drivers(self, optimizer: Optimizer) -> Sequence[OptimizerDriver]:
+        """What takes part in its steps from now on."""
