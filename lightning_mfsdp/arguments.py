@@ -10,8 +10,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.callback_hooks import ChoosesRecompute, HasParameterState, PreparesOptimizers
 from lightning_mfsdp.continuation import GRADIENTS
 from lightning_mfsdp.engine import MixedPrecisionPolicy
@@ -179,7 +179,7 @@ def check_batch_norms(module: nn.Module) -> None:
     if all(unit_of(part) is None for part in module.modules()):
         return
     for name, layer in module.named_modules():
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
+        if isinstance(layer, compat.BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
             raise ValueError(
                 f"sync_batchnorm=True, but {type(module).__name__} is sharded already, with the {type(layer).__name__} {name} in it. Call "
                 "torch.nn.SyncBatchNorm.convert_sync_batchnorm before it is sharded, or use one Trainer with this option from the start"

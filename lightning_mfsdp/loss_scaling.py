@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_mfsdp.base import compat
+
 __all__ = ["DistributedGradScaler", "agreeing_scaler", "unscales_by_itself"]
 
 
@@ -30,7 +32,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             by_dtype.setdefault(grad.dtype, []).append(grad)
         with torch.no_grad():
             for grads in by_dtype.values():
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+                compat.foreach_unscale_(grads, found_inf, inv_scale)
             if dist.is_initialized():
                 dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
         return {found_inf.device: found_inf}

@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch import _ops as operators
+from torch._C import DispatchKey
 from torch._C import _distributed_c10d as distributed_types
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch._guards import CompileContext
@@ -28,13 +30,16 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules import module as module_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "IGNORED_BY_DDP",
+    "BatchNorm",
     "DispatchMode",
+    "OpOverload",
     "OwnRows",
     "PrefixStore",
     "Store",
@@ -53,15 +58,18 @@ __all__ = [
     "default_store",
     "foreach_add_",
     "foreach_copy_",
+    "foreach_lerp",
     "foreach_lerp_",
     "foreach_mul_",
     "foreach_norm",
+    "foreach_unscale_",
     "foreach_zero_",
     "get_data",
     "grouped_mm",
     "has_accumulation_hooks",
     "has_global_hooks",
     "in_function_forward",
+    "is_composite",
     "is_due",
     "is_lost_connection",
     "is_traced",
@@ -69,6 +77,7 @@ __all__ = [
     "keeps_graph",
     "no_symmetric_memory_because",
     "on_backward_end",
+    "overloads_of",
     "premul_sum",
     "reduce_scatter_coalesced",
     "reduce_scatter_flat",
@@ -85,11 +94,26 @@ __all__ = [
 ]
 
 TensorT = TypeVar("TensorT", bound=Tensor)
+OpOverload = operators.OpOverload  # one operator with its types (torch 2.11 to 2.13)
+BatchNorm = _BatchNorm  # the class that all layers of this kind derive from (torch 2.11 to 2.13)
 DispatchMode = TorchDispatchMode  # sees every operation before it runs, of subclasses too (torch 2.11 to 2.13)
 
 # torch.distributed has them too, where type checkers do not see them.
 Store = distributed_types.Store
 PrefixStore = distributed_types.PrefixStore
+
+
+def overloads_of(packet: object) -> list[OpOverload]:
+    """All overloads of an operator that have a kernel; none if it is no operator. PyTorch's scripts have some without."""
+    if not isinstance(packet, operators.OpOverloadPacket):
+        return []
+    overloads = (getattr(packet, name) for name in packet.overloads())  # type: ignore[no-untyped-call]
+    return [overload for overload in overloads if torch._C._dispatch_has_kernel(overload.name())]
+
+
+def is_composite(operator: OpOverload) -> bool:
+    """Whether it is made of other operators, which are seen in its place."""
+    return bool(operator.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
 
 
 def backward_task() -> int:
@@ -457,6 +481,11 @@ def foreach_add_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_add_(list(targets), list(sources))
 
 
+def foreach_lerp(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> list[Tensor]:
+    """What lies between tensors and their ends, at the fraction `weight`, in one launch."""
+    return list(torch._foreach_lerp(list(starts), list(ends), weight))
+
+
 def foreach_lerp_(targets: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
     """Move every tensor towards its end by the fraction `weight`, in one launch."""
     torch._foreach_lerp_(list(targets), list(ends), weight)
@@ -465,6 +494,11 @@ def foreach_lerp_(targets: Sequence[Tensor], ends: Sequence[Tensor], weight: flo
 def foreach_mul_(targets: Sequence[Tensor], factor: Tensor) -> None:
     """Scale every tensor by one device scalar."""
     torch._foreach_mul_(list(targets), factor)
+
+
+def foreach_unscale_(tensors: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """Multiply tensors of one dtype by `inverse_scale`; `found_inf` (0-D) becomes 1 if a number of them is not finite. One launch."""
+    torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), found_inf, inverse_scale)
 
 
 def foreach_zero_(targets: Sequence[Tensor]) -> None:

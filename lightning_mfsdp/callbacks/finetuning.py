@@ -11,9 +11,9 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.callback_hooks import PreparesOptimizers
 from lightning_mfsdp.checkpoint.sharded import ParameterIndex, plain_name
 from lightning_mfsdp.engine.params.parameter import owner_of
@@ -124,5 +124,5 @@ def _parameters(module: nn.Module) -> dict[str, Tensor]:
     return {plain_name(name): parameter for name, parameter in module.named_parameters()}
 
 
-def _batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
-    return {plain_name(name): part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
+def _batch_norms(module: nn.Module) -> dict[str, compat.BatchNorm]:
+    return {plain_name(name): part for name, part in module.named_modules() if isinstance(part, compat.BatchNorm)}

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_mfsdp.base import compat
 
-if TYPE_CHECKING:
-    from lightning_mfsdp.moe.experts import GroupedExperts
-
 __all__ = ["CapacityWatch", "rounded_up"]
+
+
+class Watched(Protocol):
+    """Experts with a capacity factor."""
+
+    training: bool
+    capacity_watch: CapacityWatch | None
 
 
 class CapacityWatch:
@@ -30,7 +34,7 @@ class CapacityWatch:
         found: The least capacity factor with which each layer would have kept all its rows, 0 where it did; float64, `[layers]`.
     """
 
-    def __init__(self, layers: Mapping[str, GroupedExperts], device: torch.device, asks: Callable[[], bool]) -> None:
+    def __init__(self, layers: Mapping[str, Watched], device: torch.device, asks: Callable[[], bool]) -> None:
         self.names = list(layers)
         self.found = torch.zeros(len(layers), dtype=torch.float64, device=device)
         self._layers = dict(layers)
@@ -45,11 +49,11 @@ class CapacityWatch:
             if layer.capacity_watch is self:
                 layer.capacity_watch = None
 
-    def asks(self, experts: GroupedExperts) -> bool:
+    def asks(self, experts: Watched) -> bool:
         """Whether somebody will ask about this call. Not about evaluations, nor about copies of the layers."""
         return experts.training and id(experts) in self._place and self._asks()
 
-    def note(self, experts: GroupedExperts, is_short: Tensor, factor: Tensor) -> None:
+    def note(self, experts: Watched, is_short: Tensor, factor: Tensor) -> None:
         """A call left rows out if `is_short`; `factor` would have been enough. Nobody waits."""
         place = self._place.get(id(experts))
         if place is not None and compat.backward_task() == -1:  # a checkpoint that computes again was noted before

@@ -19,7 +19,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_mfsdp.ops.tiles import NUMBERS, Shaping, math_for, slices, wide_dtype
+from lightning_mfsdp.ops.choice import math_for
+from lightning_mfsdp.ops.tiles import NUMBERS, Shaping, slices, wide_dtype
 
 __all__ = ["Gradients", "Projection", "Tiling", "Wanted"]
 

@@ -11,17 +11,14 @@ This file is the reference, for every device and dtype. triton_softmax.py comput
 
 from __future__ import annotations
 
-import importlib.util
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["LSE", "MEAN", "NUMBERS", "TARGET", "TOTAL", "Shaping", "TileMath", "math_for", "slices", "wide_dtype"]
+__all__ = ["LSE", "MEAN", "NUMBERS", "TARGET", "TOTAL", "Shaping", "TileMath", "TorchMath", "slices", "wide_dtype"]
 
 # Rows of a `[4, T]` tensor of statistics.
 LSE, MEAN, TARGET, TOTAL = range(
@@ -105,27 +102,6 @@ class TorchMath:
             column, inside = _columns(target[rows], first_id, grad.shape[1])
             grad.scatter_add_(1, column[:, None], torch.where(inside[:, None], c, 0))
             out[rows] = grad.mul_(slope)
-
-
-def math_for(logits: Tensor) -> TileMath:
-    """Triton's on CUDA, in 16 and 32 bits; otherwise PyTorch's."""
-    if logits.is_cuda and logits.dtype is not torch.float64 and _has_triton():
-        from lightning_mfsdp.ops.triton_softmax import TritonMath
-
-        return TritonMath()
-    return TorchMath()
-
-
-@cache
-def _has_triton() -> bool:
-    found = importlib.util.find_spec("triton") is not None
-    if not found:
-        warnings.warn(
-            "triton is not installed, so log-probabilities on CUDA are computed by several PyTorch operations each, slower and with a "
-            "little more memory; install triton",
-            stacklevel=2,
-        )
-    return found
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,7 +1,7 @@
 """The two functions on tiles as Triton kernels: logits are read once, in their own dtype, and nothing else is written but the result.
 
 Each kernel has its reference in tiles.py; tests/gpu/test_ops.py compares the two. Importing this file imports Triton, so only
-`tiles.math_for` does, once it has seen logits on CUDA.
+`choice.math_for` does, once it has seen logits on CUDA.
 """
 
 from __future__ import annotations

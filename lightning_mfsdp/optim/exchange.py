@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.optim.sharing import WIRE_DTYPE, Batch, SharedMatrix
 
 __all__ = ["BatchExchange"]
@@ -50,7 +51,7 @@ class BatchExchange:
         sent = self._memory(self._outwards)
         pairs = [pair for pair in zip(self._pieces_here(sent), updates, strict=True) if pair[1].numel()]
         if pairs:
-            torch._foreach_copy_([piece for piece, _ in pairs], [update for _, update in pairs])
+            compat.foreach_copy_([piece for piece, _ in pairs], [update for _, update in pairs])
         self._received = self._memory(self._inwards)
         self._work = self._start(self._received, self._inwards, sent, self._outwards)
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine import LocalRowsOptimizer, RowPlacement, ShardingError, has_gradient, row_placement
 from lightning_mfsdp.optim.exchange import BatchExchange
 from lightning_mfsdp.optim.orthogonalize import orthogonalize
@@ -212,8 +213,8 @@ class Muon(LocalRowsOptimizer):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             momenta.append(state["momentum_buffer"])
-        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-        return list(torch._foreach_lerp(gradients, momenta, group["momentum"])) if group["nesterov"] else momenta
+        compat.foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        return compat.foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
 
     # -- AdamW ---------------------------------------------------------------------------------------------------------
 

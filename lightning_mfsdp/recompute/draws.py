@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_mfsdp.base import compat
 
 __all__ = ["KeptDraws", "cuda_position"]
 
@@ -49,7 +50,7 @@ class KeptDraws:
             _cuda_generator(self._device).set_offset(position)
 
 
-class _AfterEach(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _AfterEach(compat.DispatchMode):  # type: ignore[no-untyped-call]
     """Calls `then` after each operator that `draws`."""
 
     supports_higher_order_operators = True  # they pass

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_mfsdp.base import compat
 
 __all__ = ["CHOICES", "check_registered", "check_save_ops", "drawing", "keeping"]
 
@@ -66,7 +66,7 @@ def check_registered(names: Iterable[str]) -> None:
                 f"Recompute: save_ops: {name!r} writes into memory that it is given and has no result of its own to keep; name the "
                 "operator that returns one, as in x = x.relu() for x.relu_()"
             )
-        if all(operator.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd) for operator in results):
+        if all(compat.is_composite(operator) for operator in results):
             instead = repr(_MADE_OF[name]) if name in _MADE_OF else "those, as a profile of the forward shows them"
             raise ValueError(
                 f"Recompute: save_ops: {name!r} is made of other operators and never runs itself, so it would keep nothing; give {instead}"
@@ -98,7 +98,9 @@ def _chosen(names: Iterable[str]) -> Callable[[Any], bool]:
     """Whether the result of an operator is kept. What writes into memory that it is given has none of its own."""
     kept = _names(names)
     return lambda operator: (
-        isinstance(operator, OpOverload) and str(operator.overloadpacket) in kept and not operator._schema.is_mutable
+        isinstance(operator, compat.OpOverload)
+        and str(operator.overloadpacket) in kept
+        and not operator._schema.is_mutable
     )
 
 
@@ -106,15 +108,12 @@ def _names(names: Iterable[str]) -> frozenset[str]:
     return frozenset(full for name in names for full in _KINDS.get(name, (name,)))
 
 
-def _registered(name: str) -> list[OpOverload]:
+def _registered(name: str) -> list[compat.OpOverload]:
     """Operators of a full name, by overload. Those of PyTorch's scripts are never dispatched."""
     library, _, operator = name.partition(".")
     packet = getattr(getattr(torch.ops, library), operator, None)
-    if not isinstance(packet, OpOverloadPacket):
-        return []
-    overloads = [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
-    return [overload for overload in overloads if torch._C._dispatch_has_kernel(overload.name())]
+    return compat.overloads_of(packet)
 
 
-def _may_draw(operator: OpOverload) -> bool:
+def _may_draw(operator: compat.OpOverload) -> bool:
     return operator.namespace != "aten" or torch.Tag.nondeterministic_seeded in operator.tags

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.te import library
 from lightning_mfsdp.te.weights import has_quantized_weights
 
@@ -101,7 +102,7 @@ def forget_present_amax(root: nn.Module) -> None:
     ]
     with torch.inference_mode():  # where also what an evaluation has made may be written
         if rows:
-            torch._foreach_zero_(rows)
+            compat.foreach_zero_(rows)
 
 
 def _written_by_forward(module: Any, row: Tensor) -> list[Tensor]:

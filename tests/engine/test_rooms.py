@@ -12,6 +12,7 @@ import pytest
 import lightning_mfsdp
 import lightning_mfsdp.engine as engine
 import lightning_mfsdp.ops as ops
+from tests.figures.code import circles, import_edges, sources
 
 PACKAGE = Path(lightning_mfsdp.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -185,16 +186,49 @@ def test_imports_of_the_engine_lead_down():
     assert found == LEADS_UP
 
 
-@pytest.mark.parametrize("path", [path for path in ENGINE if name_of(path) != "base/compat.py"], ids=name_of)
-def test_private_torch_apis_are_used_in_compat_only(path):
+def test_no_imports_go_in_circles():
+    """Those for type checkers and inside functions count. One circle is known, of files of the engine, and it only gets smaller."""
+    found = circles(import_edges(sources(PACKAGE.parent), for_type_checkers=True))
+    assert [len(one) for one in found] == [23]
+    assert all(name.startswith("lightning_mfsdp.engine.") for name in found[0])
+
+
+def private_torch_names(tree: ast.AST) -> list[int]:
+    """Lines that name or import something of torch that begins with an underscore."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            is_torch = ast.unparse(node.value).split(".")[0] in ("torch", "dist", "nn", "c10d")
+            names = [node.attr] if is_torch else []
+        elif isinstance(node, ast.ImportFrom):
+            is_torch = (node.module or "").split(".")[0] == "torch"
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)] if is_torch else []
+        elif isinstance(node, ast.Import):
+            names = [
+                part for alias in node.names if alias.name.split(".")[0] == "torch" for part in alias.name.split(".")
+            ]
+        else:
+            continue
+        if any(name.startswith("_") and not name.startswith("__") for name in names):
+            found.append(node.lineno)
+    return found
+
+
+@pytest.mark.parametrize(
+    "source", ["import torch\ntorch._C.x()", "from torch._ops import A", "from torch import _x", "import torch._x.y"]
+)
+def test_the_check_of_private_names_can_fail(source):
+    assert private_torch_names(ast.parse(source))
+
+
+def test_private_torch_apis_are_used_in_compat_only():
     wrong = [
-        where(path, node.lineno)
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Attribute)
-        and node.attr.startswith("_")
-        and ast.unparse(node.value).split(".")[0] in ("torch", "dist", "nn", "c10d")
+        where(path, line)
+        for path in FILES
+        if name_of(path) != "base/compat.py"
+        for line in private_torch_names(tree_of(path))
     ]
-    assert not wrong, f"private torch API outside compat.py: {wrong}"
+    assert not wrong
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp.ops import chunked_logprobs, linear, linear_cross_entropy, linear_logprobs
-from lightning_mfsdp.ops.tiles import LSE, NUMBERS, TOTAL, Shaping, TorchMath, math_for
+from lightning_mfsdp.ops.choice import math_for
+from lightning_mfsdp.ops.tiles import LSE, NUMBERS, TOTAL, Shaping, TorchMath
 from tests.helpers.distributed import needs_gpus
 from tests.ops.reference import eager_logits, eager_logprobs, eager_loss, problem
 

@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,18 +17,27 @@ from lightning_mfsdp.moe.stash.originals import Originals
 from lightning_mfsdp.moe.stash.pages import HEADER, Header, PageKind, PageOps, PagePool, Tier, pages_in
 from lightning_mfsdp.moe.stash.stream import Event, SideStream
 
-if TYPE_CHECKING:
-    from lightning_mfsdp.moe.stash.stash import RowStash
-
 __all__ = ["Held", "StashedRows", "check_recomputed", "check_save", "warn_of_kept"]
 
 _LOADED = "were loaded before, and their pages belong to others now; call backward once (no retain_graph)"
 
 
+class Lender(Protocol):
+    """A stash, as what it handed out sees it; see `RowStash`."""
+
+    def load(self, held: Held) -> list[Tensor]:
+        """The tensors of a save."""
+        ...
+
+    def lend(self, held: Held) -> AbstractContextManager[Sequence[Tensor | PagedRows]]:
+        """The same, until the context ends."""
+        ...
+
+
 class StashedRows:
     """What a layer loads its buffers from. When nobody holds it any more without a load, the pages come back at the end of the step."""
 
-    def __init__(self, stash: RowStash, held: Held) -> None:
+    def __init__(self, stash: Lender, held: Held) -> None:
         self._stash = stash
         self._held = held
         held.owner = weakref.ref(self)

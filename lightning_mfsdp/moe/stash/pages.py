@@ -36,7 +36,6 @@ __all__ = [
     "PoolSize",
     "Tier",
     "host_memory",
-    "ops_for",
     "pages_in",
     "replace_pools",
     "warm_up",
@@ -219,27 +218,6 @@ class PageOps(Protocol):
     def give_back(self, pool: PagePool, header: Tensor, table: Tensor) -> None:
         """Put the pages of a record back; doing it again changes nothing."""
         ...
-
-
-def ops_for(device: torch.device) -> PageOps:
-    """Triton's kernels on CUDA, torch's reference on CPU.
-
-    Raises:
-        EngineStateError: Triton is needed and not installed, or the device is of another type.
-    """
-    if device.type == "cpu":
-        from lightning_mfsdp.moe.stash import reference
-
-        return reference
-    if device.type != "cuda":
-        raise EngineStateError(f"paged stash: works on cpu and cuda, got {device.type}; train without it there")
-    try:
-        from lightning_mfsdp.moe.stash import kernels
-    except ImportError as error:
-        raise EngineStateError(
-            f"paged stash: its kernels on CUDA are written in Triton, which cannot be imported ({error}); install triton"
-        ) from error
-    return kernels
 
 
 def warm_up(ops: PageOps, pool: PagePool) -> None:

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from lightning_mfsdp.engine import EngineStateError
 from lightning_mfsdp.moe.saving import OrdinarySaver, PagedRows
-
-if TYPE_CHECKING:
-    from lightning_mfsdp.moe.stash.stash import RowStash
+from lightning_mfsdp.moe.stash.held import StashedRows
 
 __all__ = ["LayerSaver"]
+
+
+class Saves(Protocol):
+    """A stash, as layers see it; see `RowStash`."""
+
+    def save(
+        self, layer: str, tensors: Sequence[Tensor], live_rows: Tensor, *, to_lend: bool = False
+    ) -> StashedRows | None:
+        """Take the tensors of one call of a layer."""
+        ...
 
 
 class LayerSaver:
     """The stash, as one layer sees it."""
 
-    def __init__(self, stash: RowStash, layer: str) -> None:
+    def __init__(self, stash: Saves, layer: str) -> None:
         self._stash = stash
         self._layer = layer
 

@@ -26,11 +26,12 @@ from lightning_mfsdp.engine import EngineStateError
 from lightning_mfsdp.moe.capacity import CapacityWatch
 from lightning_mfsdp.moe.experts import GroupedExperts
 from lightning_mfsdp.moe.saving import PagedRows
+from lightning_mfsdp.moe.stash.choice import ops_for
 from lightning_mfsdp.moe.stash.config import StashConfig
 from lightning_mfsdp.moe.stash.flag import OverflowFlag
 from lightning_mfsdp.moe.stash.held import Held, StashedRows, check_recomputed, check_save, warn_of_kept
 from lightning_mfsdp.moe.stash.observed import ObservedStash
-from lightning_mfsdp.moe.stash.pages import PageKind, PagePool, PoolSize, ops_for, replace_pools
+from lightning_mfsdp.moe.stash.pages import PageKind, PagePool, PoolSize, replace_pools
 from lightning_mfsdp.moe.stash.saver import LayerSaver
 from lightning_mfsdp.moe.stash.sizing import Demand, everyones, grown, sized
 from lightning_mfsdp.moe.stash.statistics import HeldBytes, Snapshot
