@@ -1,0 +1,296 @@
+"""No stream of the engine touches memory that another one may still use: seen on a CPU, by counting (tests/helpers/stream_checker.py)."""
+
+from __future__ import annotations
+
+import ast
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the "fake" backend
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import lightning_mfsdp.engine as engine
+from lightning_mfsdp.engine import MixedPrecisionPolicy, clip_grad_norm_, no_sync, reduce_pending, unshard
+from lightning_mfsdp.engine.features.offload import streamed_step
+from tests.helpers.chain import STRATEGIES, adamw, inputs, loss_of, sharded_chain, train
+from tests.helpers.stream_checker import CheckedStreams, Checker, checked_streams, place_of
+
+RANKS = 4
+STEPS = range(4)  # slots are planned after the first, and used from the second on
+WIDE = MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
+BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    """Four ranks of which only this one is there: collectives are issued and move nothing."""
+    dist.init_process_group("fake", rank=1, world_size=RANKS)
+    yield
+    dist.destroy_process_group()
+
+
+def mesh_of(outer: int) -> object:
+    return init_device_mesh("cpu", (outer, RANKS // outer), mesh_dim_names=("outer", "shard"))
+
+
+# -- programs --------------------------------------------------------------------------------------------------------------
+
+
+def steps(**options: object) -> None:
+    model = sharded_chain(**options)
+    train(model, adamw(model), STEPS)
+
+
+def two_axes(**options: object) -> None:
+    model = sharded_chain(mesh=mesh_of(2), **options)
+    optimizer = adamw(model)
+    for step in STEPS:
+        with no_sync(model, keep_sharded=True):
+            loss_of(model, inputs(step)).backward()
+        loss_of(model, inputs(step, 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def accumulation() -> None:
+    model = sharded_chain()
+    optimizer = adamw(model)
+    for step in STEPS:
+        with no_sync(model):
+            loss_of(model, inputs(step)).backward()
+        loss_of(model, inputs(step, 1)).backward()
+        loss_of(model, inputs(step, 2)).backward()
+        clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def recomputed(*, reentrant: bool) -> None:
+    model = sharded_chain()
+    model.wrap = lambda layer, x: checkpoint(layer, x, use_reentrant=reentrant)
+    optimizer = adamw(model)
+    for step in STEPS:
+        loss_of(model, inputs(step).requires_grad_()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def two_graphs() -> None:
+    model = sharded_chain()
+    optimizer = adamw(model)
+    for step in STEPS:
+        first, second = loss_of(model, inputs(step)), loss_of(model, inputs(step, 1))
+        first.backward()
+        second.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def evaluation_between() -> None:
+    model = sharded_chain()
+    optimizer = adamw(model)
+    for step in STEPS:
+        loss = loss_of(model, inputs(step))
+        with torch.no_grad():
+            loss_of(model, inputs(step, 1))
+            with unshard(model):
+                model.out.weight.sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def failures() -> None:
+    model = sharded_chain()
+    optimizer = adamw(model)
+    train(model, optimizer, STEPS)
+
+    def fail(_: Tensor) -> None:
+        raise InterruptedError
+
+    for layer in range(3):
+        x = inputs(layer).requires_grad_()
+        seen: list[Tensor] = []
+        model.layers[layer].register_forward_hook(lambda _, __, y, seen=seen: seen.append(y))
+        loss = loss_of(model, x)
+        seen[0].register_hook(fail)
+        with pytest.raises(InterruptedError):
+            loss.backward()
+        optimizer.zero_grad()
+    train(model, optimizer, STEPS)
+
+
+def written_weights() -> None:
+    model = sharded_chain()
+    optimizer = adamw(model)
+    for step in STEPS:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.1, 0.1)
+        train(model, optimizer, [step])
+        model.layers[0].weight.full_tensor()
+
+
+def dropped() -> None:
+    """Nobody waits for what a forward has gathered ahead."""
+    for step in STEPS:
+        model = sharded_chain(seed=step)
+        train(model, adamw(model), [0, 1])
+        model.layers[0](inputs(step))
+        del model
+        gc.collect()
+        for _ in range(20):
+            torch.zeros(1 << step)
+
+
+def offloaded() -> None:
+    """In chunks of one layer each, so that staging areas take turns."""
+    with mock.patch.object(streamed_step, "_TOGETHER_BYTES", 1):
+        model = sharded_chain(layers=6, offload="optimizer")
+        train(model, adamw(model), STEPS)
+
+
+def wide_and_pending() -> None:
+    """What waits for the outer axis is reduced without a backward."""
+    model = sharded_chain(mesh=mesh_of(2), policy=WIDE)
+    optimizer = adamw(model)
+    for step in STEPS:
+        with no_sync(model, keep_sharded=True):
+            loss_of(model, inputs(step)).backward()
+        reduce_pending(model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+
+
+PROGRAMS: dict[str, Callable[[], None]] = {
+    **{f"{sharding}, float32": partial(steps, sharding=sharding) for sharding in STRATEGIES},
+    **{f"{sharding}, bfloat16": partial(steps, sharding=sharding, policy=BF16) for sharding in STRATEGIES},
+    "without compute shards": partial(steps, policy=replace(BF16, keep_compute_shard=False)),
+    "dynamic": partial(steps, storage="dynamic"),
+    "unsharded between forward and backward": partial(steps, reshard_after_forward=False),
+    "offloaded": offloaded,
+    "HSDP": two_axes,
+    "HFSDP": partial(two_axes, outer_sharding="optim"),
+    "HFSDP, bfloat16": partial(two_axes, outer_sharding="optim", policy=BF16),
+    "reduced without a backward": wide_and_pending,
+    "accumulation": accumulation,
+    "recomputed": partial(recomputed, reentrant=False),
+    "recomputed, reentrant": partial(recomputed, reentrant=True),
+    "two graphs": two_graphs,
+    "evaluation between": evaluation_between,
+    "failures": failures,
+    "written weights": written_weights,
+    "dropped": dropped,
+}
+
+
+@cache
+def ran(name: str, left_out: str = "") -> Checker:
+    with checked_streams(left_out) as checker:
+        PROGRAMS[name]()
+    return checker
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_streams_wait_for_each_other(name):
+    assert not ran(name).problems
+
+
+def waits_in_the_code() -> set[str]:
+    """Every `streams.wait(...)` of the engine."""
+    return {
+        place_of(path, node.lineno)
+        for path in Path(engine.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).lstrip("_").endswith("streams.wait")
+    }
+
+
+def test_no_wait_can_be_left_out():
+    places: dict[str, list[str]] = {}
+    for name in PROGRAMS:
+        for place in ran(name).waits:
+            places.setdefault(place, []).append(name)
+    needless = [
+        place for place, names in places.items() if not any(ran(name, place).problems for name in reversed(names))
+    ]
+    assert not needless
+    assert set(places) == waits_in_the_code()
+
+
+def test_a_dropped_model_whose_streams_do_not_wait_is_noticed(monkeypatch):
+    monkeypatch.setattr(CheckedStreams, "join_when_gone", lambda self, owner: None)
+    with checked_streams() as checker:
+        dropped()
+    assert checker.problems
+
+
+# -- the checker itself ----------------------------------------------------------------------------------------------------
+
+
+def checked(program: Callable[[CheckedStreams], object]) -> list[str]:
+    with checked_streams() as checker:
+        program(checker.streams())
+    return list(checker.problems)
+
+
+def read_too_early(streams: CheckedStreams, *, waits: bool) -> None:
+    x = torch.zeros(4)
+    if waits:
+        streams.wait(streams.record(), "gather")
+    with streams.on("gather"):
+        x + 1
+
+
+def write_too_early(streams: CheckedStreams, *, waits: bool) -> None:
+    x = torch.zeros(4)
+    streams.wait(streams.record(), "gather")
+    with streams.on("gather"):
+        x.view(2, 2)[1].sum()
+        done = streams.record()
+    x[:2].add_(1)  # other bytes
+    if waits:
+        streams.wait(done)
+    x[3:].add_(1)
+
+
+def freed_too_early(streams: CheckedStreams, *, waits: bool) -> None:
+    x = torch.zeros(4)
+    streams.wait(streams.record(), "gather")
+    with streams.on("gather"):
+        x.add_(1)
+        done = streams.record()
+    del x
+    if waits:
+        streams.wait(done)
+    torch.zeros(4)
+
+
+def resized_too_early(streams: CheckedStreams, *, waits: bool) -> None:
+    with streams.on("gather"):
+        x = torch.zeros(4)
+        ready = streams.record()
+    streams.wait(ready)
+    y = x + 1
+    done = streams.record()
+    x.untyped_storage().resize_(0)
+    with streams.on("gather"):
+        if waits:
+            streams.wait(done, "gather")
+        torch.zeros(4)
+    assert y.sum() == 4
+
+
+@pytest.mark.parametrize("program", [read_too_early, write_too_early, freed_too_early, resized_too_early])
+def test_the_checker_finds_what_is_not_ordered_and_nothing_else(program):
+    assert checked(partial(program, waits=False))
+    assert not checked(partial(program, waits=True))
