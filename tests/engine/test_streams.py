@@ -22,9 +22,10 @@ import lightning_mfsdp.engine as engine
 from lightning_mfsdp.engine import MixedPrecisionPolicy, clip_grad_norm_, no_sync, reduce_pending, unshard
 from lightning_mfsdp.engine.features.offload import streamed_step
 from tests.helpers.chain import STRATEGIES, adamw, inputs, loss_of, sharded_chain, train
-from tests.helpers.stream_checker import CheckedStreams, Checker, checked_streams, place_of
+from tests.helpers.stream_checker import STEP, CheckedStreams, Checker, checked_streams, place_of
 
 RANKS = 4
+RECORD = Path(__file__).parents[1] / "data" / "issued.txt"
 STEPS = range(4)  # slots are planned after the first, and used from the second on
 WIDE = MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
@@ -205,6 +206,38 @@ def test_streams_wait_for_each_other(name):
     assert not ran(name).problems
 
 
+def described(name: str) -> str:
+    """What a program issues from step to step; what repeats is said once."""
+    lines, before = [f"## {name}"], None
+    for number, issued in enumerate(steps_of(ran(name).issued)):
+        lines += [f"step {number}: as before"] if issued == before else [f"step {number}:", *issued]
+        before = issued
+    return "\n".join(lines)
+
+
+def steps_of(issued: list[str]) -> list[list[str]]:
+    found: list[list[str]] = [[]]
+    for line in issued:
+        if line == STEP:
+            found.append([])
+        else:
+            found[-1].append(f"    {line}")
+    return found
+
+
+RECORDED = (
+    *(f"{sharding}, float32" for sharding in STRATEGIES),
+    *("HSDP", "HFSDP, bfloat16", "accumulation", "recomputed", "recomputed, reentrant", "two graphs"),
+    *("evaluation between", "failures"),
+)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_is_issued_is_what_is_on_record(name):
+    """Order, bytes and streams. Who changes the record (`python tests/engine/test_streams.py`) says in the commit why."""
+    assert described(name) in RECORD.read_text().split("\n\n")
+
+
 def waits_in_the_code() -> set[str]:
     """Every `streams.wait(...)` of the engine."""
     return {
@@ -294,3 +327,13 @@ def resized_too_early(streams: CheckedStreams, *, waits: bool) -> None:
 def test_the_checker_finds_what_is_not_ordered_and_nothing_else(program):
     assert checked(partial(program, waits=False))
     assert not checked(partial(program, waits=True))
+
+
+def main() -> None:
+    """Write the record anew."""
+    dist.init_process_group("fake", rank=1, world_size=RANKS)
+    RECORD.write_text("\n\n".join(map(described, RECORDED)))
+
+
+if __name__ == "__main__":
+    main()

@@ -24,13 +24,16 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mfsdp.base.streams import Streams
+from lightning_mfsdp.engine.comm.ranges import Ranges
 from lightning_mfsdp.engine.runtime import context as context_module
 
 COMPUTE = "compute"
+STEP = "step"
 CPU = torch.device("cpu")
 Known = dict[str, int]
 
@@ -88,6 +91,7 @@ class Checker(TorchDispatchMode):
         problems: What was found, once for each pair of operations.
         waits: Places in the code that waited for an event that said something new.
         left_out: One of them, whose waits do nothing.
+        issued: Collectives and steps of optimizers, in their order; a line each.
     """
 
     def __init__(self, left_out: str = "") -> None:
@@ -96,6 +100,8 @@ class Checker(TorchDispatchMode):
         self.problems: dict[str, None] = {}
         self.waits: dict[str, None] = {}
         self.left_out = left_out
+        self.issued: list[str] = []
+        self.concerns = ""  # what the engine says a collective is for
         self._known: dict[str, Known] = {}
         self._freed: dict[str, Known] = {}
         self._memory: dict[int, Memory] = {}
@@ -210,6 +216,17 @@ class Checker(TorchDispatchMode):
         made = [one for one in _tensors(result) if _has_storage(one) and one.untyped_storage()._cdata not in given]
         if not (made or written or name == "aten::_local_scalar_dense"):
             return result  # a view
+        if name.startswith("c10d::"):
+            sizes = " -> ".join(str(sum(one.nbytes for one in some)) for some in (read, written) if some)
+            (group,) = (
+                dist.ProcessGroup.unbox(one)
+                for one in args
+                if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type())
+            )
+            purpose = f" ({self.concerns})" if self.concerns else ""
+            self.issued.append(
+                f"{self.stream}: {name.removeprefix('c10d::')} {sizes} bytes, {group.size()} ranks{purpose}"
+            )
         known = self.known(self.stream)
         known[self.stream] = known.get(self.stream, 0) + 1
         for tensor in made:
@@ -266,7 +283,19 @@ def checked_streams(left_out: str = "") -> Iterator[Checker]:
         checker.resized(storage, size)
         return resize(storage, size)
 
+    around, stepped = Ranges.around, context_module.Context.optimizer_stepped
+
+    def named(ranges: Ranges, what: str, name: str) -> Ranges:
+        checker.concerns = f"{what} {name}"
+        return around(ranges, what, name)
+
+    def noted(context: Any, groups: Any) -> None:
+        checker.issued.append(STEP)
+        stepped(context, groups)
+
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Ranges, "around", named))
+        stack.enter_context(mock.patch.object(context_module.Context, "optimizer_stepped", noted))
         stack.enter_context(mock.patch.object(context_module, "Streams", checker.streams))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
         stack.enter_context(checker)

@@ -163,7 +163,7 @@ class Context:
             if unit.live:
                 for group in unit.all_groups:
                     if group.placement.weight and group in changed:
-                        self.gathers_started += group.refill(self.weights_ready)
+                        self._refill(group)
 
     def _gather_whole_weights(self) -> None:
         """Weights that stay whole are gathered once after a change, all of them now, in an order that all ranks share.
@@ -174,7 +174,11 @@ class Context:
         for unit in reversed(self.units_in_backward_order):
             for group in unit.groups:
                 if group.stale and not group.placement.weight:
-                    self.gathers_started += group.refill(self.weights_ready)
+                    self._refill(group)
+
+    def _refill(self, group: ParameterGroup) -> None:
+        with self.ranges.around("gather", group.name):
+            self.gathers_started += group.refill(self.weights_ready)
 
     def gather(
         self,
