@@ -1,4 +1,4 @@
-"""Transformer Engine's quantized weights, as the sharding engine stores and gathers them (`engine.codec.WeightCodec`).
+"""Transformer Engine's quantized weights, as the sharding engine stores and gathers them (`engine.params.codec.WeightCodec`).
 
     Float8Tensor              one scale a tensor, delayed or current; bytes row by row, a transpose is derived from them on Hopper
     Float8BlockwiseQTensor    a scale for each 128 x 128 block; the same

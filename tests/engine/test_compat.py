@@ -544,3 +544,31 @@ def test_distributed_data_parallel_looks_for_names_to_leave_alone():
     module = nn.Linear(2, 2)
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
     assert getattr(module, compat.IGNORED_BY_DDP) == ["bias"]
+
+
+def test_operators_are_found_with_their_kernels():
+    found = compat.overloads_of(torch.ops.aten.add)
+    assert torch.ops.aten.add.Tensor in found
+    assert all(isinstance(operator, compat.OpOverload) for operator in found)
+    assert compat.overloads_of(None) == []
+    assert compat.is_composite(torch.ops.aten.matmul.default)
+    assert not compat.is_composite(torch.ops.aten.mm.default)
+
+
+def test_batch_norms_have_one_class():
+    assert all(isinstance(kind(2), compat.BatchNorm) for kind in (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm))
+
+
+def test_what_lies_between_tensors_leaves_both_as_they_are():
+    starts, ends = [torch.zeros(2), torch.ones(3)], [torch.ones(2), torch.full((3,), 3.0)]
+    found = compat.foreach_lerp(starts, ends, 0.5)
+    assert [one.tolist() for one in found] == [[0.5, 0.5], [2.0, 2.0, 2.0]]
+    assert starts[0].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("last", "flag"), [(3.0, 0.0), (float("inf"), 1.0), (float("nan"), 1.0)])
+def test_unscaling_says_what_is_not_finite(last, flag):
+    tensors, found_inf = [torch.ones(2), torch.tensor([last])], torch.zeros(())
+    compat.foreach_unscale_(tensors, found_inf, torch.tensor(0.5))
+    assert tensors[0].tolist() == [0.5, 0.5]
+    assert found_inf == flag

@@ -173,7 +173,7 @@ def drawn_programs(draw: Callable) -> list[list[int]]:
     last = len(shared) - (shared[-1] == STEP)  # a step that one rank leaves out at the very end is not seen
     at = draw(st.integers(0, last - 1))
     how = draw(st.sampled_from(["leaves out", "does in addition", "does instead"]))
-    least = STEP if at else 0  # before the first gather anybody may step
+    least = STEP if at and shared[at - 1] != STEP else 0  # before the first gather, and again, anybody may step
     other = draw(st.integers(least, 3 * MOST_BLOCKS + 2).filter(lambda event: event != shared[at]))
     instead = {"leaves out": [], "does in addition": [other, shared[at]], "does instead": [other]}[how]
     odd = [*shared[:at], *instead, *shared[at + 1 :]]
@@ -206,6 +206,12 @@ def test_no_rank_gathers_what_another_does_not(programs):
             assert "rank" in str(error)
             assert "blocks." in str(error) or "the step of an optimizer" in str(error)
             assert 'sharding="optim_grads"' in str(error)
+
+
+def test_many_optimizers_ask_nobody_in_a_step_that_repeats():
+    alike = [*microbatch(1, 2), *([STEP] * 12)]
+    (_, _, few), (_, _, many) = run([alike * 4] * 2), run([alike * 8] * 2)
+    assert few[0].asked == many[0].asked
 
 
 def test_the_error_names_units_and_ranks():

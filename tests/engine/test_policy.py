@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import FrozenInstanceError, fields
@@ -507,3 +508,8 @@ def test_a_policy_cannot_change():
         MixedPrecisionPolicy().compute_dtype = BF16
     assert MixedPrecisionPolicy() == MixedPrecisionPolicy()
     assert hash(MixedPrecisionPolicy()) == hash(MixedPrecisionPolicy())
+
+
+def test_a_policy_in_older_checkpoints_is_found():
+    old = b"clightning_mfsdp.engine.policy\nMixedPrecisionPolicy\n."  # as `pickle` named it before files were moved
+    assert pickle.loads(old) is MixedPrecisionPolicy

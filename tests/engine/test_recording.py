@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mfsdp.engine import EngineStateError, fully_shard, no_sync
+from lightning_mfsdp.engine import EngineStateError, clip_grad_norm_, fully_shard, no_sync
 from lightning_mfsdp.engine.features.graphs import capture, captured_loss, recording
 from lightning_mfsdp.engine.runtime.inspect import context_of
 from tests.engine.cases import Case, run_cases
@@ -360,3 +360,11 @@ def outcomes() -> dict[str, str]:
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES])
 def test_recording(outcomes: dict[str, str], case: str) -> None:
     assert not outcomes[case], outcomes[case]
+
+
+def test_a_failed_recording_names_the_line_of_the_user() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.grad = torch.full_like(model.weight, float("nan"))
+    with pytest.raises(EngineStateError) as raised:
+        clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    assert recording._line_of(raised.value).startswith(f"{__file__}:")

@@ -13,7 +13,7 @@ PROGRAM = """
 import ctypes, socket, sys, threading, time
 import torch.distributed as dist
 from lightning_mfsdp import communication
-from lightning_mfsdp.engine import compat
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.peers import Peers
 
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

@@ -236,7 +236,8 @@ class GatherOrder:
         Raises:
             EngineStateError: Another rank does something else.
         """
-        if self.is_on and self._count:  # else weights are whole
+        # Without gathers before it weights are whole. Of several steps in a row, one for each parameter perhaps, the first counts.
+        if self.is_on and self._count and self._latest[0] != _event(*_ANY_OPTIMIZER):
             self._come_to(*_ANY_OPTIMIZER)
             self._history.stepped()
 

@@ -19,6 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from lightning_mfsdp.engine.runtime.inspect import context_of
 
 __all__ = ["Recording"]
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_PACKAGE = str(Path(__file__).parents[3])
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None))
 
 
