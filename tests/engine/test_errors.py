@@ -173,7 +173,7 @@ def somebody_elses_dtensor(rank: int, world: int) -> None:
 def fp16_without_a_scaler(rank: int, world: int) -> None:
     sharded = fully_shard(model(), policy=MixedPrecisionPolicy(compute_dtype=torch.float16))
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    with says(ShardingError, "parameter 0.weight", "float16", "grad_scaler=torch.amp.GradScaler"):
+    with says(ShardingError, "parameter 0.weight", "float16", "DistributedGradScaler"):
         fully_shard_optimizer(optimizer)
     fully_shard_optimizer(optimizer, grad_scaler=torch.amp.GradScaler("cpu"))
 
