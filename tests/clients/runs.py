@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_mfsdp import MFSDPStrategy, Recompute
 from tests.clients.base import EPOCHS, State, batches, part
-from tests.clients.known import REFUSED
+from tests.clients.refused import REFUSED
 from tests.clients.table import CLIENTS, Row
 from tests.lightning.features import OTHER_WARNINGS
 from tests.lightning.models import full_state, make_trainer, strict_warnings

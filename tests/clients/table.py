@@ -16,9 +16,9 @@ from tests.clients.dqn import DQN, SoftDQN
 from tests.clients.gan import GAN, R1GAN
 from tests.clients.generation import Writer
 from tests.clients.heads import MultiTask
-from tests.clients.known import REFUSED
 from tests.clients.lora import LoRA
 from tests.clients.ppo import PPO
+from tests.clients.refused import REFUSED
 from tests.clients.teachers import BYOL, DINO, MoCo
 from tests.clients.wgan import WGAN, ClampedCritic
 

@@ -9,11 +9,10 @@ import os
 import tempfile
 from collections.abc import Hashable
 from functools import cache
-from typing import Any
 
 import pytest
 
-from tests.clients.known import KNOWN, REFUSED
+from tests.clients.refused import REFUSED
 from tests.clients.runs import run_rows
 from tests.clients.table import CLIENTS, FACTORS, Row, every_row, pairs, read_rows
 from tests.helpers.distributed import RankError, run_distributed
@@ -46,17 +45,7 @@ def errors(start: Hashable) -> dict[str, str]:
     }
 
 
-def case(row: Row) -> Any:
-    """A row of the table that is known to fail must fail; what else a client with such rows does is open."""
-    marks = []
-    if str(row) in KNOWN:
-        marks = [pytest.mark.xfail(reason=KNOWN[str(row)], strict=True)]
-    elif row not in TABLE and any(known.startswith(f"{row.client}-") for known in KNOWN):
-        marks = [pytest.mark.xfail(reason=f"{row.client} has known rows", strict=False)]
-    return pytest.param(row, id=str(row), marks=marks)
-
-
-@pytest.mark.parametrize("row", [case(row) for row in ROWS])
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_client_comes_to_what_it_comes_to_under_ddp(row: Row) -> None:
     error = errors(start_of(row))[str(row)]
     assert not error, error
@@ -72,6 +61,5 @@ def test_the_table_names_every_client_and_value() -> None:
         assert {list(vars(row).values())[index] for row in TABLE} == set(values)
 
 
-def test_known_and_refused_rows_are_in_the_table() -> None:
-    assert set(KNOWN) <= {str(row) for row in TABLE}
+def test_refused_clients_are_in_the_table() -> None:
     assert {client for client, _ in REFUSED} <= set(CLIENTS)

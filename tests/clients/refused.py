@@ -1,11 +1,8 @@
-"""What is known not to be as under DDP yet, and what is refused on purpose."""
+"""Clients that are refused on purpose."""
 
 from __future__ import annotations
 
 from lightning_mfsdp.base.errors import EngineStateError
-
-# Row of `rows.tsv` -> the item that will mend it. Whoever mends one takes its rows out.
-KNOWN: dict[str, str] = {}
 
 # Client and sharding -> the error and a part of its message. A row whose client is refused passes if this is raised.
 REFUSED: dict[tuple[str, str], tuple[type[Exception], str]] = {
