@@ -61,13 +61,14 @@ class _Support:
 
     def __init__(self) -> None:
         self._streamed = StreamedStep()
-        self._streams = False
 
     def writes_in_steps_alone(self, optimizer: Optimizer) -> bool:
         """See `OptimizerSupport`."""
         return is_fused_adam(optimizer)
 
-    def prepare(self, optimizer: Optimizer, held: Mapping[ParameterGroup, Sequence[Entry]], *, local: bool) -> None:
+    def prepare(
+        self, optimizer: Optimizer, held: Mapping[ParameterGroup, Sequence[Entry]], *, local: bool
+    ) -> Sequence[OptimizerDriver]:
         """See `OptimizerSupport`."""
         if is_fused_adam(optimizer) and held:
             refuse_unfit_options(optimizer, list(held))
@@ -79,11 +80,10 @@ class _Support:
             )
         for group, entries in held.items():
             show_gradients(group, entries, decoupled=decoupled)
-        self._streams = any(group.offloads for group in held)
-        if self._streams:
+        drivers: list[OptimizerDriver] = []
+        if keeps_remainders(optimizer):
+            drivers.append(Remainders())
+        if any(group.offloads for group in held):
             self._streamed.adopt(optimizer)
-
-    def drivers(self, optimizer: Optimizer) -> Sequence[OptimizerDriver]:
-        """See `OptimizerSupport`."""
-        remainders = [Remainders()] if keeps_remainders(optimizer) else []
-        return [*remainders, *([self._streamed] if self._streams else [])]
+            drivers.append(self._streamed)
+        return drivers

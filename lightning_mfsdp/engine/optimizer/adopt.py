@@ -99,7 +99,11 @@ class _ShardedStep:
     def _take_over(self, optimizer: Optimizer) -> None:
         writes_in_steps_alone = _writes_in_steps_alone(optimizer) or self._support.writes_in_steps_alone(optimizer)
         local = _works_on_rows(optimizer, self._elementwise, known=writes_in_steps_alone)
-        found = _adopt_parameters(optimizer, local, self._grad_scaler, self._support)
+        found = _adopt_parameters(optimizer, local, self._grad_scaler)
+        self._drivers = self._support.prepare(optimizer, found, local=local)
+        for group, entries in found.items():
+            if group.context is not None:
+                group.context.cover(entries)
         # DTensors note what is written to them; local rows do not.
         self._is_watched = local and not writes_in_steps_alone
         if self._is_watched:
@@ -109,7 +113,6 @@ class _ShardedStep:
         self._groups = [
             (weakref.ref(group), [group.entries.index(entry) for entry in entries]) for group, entries in found.items()
         ]
-        self._drivers = self._support.drivers(optimizer)
         self._held = _parameters(optimizer)
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,10 +233,9 @@ def _is_same(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def _adopt_parameters(
-    optimizer: Optimizer, local: bool, grad_scaler: object | None, support: OptimizerSupport
+    optimizer: Optimizer, local: bool, grad_scaler: object | None
 ) -> dict[ParameterGroup, list[Entry]]:
     """Replace parameters in place by the face the optimizer works on; returns those of each group, in order."""
-    covered: dict[Context, list[Entry]] = {}
     held: dict[ParameterGroup, list[Entry]] = {}
     seen: set[int] = set()
     for group in optimizer.param_groups:
@@ -265,11 +267,6 @@ def _adopt_parameters(
             group["params"][index] = face
             if parameter in optimizer.state and parameter is not face:
                 optimizer.state[face] = _shard_state(optimizer.state.pop(parameter), owner, entry, local=local)
-            if owner.context is not None:
-                covered.setdefault(owner.context, []).append(entry)
-    support.prepare(optimizer, held, local=local)
-    for context, entries in covered.items():
-        context.cover(entries)
     return held
 
 

@@ -29,7 +29,9 @@ class OptimizerSupport(Protocol):
     def writes_in_steps_alone(self, optimizer: Optimizer) -> bool:
         """Whether it is known to work on rows, and to write to them nowhere but in `step`, after its closure."""
 
-    def prepare(self, optimizer: Optimizer, held: Mapping[ParameterGroup, Sequence[Entry]], *, local: bool) -> None:
+    def prepare(
+        self, optimizer: Optimizer, held: Mapping[ParameterGroup, Sequence[Entry]], *, local: bool
+    ) -> Sequence[OptimizerDriver]:
         """It holds these parameters from now on.
 
         Args:
@@ -37,9 +39,10 @@ class OptimizerSupport(Protocol):
             held: Its parameters by group, in order.
             local: It works on plain local rows.
 
+        Returns:
+            What takes part in its steps from now on.
+
         Raises:
             ShardingError: It cannot step them.
         """
-
-    def drivers(self, optimizer: Optimizer) -> Sequence[OptimizerDriver]:
-        """What takes part in its steps from now on."""
+        ...
