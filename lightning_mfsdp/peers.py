@@ -20,6 +20,7 @@ import selectors
 import socket
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ __all__ = ["Peers"]
 _log = logging.getLogger(__name__)
 
 GRACE_S = 1.5  # for other ranks to fail as well, in the same place
-UNHEARD_S = 2.5  # for a process that is told of a failure to find it out by itself
+ENDING_S = 2.0  # for a process that is told of a failure to find it out by itself, or to say its own
 
 
 class _Line:
@@ -151,12 +152,13 @@ class Peers:
     """This rank among the others.
 
     Attributes:
-        abort: Called in a thread when this rank must not wait for the others any more: a rank has failed, and not all have. May take long.
+        abort: Called in a thread when this rank must not wait for the others any more: a rank has failed, and not all have. Returns whether
+            nothing waits for them now.
     """
 
     def __init__(self, rank: int, world_size: int, line: _Line) -> None:
         self.rank, self.world_size = rank, world_size
-        self.abort: Callable[[], object] | None = None
+        self.abort: Callable[[], bool] | None = None
         self._line = line
         self._outgoing: list[dict[str, Any]] = []
         self._wake_reader, self._wake = socket.socketpair()
@@ -170,6 +172,7 @@ class Peers:
         self._verdict: str | None = None
         self._failures: list[dict[str, Any]] = []
         self._at_work = self._heard = False
+        self._error: BaseException | None = None
         threading.Thread(target=self._run, name="mfsdp-peers", daemon=True).start()
 
     @classmethod
@@ -226,7 +229,7 @@ class Peers:
     def work_begins(self) -> None:
         """This rank begins what all ranks do together: batches are counted anew, and what was said before is forgotten."""
         with self._changed:
-            self._begun, self._last, self._at_work, self._heard = 0, None, True, False
+            self._begun, self._last, self._at_work, self._heard, self._error = 0, None, True, False, None
             if self._verdict == "together":
                 self._verdict, self._failures = None, []
         self._send({"at work": True})
@@ -239,18 +242,19 @@ class Peers:
 
     # -- failing -------------------------------------------------------------------------------------------------------
 
-    def failed(self, where: Sequence[int] | None, what: str) -> bool:
+    def failed(self, where: Sequence[int] | None, what: str, error: BaseException | None = None) -> bool:
         """Say that this rank has an exception, and wait until it is known whether all have.
 
         Args:
             where: Numbers that are equal on ranks that failed in the same place. `None`: there is no such place, or it missed the others.
             what: The exception, for the others.
+            error: The exception itself, to be printed if the process has to be ended.
 
         Returns:
             Whether all have, there.
         """
         with self._changed:
-            self._heard = True
+            self._heard, self._error = True, self._error or error
             if self._verdict is None:
                 place = None if where is None else list(where)
                 self._send({"failed": {"rank": self.rank, "where": place, "what": what, "missed": where is None}})
@@ -311,17 +315,27 @@ class Peers:
 
     def _fall_apart(self) -> None:
         """End what waits for the others; and the process, where that does not help."""
-        until = time.monotonic() + UNHEARD_S
-        if self.abort is not None and not self._heard:
+        until = time.monotonic() + ENDING_S
+        released = True
+        if self.abort is not None:
             if self._at_work:  # which may be the last that is heard of it
                 _log.warning(f"rank {self.rank} aborts its communicators, because {_told(self._failures)}")
-            self.abort()
+            released = self.abort()
+
+        def goes_on() -> bool:
+            # Where NCCL does not let go, a program that knows of the failure hangs as well: in a callback, or when it frees memory.
+            return not self._at_work or (self._heard and (released or not dist.is_initialized()))
+
         with self._changed:
-            self._changed.wait_for(lambda: self._heard or not self._at_work, timeout=max(until - time.monotonic(), 0))
-            if self._heard or not self._at_work:
+            self._changed.wait_for(goes_on, timeout=max(until - time.monotonic(), 0))
+            if goes_on():
                 return
         _log.warning(f"rank {self.rank} is ended, which would have waited for ever: {_told(self._failures)}")
-        os._exit(1)
+        try:
+            if self._error is not None:
+                traceback.print_exception(self._error)
+        finally:
+            os._exit(1)
 
 
 def _told(failures: Sequence[Mapping[str, Any]]) -> str:

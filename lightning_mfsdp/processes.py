@@ -157,7 +157,9 @@ class ProcessStrategy(ParallelStrategy):
             error = sys.exc_info()[1]
             stopped = isinstance(error, SIGTERMException) and self._stopping is not None and self._stopping.agreed
             missed = error is None or isinstance(error, CollectiveError) or compat.is_lost_connection(error)
-            self._together = stopped or self._peers.failed(None if missed else self._place(), _described(error))
+            self._together = stopped or self._peers.failed(
+                None if missed else self._place(), _described(error), error
+            )
         return not self._together
 
     def _place(self) -> list[int]:
@@ -184,7 +186,7 @@ class ProcessStrategy(ParallelStrategy):
             missed = isinstance(error, CollectiveError) or compat.is_lost_connection(error)
             if self._peers is None or not missed or error is self._explained:
                 raise
-            self._peers.failed(None, _described(error))
+            self._peers.failed(None, _described(error), error)
             failure = self._peers.failure_of_another
             explained = CollectiveError(self._in_words(failure or "no rank said that it failed", str(error)))
             self._explained = explained

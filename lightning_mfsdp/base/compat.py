@@ -360,7 +360,7 @@ class _Abort:
     """Breaks off what runs in all process groups, and forgets them; nobody is waited for (torch 2.11 to 2.13: `_abort_process_group`).
 
     NCCL may hang in this where ranks are connected by sockets and another one has closed its end (seen with torch 2.11). Where it lets
-    other threads run meanwhile, callers go on after a second; where it does not, the process ends after two, with exit code 1. The clock
+    other threads run meanwhile, callers go on after half a second; where it does not, the process ends after two, with exit code 1. The clock
     for that is faulthandler's, and a `dump_traceback_later` of somebody else does not go off any more.
     """
 
@@ -380,7 +380,7 @@ class _Abort:
     def _wait(self) -> None:
         if sys.__stderr__ is not None:
             with suppress(ValueError, OSError):  # it is closed
-                faulthandler.dump_traceback_later(2 * _ABORT_S, exit=True, file=sys.__stderr__)  # needs no interpreter
+                faulthandler.dump_traceback_later(_HELD_S, exit=True, file=sys.__stderr__)  # needs no interpreter
         try:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=c10d._abort_process_group, name="mfsdp-abort", daemon=True)
@@ -393,7 +393,8 @@ class _Abort:
 
 
 abort_process_groups = _Abort()
-_ABORT_S = 1.0  # far more than an abort takes
+_ABORT_S = 0.5  # more than an abort takes
+_HELD_S = 2.0  # for a thread that holds the interpreter
 
 # What backends and the store say where a rank is gone or does something else. Gloo raises plain RuntimeErrors.
 _LOST = re.compile(

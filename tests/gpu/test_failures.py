@@ -40,4 +40,6 @@ def test_faults_on_one_rank_end_or_restart_the_job(tmp_path: Path) -> None:
     assert found["SIGKILL"]["outcome"] == "trains again from step 15", found
     for kind in ("out of memory", "out of memory after backward"):
         assert any(error.startswith("OutOfMemoryError") for error in found[kind]["errors"]), found
-    assert "epoch=0-step=18.ckpt" in found["SIGTERM"]["saved"], found
+    # The other rank may be one batch ahead; all stop after the same.
+    stopped = {"epoch=0-step=18.ckpt", "epoch=0-step=19.ckpt"} & set(found["SIGTERM"]["saved"])
+    assert len(stopped) == 1, found

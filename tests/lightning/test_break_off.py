@@ -58,6 +58,18 @@ def of_another_rank():
     line.other.send(b".")
     time.sleep(60)
 
+def in_a_callback():
+    line = Line()
+    peers = Peers(0, 2, line)
+    peers.abort = compat.abort_process_groups
+    peers.work_begins()
+    line.other.send(b".")
+    try:
+        raise error
+    except ZeroDivisionError:
+        peers.failed(None, "seen by a callback", error)
+    time.sleep(float(sys.argv[3]) if len(sys.argv) > 3 else 60)  # saves, and waits for the GPU
+
 def of_another_rank_after_the_work():
     line = Line()
     peers = Peers(0, 2, line)
@@ -89,12 +101,14 @@ globals()[sys.argv[2]]()
 """
 
 
-def run(waits: str, where: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PROGRAM, waits, where]
+def run(waits: str, where: str, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROGRAM, waits, where, *more]
     return subprocess.run(command, env=environment(RANK="0"), capture_output=True, text=True, timeout=50, cwd=ROOT)
 
 
-@pytest.mark.parametrize("where", ["in_a_fit", "in_two_threads", "without_output", "of_another_rank", "at_the_end"])
+@pytest.mark.parametrize(
+    "where", ["in_a_fit", "in_two_threads", "without_output", "of_another_rank", "in_a_callback", "at_the_end"]
+)
 @pytest.mark.parametrize("waits", ["others run", "nobody runs"])
 def test_a_process_ends_that_cannot_abort_its_communicators(waits, where):
     if (waits, where) == ("nobody runs", "in_two_threads"):
@@ -107,10 +121,16 @@ def test_a_process_ends_that_cannot_abort_its_communicators(waits, where):
 
 
 @pytest.mark.parametrize(
-    ("waits", "where"),
-    [("late", "caught"), ("others run", "of_another_rank_after_the_work"), ("late", "of_another_rank_after_the_work")],
+    "arguments",
+    [
+        ("late", "caught"),
+        ("late", "in_a_callback", "4"),
+        ("others run", "of_another_rank_after_the_work"),
+        ("late", "of_another_rank_after_the_work"),
+    ],
+    ids="-".join,
 )
-def test_a_program_that_goes_on_is_not_ended(waits, where):
-    done = run(waits, where)
+def test_a_program_that_goes_on_is_not_ended(arguments):
+    done = run(*arguments)
     assert done.returncode == 0, done.stderr
     assert "is ended" not in done.stderr
