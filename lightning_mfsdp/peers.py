@@ -32,7 +32,7 @@ __all__ = ["Peers"]
 _log = logging.getLogger(__name__)
 
 GRACE_S = 1.5  # for other ranks to fail as well, in the same place
-ENDING_S = 2.0  # for a process that is told of a failure to find it out by itself, or to say its own
+ENDING_S = 1.5  # for a process that is told of a failure to find it out by itself, or to say its own
 
 
 class _Line:

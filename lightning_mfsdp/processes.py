@@ -157,9 +157,7 @@ class ProcessStrategy(ParallelStrategy):
             error = sys.exc_info()[1]
             stopped = isinstance(error, SIGTERMException) and self._stopping is not None and self._stopping.agreed
             missed = error is None or isinstance(error, CollectiveError) or compat.is_lost_connection(error)
-            self._together = stopped or self._peers.failed(
-                None if missed else self._place(), _described(error), error
-            )
+            self._together = stopped or self._peers.failed(None if missed else self._place(), _described(error), error)
         return not self._together
 
     def _place(self) -> list[int]:

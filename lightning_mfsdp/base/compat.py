@@ -360,8 +360,8 @@ class _Abort:
     """Breaks off what runs in all process groups, and forgets them; nobody is waited for (torch 2.11 to 2.13: `_abort_process_group`).
 
     NCCL may hang in this where ranks are connected by sockets and another one has closed its end (seen with torch 2.11). Where it lets
-    other threads run meanwhile, callers go on after half a second; where it does not, the process ends after two, with exit code 1. The clock
-    for that is faulthandler's, and a `dump_traceback_later` of somebody else does not go off any more.
+    other threads run meanwhile, callers go on after half a second; where it does not, the process ends after two seconds, with exit
+    code 1. The clock for that is faulthandler's, and a `dump_traceback_later` of somebody else does not go off any more.
     """
 
     def __init__(self) -> None:

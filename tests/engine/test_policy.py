@@ -87,9 +87,8 @@ def flat_tensors(value: object) -> Iterator[Tensor]:
 
 
 def inputs(step: int = 0, rows: int = ROWS, dim: int = DIM) -> Tensor:
-    """The same numbers on every device; on the default one, which tests on GPUs set."""
-    x = torch.randn(rows, dim, generator=torch.Generator("cpu").manual_seed(step), device="cpu")
-    return x.to(torch.get_default_device())
+    """The same numbers on every device."""
+    return torch.randn(rows, dim, generator=torch.Generator().manual_seed(step))
 
 
 def sharded(policy: MixedPrecisionPolicy, strategy: str = "optim_grads_params", dtype: torch.dtype = F32) -> Probe:
