@@ -18,6 +18,7 @@ from lightning_mfsdp.engine import MixedPrecisionPolicy
 from lightning_mfsdp.engine.comm.collectives import PARTS
 from lightning_mfsdp.engine.comm.process_groups import kept
 from lightning_mfsdp.engine.layout.placement import resolve_placement
+from lightning_mfsdp.engine.runtime.context import context_of_unit
 from lightning_mfsdp.engine.runtime.unit import Unit, unit_of
 from lightning_mfsdp.lightning_api import (
     BaseFinetuning,
@@ -288,7 +289,7 @@ def warn_of_other_options(
             f"{name} is already sharded with main weights elsewhere than offload={offload!r} says, and they stay there. Use one strategy "
             "for one model, or build the model anew"
         )
-    if root.context.reductions.zeros_unused != (unused_parameters == "zero"):
+    if context_of_unit(root).reductions.zeros_unused != (unused_parameters == "zero"):
         rank_zero_warn(
             f"{name} is already sharded and treats unused parameters otherwise than unused_parameters={unused_parameters!r} says. Use one "
             "strategy for one model, or build the model anew"

@@ -61,8 +61,8 @@ MENDS = (
         " and take what is written.\n            self.hide()\n",
         " and take what is written.\n",
     ),
-    Mend("8", "runtime/awaited.py", "self.calls or self.spent or self._runs or self._forgotten_came", "self.calls"),
-    Mend("11a", "runtime/context.py", "        self.reductions.take_over(unit.context.reductions, unit.groups)\n", ""),
+    Mend("8", "runtime/call.py", "self.calls or self.spent or self._runs or self._forgotten_came", "self.calls"),
+    Mend("11a", "runtime/context.py", "        self.reductions.take_over(before.reductions, unit.groups)\n", ""),
     Mend(
         "11b",
         "params/reduction.py",
@@ -72,11 +72,11 @@ MENDS = (
     Mend("11b frozen", "runtime/reduction_schedule.py", " or (known is not None and known.frozen_since)", ""),
     Mend(
         "11c",
-        "runtime/awaited.py",
+        "runtime/call.py",
         "        return next((call.slots for call",
         "        return None and next((call.slots for call",
     ),
-    Mend("11d", "runtime/awaited.py", "            self._runs += 1\n", "            pass\n"),
+    Mend("11d", "runtime/call.py", "            self._runs += 1\n", "            pass\n"),
     Mend(
         "11e",
         "params/parameter.py",

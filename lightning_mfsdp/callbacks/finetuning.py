@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.callback_hooks import PreparesOptimizers
 from lightning_mfsdp.checkpoint.sharded import ParameterIndex, plain_name
-from lightning_mfsdp.engine.params.parameter import owner_of
+from lightning_mfsdp.engine.params.group import owner_of
 from lightning_mfsdp.lightning_api import BackboneFinetuning, BaseFinetuning, LightningModule, Trainer
 
 __all__ = ["ShardedBackboneFinetuning", "ShardedFinetuning"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.engine import units
-from lightning_mfsdp.engine.params.parameter import owner_of
+from lightning_mfsdp.engine.params.group import owner_of
 from lightning_mfsdp.lightning_api import (
     LightningModule,
     ModelSummary,

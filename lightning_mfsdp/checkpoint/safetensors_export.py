@@ -30,7 +30,8 @@ from lightning_mfsdp.checkpoint.safetensors_files import (
 )
 from lightning_mfsdp.checkpoint.sharded import paths_of, plain_name, tied_names
 from lightning_mfsdp.checkpoint.unpickling import RefusedError, is_trusted, not_read
-from lightning_mfsdp.engine.params.parameter import Entry, owner_of
+from lightning_mfsdp.engine.params.group import owner_of
+from lightning_mfsdp.engine.params.parameter import Entry
 
 __all__ = ["export_checkpoint", "export_model"]
 

@@ -32,7 +32,7 @@ from lightning_mfsdp.checkpoint.location import Location
 from lightning_mfsdp.checkpoint.ranks import Ranks
 from lightning_mfsdp.checkpoint.rows import RowShard
 from lightning_mfsdp.engine import ParameterView, is_sharded, refresh_weights, sharded_parameters
-from lightning_mfsdp.engine.params.parameter import place_of
+from lightning_mfsdp.engine.params.group import place_of
 
 __all__ = [
     "ModelPlan",

@@ -19,7 +19,7 @@ from lightning_mfsdp.checkpoint.rows import RowShard
 from lightning_mfsdp.checkpoint.sharded import ParameterIndex, paths_of, plain_name
 from lightning_mfsdp.engine import ParameterView
 from lightning_mfsdp.engine.features.offload.resting_state import empty_at_rest, put_to_rest
-from lightning_mfsdp.engine.params.parameter import owner_of
+from lightning_mfsdp.engine.params.group import owner_of
 from lightning_mfsdp.engine.params.rows import sharded_axes
 from lightning_mfsdp.engine.params.sharded_tensor import Rows
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_mfsdp.engine import ShardingError, note_collective
 from lightning_mfsdp.engine.comm.collectives import PARTS, Axis, axis_of
-from lightning_mfsdp.engine.params.parameter import owner_of
+from lightning_mfsdp.engine.params.group import owner_of
 from lightning_mfsdp.moe.experts import GroupedExperts
 from lightning_mfsdp.moe.once import differentiable_once
 

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy, MixedPrecisionPolicy, ShardingError
-from lightning_mfsdp.engine.params.parameter import owner_of
+from lightning_mfsdp.engine.params.group import owner_of
 from lightning_mfsdp.engine.runtime.inspect import context_of
 from lightning_mfsdp.fabric import MFSDPFabricPrecision, MFSDPFabricStrategy
 from lightning_mfsdp.precision import translate_precision

@@ -26,11 +26,11 @@ from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.optimizer.driver import OptimizerDriver, OptimizerSupport
 from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.optimizer.state import refuse_left_behind, show_state, take_state
-from lightning_mfsdp.engine.params.group import ParameterGroup
-from lightning_mfsdp.engine.params.parameter import Entry, outdate_graphs, owner_of
+from lightning_mfsdp.engine.params.group import ParameterGroup, owner_of
+from lightning_mfsdp.engine.params.parameter import Entry, outdate_graphs
 from lightning_mfsdp.engine.params.rows import sharded_axes
 from lightning_mfsdp.engine.params.stepping import call_closure
-from lightning_mfsdp.engine.runtime.context import Context
+from lightning_mfsdp.engine.runtime.context import Context, context_of_group
 from lightning_mfsdp.engine.runtime.conversion import refuse_moved
 
 __all__ = ["ELEMENTWISE_OPTIMIZERS", "adopt_optimizer"]
@@ -102,14 +102,14 @@ class _ShardedStep:
         found = _adopt_parameters(optimizer, local, self._grad_scaler)
         self._drivers = self._support.prepare(optimizer, found, local=local)
         for group, entries in found.items():
-            if group.context is not None:
-                group.context.cover(entries)
+            if (context := context_of_group(group)) is not None:
+                context.cover(entries)
         # DTensors note what is written to them; local rows do not.
         self._is_watched = local and not writes_in_steps_alone
         if self._is_watched:
             for group in found:
-                if group.context is not None:
-                    group.context.watch([group])
+                if (context := context_of_group(group)) is not None:
+                    context.watch([group])
         self._groups = [
             (weakref.ref(group), [group.entries.index(entry) for entry in entries]) for group, entries in found.items()
         ]
@@ -121,7 +121,9 @@ class _ShardedStep:
             self._take_over(optimizer)
         for reference, _ in self._groups:
             group = reference()
-            if group is None or (context := group.context) is None or context.root is None:  # gone, or plain again
+            if (
+                group is None or (context := context_of_group(group)) is None or context.root is None
+            ):  # gone, or plain again
                 refuse_left_behind(optimizer, "step")
             elif group.moved:
                 refuse_moved([group], f"{type(optimizer).__name__}.step")
@@ -217,7 +219,7 @@ def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:
     for group, indices in stepped:
         entries = group.entries
         written += [entry for index in indices if (entry := entries[index]).local.grad is not None]
-        if (context := group.context) is not None:
+        if (context := context_of_group(group)) is not None:
             by_context.setdefault(context, []).append(group)
     outdate_graphs(written)
     for context, groups in by_context.items():

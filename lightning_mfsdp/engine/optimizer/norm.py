@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.comm.collectives import Axis
-from lightning_mfsdp.engine.params.group import ParameterGroup
-from lightning_mfsdp.engine.params.parameter import place_of
-from lightning_mfsdp.engine.params.reduction import local_gradients, reduce_held_back
+from lightning_mfsdp.engine.params.group import ParameterGroup, place_of
 from lightning_mfsdp.engine.params.rows import sharded_axes
+from lightning_mfsdp.engine.runtime.inspect import local_gradients
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "grad_norm", "scale_gradients_"]
 
@@ -118,7 +117,7 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
             group, index = place
             if group not in axes_of:
                 axes_of[group] = sharded_axes(group)
-                reduce_held_back(group)
+                group.reduce_held_back()
             if axes_of[group]:
                 wanted.setdefault(group, []).append(index)
                 continue

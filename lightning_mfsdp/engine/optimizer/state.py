@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.params.parameter import Entry, is_left_behind, owner_of
+from lightning_mfsdp.engine.params.group import owner_of
+from lightning_mfsdp.engine.params.parameter import Entry, is_left_behind
 from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor, own_rows
 from lightning_mfsdp.engine.params.rows_exchange import lie_alike
 from lightning_mfsdp.engine.params.sharded_tensor import Rows

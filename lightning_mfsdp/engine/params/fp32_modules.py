@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_mfsdp.base.containers import map_tensors, tensors_in
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.params.parameter import owner_of
+from lightning_mfsdp.engine.params.group import owner_of
 from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
 
 __all__ = ["casts_alike", "fp32_parameters"]

@@ -9,21 +9,20 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-if TYPE_CHECKING:
-    from lightning_mfsdp.engine.params.group import ParameterGroup
+from lightning_mfsdp.engine.params.managed import ManagedGroup
 
 __all__ = ["add_gradient_hook", "has_gradient_hooks", "run_gradient_hooks"]
 
 _Hooks = OrderedDict[int, Callable[[Any], None]]
 # Of the parameters of each group that have any, by index. Empty for most programs, which pay nothing.
-_HOOKS: weakref.WeakKeyDictionary[ParameterGroup, dict[int, _Hooks]] = weakref.WeakKeyDictionary()
+_HOOKS: weakref.WeakKeyDictionary[ManagedGroup, dict[int, _Hooks]] = weakref.WeakKeyDictionary()
 
 
-def add_gradient_hook(group: ParameterGroup, index: int, hook: Callable[[Any], None]) -> RemovableHandle:
+def add_gradient_hook(group: ManagedGroup, index: int, hook: Callable[[Any], None]) -> RemovableHandle:
     """Call `hook(parameter)` with the sharded parameter whenever a reduced gradient was added to its `.grad`."""
     hooks = _HOOKS.setdefault(group, {}).setdefault(index, OrderedDict())
     handle = RemovableHandle(hooks)
@@ -31,14 +30,14 @@ def add_gradient_hook(group: ParameterGroup, index: int, hook: Callable[[Any], N
     return handle
 
 
-def has_gradient_hooks(group: ParameterGroup | None = None) -> bool:
+def has_gradient_hooks(group: ManagedGroup | None = None) -> bool:
     """Whether there are any, of a group or at all."""
     if group is None:
         return bool(_HOOKS)
     return any(_HOOKS.get(group, {}).values())
 
 
-def run_gradient_hooks(groups: Sequence[ParameterGroup]) -> None:
+def run_gradient_hooks(groups: Sequence[ManagedGroup]) -> None:
     """Run those of parameters that have a gradient. Collective as far as the hooks are."""
     for group in groups:
         for index, hooks in sorted(_HOOKS.get(group, {}).items()):

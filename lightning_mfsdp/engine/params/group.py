@@ -11,38 +11,85 @@ Parameters of a codec (codec.py) hold and gather raw data in place of the comput
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, cast
+from collections.abc import Iterable, Sequence
+from typing import NoReturn, Protocol, cast
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError
-from lightning_mfsdp.base.streams import Event
+from lightning_mfsdp.base.streams import Event, Streams
 from lightning_mfsdp.engine.comm.collectives import Axis, Mesh, broadcast_from_first
-from lightning_mfsdp.engine.comm.gather_order import BACKWARD, FORWARD
+from lightning_mfsdp.engine.comm.communicators import Channels
+from lightning_mfsdp.engine.comm.gather_order import BACKWARD, FORWARD, GatherOrder
+from lightning_mfsdp.engine.comm.ranges import Ranges
 from lightning_mfsdp.engine.layout.layout import plan_layout
 from lightning_mfsdp.engine.layout.placement import Placement
 from lightning_mfsdp.engine.memory.buffer import FlatBuffer, buffer_numel
 from lightning_mfsdp.engine.memory.host_memory import HostMemory
-from lightning_mfsdp.engine.memory.storage import Client, Slot
+from lightning_mfsdp.engine.memory.storage import Client, Slot, SlotPool
 from lightning_mfsdp.engine.params.codec import Fragment, marks_of
 from lightning_mfsdp.engine.params.full_weight import FullWeight
 from lightning_mfsdp.engine.params.group_spec import GroupSpec
-from lightning_mfsdp.engine.params.parameter import Entry, UnshardedParameter, mark_owner
+from lightning_mfsdp.engine.params.parameter import OWNER, Entry, UnshardedParameter, mark_owner
 from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.params.rows import whole_shape
 from lightning_mfsdp.engine.params.sharded_parameter import ShardedParameter
 
-if TYPE_CHECKING:
-    from lightning_mfsdp.engine.runtime.context import Context
-    from lightning_mfsdp.engine.runtime.unit import Unit
+__all__ = ["OwningUnit", "ParameterGroup", "Root", "owner_of", "place_of"]
 
-__all__ = ["ParameterGroup"]
+
+class OwningUnit(Protocol):
+    """What a group asks of the unit that owns it."""
+
+    name: str
+
+    def release_if_idle(self) -> bool:
+        """Give weights back that were only kept because their backward was thought to come next."""
+
+    def use_outside(self) -> None:
+        """Its parameters are used in grad mode where no call tells when gradients come."""
+
+    def has_at_hand(self, group: ParameterGroup) -> bool:
+        """Whether unsharded parameters of the group equal the main weights and stay where they are until a backward has ended."""
+
+
+class Root(Protocol):
+    """What a group asks of the root around its unit, and tells it.
+
+    Attributes:
+        weights_ready: After the last write to a main or held weight.
+    """
+
+    weights_ready: Event
+
+    pool: SlotPool
+    streams: Streams
+    order: GatherOrder
+    ranges: Ranges
+    channels: Channels
+
+    @property
+    def hides_gradients(self) -> bool:
+        """A forward is being recorded, and gradients are set aside."""
+
+    def weights_changed(self, groups: Iterable[ParameterGroup] | None = None) -> None:
+        """Main weights were written by somebody."""
+
+    def begin_backward(self) -> None:
+        """A backward begins, or goes on."""
+
+    def reduce_held_back(self) -> None:
+        """Reduce what `no_sync` holds back. Collective."""
+
+    def zero_held_back(self, group: ParameterGroup, index: int) -> None:
+        """Make what is held back of a parameter zeros."""
 
 
 class ParameterGroup:
@@ -98,7 +145,7 @@ class ParameterGroup:
         self._planes_there: list[int] = []
         self.installed = False
         self.lost_writes: list[Entry] = []
-        self.gradients_outside: dict[int, torch.Tensor] = {}
+        self.gradients_outside: dict[int, Tensor] = {}
         self.advised = False
         self.moved: set[Entry] = set()
         self.number = 0
@@ -181,7 +228,7 @@ class ParameterGroup:
                 self._full.rest(index)
                 entry.install(entry.sharded)
 
-    def write(self, index: int, value: torch.Tensor) -> None:
+    def write(self, index: int, value: Tensor) -> None:
         """Keep this rank's rows of a full `value` (the shape it has in its module, any dtype) as the main weight."""
         local = self.entries[index].local
         if local.numel():
@@ -234,7 +281,7 @@ class ParameterGroup:
         """Memory of the held weight beside the main weight."""
         return sum(plane.size_bytes for plane in self.held) - (self.main.size_bytes if self.main_is_held else 0)
 
-    def attach(self, unit: Unit, context: Context, number: int) -> None:
+    def attach(self, unit: OwningUnit, context: Root, number: int) -> None:
         """Join a unit and its root, as one of so many groups: slots come from the root's pool, and work runs on its streams."""
         self.unit = weakref.ref(unit)
         self._context = weakref.ref(context)
@@ -244,14 +291,67 @@ class ParameterGroup:
         if self.placement.weight:
             self._pool.add(self.client)
 
+    # -- the unit and the root -----------------------------------------------------------------------------------------
+
     @property
-    def context(self) -> Context | None:
+    def context(self) -> Root | None:
         """What the units of the root share; `None` once the root is gone."""
         return self._context()
 
+    @property
+    def unit_name(self) -> str:
+        """Of the unit it belongs to; empty once that is gone."""
+        unit = self.unit()
+        return unit.name if unit is not None else ""
+
+    @property
+    def hides_gradients(self) -> bool:
+        """A forward is being recorded, and gradients are set aside."""
+        context = self.context
+        return context is not None and context.hides_gradients
+
+    def around_gather(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """Around the gather of one parameter."""
+        context = self.context
+        return contextlib.nullcontext() if context is None else context.ranges.around("full_tensor", name)
+
+    def over_both_axes(self) -> dist.ProcessGroup:
+        """The ranks of the shard axis and the outer one together. Collective, the first time."""
+        context = self.context
+        assert context is not None, "a group in use belongs to a root"
+        return context.channels.over_both_axes(self.mesh)
+
+    def note_write(self) -> None:
+        """Main weights may have been written: forward must see it."""
+        if (context := self.context) is not None:
+            context.weights_changed([self])
+
+    def reduce_held_back(self) -> None:
+        """Reduce what `no_sync` holds back in the root, before anybody looks. Collective, and known to all ranks."""
+        if (context := self.context) is not None:
+            context.reduce_held_back()
+
+    def zero_held_back(self, index: int) -> None:
+        """Make what is held back of a parameter zeros."""
+        if (context := self.context) is not None:
+            context.zero_held_back(self, index)
+
+    def use_outside(self, index: int) -> nn.Parameter | None:
+        """A parameter is used outside of forwards in grad mode: the unsharded one, if it is there and stays until a backward has ended."""
+        unit = self.unit()
+        if unit is None:
+            return None
+        unit.use_outside()
+        return self.entries[index].full if unit.has_at_hand(self) else None
+
+    def begin_backward(self) -> None:
+        """A backward begins in which no forward of a unit may take part."""
+        if (context := self.context) is not None:
+            context.begin_backward()
+
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def cast_pairs(self, *, stepped_only: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def cast_pairs(self, *, stepped_only: bool) -> tuple[list[Tensor], list[Tensor]]:
         """(targets, sources) that bring the held weight's own part up to date with the main weight.
 
         Args:
@@ -436,10 +536,10 @@ class ParameterGroup:
                 else:
                     rows.copy_(torch.where(rows.to(own.dtype) == own, rows, own.to(rows.dtype)))
         self.forget_writes()
-        if self.context is not None:
-            self.context.weights_ready = self.streams.record()
+        if (context := self.context) is not None:
+            context.weights_ready = self.streams.record()
 
-    def _rows(self, value: torch.Tensor, index: int, extent: range) -> torch.Tensor:
+    def _rows(self, value: Tensor, index: int, extent: range) -> Tensor:
         """What the shards of `extent` have of a whole parameter."""
         rows = self.layout.owned_rows(index, extent.start, len(extent))
         return value[rows.start : rows.stop] if value.dim() else value
@@ -493,7 +593,7 @@ class ParameterGroup:
                 return True
         return bool(self.gradients_outside)
 
-    def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
+    def add_gradient(self, index: int, gradient: Tensor) -> None:
         """Add to the whole gradient of a parameter, in the main weight's dtype, beside what autograd leaves."""
         if self.entries[index].is_trained:
             known = self.gradients_outside.get(index)
@@ -516,3 +616,16 @@ def _named(found: object, entry: Entry) -> str:
     if isinstance(found, ShardedParameter) and found._local_face is entry.local:
         return f"its rows in {str(found.dtype).removeprefix('torch.')} on {found.device}"
     return "somebody else's DTensor" if isinstance(found, DTensor) else type(found).__name__
+
+
+def place_of(parameter: Tensor) -> tuple[ParameterGroup, int] | None:
+    """Group of a parameter and its index in it, whichever of its faces is given; `None` if the engine does not manage it."""
+    reference, index = getattr(parameter, OWNER, (None, 0))
+    group = reference() if reference is not None else None
+    return None if group is None else (group, index)
+
+
+def owner_of(parameter: Tensor) -> tuple[ParameterGroup, Entry] | None:
+    """Group and entry of a parameter, whichever of its faces is given; `None` if the engine does not manage it."""
+    place = place_of(parameter)
+    return None if place is None else (place[0], place[0].entries[place[1]])

@@ -10,18 +10,15 @@ Without it `.grad` would be `None`, nobody could clear what is held back, and on
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.containers import map_tensors, tensors_in
+from lightning_mfsdp.engine.params.managed import ManagedGroup, ManagedParameter
 from lightning_mfsdp.engine.params.sharded_tensor import Rows
-
-if TYPE_CHECKING:
-    from lightning_mfsdp.engine.params.group import ParameterGroup
-    from lightning_mfsdp.engine.params.parameter import Entry
 
 __all__ = ["HeldBackGradient", "HeldBackRows", "stand_in"]
 
@@ -29,7 +26,7 @@ __all__ = ["HeldBackGradient", "HeldBackRows", "stand_in"]
 class HeldBackGradient(Tensor):
     """Stands for the gradient of an optimizer's local rows, and has one element of memory."""
 
-    _owner: tuple[weakref.ref[ParameterGroup], int]
+    _owner: tuple[weakref.ref[ManagedGroup], int]
 
     @classmethod
     def __torch_function__(
@@ -62,7 +59,7 @@ class HeldBackRows(Rows):
         return cast("Rows", _reduced(self)).redistribute(*args, **options)
 
 
-def stand_in(group: ParameterGroup, index: int) -> HeldBackGradient:
+def stand_in(group: ManagedGroup, index: int) -> HeldBackGradient:
     """What the local rows of a parameter show as their gradient while it is held back."""
     local = group.entries[index].local
     with torch.inference_mode(False), torch.no_grad():
@@ -118,15 +115,14 @@ _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 def _zero(tensor: HeldBackGradient | HeldBackRows) -> None:
     """Make what is held back zeros. Whether any rank used the parameter is not known before the reduction, so it stays held back."""
     group = tensor._owner[0]()
-    context = group.context if group is not None else None
     grad = _entry(tensor).local.grad
     if not isinstance(grad, HeldBackGradient) and grad is not None:
         grad.zero_()
-    elif group is not None and context is not None:
-        context.reductions.reducer(group).zero_held_back(tensor._owner[1])
+    elif group is not None:
+        group.zero_held_back(tensor._owner[1])
 
 
-def _entry(tensor: HeldBackGradient | HeldBackRows) -> Entry:
+def _entry(tensor: HeldBackGradient | HeldBackRows) -> ManagedParameter:
     group = tensor._owner[0]()
     assert group is not None, "a parameter's gradient is looked at while its module is there"
     return group.entries[tensor._owner[1]]
@@ -136,10 +132,8 @@ def _reduced(tensor: Tensor) -> Tensor:
     """The gradient that a stand-in stands for; what is held back is reduced now if it is not yet."""
     if not isinstance(tensor, (HeldBackGradient, HeldBackRows)):
         return tensor
-    group = tensor._owner[0]()
-    context = group.context if group is not None else None
-    entry = _entry(tensor)
-    if isinstance(entry.local.grad, HeldBackGradient) and context is not None:
-        context.reductions.reduce_pending(context.units)
+    group, entry = tensor._owner[0](), _entry(tensor)
+    if isinstance(entry.local.grad, HeldBackGradient) and group is not None:
+        group.reduce_held_back()
     face: Tensor = entry.sharded if isinstance(tensor, HeldBackRows) else entry.local
     return face.grad if face.grad is not None else torch.zeros_like(face.detach())

@@ -13,30 +13,27 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine.params.codec import WeightCodec, marks_of
+from lightning_mfsdp.engine.params.managed import ManagedGroup
 from lightning_mfsdp.engine.params.sharded_parameter import ShardedParameter
 
-if TYPE_CHECKING:
-    from lightning_mfsdp.engine.params.group import ParameterGroup
-
 __all__ = [
+    "OWNER",
     "Entry",
     "UnshardedParameter",
     "is_left_behind",
     "leave_behind",
     "mark_owner",
     "outdate_graphs",
-    "owner_of",
-    "place_of",
 ]
 
-_OWNER = "_owner"
+OWNER = "_owner"  # where a parameter keeps its group and its index there
 _LEFT_BEHIND = "_left_behind"
 
 
@@ -116,7 +113,7 @@ class Entry:
             compat.set_data(full, whole)
             if type(full) is UnshardedParameter:
                 full.__class__ = plain
-            for mark in (_OWNER, "data_was_asked_for"):
+            for mark in (OWNER, "data_was_asked_for"):
                 full.__dict__.pop(mark, None)
             return cast("nn.Parameter", full)
 
@@ -133,16 +130,9 @@ def outdate_graphs(entries: Sequence[Entry]) -> None:
         entry.version = entry.full._version
 
 
-def mark_owner(parameter: Tensor, group: ParameterGroup, index: int) -> None:
+def mark_owner(parameter: Tensor, group: ManagedGroup, index: int) -> None:
     """Remember which group manages a parameter and where in it, without keeping the group alive."""
-    setattr(parameter, _OWNER, (weakref.ref(group), index))
-
-
-def place_of(parameter: Tensor) -> tuple[ParameterGroup, int] | None:
-    """Group of a parameter and its index in it, whichever of its faces is given; `None` if the engine does not manage it."""
-    reference, index = getattr(parameter, _OWNER, (None, 0))
-    group = reference() if reference is not None else None
-    return None if group is None else (group, index)
+    setattr(parameter, OWNER, (weakref.ref(group), index))
 
 
 def leave_behind(entry: Entry) -> None:
@@ -158,9 +148,3 @@ def leave_behind(entry: Entry) -> None:
 def is_left_behind(parameter: Tensor) -> bool:
     """Whether `leave_behind` said so."""
     return bool(getattr(parameter, _LEFT_BEHIND, False))
-
-
-def owner_of(parameter: Tensor) -> tuple[ParameterGroup, Entry] | None:
-    """Group and entry of a parameter, whichever of its faces is given; `None` if the engine does not manage it."""
-    place = place_of(parameter)
-    return None if place is None else (place[0], place[0].entries[place[1]])

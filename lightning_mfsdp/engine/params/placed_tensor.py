@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +13,9 @@ from torch.distributed.tensor import DTensor, Placement
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.engine.comm.collectives import Mesh
+from lightning_mfsdp.engine.params.managed import ManagedGroup
 from lightning_mfsdp.engine.params.rows import gather_rows
-
-if TYPE_CHECKING:
-    from lightning_mfsdp.engine.comm.collectives import Mesh
-    from lightning_mfsdp.engine.params.group import ParameterGroup
 
 __all__ = ["Lies", "PlacedTensor", "as_dtensor", "own_rows"]
 
@@ -43,7 +41,7 @@ class Lies(NamedTuple):
 class PlacedTensor(DTensor):
     """This rank's rows of a tensor with as many rows as a parameter. Rows are whole; ranks may have different numbers of them, or none."""
 
-    _owner: tuple[weakref.ref[ParameterGroup], int]
+    _owner: tuple[weakref.ref[ManagedGroup], int]
     _rows: range  # of dim 0, that lie here
     lies: Lies
     shows_weight: bool = False  # in its memory is a main weight
@@ -64,14 +62,14 @@ class PlacedTensor(DTensor):
         made._owner, made._rows, made.lies = like._owner, like._rows, like.lies
         return made
 
-    def _group(self, what: str) -> ParameterGroup:
+    def _group(self, what: str) -> ManagedGroup:
         group = self._owner[0]()
         if group is None:
             raise EngineStateError(f"{what}: the module of this {tuple(self.shape)} tensor is gone; keep it alive")
         return group
 
     @property
-    def place(self) -> tuple[ParameterGroup, int]:
+    def place(self) -> tuple[ManagedGroup, int]:
         """The group and the index in it of the parameter whose rows lie where these do."""
         return self._group("arithmetic"), self._owner[1]
 
@@ -81,9 +79,8 @@ class PlacedTensor(DTensor):
         group = self._owner[0]()
         if group is None:
             return f"of shape {tuple(self.shape)}"
-        unit = group.unit()
         name = group.entries[self._owner[1]].name
-        return f"{name} of unit {unit.name}" if unit is not None else name
+        return f"{name} of unit {group.unit_name}" if group.unit_name else name
 
     @property
     def is_divided(self) -> bool:
@@ -93,9 +90,8 @@ class PlacedTensor(DTensor):
     def note_write(self) -> None:
         """Main weights may have been written: forward must see it."""
         group = self._owner[0]()
-        context = group.context if group is not None else None
-        if group is not None and context is not None:
-            context.weights_changed([group])
+        if group is not None:
+            group.note_write()
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole tensor, plain and without history: a loss computed from it has no gradient. Collective."""

@@ -525,29 +525,3 @@ class GradientReducer:
         buffers = {id(buffer): buffer for buffer in (self._kept, self._unreduced, self._partial) if buffer is not None}
         others = sum(buffer.size_bytes for buffer in buffers.values() if buffer is not self.main)
         return sum(slot.allocated_bytes for slot in slots) + others
-
-
-def local_gradients(group: ParameterGroup, entries: list[int] | None = None) -> list[Tensor]:
-    """What this rank holds of the gradients of a group.
-
-    Whole flat segments if every parameter is wanted and has a gradient, else one tensor for each.
-    Cells between parameters are zero in the segments, so norms and finite checks may read them.
-    """
-    context = group.context
-    reduce_held_back(group)
-    reducer = context.reductions.known(group) if context is not None else None
-    grads = [entry.local.grad for entry in group.entries]
-    if entries is None:
-        entries = list(range(len(grads)))
-    present = [grad for index in entries if (grad := grads[index]) is not None and grad.numel()]
-    whole = len(entries) == len(grads) and bool(present) and reducer is not None and reducer.is_open
-    if whole and reducer is not None and all(grad is face for grad, face in zip(grads, reducer.faces, strict=True)):
-        return reducer.exposed.segments
-    return present
-
-
-def reduce_held_back(group: ParameterGroup) -> None:
-    """Reduce what `no_sync` holds back in the root of a group, before anybody looks. Collective, and known to all ranks."""
-    context = group.context
-    if context is not None and context.reductions.holds_back:
-        context.reductions.reduce_pending(context.units)

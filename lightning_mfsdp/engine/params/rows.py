@@ -6,17 +6,12 @@ of one name (experts, under expert parallelism), that is all of them one after t
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mfsdp.engine.comm.collectives import Axis, Mesh
-
-if TYPE_CHECKING:
-    from lightning_mfsdp.engine.params.group import ParameterGroup
+from lightning_mfsdp.engine.params.managed import ManagedGroup
 
 __all__ = ["gather_rows", "holders", "join_parts", "own_part", "owned_rows", "sharded_axes", "whole_shape"]
 
@@ -26,7 +21,7 @@ def whole_shape(shape: torch.Size, mesh: Mesh) -> torch.Size:
     return shape if mesh.parts is None else torch.Size([mesh.parts.size * shape[0], *shape[1:]])
 
 
-def owned_rows(group: ParameterGroup, index: int) -> range:
+def owned_rows(group: ManagedGroup, index: int) -> range:
     """Rows of a parameter's main weight that this rank holds; a 0-D parameter counts as one row."""
     rows = group.layout.owned_rows(index, group.main_extent.start, len(group.main_extent))
     parts = group.mesh.parts
@@ -34,7 +29,7 @@ def owned_rows(group: ParameterGroup, index: int) -> range:
     return range(before + rows.start, before + rows.stop)
 
 
-def sharded_axes(group: ParameterGroup) -> tuple[Axis, ...]:
+def sharded_axes(group: ManagedGroup) -> tuple[Axis, ...]:
     """The mesh axes along which ranks hold different rows of a group's main weights."""
     axes = []
     if group.placement.main:
@@ -46,7 +41,7 @@ def sharded_axes(group: ParameterGroup) -> tuple[Axis, ...]:
     return tuple(axes)
 
 
-def holders(group: ParameterGroup) -> tuple[dist.ProcessGroup | None, list[int]]:
+def holders(group: ManagedGroup) -> tuple[dist.ProcessGroup | None, list[int]]:
     """The ranks that hold different shards of a group's main weights, and the shard of each; `None` where each has all of them.
 
     The first call for a group that is split over both axes of a mesh is collective: it may make a process group.
@@ -56,16 +51,14 @@ def holders(group: ParameterGroup) -> tuple[dist.ProcessGroup | None, list[int]]
         return (group.shard_axis.group, list(range(group.shard_axis.size))) if placement.main else (None, [0])
     if not placement.main:
         return outer.group, list(range(outer.size))
-    context = group.context
-    assert context is not None, "a group in use belongs to a root"
-    both = context.channels.over_both_axes(mesh)
+    both = group.over_both_axes()
     shard_comes_first = mesh.outer_dim is None or mesh.shard_dim < mesh.outer_dim
     ranks_by_shard = mesh.data_ranks if shard_comes_first else mesh.data_ranks.T
     shard_of = {int(rank): shard for shard, rank in enumerate(ranks_by_shard.flatten())}
     return both, [shard_of[rank] for rank in dist.get_process_group_ranks(both)]
 
 
-def gather_rows(group: ParameterGroup, index: int, rows: Tensor) -> Tensor:
+def gather_rows(group: ManagedGroup, index: int, rows: Tensor) -> Tensor:
     """The whole of something whose rows are shared out as those of one parameter, from every rank's rows of it. Collective.
 
     Args:
@@ -80,12 +73,12 @@ def gather_rows(group: ParameterGroup, index: int, rows: Tensor) -> Tensor:
     row_shape = rows.shape[1:]
     counts = [len(owned) * row_shape.numel() if shape else 1 for owned in layout.rows_by_shard[index]]
     piece = rows.new_zeros(max(counts))
-    context, name = group.context, group.entries[index].name
+    name = group.entries[index].name
     piece[: rows.numel()].copy_(rows.flatten())
     for axis, split in ((group.outer_axis, group.placement.outer_main), (group.shard_axis, group.placement.main)):
         if split and axis is not None:
             gathered = piece.new_empty(axis.size * piece.numel())
-            with context.ranges.around("full_tensor", name) if context is not None else nullcontext():
+            with group.around_gather(name):
                 axis.gather([gathered], [piece])
             piece = gathered
     pieces = piece.view(layout.num_shards, -1)

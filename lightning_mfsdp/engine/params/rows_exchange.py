@@ -19,7 +19,7 @@ from lightning_mfsdp.engine.params.rows import holders
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.comm.collectives import Mesh
-    from lightning_mfsdp.engine.params.group import ParameterGroup
+    from lightning_mfsdp.engine.params.managed import ManagedGroup
     from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor
 
 __all__ = ["lie_alike", "rows_where"]
@@ -64,7 +64,7 @@ def rows_where(pairs: Sequence[tuple[PlacedTensor, PlacedTensor]]) -> list[Tenso
     return [rows for rows in found if rows is not None]
 
 
-def _same_mesh(one: ParameterGroup, other: ParameterGroup) -> bool:
+def _same_mesh(one: ManagedGroup, other: ManagedGroup) -> bool:
     return _same_axes(one.mesh, other.mesh)
 
 
@@ -73,7 +73,7 @@ def _same_axes(a: Mesh, b: Mesh) -> bool:
     return dims and (a.device_mesh is b.device_mesh or a.device_mesh == b.device_mesh)
 
 
-def _same_split(one: ParameterGroup, other: ParameterGroup) -> bool:
+def _same_split(one: ManagedGroup, other: ManagedGroup) -> bool:
     return (one.placement.main, one.placement.outer_main) == (other.placement.main, other.placement.outer_main)
 
 

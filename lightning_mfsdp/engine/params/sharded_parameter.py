@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -14,13 +14,11 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.params.gradient_hooks import add_gradient_hook
 from lightning_mfsdp.engine.params.held_back import HeldBackGradient, HeldBackRows
+from lightning_mfsdp.engine.params.managed import ManagedGroup
 from lightning_mfsdp.engine.params.placed_tensor import Lies, as_dtensor, own_rows
 from lightning_mfsdp.engine.params.rows import owned_rows, whole_shape
 from lightning_mfsdp.engine.params.sharded_arithmetic import refuse_gradient
 from lightning_mfsdp.engine.params.sharded_tensor import Rows
-
-if TYPE_CHECKING:
-    from lightning_mfsdp.engine.params.group import ParameterGroup
 
 __all__ = ["ShardedParameter"]
 
@@ -45,7 +43,7 @@ class ShardedParameter(Rows):
 
     @classmethod
     def wrap(
-        cls, group: ParameterGroup, index: int, name: str, local: nn.Parameter, full: nn.Parameter
+        cls, group: ManagedGroup, index: int, name: str, local: nn.Parameter, full: nn.Parameter
     ) -> ShardedParameter:
         """Parameter `index` of a group, over `local` (rows of dim 0, main dtype); `full` still has its shape."""
         mesh, placements = group.mesh.device_mesh, group.dtensor_placements
@@ -79,8 +77,8 @@ class ShardedParameter(Rows):
     def described(self) -> str:
         """Name and unit, for messages."""
         group = self._owner[0]()
-        unit = group.unit() if group is not None else None
-        return f"{self._name} of unit {unit.name}" if unit is not None else self._name
+        unit_name = group.unit_name if group is not None else ""
+        return f"{self._name} of unit {unit_name}" if unit_name else self._name
 
     @property
     def grad(self) -> DTensor | None:
@@ -105,8 +103,7 @@ class ShardedParameter(Rows):
     def _refuse_in_recording(self) -> None:
         """A graph of a forward knows no gradients: they are set aside while it is recorded, and replays would not look again."""
         group = self._owner[0]()
-        context = group.context if group is not None else None
-        if context is not None and context.reductions.hides_gradients:
+        if group is not None and group.hides_gradients:
             raise EngineStateError(
                 f"{self.described}: .grad is read or set in a step whose forward is recorded as a CUDA graph; do it after backward "
                 "(on_after_backward in Lightning), or train without CUDA graphs"

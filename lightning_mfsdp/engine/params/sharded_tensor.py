@@ -23,6 +23,14 @@ from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.containers import tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.params.number import Number
+from lightning_mfsdp.engine.params.outside import (
+    computes,
+    needs_whole,
+    use_whole,
+    write_in_whole,
+    writes_by_position,
+    writes_in_place,
+)
 from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor
 from lightning_mfsdp.engine.params.sharded_arithmetic import (
     LayoutError,
@@ -32,14 +40,6 @@ from lightning_mfsdp.engine.params.sharded_arithmetic import (
     run,
 )
 from lightning_mfsdp.engine.params.stepping import OPTIMIZER_ADVICE, stepping_optimizer
-from lightning_mfsdp.engine.runtime.outside import (
-    computes,
-    needs_whole,
-    use_whole,
-    write_in_whole,
-    writes_by_position,
-    writes_in_place,
-)
 
 __all__ = ["Rows"]
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.comm.collectives import Mesh
+from lightning_mfsdp.engine.runtime.context import context_of_unit
 from lightning_mfsdp.engine.runtime.unit import unit_of
 
 __all__ = ["broadcast_buffers", "share_from_first"]
@@ -40,11 +41,11 @@ def broadcast_buffers(module: nn.Module) -> None:
         EngineStateError: On all ranks: ranks have other buffers, or of other shapes or dtypes.
     """
     root = unit_of(module)
-    if root is None or not root.context.mesh.all_axes:
+    if root is None or not (mesh_of_root := root.context.mesh).all_axes:
         return
     ignored = compat.ddp_ignores(module)
     found = [(name, buffer, mesh) for name, buffer, mesh in _buffers(module) if name not in ignored]
-    _check_alike([(name, buffer) for name, buffer, _ in found], root.context.mesh, root.context.device)
+    _check_alike([(name, buffer) for name, buffer, _ in found], mesh_of_root, context_of_unit(root).device)
     by_mesh: dict[DeviceMesh, tuple[Mesh, list[Tensor]]] = {}
     for _, buffer, mesh in found:
         by_mesh.setdefault(mesh.device_mesh, (mesh, []))[1].append(buffer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 from torch import nn
@@ -22,12 +23,12 @@ from lightning_mfsdp.engine.memory.storage import Slot, SlotPool
 from lightning_mfsdp.engine.params.codec import quantize_all
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.parameter import Entry
+from lightning_mfsdp.engine.runtime.hooked_unit import Run
 from lightning_mfsdp.engine.runtime.planning import MemoryPlanner
 from lightning_mfsdp.engine.runtime.reduction_schedule import ReductionSchedule
-from lightning_mfsdp.engine.runtime.series import Series
 from lightning_mfsdp.engine.runtime.unit import Unit
 
-__all__ = ["Context"]
+__all__ = ["Context", "context_of_group", "context_of_unit"]
 
 
 class Context:
@@ -76,7 +77,7 @@ class Context:
         self._last_forward: weakref.ref[Unit] | None = None
         self._ends_forward: weakref.ref[Unit] | None = None
         self._last_backward: weakref.ref[Unit] | None = None
-        self._series: Series | None = None
+        self._series: Run | None = None
         self._in_backward = self.keeps_graph = False
         # Nobody but the backward itself holds what it runs at its end: dead once it has raised.
         self._at_end: weakref.ref[Callable[[], None]] | None = None
@@ -106,6 +107,20 @@ class Context:
             self._num_groups += 1
             group.attach(unit, self, self._num_groups)
 
+    @property
+    def hides_gradients(self) -> bool:
+        """A forward is being recorded, and gradients are set aside."""
+        return self.reductions.hides_gradients
+
+    def reduce_held_back(self) -> None:
+        """Reduce what `no_sync` holds back, before anybody looks. Collective, and known to all ranks."""
+        if self.reductions.holds_back:
+            self.reductions.reduce_pending(self.units)
+
+    def zero_held_back(self, group: ParameterGroup, index: int) -> None:
+        """Make what is held back of a parameter zeros."""
+        self.reductions.reducer(group).zero_held_back(index)
+
     def end(self) -> None:
         """The root is sharded no more."""
         self._units.clear()
@@ -113,11 +128,12 @@ class Context:
 
     def take_over(self, unit: Unit) -> None:
         """Keep what is known about optimizers and gradients in the context of a unit that moves into this one."""
-        self._covered |= unit.context._covered
-        self._watched_groups += unit.context._watched_groups
-        self.ignored.update(unit.context.ignored)
-        self.shown_averages.update(unit.context.shown_averages)
-        self.reductions.take_over(unit.context.reductions, unit.groups)
+        before = context_of_unit(unit)
+        self._covered |= before._covered
+        self._watched_groups += before._watched_groups
+        self.ignored.update(before.ignored)
+        self.shown_averages.update(before.shown_averages)
+        self.reductions.take_over(before.reductions, unit.groups)
         self._known_units = -1
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -261,7 +277,7 @@ class Context:
             unit.previous_forward = weakref.ref(last)
         self._last_forward = weakref.ref(unit)
 
-    def note_series(self, series: Series | None) -> None:
+    def note_series(self, series: Run | None) -> None:
         """A series stands between two of its modules, or runs one; `None`: it has ended."""
         if self._series is not series:
             self.interrupt()
@@ -403,3 +419,13 @@ class Context:
             for group in unit.groups:
                 group.drop_full_gradients()
         self._rest()
+
+
+def context_of_unit(unit: Unit) -> Context:
+    """What a unit shares with the others of its root."""
+    return cast("Context", unit.context)
+
+
+def context_of_group(group: ParameterGroup) -> Context | None:
+    """What the units of a group's root share; `None` once the root is gone."""
+    return cast("Context | None", group.context)

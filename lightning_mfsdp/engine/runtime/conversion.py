@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.params.group import ParameterGroup
-from lightning_mfsdp.engine.params.parameter import Entry, leave_behind, owner_of, place_of
+from lightning_mfsdp.engine.params.group import ParameterGroup, owner_of, place_of
+from lightning_mfsdp.engine.params.parameter import Entry, leave_behind
 from lightning_mfsdp.engine.params.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.params.sharded_tensor import Rows
-from lightning_mfsdp.engine.runtime.context import Context
-from lightning_mfsdp.engine.runtime.unit import Unit, unit_of
+from lightning_mfsdp.engine.runtime.context import Context, context_of_group, context_of_unit
+from lightning_mfsdp.engine.runtime.unit import Unit, owner_of_group, unit_of
 
 __all__ = ["bring_home", "follow_conversions", "refuse_moved", "unshard_model"]
 
@@ -110,7 +110,7 @@ def _show_as(group: ParameterGroup, entry: Entry, value: Rows) -> None:
     if (local.dtype, local.device) == (rows.dtype, rows.device):
         _write_home(group, entry, rows)
     else:
-        _refuse_shown_average(group.context, f"converting parameter {entry.name}")
+        _refuse_shown_average(context_of_group(group), f"converting parameter {entry.name}")
         entry.install(MovedRows.of(value, entry.sharded))
         group.moved.add(entry)
 
@@ -216,7 +216,7 @@ def unshard_model(module: nn.Module, *, device: torch.device | str | None = None
 def _check_whole_roots(module: nn.Module, found: list[Unit]) -> None:
     name = type(module).__name__
     owners = (place_of(one) for one in _shown_in(module) if isinstance(one, Rows))
-    around = [owner[0].unit() if owner is not None else None for owner in owners]
+    around = [owner_of_group(owner[0]) if owner is not None else None for owner in owners]
     if not (found or around):
         raise ShardingError(f"unshard_model: nothing in {name} is sharded; expected what fully_shard was called on")
     if any(unit is None or unit.context.root not in found for unit in (*found, *around)):
@@ -231,7 +231,7 @@ def _check_whole_roots(module: nn.Module, found: list[Unit]) -> None:
             "after fit"
         )
     for unit in found:
-        _refuse_shown_average(unit.context, f"unshard_model of {name}")
+        _refuse_shown_average(context_of_unit(unit), f"unshard_model of {name}")
         if any(group.mesh.parts is not None for group in unit.groups):
             raise ShardingError(
                 f"unshard_model: {unit.name} holds experts that are divided among ranks, and its module has a place for this rank's alone; "
@@ -241,7 +241,7 @@ def _check_whole_roots(module: nn.Module, found: list[Unit]) -> None:
 
 def _brought_to_rest(units: list[Unit]) -> list[Context]:
     """Whom the units belong to, once nothing is gathered or waited for."""
-    contexts = list({id(unit.context): unit.context for unit in units}.values())
+    contexts = list({id(unit.context): context_of_unit(unit) for unit in units}.values())
     for context in contexts:
         if context.in_backward:
             context.recover()  # from one that raised
@@ -259,7 +259,7 @@ def _end(unit: Unit, device: torch.device | str | None) -> None:
     for group in unit.groups:
         for entry in group.entries:
             _make_plain(group, entry, device)
-    unit.context.reductions.end(unit.groups)
+    context_of_unit(unit).reductions.end(unit.groups)
     unit.end()
 
 

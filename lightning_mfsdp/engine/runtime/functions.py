@@ -13,6 +13,7 @@ from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.memory.buffer import FlatBuffer
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.rows import gather_rows, join_parts, own_part
+from lightning_mfsdp.engine.runtime.context import context_of_unit
 from lightning_mfsdp.engine.runtime.conversion import refuse_moved
 from lightning_mfsdp.engine.runtime.inspect import context_of, units_in, units_of_own
 from lightning_mfsdp.engine.runtime.reduction_schedule import Sync
@@ -190,7 +191,7 @@ def around_backward(*modules: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for context in dict.fromkeys(unit.context for module in modules for unit in units_in(module)):
+        for context in dict.fromkeys(context_of_unit(unit) for module in modules for unit in units_in(module)):
             context.backward_raised()
         raise
 

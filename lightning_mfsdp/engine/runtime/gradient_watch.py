@@ -23,10 +23,9 @@ from torch.distributed.tensor import DTensor
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.streams import Event
-from lightning_mfsdp.engine.params.group import ParameterGroup
-from lightning_mfsdp.engine.params.parameter import owner_of, place_of
-from lightning_mfsdp.engine.params.reduction import local_gradients
-from lightning_mfsdp.engine.runtime.inspect import sharded_parameters
+from lightning_mfsdp.engine.params.group import ParameterGroup, owner_of, place_of
+from lightning_mfsdp.engine.runtime.context import context_of_unit
+from lightning_mfsdp.engine.runtime.inspect import local_gradients, sharded_parameters
 from lightning_mfsdp.engine.runtime.unit import Unit, unit_of
 
 __all__ = ["GradientWatch", "NonFiniteGradients", "NonFiniteParameter"]
@@ -162,7 +161,7 @@ class GradientWatch:
                 f"{'not sharded' if unit is None else 'inside another one'}"
             )
         self._module = module
-        self._context = unit.context
+        self._context = context_of_unit(unit)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._microbatch = self._backwards = 0

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.params.group import ParameterGroup
-from lightning_mfsdp.engine.params.parameter import Entry, place_of
-from lightning_mfsdp.engine.params.reduction import local_gradients
+from lightning_mfsdp.engine.params.group import ParameterGroup, place_of
+from lightning_mfsdp.engine.params.parameter import Entry
 from lightning_mfsdp.engine.params.rows import owned_rows
-from lightning_mfsdp.engine.runtime.context import Context
-from lightning_mfsdp.engine.runtime.unit import Unit, unit_of
+from lightning_mfsdp.engine.runtime.context import Context, context_of_group, context_of_unit
+from lightning_mfsdp.engine.runtime.unit import Unit, owner_of_group, unit_of
 
 __all__ = [
     "FlatGradient",
@@ -23,6 +22,7 @@ __all__ = [
     "context_of",
     "flat_gradients",
     "is_sharded",
+    "local_gradients",
     "refuse_unsharded",
     "sharded_parameters",
     "units",
@@ -115,9 +115,11 @@ def context_of(module: nn.Module) -> Context:
     Raises:
         ShardingError: Nothing in it is sharded, or its parts belong to several roots.
     """
-    found = {id(unit.context): unit.context for child in module.modules() if (unit := unit_of(child)) is not None}
+    found = {
+        id(unit.context): context_of_unit(unit) for child in module.modules() if (unit := unit_of(child)) is not None
+    }
     if not found:  # all its parameters may belong to a unit around it
-        found = {id(unit.context): unit.context for unit in units_in(module)}
+        found = {id(unit.context): context_of_unit(unit) for unit in units_in(module)}
     if len(found) == 1:
         return next(iter(found.values()))
     problem = "no part of it was given to fully_shard" if not found else f"its parts belong to {len(found)} roots"
@@ -194,6 +196,25 @@ def flat_gradients(module: nn.Module) -> list[FlatGradient]:
     ]
 
 
+def local_gradients(group: ParameterGroup, entries: list[int] | None = None) -> list[Tensor]:
+    """What this rank holds of the gradients of a group.
+
+    Whole flat segments if every parameter is wanted and has a gradient, else one tensor for each.
+    Cells between parameters are zero in the segments, so norms and finite checks may read them.
+    """
+    context = context_of_group(group)
+    group.reduce_held_back()
+    reducer = context.reductions.known(group) if context is not None else None
+    grads = [entry.local.grad for entry in group.entries]
+    if entries is None:
+        entries = list(range(len(grads)))
+    present = [grad for index in entries if (grad := grads[index]) is not None and grad.numel()]
+    whole = len(entries) == len(grads) and bool(present) and reducer is not None and reducer.is_open
+    if whole and reducer is not None and all(grad is face for grad, face in zip(grads, reducer.faces, strict=True)):
+        return reducer.exposed.segments
+    return present
+
+
 def units_in(module: nn.Module) -> list[Unit]:
     """Units whose parameters may show inside `module`: nested ones, those they borrow from, and those around it."""
     found: dict[int, Unit] = {}
@@ -205,7 +226,7 @@ def units_in(module: nn.Module) -> list[Unit]:
         places = (place_of(parameter) for parameter in child._parameters.values() if parameter is not None)
         groups += [place[0] for place in places if place is not None]
         for group in groups:
-            owner = group.unit()
+            owner = owner_of_group(group)
             if owner is not None:
                 found.setdefault(id(owner), owner)
     return list(found.values())
@@ -219,7 +240,7 @@ def units_of_own(module: nn.Module) -> list[Unit]:
     found: dict[int, Unit] = {}
     for parameter in module._parameters.values():
         place = place_of(parameter) if parameter is not None else None
-        owner = place[0].unit() if place is not None else None
+        owner = owner_of_group(place[0]) if place is not None else None
         if owner is not None:
             found[id(owner)] = owner
     for child in module.children():
@@ -248,7 +269,7 @@ def _names(module: nn.Module) -> dict[int, tuple[str, ...]]:
 
 def _view(group: ParameterGroup, entry: Entry, names: tuple[str, ...]) -> ParameterView:
     index = group.entries.index(entry)
-    owner = group.unit()
+    owner = owner_of_group(group)
     return ParameterView(
         name=names[0],
         names=names,
@@ -269,7 +290,9 @@ def _unit_view(unit: Unit, modules: list[nn.Module]) -> UnitView:
     layouts = [group.layout for group in unit.groups]
     total = sum(layout.numel_total for layout in layouts)
     padded = sum(layout.padded_numel for layout in layouts)
-    reducers = [reducer for group in unit.groups if (reducer := unit.context.reductions.known(group)) is not None]
+    reducers = [
+        reducer for group in unit.groups if (reducer := context_of_unit(unit).reductions.known(group)) is not None
+    ]
     return UnitView(
         name=unit.name,
         module_class=kind if len(modules) == 1 else f"{len(modules)} x {kind}",

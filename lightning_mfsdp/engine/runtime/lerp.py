@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.params.parameter import Entry, owner_of
+from lightning_mfsdp.engine.params.group import owner_of
+from lightning_mfsdp.engine.params.parameter import Entry
 from lightning_mfsdp.engine.params.rows_exchange import lie_alike, rows_where
-from lightning_mfsdp.engine.runtime.context import Context
+from lightning_mfsdp.engine.runtime.context import Context, context_of_group
 
 __all__ = ["lerp_"]
 
@@ -57,7 +58,7 @@ def lerp_(targets: nn.Module | Iterable[Tensor], sources: nn.Module | Iterable[T
             starts.append(target)
             ends.append(source.to(target.device, target.dtype))
         owned = owner_of(pair.target)
-        context = owned[0].context if owned is not None else None
+        context = context_of_group(owned[0]) if owned is not None else None
         if context is not None:
             contexts[id(context)] = context
     for starts, ends in alike.values():

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,24 +25,27 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.containers import tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
-from lightning_mfsdp.engine.memory.storage import Slot
+from lightning_mfsdp.engine.comm.collectives import Mesh
+from lightning_mfsdp.engine.comm.ranges import Ranges
+from lightning_mfsdp.engine.memory.storage import Slot, SlotPool
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
-from lightning_mfsdp.engine.runtime.awaited import Awaited
-from lightning_mfsdp.engine.runtime.calls import (
-    Call,
+from lightning_mfsdp.engine.runtime.call import Awaited, Call
+from lightning_mfsdp.engine.runtime.hooked_unit import HookedRoot
+from lightning_mfsdp.engine.runtime.hooks import (
+    UNIT,
+    Shown,
+    attach,
+    attach_inside,
     cast_inputs,
+    is_plain_lookup,
     listen_to_inputs,
     listen_to_outputs,
     refuse_forgotten,
     refuse_own_weights,
 )
-from lightning_mfsdp.engine.runtime.hooks import UNIT, Shown, attach, attach_inside, is_plain_lookup
 
-if TYPE_CHECKING:
-    from lightning_mfsdp.engine.runtime.context import Context
-
-__all__ = ["Unit", "unit_of"]
+__all__ = ["Root", "Unit", "owner_of_group", "unit_of"]
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -50,8 +53,74 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get(UNIT)
 
 
+def owner_of_group(group: ParameterGroup) -> Unit | None:
+    """The unit that owns a group; `None` once it is gone."""
+    return cast("Unit | None", group.unit())
+
+
+class Reductions(Protocol):
+    """When the gradients of which unit are reduced; see `ReductionSchedule`."""
+
+    def unit_done(self, unit: Unit) -> None:
+        """All its gradients of this backward are there."""
+
+
+class Root(HookedRoot, Protocol):
+    """What a unit asks of the root it shares with others, and tells it; see `Context`.
+
+    Attributes:
+        trace: Of the step that is running, if somebody will repeat its gathers.
+    """
+
+    trace: list[Callable[[], object]] | None
+
+    @property
+    def root(self) -> Unit | None:
+        """The outermost unit."""
+
+    @property
+    def units(self) -> list[Unit]:
+        """All units, in the order they were sharded."""
+
+    mesh: Mesh
+    ranges: Ranges
+    pool: SlotPool
+
+    @property
+    def reductions(self) -> Reductions:
+        """Of gradients."""
+
+    backwards_finished: int
+    keeps_graph: bool
+
+    def refresh(self) -> None:
+        """Bring compute shards up to date with main weights."""
+
+    def gather(
+        self,
+        group: ParameterGroup,
+        needed: Slot | None = None,
+        *,
+        apart: bool = False,
+        for_backward: bool = False,
+    ) -> None:
+        """Start a group's gather."""
+
+    def interrupt(self) -> None:
+        """Something else than the next module of a series comes."""
+
+    def note_forward(self, unit: Unit) -> None:
+        """A forward begins outside any backward."""
+
+    def note_backward(self, unit: Unit) -> None:
+        """The backward of a call begins."""
+
+    def keeps_after_forward(self, unit: Unit) -> bool:
+        """Whether weights of a unit stay between forward and backward."""
+
+
 class Unit:
-    """The engine's side of one sharded module, or of several that run one after the other (series.py).
+    """The engine's side of one sharded module, or of several that run one after the other (`Series`).
 
     Attributes:
         name: Class name of the module until a root knows it by its full name.
@@ -87,7 +156,7 @@ class Unit:
         self.policy = policy
         self.reshard_after_forward = bool(reshard_after_forward)
         self.may_stay = reshard_after_forward == "auto"
-        self.context: Context
+        self.context: Root
         self.users: list[weakref.ref[Unit]] = [weakref.ref(self)]
         self.live = self.pinned = False
         self.outside_for = 0
@@ -134,7 +203,7 @@ class Unit:
         for reference in self._modules:
             module = reference()
             if module is not None:
-                self._inside += attach_inside(self, module)
+                self._inside += attach_inside(self, self.shown, self.tables, module)
 
     def end(self) -> None:
         """Its modules are sharded no more, and do not hold it."""
@@ -235,7 +304,7 @@ class Unit:
 
     def _hide(self, group: ParameterGroup) -> None:
         """Show sharded parameters of a group, unless another unit that shares it shows the others."""
-        owner = group.unit()
+        owner = owner_of_group(group)
         if owner is not None and len(owner.users) > 1:
             users = [user for reference in owner.users if (user := reference()) is not None]
             if any(user.shown.now and group in user.all_groups for user in users):
@@ -342,7 +411,7 @@ class Unit:
 
     def _check_owners(self) -> None:
         for group in self.borrowed:
-            if group.context is not self.context:
+            if cast("object", group.context) is not self.context:
                 raise EngineStateError(
                     f"{self.name}: it shares a parameter with {group.name}, a unit of another root, so their gradients cannot "
                     "be added up; call fully_shard on the module around both"

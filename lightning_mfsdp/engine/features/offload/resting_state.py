@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mfsdp.engine.memory.host_memory import HostMemory, aligned
-from lightning_mfsdp.engine.params.group import ParameterGroup
-from lightning_mfsdp.engine.params.parameter import place_of
+from lightning_mfsdp.engine.params.group import ParameterGroup, place_of
 
 __all__ = ["RestingState", "StateTensor", "empty_at_rest", "put_to_rest", "state_of"]
 

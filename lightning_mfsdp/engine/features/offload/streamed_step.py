@@ -35,8 +35,7 @@ from lightning_mfsdp.base.streams import Streams
 from lightning_mfsdp.engine.features.offload.own_step import OwnStep
 from lightning_mfsdp.engine.features.offload.resting_state import RestingState, StateTensor, state_of
 from lightning_mfsdp.engine.features.offload.visit import Chunk, Visit
-from lightning_mfsdp.engine.params.group import ParameterGroup
-from lightning_mfsdp.engine.params.parameter import place_of
+from lightning_mfsdp.engine.params.group import ParameterGroup, place_of
 from lightning_mfsdp.engine.params.stepping import call_closure
 
 __all__ = ["StreamedStep"]
@@ -128,8 +127,7 @@ class StreamedStep:
         except BaseException:  # an interrupt, too, must not leave gradients hidden; it goes on up
             self._give_gradients_back()
             for group in _groups_of(own_step.optimizer):  # the same on all ranks, whatever rows they have
-                if group.context is not None:
-                    group.context.weights_changed([group])
+                group.note_write()
             raise
         finally:
             self._is_running = False

@@ -1,24 +1,111 @@
-"""Awaited: from which calls of a unit gradients may still come in the backward that runs. Its reduction waits for all of them.
+"""Calls: a call is one forward of a unit until its backward. And from which calls of a unit gradients may still come.
 
 A unit is reduced once in a backward, so nothing may come after. It is therefore better to wait in vain, until the backward ends, than
-not to wait. Everything is counted by the program and not by which graphs are alive: that differs from rank to rank.
+not to wait. Everything is counted by the program and not by which graphs are alive: that differs from rank to rank. A unit waits for
 
     a call of this pass                       until the gradients of its inputs are there
     a call of an earlier backward             the same: the graph may have been retained, or have had another result
     a module that ran in the forward of an    until it was computed again with gradients (reentrant checkpointing), and that call has ended
     autograd function
     a call that was forgotten, and comes      until the backward ends
+
+Nothing here keeps a unit alive.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine.memory.storage import Slot
-from lightning_mfsdp.engine.runtime.calls import Call
 
-__all__ = ["Awaited"]
+__all__ = ["Awaited", "Call", "Hook", "Inputs"]
+
+Hook = Callable[[Any], None]
+
+
+class Call:
+    """One forward in grad mode, until its backward.
+
+    Attributes:
+        slots: Where its saved tensors expect the weights, by group.
+        has_end: Some input needs a gradient, so its backward has a visible end.
+        begun_in: The backward in which its own has begun and not ended, by `Context.backwards_finished`.
+        ended_in: The backward whose gradients of all its inputs came last.
+        reads_weights: Its backward needs the weights.
+        hides: A result had no tensors to listen to.
+        is_recomputed: Its forward ran inside a backward.
+        is_inside_root: It ran in the forward of a root around its unit, or in a step of one.
+        is_doubtful: Nobody knows whether its graph counts (`Awaited`), so it is not waited for.
+        missed: Backwards that have ended without reaching it since one did.
+        outlasts_pass: It may come after further forwards.
+        given: What its inputs are views of, by identity.
+        inputs: Several that need gradients, until there are results.
+    """
+
+    __slots__ = (
+        *(
+            "begun_in",
+            "ended_in",
+            "given",
+            "has_end",
+            "hides",
+            "inputs",
+            "is_doubtful",
+            "is_inside_root",
+            "is_recomputed",
+        ),
+        *("missed", "outlasts_pass", "reads_weights", "slots"),
+    )
+
+    def __init__(self) -> None:
+        self.slots: list[Slot | None] = []
+        self.has_end = False
+        self.begun_in = self.ended_in = -1
+        self.reads_weights = True
+        self.hides = self.is_recomputed = self.is_doubtful = self.is_inside_root = False
+        self.missed, self.outlasts_pass = 0, True
+        self.given: set[int] = set()
+        self.inputs: Inputs | None = None
+
+
+class Inputs:
+    """Where the graph of a call begins, if it begins in several places.
+
+    Hooks of these nodes know it weakly and hooks of the results hold it. With `register_multi_grad_hook` the nodes' own hooks hold the
+    nodes: a circle that keeps the whole graph before them alive for an unknown time, and a CUDA graph cannot be recorded while it lives.
+    """
+
+    __slots__ = ("__weakref__", "_backward", "_lock", "_missing", "_nodes")
+
+    def __init__(self, nodes: list[Any]) -> None:
+        self._nodes = nodes
+        self._backward, self._missing = -1, 0
+        self._lock = threading.Lock()  # each device has a thread
+
+    def has_all(self) -> bool:
+        """Note one more gradient; whether the backward that runs brings no other."""
+        with self._lock:
+            running = compat.backward_task()
+            if running != self._backward:
+                self._backward, self._missing = running, sum(map(compat.is_due, self._nodes))
+            self._missing -= 1
+            return self._missing == 0
+
+    def held_by(self, hook: Hook, result: Node) -> Hook:
+        """A hook for the node of a result that keeps this alive, unless the graph begins there: the unit returned an input as it was."""
+        if result in self._nodes:
+            return hook
+
+        def holding(gradient: Any, _held: Inputs = self) -> None:
+            hook(gradient)
+
+        return holding
 
 
 class Awaited:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,12 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.base.containers import map_tensors, tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.engine.params.managed import ManagedGroup
 from lightning_mfsdp.engine.params.number import Number
-
-if TYPE_CHECKING:
-    from lightning_mfsdp.engine.params.group import ParameterGroup
-    from lightning_mfsdp.engine.params.sharded_tensor import Rows
-    from lightning_mfsdp.engine.runtime.context import Context
+from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor
 
 __all__ = ["computes", "needs_whole", "use_whole", "write_in_whole", "writes_by_position", "writes_in_place"]
 
@@ -124,18 +121,18 @@ def use_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         EngineStateError: A gradient is wanted of a parameter of which ranks hold different parts (experts).
     """
     shared: set[int] = set()  # memory that other weights will lie in later
-    contexts: dict[int, Context] = {}
+    groups: dict[int, ManagedGroup] = {}
 
     def whole(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
         if type(tensor) is DTensor:  # a number, made of rows
             return tensor.full_tensor()
-        made, context = _whole(cast("Rows", tensor))
+        made, group = _whole(cast("PlacedTensor", tensor))
         if made.is_leaf and made.requires_grad:
             shared.add(made.untyped_storage().data_ptr())
-        if context is not None:
-            contexts[id(context)] = context
+        if group is not None:
+            groups[id(group)] = group
         return made
 
     args, kwargs = map_tensors(whole, (args, kwargs))
@@ -145,54 +142,51 @@ def use_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in shared:
             tensor = tensor.clone()
         if tensor.grad_fn is not None:
-            for context in contexts.values():
-                tensor.grad_fn.register_prehook(_beginning(context))
+            for group in groups.values():
+                tensor.grad_fn.register_prehook(_beginning(group))
         return tensor
 
     return map_tensors(kept, result)
 
 
-def _beginning(context: Context) -> Any:
+def _beginning(group: ManagedGroup) -> Any:
     """A hook that lets the engine know of a backward in which no forward of a unit may take part."""
-    this = weakref.ref(context)
+    this = weakref.ref(group)
 
     def begin(_: Any) -> None:
-        context = this()
-        if context is not None:
-            context.begin_backward()
+        group = this()
+        if group is not None:
+            group.begin_backward()
 
     return begin
 
 
-def _whole(tensor: Rows) -> tuple[Tensor, Context | None]:
+def _whole(tensor: PlacedTensor) -> tuple[Tensor, ManagedGroup | None]:
     """The whole of a sharded tensor; of a parameter that needs a gradient, one that leads to it, and whom its backward concerns."""
     group, index = tensor.place
-    entry, unit = group.entries[index], group.unit()
-    if unit is None or tensor is not entry.sharded:
-        return tensor.full_tensor(), None
+    entry = group.entries[index]
     records = torch.is_grad_enabled() and entry.full.requires_grad
-    if records:
-        if group.mesh.parts is not None:
-            raise EngineStateError(
-                f"parameter {tensor.described}: a loss was computed from it outside of its module's forward, and along the mesh's axis "
-                f'"{group.mesh.parts.name}" every rank holds other rows of it, so gradients could not be added up. Compute it in the '
-                "forward of the module that owns it, or under torch.no_grad()"
-            )
-        unit.use_outside()
-    if not records:
+    if not records or not group.unit_name or tensor is not entry.sharded:
         return tensor.full_tensor(), None
-    if unit.has_at_hand(group):
-        return entry.full, unit.context
+    if group.mesh.parts is not None:
+        raise EngineStateError(
+            f"parameter {tensor.described}: a loss was computed from it outside of its module's forward, and along the mesh's axis "
+            f'"{group.mesh.parts.name}" every rank holds other rows of it, so gradients could not be added up. Compute it in the '
+            "forward of the module that owns it, or under torch.no_grad()"
+        )
+    unsharded = group.use_outside(index)
+    if unsharded is not None:
+        return unsharded, group
     _advise(tensor, group)
     anchor = torch.zeros((), requires_grad=True, device="cpu")
-    return _Whole.apply(anchor, [tensor]), unit.context  # type: ignore[no-untyped-call]
+    return _Whole.apply(anchor, [tensor]), group  # type: ignore[no-untyped-call]
 
 
 class _Whole(torch.autograd.Function):
     """The whole main weight of a sharded parameter, in memory of its own; its gradient waits for the reduction of the unit."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, sharded: list[Rows]) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, sharded: list[PlacedTensor]) -> Tensor:
         (ctx.sharded,) = sharded  # in a list: autograd shall not lead to it
         return ctx.sharded.full_tensor()  # type: ignore[no-any-return]
 
@@ -204,7 +198,7 @@ class _Whole(torch.autograd.Function):
         return None, None
 
 
-def _advise(tensor: Rows, group: ParameterGroup) -> None:
+def _advise(tensor: PlacedTensor, group: ManagedGroup) -> None:
     """Say once for each large parameter that using it directly costs a gather."""
     if group.advised or tensor.numel() * tensor.element_size() < _WORTH_SAYING_BYTES or not group.mesh.axes:
         return
@@ -223,7 +217,7 @@ def _advise(tensor: Rows, group: ParameterGroup) -> None:
 
 def write_in_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Write to a sharded tensor where positions say where: in the gathered whole, of which each rank keeps its rows. Collective."""
-    target = cast("Rows", args[0])
+    target = cast("PlacedTensor", args[0])
     if torch.is_grad_enabled() and target.requires_grad:
         raise EngineStateError(
             f"{function.__name__} on parameter {target.described}: it needs a gradient, and autograd cannot follow a write in place; write "
