@@ -34,10 +34,12 @@ from lightning_mfsdp.engine import (
     unshard,
     unshard_model,
 )
-from lightning_mfsdp.loading import load_from_checkpoint
-from lightning_mfsdp.precision import MFSDPPrecision
+from lightning_mfsdp.options.loss_scaling import DistributedGradScaler
+from lightning_mfsdp.options.unit_selection import select_units
 from lightning_mfsdp.recompute import Recompute, apply_recompute
-from lightning_mfsdp.strategy import MFSDPStrategy, register_strategies
+from lightning_mfsdp.trainer.loading import load_from_checkpoint
+from lightning_mfsdp.trainer.precision import MFSDPPrecision
+from lightning_mfsdp.trainer.strategy import MFSDPStrategy, register_strategies
 
 __version__ = "0.1.0"
 
@@ -45,6 +47,7 @@ __all__ = [
     "AveragedWeights",
     "CapturedLoss",
     "CapturedStep",
+    "DistributedGradScaler",
     "EngineStateError",
     "GradientWatch",
     "MFSDPPrecision",
@@ -72,6 +75,7 @@ __all__ = [
     "no_sync",
     "record_ranges",
     "refresh_weights",
+    "select_units",
     "sharded_parameters",
     "units",
     "unshard",

@@ -160,7 +160,7 @@ def sharded_by_mfsdp(
 ) -> Engine:
     """A model with an embedding, blocks and a head, sharded by this package; `more` is for `fully_shard`."""
     from lightning_mfsdp import capture_step, clip_grad_norm_, fully_shard, fully_shard_optimizer, no_sync
-    from lightning_mfsdp.unit_selection import join_blocks
+    from lightning_mfsdp.options.unit_selection import join_blocks
 
     blocks = join_blocks(model, list(model.blocks), "auto" if joined else 1)
     for unit in (model.embedding, *blocks, model.head, model):

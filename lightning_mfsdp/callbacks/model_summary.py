@@ -19,7 +19,7 @@ from lightning_mfsdp.lightning_api import (
     get_formatted_model_size,
     get_human_readable_count,
 )
-from lightning_mfsdp.strategy import MFSDPStrategy
+from lightning_mfsdp.trainer.strategy import MFSDPStrategy
 
 __all__ = ["ShardedModelSummary", "ShardedSummary"]
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.engine import GradientWatch, NonFiniteGradients
 from lightning_mfsdp.lightning_api import Callback, LightningModule, Trainer
-from lightning_mfsdp.strategy import MFSDPStrategy
+from lightning_mfsdp.trainer.strategy import MFSDPStrategy
 
 __all__ = ["NaNGradientReporter", "NonFiniteGradientError"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from lightning_mfsdp.callback_hooks import ChoosesRecompute
 from lightning_mfsdp.lightning_api import Callback, LightningModule, Trainer
 from lightning_mfsdp.recompute import Recompute
-from lightning_mfsdp.strategy import MFSDPStrategy
+from lightning_mfsdp.trainer.callback_hooks import ChoosesRecompute
+from lightning_mfsdp.trainer.strategy import MFSDPStrategy
 
 __all__ = ["ActivationRecompute"]
 

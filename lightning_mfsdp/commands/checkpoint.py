@@ -14,6 +14,7 @@ from typing import Any, get_args
 import torch
 
 from lightning_mfsdp import checkpoint
+from lightning_mfsdp.base.tables import readable_bytes
 from lightning_mfsdp.checkpoint.contents import summarize
 from lightning_mfsdp.checkpoint.convert import consolidate_checkpoint, convert_checkpoint
 from lightning_mfsdp.checkpoint.portable import Source
@@ -21,7 +22,6 @@ from lightning_mfsdp.checkpoint.verify import verify
 from lightning_mfsdp.commands.progress import progress_bar
 from lightning_mfsdp.commands.report import summary_lines, verification_lines, written_lines
 from lightning_mfsdp.commands.safetensors_folder import is_safetensors, summarize_folder, verify_folder
-from lightning_mfsdp.tables import readable_bytes
 
 __all__ = ["add_checkpoint_commands"]
 

@@ -1,4 +1,4 @@
-"""MFSDPFabricPrecision: what Fabric calls around forward, backward and step. Dtypes are those of `dtypes.py`."""
+"""MFSDPFabricPrecision: what Fabric calls around forward, backward and step. Dtypes are those of `options/dtypes.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mfsdp.dtypes import ShardedPrecision
+from lightning_mfsdp.options.dtypes import ShardedPrecision
 
 __all__ = ["MFSDPFabricPrecision"]
 

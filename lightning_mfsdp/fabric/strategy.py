@@ -1,4 +1,4 @@
-"""MFSDPFabricStrategy: Fabric's calls become engine calls, as `lightning_mfsdp.strategy` does for the Trainer's.
+"""MFSDPFabricStrategy: Fabric's calls become engine calls, as `lightning_mfsdp.trainer.strategy` does for the Trainer's.
 
 setup_environment   process group, device mesh (shard) or (outer, shard)
 setup_module        dtype of the module, units, fully_shard, buffers to the device
@@ -22,11 +22,8 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_mfsdp import communication
-from lightning_mfsdp.arguments import check_choice, check_device
 from lightning_mfsdp.checkpoint.opening import locate
 from lightning_mfsdp.checkpoint.ranks import Ranks
-from lightning_mfsdp.dtypes import translate
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
     around_backward,
@@ -38,7 +35,7 @@ from lightning_mfsdp.engine import (
 from lightning_mfsdp.engine import broadcast_buffers as share_buffers
 from lightning_mfsdp.fabric import checkpoints
 from lightning_mfsdp.fabric.precision import MFSDPFabricPrecision
-from lightning_mfsdp.foreign_options import answers_foreign_options
+from lightning_mfsdp.launch import communication
 from lightning_mfsdp.lightning_api import (
     CheckpointIO,
     FabricBackwardSyncControl,
@@ -47,9 +44,12 @@ from lightning_mfsdp.lightning_api import (
     FabricPrecision,
     sync_if_available,
 )
+from lightning_mfsdp.options.arguments import check_choice, check_device
+from lightning_mfsdp.options.dtypes import translate
+from lightning_mfsdp.options.foreign_options import answers_foreign_options
+from lightning_mfsdp.options.sharding import REGISTERED, ShardingOptions, move_rest_to_device
+from lightning_mfsdp.options.unit_selection import UnitsArgument
 from lightning_mfsdp.recompute import Recompute
-from lightning_mfsdp.sharding import REGISTERED, ShardingOptions, move_rest_to_device
-from lightning_mfsdp.unit_selection import UnitsArgument
 
 if TYPE_CHECKING:
     from lightning.fabric.accelerators.accelerator import Accelerator

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mfsdp.alignment import ALIGNMENTS
+from lightning_mfsdp.base.alignment import ALIGNMENTS
 
 __all__ = ["AlignedCollator", "alignment_of"]
 

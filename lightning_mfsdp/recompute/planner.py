@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lightning_mfsdp.base.tables import aligned, readable_bytes
 from lightning_mfsdp.recompute.config import Recompute
-from lightning_mfsdp.tables import aligned, readable_bytes
 
 __all__ = ["LayerRecord", "Part", "Plan", "PlanRow", "StepRecord", "plan_recompute"]
 

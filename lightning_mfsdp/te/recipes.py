@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_mfsdp.alignment import ALIGNMENTS
+from lightning_mfsdp.base.alignment import ALIGNMENTS
 from lightning_mfsdp.te import library
 
 __all__ = ["RECIPES", "alignment", "check_recipe", "make_recipe"]

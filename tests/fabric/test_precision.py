@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_mfsdp import MFSDPPrecision, MixedPrecisionPolicy, fully_shard, sharded_parameters
 from lightning_mfsdp.fabric import MFSDPFabricPrecision, MFSDPFabricStrategy
-from lightning_mfsdp.loss_scaling import DistributedGradScaler
+from lightning_mfsdp.options.loss_scaling import DistributedGradScaler
 from tests.engine.worlds import by_world, check
 from tests.fabric.loops import batches, launched, train, whole
 from tests.lightning.models import Classifier, seeded

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from examples import grpo_logprobs
 from examples.decoder import DecoderConfig
 from examples.lightning_decoder import LightningDecoder, TextDataModule, generate
-from lightning_mfsdp.alignment import ALIGNMENTS
+from lightning_mfsdp.base.alignment import ALIGNMENTS
 from lightning_mfsdp.base.initialize import materialize
 from lightning_mfsdp.engine.params.group import owner_of
 from lightning_mfsdp.te import Fp8Compute, Fp8Options, library

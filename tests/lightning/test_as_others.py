@@ -89,7 +89,7 @@ def test_norms_shared_modules_and_compiled_modules_are_as_under_ddp() -> None:
 
 def test_a_compiled_module_is_taken_as_compile_true(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("lightning_mfsdp.strategy.rank_zero_info", said.append)
+    monkeypatch.setattr("lightning_mfsdp.trainer.strategy.rank_zero_info", said.append)
     made = seeded(Classifier)
     step = made.training_step
     for given, expected in ((False, True), (True, True), ({"mode": "default"}, {"mode": "default"})):

@@ -12,9 +12,9 @@ from tests.lightning.test_launch import ROOT, environment
 PROGRAM = """
 import ctypes, socket, sys, threading, time
 import torch.distributed as dist
-from lightning_mfsdp import communication
+from lightning_mfsdp.launch import communication
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.peers import Peers
+from lightning_mfsdp.launch.peers import Peers
 
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 dist.get_backend = lambda *_: "nccl"

@@ -9,7 +9,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ProgressBar
 
-from lightning_mfsdp import MFSDPStrategy, checkpointing
+from lightning_mfsdp import MFSDPStrategy
+from lightning_mfsdp.trainer import checkpointing
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import (
     FOREIGN_WARNINGS,

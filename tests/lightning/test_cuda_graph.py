@@ -16,9 +16,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_mfsdp import EngineStateError, MFSDPStrategy, capture_loss, fully_shard
-from lightning_mfsdp.cuda_graph import recorded_logs
 from lightning_mfsdp.engine.features.graphs.captured_loss import loss_in
 from lightning_mfsdp.engine.features.graphs.recording import _described
+from lightning_mfsdp.trainer.cuda_graph import recorded_logs
 from tests.engine.cases import run_cases
 from tests.lightning.models import FOREIGN_WARNINGS, Classifier, loader, make_trainer, seeded
 

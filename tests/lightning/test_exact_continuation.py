@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy
 from lightning_mfsdp.callbacks import NaNGradientReporter, ShardedEMA
-from lightning_mfsdp.continuation import is_inside_a_step
+from lightning_mfsdp.trainer.continuation import is_inside_a_step
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import (
     FOREIGN_WARNINGS,

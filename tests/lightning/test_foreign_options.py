@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_mfsdp import MFSDPStrategy, MixedPrecisionPolicy
 from lightning_mfsdp.fabric import MFSDPFabricStrategy
-from lightning_mfsdp.foreign_options import FOREIGN_OPTIONS
+from lightning_mfsdp.options.foreign_options import FOREIGN_OPTIONS
 from lightning_mfsdp.recompute import Recompute
 from tests.lightning.models import make_trainer
 

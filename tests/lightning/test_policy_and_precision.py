@@ -14,8 +14,8 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 
 from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy, MixedPrecisionPolicy, sharded_parameters
-from lightning_mfsdp.dtypes import PrecisionName
 from lightning_mfsdp.fabric import MFSDPFabricPrecision, MFSDPFabricStrategy
+from lightning_mfsdp.options.dtypes import PrecisionName
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import Classifier, loader, make_trainer, seeded, strict_warnings
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.engine import UnitView
-from lightning_mfsdp.unit_selection import describe_units, join_blocks, select_units
+from lightning_mfsdp.options.unit_selection import describe_units, join_blocks, select_units
 from tests.lightning.models import Block, Classifier
 
 

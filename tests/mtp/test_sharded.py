@@ -16,7 +16,7 @@ from lightning_mfsdp import (
     unshard,
 )
 from lightning_mfsdp.engine.runtime.inspect import context_of
-from lightning_mfsdp.unit_selection import join_blocks, select_units
+from lightning_mfsdp.options.unit_selection import join_blocks, select_units
 from tests.engine.worlds import by_world, check
 from tests.mtp.models import Model, batch, build
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.data_position import ResumableSampler, resumable
+from lightning_mfsdp.trainer.data_position import ResumableSampler, resumable
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import FOREIGN_WARNINGS, make_trainer, strict_warnings
 from tests.lightning.test_exact_continuation import SaveAt

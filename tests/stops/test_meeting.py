@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from lightning_mfsdp.meeting import meet
+from lightning_mfsdp.launch.meeting import meet
 
 TIMEOUT = timedelta(seconds=60)
 

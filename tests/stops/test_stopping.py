@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
-from lightning_mfsdp.stopping import METHOD, Stopping
+from lightning_mfsdp.launch.stopping import METHOD, Stopping
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import FOREIGN_WARNINGS, loader, make_trainer, seeded, strict_warnings
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import lightning_mfsdp
 from lightning_mfsdp import MFSDPPrecision
-from lightning_mfsdp.alignment import ALIGNMENTS
+from lightning_mfsdp.base.alignment import ALIGNMENTS
 from lightning_mfsdp.te import library
 from lightning_mfsdp.te.recipes import RECIPES, alignment, make_recipe
 from tests.te import fake_engine

@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy
 from lightning_mfsdp.callbacks import ShardedThroughputMonitor
-from lightning_mfsdp.cuda_graph import graphed_training_step
 from lightning_mfsdp.fabric import MFSDPFabricStrategy
-from lightning_mfsdp.precision import translate_precision
 from lightning_mfsdp.te import extra_state
+from lightning_mfsdp.trainer.cuda_graph import graphed_training_step
+from lightning_mfsdp.trainer.precision import translate_precision
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, make_trainer, seeded, strict_warnings
 from tests.te import fake_engine

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mfsdp import MixedPrecisionPolicy, dtypes
+from lightning_mfsdp import MixedPrecisionPolicy
+from lightning_mfsdp.options import dtypes
 from lightning_mfsdp.te import Fp8Compute, Fp8Options
 from tests.helpers.distributed import run_distributed
 from tests.helpers.fused_adam import FusedAdam

@@ -16,9 +16,9 @@ from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy, MixedPrecisionPolicy,
 from lightning_mfsdp.engine.params.group import owner_of
 from lightning_mfsdp.engine.runtime.inspect import context_of
 from lightning_mfsdp.fabric import MFSDPFabricPrecision, MFSDPFabricStrategy
-from lightning_mfsdp.precision import translate_precision
 from lightning_mfsdp.te import Fp8Compute, Fp8Options, checks, weight_codecs
 from lightning_mfsdp.te.weights import is_quantized
+from lightning_mfsdp.trainer.precision import translate_precision
 from tests.engine.cases import run_cases
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, seeded, strict_warnings

@@ -21,7 +21,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mfsdp.callback_hooks import SeesTrainingSteps
 from lightning_mfsdp.callbacks.paged_stash.budget import BudgetWatch
 from lightning_mfsdp.callbacks.paged_stash.layers import StashedLayers, find_layers
 from lightning_mfsdp.callbacks.paged_stash.picture import check_drawing, draw
@@ -31,7 +30,8 @@ from lightning_mfsdp.lightning_api import Callback, LightningModule, Trainer, is
 from lightning_mfsdp.moe import GroupedExperts
 from lightning_mfsdp.moe.capacity import rounded_up
 from lightning_mfsdp.moe.stash import RowStash, StashConfig, StashStatistics
-from lightning_mfsdp.strategy import MFSDPStrategy
+from lightning_mfsdp.trainer.callback_hooks import SeesTrainingSteps
+from lightning_mfsdp.trainer.strategy import MFSDPStrategy
 
 __all__ = ["PagedStash"]
 

@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_mfsdp.base.tables import aligned, readable_bytes
 from lightning_mfsdp.callbacks.paged_stash.layers import StashedLayers
 from lightning_mfsdp.moe.stash import RowStash, StashStatistics
-from lightning_mfsdp.tables import aligned, readable_bytes
 
 __all__ = ["metrics", "report_layers", "report_sizes"]
 

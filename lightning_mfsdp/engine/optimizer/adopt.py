@@ -255,7 +255,7 @@ def _adopt_parameters(
             if owner.spec.compute_dtype is torch.float16 and grad_scaler is None:
                 raise ShardingError(
                     f"fully_shard_optimizer: parameter {entry.name} computes in float16 and there is no loss scaling, "
-                    "so small gradients become zero; pass grad_scaler=lightning_mfsdp.precision.DistributedGradScaler(...) and use it "
+                    "so small gradients become zero; pass grad_scaler=lightning_mfsdp.DistributedGradScaler(...) and use it "
                     "(a plain GradScaler may skip a step on one rank alone), or compute in bfloat16"
                 )
             if owner.offloads and (not local or isinstance(optimizer, LocalRowsOptimizer)):

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.callback_hooks import ChoosesRecompute, HasParameterState, PreparesOptimizers
-from lightning_mfsdp.continuation import GRADIENTS
 from lightning_mfsdp.engine import MixedPrecisionPolicy
 from lightning_mfsdp.engine.comm.collectives import PARTS
 from lightning_mfsdp.engine.comm.process_groups import kept
 from lightning_mfsdp.engine.layout.placement import resolve_placement
 from lightning_mfsdp.engine.runtime.context import context_of_unit
 from lightning_mfsdp.engine.runtime.unit import Unit, unit_of
-from lightning_mfsdp.lightning_api import (
-    BaseFinetuning,
-    Callback,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    ThroughputMonitor,
-    WeightAveraging,
-)
-from lightning_mfsdp.recompute import Recompute, as_recompute
+from lightning_mfsdp.recompute import Recompute
 
 __all__ = [
     "build_mesh",
     "check_adapters",
-    "check_background_saves",
     "check_batch_norms",
     "check_blocks_per_unit",
-    "check_callbacks",
     "check_choice",
     "check_cuda_graph",
     "check_device",
@@ -46,17 +32,9 @@ __all__ = [
     "check_sizes",
     "check_world",
     "ignored_parameters",
-    "recompute_option",
     "warn_of_other_options",
     "warn_of_other_policies",
 ]
-
-
-_UNFIT_CALLBACKS: dict[type[Callback], str] = {
-    StochasticWeightAveraging: "average weights with lightning_mfsdp.callbacks.ShardedEMA",
-    WeightAveraging: "average weights with lightning_mfsdp.callbacks.ShardedEMA",
-    BaseFinetuning: "use ShardedBackboneFinetuning of lightning_mfsdp.callbacks, or derive yours from ShardedFinetuning there",
-}
 
 
 def check_choice(argument: str, value: object, choices: tuple[object, ...]) -> None:
@@ -87,19 +65,6 @@ def check_recompute_graph(cuda_graph: bool, recompute: object) -> None:
         )
 
 
-def recompute_option(given: Recompute | Mapping[str, Any] | None, callbacks: Sequence[Callback]) -> Recompute | None:
-    """What a strategy or one callback says about activations.
-
-    Raises:
-        ValueError: Several of them say something.
-    """
-    asking = [callback for callback in callbacks if isinstance(callback, ChoosesRecompute)]
-    names = [*(["MFSDPStrategy(recompute=...)"] if given is not None else []), *(type(one).__name__ for one in asking)]
-    if len(names) > 1:
-        raise ValueError(f"{' and '.join(names)} both say what is computed again in backward; leave all but one out")
-    return asking[0].recompute if asking else as_recompute(given)
-
-
 def check_blocks_per_unit(blocks_per_unit: object) -> None:
     """Raise a ValueError unless it is "auto" or a positive number."""
     is_number = isinstance(blocks_per_unit, int) and not isinstance(blocks_per_unit, bool)
@@ -126,53 +91,6 @@ def check_device(device_type: str) -> None:
     """Raise a ValueError for devices the engine does not know."""
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f'mfsdp runs on CPU and CUDA, got {device_type}; use accelerator="cpu" or "gpu"')
-
-
-def check_callbacks(callbacks: Sequence[Callback], compute_dtype: torch.dtype) -> None:
-    """Raise a ValueError for callbacks of Lightning's that hold or average whole parameters, and warn of one that misjudges the dtype.
-
-    Also for two that would save what they keep for parameters under one name.
-    """
-    taken = {GRADIENTS, "model", "state_dict"}
-    for callback in callbacks:
-        if isinstance(callback, HasParameterState):
-            key = callback.checkpoint_key
-            if key in taken or key.startswith("optimizer_"):
-                raise ValueError(
-                    f"{type(callback).__name__}: checkpoint_key={key!r} is taken, by another callback or by the checkpoint itself; "
-                    "give each callback one of its own"
-                )
-            taken.add(key)
-        for kind, cure in _UNFIT_CALLBACKS.items():
-            if isinstance(callback, kind) and not isinstance(callback, PreparesOptimizers):
-                raise ValueError(f"{type(callback).__name__} does not work with sharded parameters; {cure}")
-        # Lightning's own takes a precision plugin that it does not know for float32.
-        if type(callback) is ThroughputMonitor and callback.available_flops and compute_dtype != torch.float32:
-            rank_zero_warn(
-                f"ThroughputMonitor compares with this device's float32 peak, but the run computes in {compute_dtype}, so the utilisation "
-                "(mfu) is too high. Use lightning_mfsdp.callbacks.ShardedThroughputMonitor"
-            )
-
-
-def check_background_saves(callbacks: Sequence[Callback]) -> None:
-    """Raise a ValueError where two `ModelCheckpoint`s would give a checkpoint one name.
-
-    Lightning numbers the second (`-v1`) when it sees the first, and what is being saved in the background is not there yet. Then one
-    callback would remove what the other keeps.
-    """
-    known: dict[tuple[str, str], ModelCheckpoint] = {}
-    for callback in callbacks:
-        if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None:
-            continue
-        names = [callback.filename or "{epoch}-{step}"] if callback.save_top_k else []
-        names += [callback.CHECKPOINT_NAME_LAST] if callback.save_last else []
-        for name in names:
-            other = known.setdefault((str(callback.dirpath), name), callback)
-            if other is not callback:
-                raise ValueError(
-                    f"async_save=True: two callbacks save {name!r} in {callback.dirpath}, and neither sees what is still being written, so "
-                    "each would overwrite and remove the other's. Give every ModelCheckpoint a dirpath or a filename of its own"
-                )
 
 
 def check_batch_norms(module: nn.Module) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
-from lightning_mfsdp.callback_hooks import HasParameterState, PreparesOptimizers
 from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.background import BackgroundSaver
 from lightning_mfsdp.checkpoint.opening import locate
@@ -23,7 +22,18 @@ from lightning_mfsdp.checkpoint.progress import Progress
 from lightning_mfsdp.checkpoint.ranks import Ranks, on_all_ranks
 from lightning_mfsdp.checkpoint.staging import Staging
 from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
-from lightning_mfsdp.continuation import (
+from lightning_mfsdp.engine import collectives_begun
+from lightning_mfsdp.launch.processes import ProcessStrategy
+from lightning_mfsdp.lightning_api import (
+    LIGHTNING_VERSION,
+    LightningOptimizer,
+    ModelCheckpoint,
+    SIGTERMException,
+    TorchCheckpointIO,
+    TrainerFn,
+)
+from lightning_mfsdp.trainer.callback_hooks import HasParameterState, PreparesOptimizers
+from lightning_mfsdp.trainer.continuation import (
     GRADIENTS,
     RANK_STATES,
     PendingGradients,
@@ -33,17 +43,13 @@ from lightning_mfsdp.continuation import (
     set_whole_gradients,
     take_loader_states,
 )
-from lightning_mfsdp.data_position import DATA_POSITIONS, data_positions, go_on_reading, resumable, training_begins
-from lightning_mfsdp.engine import collectives_begun
-from lightning_mfsdp.lightning_api import (
-    LIGHTNING_VERSION,
-    LightningOptimizer,
-    ModelCheckpoint,
-    SIGTERMException,
-    TorchCheckpointIO,
-    TrainerFn,
+from lightning_mfsdp.trainer.data_position import (
+    DATA_POSITIONS,
+    data_positions,
+    go_on_reading,
+    resumable,
+    training_begins,
 )
-from lightning_mfsdp.processes import ProcessStrategy
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO

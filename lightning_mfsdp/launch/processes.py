@@ -13,18 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lightning_mfsdp import communication
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine import CollectiveError
+from lightning_mfsdp.launch import communication
+from lightning_mfsdp.launch.stopping import Stopping
 from lightning_mfsdp.lightning_api import Launcher, ParallelStrategy, SIGTERMException, sync_if_available
-from lightning_mfsdp.stopping import Stopping
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import Precision
 
-    from lightning_mfsdp.peers import Peers
+    from lightning_mfsdp.launch.peers import Peers
 
 __all__ = ["ProcessStrategy"]
 

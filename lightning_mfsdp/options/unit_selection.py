@@ -13,8 +13,8 @@ from typing import Literal, TypeAlias
 
 from torch import nn
 
+from lightning_mfsdp.base.tables import aligned, readable_bytes
 from lightning_mfsdp.engine import UnitView
-from lightning_mfsdp.tables import aligned, readable_bytes
 
 __all__ = ["UnitsArgument", "describe_units", "join_blocks", "select_units", "validate_units"]
 

@@ -1,4 +1,4 @@
-"""MFSDPPrecision: what the Trainer calls around forward, backward and step, and how it clips. Dtypes are those of `dtypes.py`."""
+"""MFSDPPrecision: what the Trainer calls around forward, backward and step, and how it clips. Dtypes are those of `options/dtypes.py`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_mfsdp.dtypes import (
-    ShardedPrecision,
-    translate,
-)
 from lightning_mfsdp.engine import MixedPrecisionPolicy, clip_grad_value_, grad_norm
 from lightning_mfsdp.engine.optimizer.norm import scale_gradients_
 from lightning_mfsdp.lightning_api import (
@@ -22,7 +18,11 @@ from lightning_mfsdp.lightning_api import (
     MisconfigurationException,
     Precision,
 )
-from lightning_mfsdp.loss_scaling import DistributedGradScaler, unscales_by_itself
+from lightning_mfsdp.options.dtypes import (
+    ShardedPrecision,
+    translate,
+)
+from lightning_mfsdp.options.loss_scaling import DistributedGradScaler, unscales_by_itself
 
 __all__ = ["DistributedGradScaler", "MFSDPPrecision", "translate_precision"]
 

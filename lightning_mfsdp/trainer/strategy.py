@@ -6,7 +6,7 @@
     backward            the engine learns that a backward starts; gradients are final when it returns
     optimizer_step      gradients may be given back at once
 
-Numbers are the engine's business, dtypes those of `precision.py`, processes those of `processes.py`, checkpoints those of
+Numbers are the engine's business, dtypes those of `precision.py`, processes those of `launch/processes.py`, checkpoints those of
 `checkpointing.py`.
 """
 
@@ -24,20 +24,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_mfsdp.arguments import (
-    check_background_saves,
-    check_batch_norms,
-    check_callbacks,
-    check_choice,
-    check_cuda_graph,
-    check_device,
-    check_recompute_graph,
-    recompute_option,
-)
-from lightning_mfsdp.callback_hooks import SeesTrainingSteps
-from lightning_mfsdp.checkpointing import CheckpointingStrategy
-from lightning_mfsdp.compilation import compile_options
-from lightning_mfsdp.cuda_graph import GraphedTrainingStep, graphed_training_step
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
     around_backward,
@@ -48,13 +34,29 @@ from lightning_mfsdp.engine import (
     watch_backward,
 )
 from lightning_mfsdp.engine import broadcast_buffers as share_buffers
-from lightning_mfsdp.evaluation import step_with_all_ranks
-from lightning_mfsdp.foreign_options import answers_foreign_options
 from lightning_mfsdp.lightning_api import MockOptimizer, StrategyRegistry, TrainerFn, to_uncompiled
-from lightning_mfsdp.precision import MFSDPPrecision, translate_precision
+from lightning_mfsdp.options.arguments import (
+    check_batch_norms,
+    check_choice,
+    check_cuda_graph,
+    check_device,
+    check_recompute_graph,
+)
+from lightning_mfsdp.options.compilation import compile_options
+from lightning_mfsdp.options.foreign_options import answers_foreign_options
+from lightning_mfsdp.options.sharding import REGISTERED, ShardingOptions, move_rest_to_device
+from lightning_mfsdp.options.unit_selection import UnitsArgument
 from lightning_mfsdp.recompute import Recompute
-from lightning_mfsdp.sharding import REGISTERED, ShardingOptions, move_rest_to_device
-from lightning_mfsdp.unit_selection import UnitsArgument
+from lightning_mfsdp.trainer.callback_hooks import (
+    SeesTrainingSteps,
+    check_background_saves,
+    check_callbacks,
+    recompute_option,
+)
+from lightning_mfsdp.trainer.checkpointing import CheckpointingStrategy
+from lightning_mfsdp.trainer.cuda_graph import GraphedTrainingStep, graphed_training_step
+from lightning_mfsdp.trainer.evaluation import step_with_all_ranks
+from lightning_mfsdp.trainer.precision import MFSDPPrecision, translate_precision
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment

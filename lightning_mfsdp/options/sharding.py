@@ -12,7 +12,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
-from lightning_mfsdp.arguments import (
+from lightning_mfsdp.engine import (
+    MixedPrecisionPolicy,
+    bring_home,
+    fully_shard_units,
+    refuse_unsharded,
+    sharded_parameters,
+    units,
+)
+from lightning_mfsdp.engine.layout.placement import resolve_placement
+from lightning_mfsdp.engine.runtime.unit import unit_of
+from lightning_mfsdp.options.arguments import (
     build_mesh,
     check_adapters,
     check_blocks_per_unit,
@@ -25,20 +35,16 @@ from lightning_mfsdp.arguments import (
     warn_of_other_options,
     warn_of_other_policies,
 )
-from lightning_mfsdp.compilation import compile_options, compile_units
-from lightning_mfsdp.dtypes import ShardedPrecision
-from lightning_mfsdp.engine import (
-    MixedPrecisionPolicy,
-    bring_home,
-    fully_shard_units,
-    refuse_unsharded,
-    sharded_parameters,
-    units,
+from lightning_mfsdp.options.compilation import compile_options, compile_units
+from lightning_mfsdp.options.dtypes import ShardedPrecision
+from lightning_mfsdp.options.unit_selection import (
+    UnitsArgument,
+    describe_units,
+    join_blocks,
+    select_units,
+    validate_units,
 )
-from lightning_mfsdp.engine.layout.placement import resolve_placement
-from lightning_mfsdp.engine.runtime.unit import unit_of
 from lightning_mfsdp.recompute import Recompute, apply_recompute, as_recompute
-from lightning_mfsdp.unit_selection import UnitsArgument, describe_units, join_blocks, select_units, validate_units
 
 __all__ = ["REGISTERED", "ShardingOptions", "move_rest_to_device"]
 

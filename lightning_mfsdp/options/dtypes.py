@@ -28,8 +28,8 @@ from lightning_mfsdp.lightning_api import (
     MixedPrecision,
     Precision,
 )
-from lightning_mfsdp.loss_scaling import agreeing_scaler, unscales_by_itself
-from lightning_mfsdp.policy_and_precision import refuse_contradiction, replaced_fields
+from lightning_mfsdp.options.loss_scaling import agreeing_scaler, unscales_by_itself
+from lightning_mfsdp.options.policy_and_precision import refuse_contradiction, replaced_fields
 from lightning_mfsdp.te import (
     Fp8Compute,
     Fp8Options,

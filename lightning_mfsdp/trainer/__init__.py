@@ -1,0 +1,1 @@
+"""The Trainer's calls become engine calls."""

@@ -1,0 +1,144 @@
+"""What the strategy asks of callbacks beyond Lightning's own hooks, and which callbacks it refuses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_mfsdp.checkpoint.parameter_state import ParameterState
+from lightning_mfsdp.lightning_api import (
+    BaseFinetuning,
+    Callback,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    WeightAveraging,
+)
+from lightning_mfsdp.recompute import Recompute, as_recompute
+from lightning_mfsdp.trainer.continuation import GRADIENTS
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = [
+    "ChoosesRecompute",
+    "HasParameterState",
+    "PreparesOptimizers",
+    "SeesTrainingSteps",
+    "check_background_saves",
+    "check_callbacks",
+    "recompute_option",
+]
+
+_UNFIT_CALLBACKS: dict[type[Callback], str] = {
+    StochasticWeightAveraging: "average weights with lightning_mfsdp.callbacks.ShardedEMA",
+    WeightAveraging: "average weights with lightning_mfsdp.callbacks.ShardedEMA",
+    BaseFinetuning: "use ShardedBackboneFinetuning of lightning_mfsdp.callbacks, or derive yours from ShardedFinetuning there",
+}
+
+
+class ChoosesRecompute(ABC):
+    """A callback that says which activations are computed again; the strategy sees to it before it shards the model."""
+
+    @property
+    @abstractmethod
+    def recompute(self) -> Recompute:
+        """What it says."""
+
+
+class HasParameterState(ABC):
+    """A callback that keeps a tensor for each parameter, sharded as it is.
+
+    Saving is its own doing: `checkpoint["parameter_states"][key] = trainer.strategy.parameter_state(state)` in `on_save_checkpoint`.
+    Reading is the strategy's: rows are checked with everything else before anything changes, and then given to the state.
+    """
+
+    @property
+    @abstractmethod
+    def checkpoint_key(self) -> str:
+        """Name of the state in checkpoints; no other callback of a Trainer may have it."""
+
+    @property
+    @abstractmethod
+    def parameter_state(self) -> ParameterState:
+        """Gives and takes this rank's rows."""
+
+
+class PreparesOptimizers(ABC):
+    """A callback that changes which parameters optimizers hold, and must have done so before their states are read."""
+
+    @abstractmethod
+    def prepare_optimizers(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
+        """Bring optimizers into the shape they had when `state`, the callback's own, was saved."""
+
+
+class SeesTrainingSteps(ABC):
+    """A callback that is called right before each `training_step`, after all hooks that may change what the step will find."""
+
+    @abstractmethod
+    def before_training_step(self, arguments: tuple[Any, ...]) -> None:
+        """`arguments` are what `LightningModule.training_step` is about to get."""
+
+
+def recompute_option(given: Recompute | Mapping[str, Any] | None, callbacks: Sequence[Callback]) -> Recompute | None:
+    """What a strategy or one callback says about activations.
+
+    Raises:
+        ValueError: Several of them say something.
+    """
+    asking = [callback for callback in callbacks if isinstance(callback, ChoosesRecompute)]
+    names = [*(["MFSDPStrategy(recompute=...)"] if given is not None else []), *(type(one).__name__ for one in asking)]
+    if len(names) > 1:
+        raise ValueError(f"{' and '.join(names)} both say what is computed again in backward; leave all but one out")
+    return asking[0].recompute if asking else as_recompute(given)
+
+
+def check_callbacks(callbacks: Sequence[Callback], compute_dtype: torch.dtype) -> None:
+    """Raise a ValueError for callbacks of Lightning's that hold or average whole parameters, and warn of one that misjudges the dtype.
+
+    Also for two that would save what they keep for parameters under one name.
+    """
+    taken = {GRADIENTS, "model", "state_dict"}
+    for callback in callbacks:
+        if isinstance(callback, HasParameterState):
+            key = callback.checkpoint_key
+            if key in taken or key.startswith("optimizer_"):
+                raise ValueError(
+                    f"{type(callback).__name__}: checkpoint_key={key!r} is taken, by another callback or by the checkpoint itself; "
+                    "give each callback one of its own"
+                )
+            taken.add(key)
+        for kind, cure in _UNFIT_CALLBACKS.items():
+            if isinstance(callback, kind) and not isinstance(callback, PreparesOptimizers):
+                raise ValueError(f"{type(callback).__name__} does not work with sharded parameters; {cure}")
+        # Lightning's own takes a precision plugin that it does not know for float32.
+        if type(callback) is ThroughputMonitor and callback.available_flops and compute_dtype != torch.float32:
+            rank_zero_warn(
+                f"ThroughputMonitor compares with this device's float32 peak, but the run computes in {compute_dtype}, so the utilisation "
+                "(mfu) is too high. Use lightning_mfsdp.callbacks.ShardedThroughputMonitor"
+            )
+
+
+def check_background_saves(callbacks: Sequence[Callback]) -> None:
+    """Raise a ValueError where two `ModelCheckpoint`s would give a checkpoint one name.
+
+    Lightning numbers the second (`-v1`) when it sees the first, and what is being saved in the background is not there yet. Then one
+    callback would remove what the other keeps.
+    """
+    known: dict[tuple[str, str], ModelCheckpoint] = {}
+    for callback in callbacks:
+        if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None:
+            continue
+        names = [callback.filename or "{epoch}-{step}"] if callback.save_top_k else []
+        names += [callback.CHECKPOINT_NAME_LAST] if callback.save_last else []
+        for name in names:
+            other = known.setdefault((str(callback.dirpath), name), callback)
+            if other is not callback:
+                raise ValueError(
+                    f"async_save=True: two callbacks save {name!r} in {callback.dirpath}, and neither sees what is still being written, so "
+                    "each would overwrite and remove the other's. Give every ModelCheckpoint a dirpath or a filename of its own"
+                )
