@@ -3,7 +3,7 @@
 Importing this package registers "mfsdp", "mfsdp_optim_grads", "mfsdp_optim" and "mfsdp_no_shard" with Lightning.
 """
 
-from lightning_mfsdp.checkpoint.whole import full_state_dict
+from lightning_mfsdp.checkpoint.state.whole import full_state_dict
 from lightning_mfsdp.engine import (
     AveragedWeights,
     CapturedLoss,

@@ -15,15 +15,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
-from lightning_mfsdp.checkpoint import full, sharded
-from lightning_mfsdp.checkpoint.location import META_FILE, TIED_WEIGHTS, Location, check_files
-from lightning_mfsdp.checkpoint.opening import Plan, no_checkpoint_error, read, read_rows, recover
-from lightning_mfsdp.checkpoint.parameter_state import PARAMETER_STATES, ParameterState, plan_rows, rows_of_whole
-from lightning_mfsdp.checkpoint.progress import CountingFile, CountingReads, Progress, SavePlanner
-from lightning_mfsdp.checkpoint.ranks import Ranks, on_all_ranks
-from lightning_mfsdp.checkpoint.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
-from lightning_mfsdp.checkpoint.staging import Staging
-from lightning_mfsdp.checkpoint.unpickling import is_trusted
+from lightning_mfsdp.checkpoint.io.location import META_FILE, TIED_WEIGHTS, Location, check_files
+from lightning_mfsdp.checkpoint.io.opening import Plan, no_checkpoint_error, read, read_rows, recover
+from lightning_mfsdp.checkpoint.io.progress import CountingFile, CountingReads, Progress, SavePlanner
+from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks
+from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
+from lightning_mfsdp.checkpoint.state import full, sharded
+from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, plan_rows, rows_of_whole
+from lightning_mfsdp.checkpoint.state.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
+from lightning_mfsdp.checkpoint.state.staging import Staging
 
 __all__ = [
     "FullContent",

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_mfsdp.base.tables import aligned, readable_bytes
-from lightning_mfsdp.checkpoint.contents import OptimizerSummary, Summary
-from lightning_mfsdp.checkpoint.opened import LIGHTNING_VERSION
-from lightning_mfsdp.checkpoint.portable import Portable
-from lightning_mfsdp.checkpoint.verify import Verification
+from lightning_mfsdp.checkpoint.io.opened import LIGHTNING_VERSION
+from lightning_mfsdp.checkpoint.tools.contents import OptimizerSummary, Summary
+from lightning_mfsdp.checkpoint.tools.portable import Portable
+from lightning_mfsdp.checkpoint.tools.verify import Verification
 
 __all__ = ["summary_lines", "verification_lines", "written_lines"]
 

@@ -1,7 +1,7 @@
 """What a Fabric state (modules, optimizers, plain values by key) becomes on disk, and back.
 
-A directory in the layout of `checkpoint/sharded.py`, with the user's keys in place of `model` and `optimizer_<i>`; or one file with whole
-tensors. Either is read by whatever reads that layout.
+A directory in the layout of `checkpoint/state/sharded.py`, with the user's keys in place of `model` and `optimizer_<i>`; or one file
+with whole tensors. Either is read by whatever reads that layout.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from lightning_mfsdp.checkpoint import full, lightning_io, sharded
-from lightning_mfsdp.checkpoint.location import META_FILE, Location, check_files
-from lightning_mfsdp.checkpoint.opening import Plan, no_checkpoint_error, read, read_rows, recover
-from lightning_mfsdp.checkpoint.ranks import Ranks
-from lightning_mfsdp.checkpoint.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
-from lightning_mfsdp.checkpoint.unpickling import is_trusted
-from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
+from lightning_mfsdp.checkpoint import lightning_io
+from lightning_mfsdp.checkpoint.io.location import META_FILE, Location, check_files
+from lightning_mfsdp.checkpoint.io.opening import Plan, no_checkpoint_error, read, read_rows, recover
+from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
+from lightning_mfsdp.checkpoint.state import full, sharded
+from lightning_mfsdp.checkpoint.state.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
+from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 
 __all__ = ["Filters", "load", "load_raw", "save"]
 

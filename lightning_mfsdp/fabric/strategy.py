@@ -22,8 +22,8 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_mfsdp.checkpoint.opening import locate
-from lightning_mfsdp.checkpoint.ranks import Ranks
+from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
     around_backward,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_mfsdp.checkpoint.parameter_state import ParameterState
+from lightning_mfsdp.checkpoint.state.parameter_state import ParameterState
 from lightning_mfsdp.lightning_api import (
     BaseFinetuning,
     Callback,

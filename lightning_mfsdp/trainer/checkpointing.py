@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
 from lightning_mfsdp.checkpoint import lightning_io
-from lightning_mfsdp.checkpoint.background import BackgroundSaver
-from lightning_mfsdp.checkpoint.opening import locate
-from lightning_mfsdp.checkpoint.parameter_state import PARAMETER_STATES, ParameterState, row_shards, whole_rows
-from lightning_mfsdp.checkpoint.progress import Progress
-from lightning_mfsdp.checkpoint.ranks import Ranks, on_all_ranks
-from lightning_mfsdp.checkpoint.staging import Staging
-from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
+from lightning_mfsdp.checkpoint.io.background import BackgroundSaver
+from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.io.progress import Progress
+from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks
+from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, row_shards, whole_rows
+from lightning_mfsdp.checkpoint.state.staging import Staging
+from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 from lightning_mfsdp.engine import collectives_begun
 from lightning_mfsdp.launch.processes import ProcessStrategy
 from lightning_mfsdp.lightning_api import (

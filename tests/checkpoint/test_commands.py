@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import lightning_mfsdp.checkpoint
 from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.checkpoint.stored import StoredTensor
-from lightning_mfsdp.checkpoint.verify import count_nonfinite, cover_problems
+from lightning_mfsdp.checkpoint.io.stored import StoredTensor
+from lightning_mfsdp.checkpoint.tools.verify import count_nonfinite, cover_problems
 from lightning_mfsdp.commands import main
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import FOREIGN_WARNINGS, loader, make_trainer, seeded, strict_warnings
@@ -301,7 +301,8 @@ LARGE = """
 import resource, sys
 from pathlib import Path
 import torch
-from lightning_mfsdp.checkpoint import convert, verify
+from lightning_mfsdp.checkpoint.tools import convert
+from lightning_mfsdp.checkpoint.tools import verify
 
 def memory(kind):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(kind)) * 1024

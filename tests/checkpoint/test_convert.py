@@ -10,11 +10,11 @@ import torch
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 
 from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.checkpoint.convert import convert_checkpoint
-from lightning_mfsdp.checkpoint.numbering import names_of_numbers
-from lightning_mfsdp.checkpoint.portable import read_portable
-from lightning_mfsdp.checkpoint.stored import CheckpointError, StoredTensor
-from lightning_mfsdp.checkpoint.whole import whole_optimizer_state
+from lightning_mfsdp.checkpoint.io.stored import CheckpointError, StoredTensor
+from lightning_mfsdp.checkpoint.state.numbering import names_of_numbers
+from lightning_mfsdp.checkpoint.state.whole import whole_optimizer_state
+from lightning_mfsdp.checkpoint.tools.convert import convert_checkpoint
+from lightning_mfsdp.checkpoint.tools.portable import read_portable
 from tests.checkpoint.foreign import STEPS, Trained, joined, write_foreign
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, loader, make_trainer, seeded, strict_warnings

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_mfsdp.checkpoint import export_model, load_safetensors
-from lightning_mfsdp.checkpoint.safetensors_files import FolderWriter
+from lightning_mfsdp.checkpoint.safetensors.files import FolderWriter
 from lightning_mfsdp.engine import MixedPrecisionPolicy, ShardingError, fully_shard
 from tests.checkpoint.safetensors_cases import (
     Awkward,

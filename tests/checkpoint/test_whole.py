@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lightning_mfsdp import MFSDPStrategy, load_from_checkpoint
 from lightning_mfsdp.checkpoint import load_checkpoint
-from lightning_mfsdp.checkpoint.safetensors_files import stored_tensors
-from lightning_mfsdp.checkpoint.verify import verify
+from lightning_mfsdp.checkpoint.safetensors.files import stored_tensors
+from lightning_mfsdp.checkpoint.tools.verify import verify
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import (
     FOREIGN_WARNINGS,

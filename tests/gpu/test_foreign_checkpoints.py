@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.checkpoint.convert import convert_checkpoint
-from lightning_mfsdp.checkpoint.whole import whole_optimizer_state
+from lightning_mfsdp.checkpoint.state.whole import whole_optimizer_state
+from lightning_mfsdp.checkpoint.tools.convert import convert_checkpoint
 from tests.checkpoint.foreign import STEPS, Trained, whole
 from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.lightning.models import Block, Classifier, full_state, loader, make_trainer, seeded

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mfsdp import fully_shard, fully_shard_optimizer
-from lightning_mfsdp.checkpoint import lightning_io, local
-from lightning_mfsdp.checkpoint.opening import locate
-from lightning_mfsdp.checkpoint.ranks import Ranks
-from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
+from lightning_mfsdp.checkpoint import lightning_io
+from lightning_mfsdp.checkpoint.io import local
+from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.unlink", "os.truncate")
 OLD, NEW = 1, 2

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_mfsdp.checkpoint import lightning_io, local
-from lightning_mfsdp.checkpoint.background import BackgroundSaver
-from lightning_mfsdp.checkpoint.opening import locate
-from lightning_mfsdp.checkpoint.ranks import Ranks
-from lightning_mfsdp.checkpoint.staging import Staging
+from lightning_mfsdp.checkpoint import lightning_io
+from lightning_mfsdp.checkpoint.io import local
+from lightning_mfsdp.checkpoint.io.background import BackgroundSaver
+from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.state.staging import Staging
 from tests.lightning.interrupted_saves import fill, made
 
 WORLD = 2

@@ -14,9 +14,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.checkpoint.background import BackgroundSaver
-from lightning_mfsdp.checkpoint.rows import RowShard
-from lightning_mfsdp.checkpoint.staging import Staging
+from lightning_mfsdp.checkpoint.io.background import BackgroundSaver
+from lightning_mfsdp.checkpoint.state.rows import RowShard
+from lightning_mfsdp.checkpoint.state.staging import Staging
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import FOREIGN_WARNINGS, loader, make_trainer, seeded, strict_warnings
 from tests.lightning.test_checkpoint import Scheduled, assert_same, local_state

@@ -15,10 +15,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_mfsdp import MFSDPStrategy, fully_shard, fully_shard_optimizer
-from lightning_mfsdp.checkpoint.full import load_optimizers
-from lightning_mfsdp.checkpoint.ranks import Ranks
-from lightning_mfsdp.checkpoint.sharded_optimizer import optimizer_state
-from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
+from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.state.full import load_optimizers
+from lightning_mfsdp.checkpoint.state.sharded_optimizer import optimizer_state
+from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 from tests.engine.worlds import by_world, check
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import batch, build

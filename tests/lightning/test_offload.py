@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_mfsdp import MFSDPStrategy, sharded_parameters
 from lightning_mfsdp.callbacks import ShardedEMA
-from lightning_mfsdp.checkpoint import sharded_optimizer
+from lightning_mfsdp.checkpoint.state import sharded_optimizer
 from lightning_mfsdp.fabric import MFSDPFabricStrategy
 from tests.fabric.loops import assert_same, batches, launched, train, whole
 from tests.helpers.distributed import run_distributed

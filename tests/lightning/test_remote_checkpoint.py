@@ -13,10 +13,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.checkpoint.local import LocalLocation
-from lightning_mfsdp.checkpoint.opening import locate
-from lightning_mfsdp.checkpoint.ranks import Ranks
-from lightning_mfsdp.checkpoint.remote import RemoteLocation
+from lightning_mfsdp.checkpoint.io.local import LocalLocation
+from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.io.remote import RemoteLocation
 from tests.helpers.distributed import run_distributed
 from tests.lightning.interrupted_saves import NEW, OLD, load, save
 from tests.lightning.models import FOREIGN_WARNINGS, full_state, loader, make_trainer, seeded, strict_warnings

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, sharded_parameters, unshard
 from lightning_mfsdp.checkpoint import lightning_io
-from lightning_mfsdp.checkpoint.opening import locate
-from lightning_mfsdp.checkpoint.ranks import Ranks
+from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from tests.helpers.distributed import run_distributed
 
 MAX_WORLD = 4

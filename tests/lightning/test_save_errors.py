@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from lightning_mfsdp import fully_shard, fully_shard_optimizer
 from lightning_mfsdp.checkpoint import lightning_io
-from lightning_mfsdp.checkpoint.location import Writer
-from lightning_mfsdp.checkpoint.opening import locate
-from lightning_mfsdp.checkpoint.ranks import Ranks
-from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
+from lightning_mfsdp.checkpoint.io.location import Writer
+from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 from tests.helpers.distributed import run_distributed
 
 WIDTH = 256

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_mfsdp import MixedPrecisionPolicy, ShardingError, fully_shard, fully_shard_optimizer, sharded_parameters
 from lightning_mfsdp.checkpoint import lightning_io
-from lightning_mfsdp.checkpoint.opening import locate
-from lightning_mfsdp.checkpoint.ranks import Ranks
-from lightning_mfsdp.checkpoint.whole import whole_model_state, whole_optimizer_state
+from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 from lightning_mfsdp.moe import GroupedExperts, expert_parallel
 from lightning_mfsdp.optim import Muon
 from tests.engine.worlds import by_world, check

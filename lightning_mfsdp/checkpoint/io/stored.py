@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from lightning_mfsdp.checkpoint.location import TABLE_OF_CONTENTS, Reader, strange_piece, where_of
-from lightning_mfsdp.checkpoint.unpickling import CheckpointError, RefusedError, refusal, refused_class
+from lightning_mfsdp.checkpoint.io.location import TABLE_OF_CONTENTS, Reader, strange_piece, where_of
+from lightning_mfsdp.checkpoint.io.unpickling import CheckpointError, RefusedError, refusal, refused_class
 
 __all__ = [
     "TABLE_OF_CONTENTS",

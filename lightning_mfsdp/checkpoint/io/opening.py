@@ -13,12 +13,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from lightning_mfsdp.checkpoint.local import LocalLocation
-from lightning_mfsdp.checkpoint.location import META_FILE, Location, reason_of
-from lightning_mfsdp.checkpoint.progress import LoadPlanner, Progress
-from lightning_mfsdp.checkpoint.ranks import Ranks
-from lightning_mfsdp.checkpoint.remote import RemoteLocation
-from lightning_mfsdp.checkpoint.unpickling import WEIGHTS_ONLY, RefusedError, key_of, not_read, refusal, refused_class
+from lightning_mfsdp.checkpoint.io.local import LocalLocation
+from lightning_mfsdp.checkpoint.io.location import META_FILE, Location, reason_of
+from lightning_mfsdp.checkpoint.io.progress import LoadPlanner, Progress
+from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.io.remote import RemoteLocation
+from lightning_mfsdp.checkpoint.io.unpickling import (
+    WEIGHTS_ONLY,
+    RefusedError,
+    key_of,
+    not_read,
+    refusal,
+    refused_class,
+)
 
 __all__ = ["Plan", "locate", "no_checkpoint_error", "read", "read_rows", "recover"]
 

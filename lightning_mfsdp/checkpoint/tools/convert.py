@@ -17,22 +17,22 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from lightning_mfsdp.checkpoint.local import part_of, put_in_place, remove
-from lightning_mfsdp.checkpoint.location import META_FILE, TIED_WEIGHTS, Writer
-from lightning_mfsdp.checkpoint.opened import (
+from lightning_mfsdp.checkpoint.io.local import part_of, put_in_place, remove
+from lightning_mfsdp.checkpoint.io.location import META_FILE, TIED_WEIGHTS, Writer
+from lightning_mfsdp.checkpoint.io.opened import (
     LIGHTNING_VERSION,
 )
-from lightning_mfsdp.checkpoint.portable import (
-    Portable,
-    Source,
-    read_portable,
-    value_of,
-)
-from lightning_mfsdp.checkpoint.stored import (
+from lightning_mfsdp.checkpoint.io.stored import (
     CheckpointError,
     StoredTensor,
     is_tensor,
     size_bytes,
+)
+from lightning_mfsdp.checkpoint.tools.portable import (
+    Portable,
+    Source,
+    read_portable,
+    value_of,
 )
 
 __all__ = ["Progress", "consolidate_checkpoint", "convert_checkpoint"]

@@ -17,12 +17,11 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_mfsdp.checkpoint.numbering import names_of_numbers
-from lightning_mfsdp.checkpoint.opened import (
+from lightning_mfsdp.checkpoint.io.opened import (
     flat_name,
     open_checkpoint,
 )
-from lightning_mfsdp.checkpoint.stored import (
+from lightning_mfsdp.checkpoint.io.stored import (
     CheckpointError,
     Leaves,
     NestedPath,
@@ -30,6 +29,7 @@ from lightning_mfsdp.checkpoint.stored import (
     StoredTensor,
     is_tensor,
 )
+from lightning_mfsdp.checkpoint.state.numbering import names_of_numbers
 
 __all__ = ["Portable", "PortableOptimizer", "Source", "read_portable", "sort_out", "value_of"]
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_mfsdp.checkpoint.local import part_of, put_in_place, remove
+from lightning_mfsdp.checkpoint.io.local import part_of, put_in_place, remove
 
 __all__ = [
     "DTYPE_NAMES",

@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from lightning_mfsdp.checkpoint.convert import Progress
-from lightning_mfsdp.checkpoint.local import LocalLocation
-from lightning_mfsdp.checkpoint.location import META_FILE, file_problems
-from lightning_mfsdp.checkpoint.opened import (
+from lightning_mfsdp.checkpoint.io.local import LocalLocation
+from lightning_mfsdp.checkpoint.io.location import META_FILE, file_problems
+from lightning_mfsdp.checkpoint.io.opened import (
     check_is_file,
     check_table_of_contents,
     flat_name,
     load_file,
     open_checkpoint,
 )
-from lightning_mfsdp.checkpoint.stored import (
+from lightning_mfsdp.checkpoint.io.stored import (
     CheckpointError,
     StoredCheckpoint,
     StoredObject,
     StoredTensor,
     size_bytes,
 )
+from lightning_mfsdp.checkpoint.tools.convert import Progress
 
 __all__ = ["NonFinite", "Verification", "count_nonfinite", "cover_problems", "rows_in_pieces", "verify"]
 

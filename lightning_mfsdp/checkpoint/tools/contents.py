@@ -8,13 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lightning_mfsdp.checkpoint.opened import (
+from lightning_mfsdp.checkpoint.io.opened import (
     LIGHTNING_VERSION,
     flat_name,
     open_checkpoint,
 )
-from lightning_mfsdp.checkpoint.portable import Portable, PortableOptimizer, sort_out
-from lightning_mfsdp.checkpoint.stored import (
+from lightning_mfsdp.checkpoint.io.stored import (
     CheckpointError,
     Leaves,
     TensorLeaf,
@@ -22,6 +21,7 @@ from lightning_mfsdp.checkpoint.stored import (
     is_tensor,
     size_bytes,
 )
+from lightning_mfsdp.checkpoint.tools.portable import Portable, PortableOptimizer, sort_out
 
 __all__ = ["OptimizerSummary", "Summary", "TensorSummary", "summarize", "summarize_leaves"]
 

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lightning_mfsdp.checkpoint.opened import load_file
-from lightning_mfsdp.checkpoint.portable import read_portable, value_of
-from lightning_mfsdp.checkpoint.stored import CheckpointError
-from lightning_mfsdp.checkpoint.unpickling import is_trusted
+from lightning_mfsdp.checkpoint.io.opened import load_file
+from lightning_mfsdp.checkpoint.io.stored import CheckpointError
+from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
+from lightning_mfsdp.checkpoint.tools.portable import read_portable, value_of
 
 __all__ = ["load_checkpoint"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_mfsdp.checkpoint.location import META_FILE, TIED_WEIGHTS
-from lightning_mfsdp.checkpoint.stored import (
+from lightning_mfsdp.checkpoint.io.location import META_FILE, TIED_WEIGHTS
+from lightning_mfsdp.checkpoint.io.stored import (
     TABLE_OF_CONTENTS,
     TRUSTING,
     CheckpointError,
@@ -22,7 +22,7 @@ from lightning_mfsdp.checkpoint.stored import (
     StoredCheckpoint,
     first_line,
 )
-from lightning_mfsdp.checkpoint.unpickling import RefusedError, key_of, refusal, refused_class
+from lightning_mfsdp.checkpoint.io.unpickling import RefusedError, key_of, refusal, refused_class
 
 __all__ = [
     "LIGHTNING_VERSION",

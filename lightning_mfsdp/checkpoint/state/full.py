@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mfsdp.checkpoint.location import Location
-from lightning_mfsdp.checkpoint.progress import CountingReads
-from lightning_mfsdp.checkpoint.sharded import (
+from lightning_mfsdp.checkpoint.io.location import Location
+from lightning_mfsdp.checkpoint.io.progress import CountingReads
+from lightning_mfsdp.checkpoint.state.sharded import (
     ParameterIndex,
     check_names,
     check_restored,
@@ -19,7 +19,7 @@ from lightning_mfsdp.checkpoint.sharded import (
     plain_name,
     refresh,
 )
-from lightning_mfsdp.checkpoint.sharded_optimizer import is_packed, restore_optimizer
+from lightning_mfsdp.checkpoint.state.sharded_optimizer import is_packed, restore_optimizer
 from lightning_mfsdp.engine import ParameterView
 
 __all__ = ["check_optimizers", "load_model", "load_optimizers"]

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from lightning_mfsdp.checkpoint.location import META_FILE, TIED_WEIGHTS, Location, look_over
-from lightning_mfsdp.checkpoint.opening import locate, read, read_rows
-from lightning_mfsdp.checkpoint.ranks import on_all_ranks
-from lightning_mfsdp.checkpoint.safetensors_files import (
+from lightning_mfsdp.checkpoint.io.location import META_FILE, TIED_WEIGHTS, Location, look_over
+from lightning_mfsdp.checkpoint.io.opening import locate, read, read_rows
+from lightning_mfsdp.checkpoint.io.ranks import on_all_ranks
+from lightning_mfsdp.checkpoint.io.unpickling import RefusedError, is_trusted, not_read
+from lightning_mfsdp.checkpoint.safetensors.files import (
     DTYPE_NAMES,
     FolderWriter,
     PlannedTensor,
     Progress,
     plan_files,
 )
-from lightning_mfsdp.checkpoint.sharded import paths_of, plain_name, tied_names
-from lightning_mfsdp.checkpoint.unpickling import RefusedError, is_trusted, not_read
+from lightning_mfsdp.checkpoint.state.sharded import paths_of, plain_name, tied_names
 from lightning_mfsdp.engine.params.group import owner_of
 from lightning_mfsdp.engine.params.parameter import Entry
 

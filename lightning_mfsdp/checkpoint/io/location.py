@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from lightning_mfsdp.checkpoint.progress import bytes_to_write
-from lightning_mfsdp.checkpoint.ranks import Ranks, root_of
-from lightning_mfsdp.checkpoint.unpickling import (
+from lightning_mfsdp.checkpoint.io.progress import bytes_to_write
+from lightning_mfsdp.checkpoint.io.ranks import Ranks, root_of
+from lightning_mfsdp.checkpoint.io.unpickling import (
     WEIGHTS_ONLY,
     CheckpointError,
     RefusedError,

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_mfsdp.checkpoint.location import Location
-from lightning_mfsdp.checkpoint.ranks import Ranks
-from lightning_mfsdp.checkpoint.rows import RowShard
+from lightning_mfsdp.checkpoint.io.location import Location
+from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.state.rows import RowShard
 from lightning_mfsdp.engine import ParameterView, is_sharded, refresh_weights, sharded_parameters
 from lightning_mfsdp.engine.params.group import place_of
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mfsdp.base.containers import map_tensors
-from lightning_mfsdp.checkpoint.sharded_optimizer import is_packed
+from lightning_mfsdp.checkpoint.state.sharded_optimizer import is_packed
 from lightning_mfsdp.engine.params.group import ParameterGroup, place_of
 from lightning_mfsdp.engine.params.rows import gather_rows, sharded_axes
 

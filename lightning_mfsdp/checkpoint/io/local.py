@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import override
 
-from lightning_mfsdp.checkpoint.location import COPY_AHEAD_BYTES, META_FILE, Location, Reader, Writer
-from lightning_mfsdp.checkpoint.unpickling import is_trusted
+from lightning_mfsdp.checkpoint.io.location import COPY_AHEAD_BYTES, META_FILE, Location, Reader, Writer
+from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
 
 __all__ = ["LocalLocation", "exchange", "part_of", "put_in_place", "remove"]
 

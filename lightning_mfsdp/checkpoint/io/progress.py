@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, WriteItem
 from typing_extensions import override
 
-from lightning_mfsdp.checkpoint.unpickling import load_trusting
+from lightning_mfsdp.checkpoint.io.unpickling import load_trusting
 
 __all__ = ["CountingFile", "CountingReads", "LoadPlanner", "Progress", "SavePlanner", "bytes_to_write"]
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_mfsdp.checkpoint.location import Location
-from lightning_mfsdp.checkpoint.rows import RowShard
-from lightning_mfsdp.checkpoint.sharded import ParameterIndex, paths_of, plain_name
+from lightning_mfsdp.checkpoint.io.location import Location
+from lightning_mfsdp.checkpoint.state.rows import RowShard
+from lightning_mfsdp.checkpoint.state.sharded import ParameterIndex, paths_of, plain_name
 from lightning_mfsdp.engine.params.sharded_tensor import Rows
 
 __all__ = [

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_mfsdp.checkpoint.location import Location
-from lightning_mfsdp.checkpoint.opening import read_rows
-from lightning_mfsdp.checkpoint.rows import RowShard
-from lightning_mfsdp.checkpoint.sharded import ParameterIndex, paths_of, plain_name
+from lightning_mfsdp.checkpoint.io.location import Location
+from lightning_mfsdp.checkpoint.io.opening import read_rows
+from lightning_mfsdp.checkpoint.state.rows import RowShard
+from lightning_mfsdp.checkpoint.state.sharded import ParameterIndex, paths_of, plain_name
 from lightning_mfsdp.engine import ParameterView
 from lightning_mfsdp.engine.features.offload.resting_state import empty_at_rest, put_to_rest
 from lightning_mfsdp.engine.params.group import owner_of

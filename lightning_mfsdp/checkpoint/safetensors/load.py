@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mfsdp.checkpoint.ranks import on_all_ranks
-from lightning_mfsdp.checkpoint.safetensors_files import Progress, StoredTensor, open_file, stored_tensors
-from lightning_mfsdp.checkpoint.sharded import ParameterIndex, check_names, check_restored, plain_name, tied_names
+from lightning_mfsdp.checkpoint.io.ranks import on_all_ranks
+from lightning_mfsdp.checkpoint.safetensors.files import Progress, StoredTensor, open_file, stored_tensors
+from lightning_mfsdp.checkpoint.state.sharded import ParameterIndex, check_names, check_restored, plain_name, tied_names
 from lightning_mfsdp.engine import ShardingError, refresh_weights
 
 __all__ = ["load_safetensors"]

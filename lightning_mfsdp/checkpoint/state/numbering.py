@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mfsdp.checkpoint.stored import (
+from lightning_mfsdp.checkpoint.io.stored import (
     CheckpointError,
     is_tensor,
 )

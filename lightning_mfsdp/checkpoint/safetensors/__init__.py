@@ -1,0 +1,1 @@
+"""Folders of safetensors files, as Hugging Face writes and reads them."""

@@ -1,0 +1,1 @@
+"""What is done with checkpoints outside of training: look, check, convert."""
