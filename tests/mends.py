@@ -44,11 +44,11 @@ MENDS = (
     Mend("1", "runtime/functions.py", "    unit.enter(shows=False)\n", "    unit.enter()\n"),
     Mend(
         "1 in forward",
-        "params/group.py",
+        "params/weights.py",
         "self._take_over(index) if takes_over else entry.forget_writes()",
         "entry.forget_writes()",
     ),
-    Mend("2", "params/reduction.py", "        if self._behind is None:\n            return\n", "        return\n"),
+    Mend("2", "params/gradients.py", "        if self._behind is None:\n            return\n", "        return\n"),
     Mend(
         "4",
         "runtime/reduction_schedule.py",
@@ -65,7 +65,7 @@ MENDS = (
     Mend("11a", "runtime/context.py", "        self.reductions.take_over(before.reductions, unit.groups)\n", ""),
     Mend(
         "11b",
-        "params/reduction.py",
+        "params/gradients.py",
         "            if local.grad is not face and (",
         "            if local.numel() and local.grad is not face and (",
     ),

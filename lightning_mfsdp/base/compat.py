@@ -116,9 +116,8 @@ def is_composite(operator: OpOverload) -> bool:
     return bool(operator.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
 
 
-def backward_task() -> int:
-    """Identity of the backward now running in this thread, or -1 (torch 2.11 to 2.13: `_current_graph_task_id`)."""
-    return torch._C._current_graph_task_id()
+# Identity of the backward now running in this thread, or -1 (torch 2.11 to 2.13). Asked several times for each unit, so not wrapped.
+backward_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:

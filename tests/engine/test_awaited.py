@@ -193,7 +193,7 @@ def any_graphs_of_units_that_run_twice_are_reduced_once(rank, world):
                     msg=lambda m, c=case: f"{c}: {m}",
                 )
             assert not any(
-                group.gathered
+                group.weights.present
                 for unit in context(model).units
                 for group in unit.groups
                 if world > 1 and sharding == "optim_grads_params"

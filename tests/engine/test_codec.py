@@ -322,8 +322,8 @@ def memory_is_that_of_the_raw_data(rank, world):
         for unit in units(model)[1:]:
             (quantized,) = [group for group in unit_groups(model, unit.name) if group.spec.codec is not None]
             whole = sharding != STRATEGIES[3]
-            assert quantized.held_bytes == planes * numel // (1 if whole else world)
-            assert quantized.client.size_bytes == planes * numel
+            assert quantized.weights.extra_bytes == planes * numel // (1 if whole else world)
+            assert quantized.weights.client.size_bytes == planes * numel
             assert quantized.main.size_bytes == 4 * numel // (1 if sharding == STRATEGIES[0] else world)
             for entry in quantized.entries:
                 assert entry.full._initial is None

@@ -91,7 +91,7 @@ class Observer:
     def axis_of(self, group: dist.ProcessGroup) -> str:
         """The name of the axis that a process group talks over. On GPUs reductions have groups of their own, from the first forward on."""
         groups = [group for unit in self.context.units for group in unit.groups]
-        axes = [axis for one in groups for axis in (one.shard_axis, one.outer_axis) if axis is not None]
+        axes = [axis for one in groups for axis in (one.axes.shard, one.axes.outer) if axis is not None]
         (name,) = {axis.name for axis in (*axes, *self.context.mesh.axes) if group in (axis.group, axis.reduce_group)}
         return name
 
@@ -106,7 +106,7 @@ class Observer:
     def watching(self) -> Iterator[Counts]:
         """Inside, count; leaves with the context's own counters checked against what was seen."""
         self.counts = Counter()
-        gathers, reductions = self.context.gathers_started, self.context.reductions.started
+        gathers, reductions = self.context.lane.started, self.context.reductions.started
         with Dispatched() as dispatched, self._wrapped():
             yield self.counts
         assert dispatched.calls == self.counts.total()
@@ -122,7 +122,7 @@ class Observer:
             }
             if axis == "shard" or "shard" not in both:
                 seen[operation == "gather", unit] += number
-        assert self.context.gathers_started - gathers == sum(n for (is_gather, _), n in seen.items() if is_gather)
+        assert self.context.lane.started - gathers == sum(n for (is_gather, _), n in seen.items() if is_gather)
         assert self.context.reductions.started - reductions == sum(
             n for (is_gather, _), n in seen.items() if not is_gather
         )
@@ -352,9 +352,9 @@ def a_lookup_is_not_gathered_for_its_backward(rank, world):
         optimizer = adamw(model)
         gathers = 0
         for _ in range(3):
-            before = context(model).gathers_started
+            before = context(model).lane.started
             model(torch.tensor([[rank, 5, 7]])).square().mean().backward()
-            gathers = context(model).gathers_started - before
+            gathers = context(model).lane.started - before
             optimizer.step()
             optimizer.zero_grad()
         # Forward: table, linear, head (if tied, the table's group again). Backward: linear; the head stays from forward.

@@ -29,7 +29,7 @@ from lightning_mfsdp.engine import (
 )
 from lightning_mfsdp.engine.memory.buffer import FlatBuffer
 from lightning_mfsdp.engine.memory.storage import Slot
-from lightning_mfsdp.engine.params.gradient_writes import DirectWrites
+from lightning_mfsdp.engine.params.gradients import DirectWrites
 from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, inputs, loss_of, sharded_chain

@@ -28,16 +28,16 @@ def a_step_of_one_optimizer_gathers_again_what_it_holds(rank, world):
             for optimizer in (for_units, for_root, for_root, for_units):
                 loss_of(model, inputs(0, rank)).backward()
                 optimizer.step()
-                before = context(model).gathers_started
+                before = context(model).lane.started
                 with torch.no_grad():
                     model(inputs(1, rank))
-                started.append(context(model).gathers_started - before)
+                started.append(context(model).lane.started - before)
             assert started == [4, 1, 1, 4], (sharding, policy)
             context(model).weights_changed()
-            before = context(model).gathers_started
+            before = context(model).lane.started
             with torch.no_grad():
                 model(inputs(1, rank))
-            assert context(model).gathers_started - before == 5, "written by somebody else"
+            assert context(model).lane.started - before == 5, "written by somebody else"
 
 
 def two_optimizers_train_like_plain_pytorch(rank, world):

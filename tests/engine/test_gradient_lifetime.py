@@ -24,8 +24,7 @@ from lightning_mfsdp.engine import (
     sharded_parameters,
     unshard,
 )
-from lightning_mfsdp.engine.memory import buffer
-from lightning_mfsdp.engine.params import reduction
+from lightning_mfsdp.engine.params import gradients as reduced
 from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, plain_chain, sharded_chain, train
@@ -123,14 +122,14 @@ def a_unit_whose_call_is_hidden_is_reduced_once(rank, world):
         model = fully_shard(nn.ModuleList([layer]), sharding=sharding)
         torch.manual_seed(0)
         plain = nn.Linear(8, 8)
-        prepare, prepared = reduction.GradientReducer.prepare, []
+        prepare, prepared = reduced.Gradients.prepare, []
 
         def counted(reducer, prepare=prepare, prepared=prepared):
             prepared.append(reducer)
             return prepare(reducer)
 
         x = inputs(0)
-        with mock.patch.object(reduction.GradientReducer, "prepare", counted):
+        with mock.patch.object(reduced.Gradients, "prepare", counted):
             layer(torch.tanh(layer(x[:1]).value + x)).square().sum().backward()
         plain(torch.tanh(plain(x[:1]) + x)).square().sum().backward()
         assert len(prepared) == 1
@@ -373,7 +372,7 @@ def a_graph_ends_with_its_loss_whatever_units_return(rank, world):
             x.grad = None
             reference(x).square().sum().backward()
             torch.testing.assert_close(expected, x.grad)
-            assert not any(group.gathered for unit in context(model).units for group in unit.groups), what
+            assert not any(group.weights.present for unit in context(model).units for group in unit.groups), what
 
 
 class Began:
@@ -400,7 +399,7 @@ def units_with_several_inputs_end_when_the_last_gradient_is_there(rank, world):
             loss = one(x).square().sum()
             loss.backward(retain_graph=True)
             loss.backward()
-        assert not any(group.gathered for unit in context(model).units for group in unit.groups)
+        assert not any(group.weights.present for unit in context(model).units for group in unit.groups)
         with torch.no_grad():
             for parameter in reference.parameters():
                 dist.all_reduce(parameter.grad)
@@ -418,14 +417,14 @@ def units_with_several_inputs_end_when_the_last_gradient_is_there(rank, world):
     with unshard(model):
         expected = join.linear(left).detach()
     torch.testing.assert_close(found[0], expected)
-    assert not any(group.gathered for unit in context(model).units for group in unit.groups)
+    assert not any(group.weights.present for unit in context(model).units for group in unit.groups)
 
 
 def a_failure_while_a_bucket_is_filled_does_not_stop_later_steps(rank, world):
     model, expected = sharded_chain(), sharded_chain()
     optimizer, other = adamw(model), adamw(expected)
     with (
-        mock.patch.object(buffer, "copy_or_add", side_effect=MemoryError("made up")),
+        mock.patch.object(reduced, "copy_or_add", side_effect=MemoryError("made up")),
         pytest.raises(MemoryError, match="made up"),
     ):
         loss_of(model, inputs(0, rank).requires_grad_()).backward()

@@ -136,7 +136,7 @@ def a_sum_that_overflows_is_no_rank_s_own(rank: int, world: int) -> None:
     found = watch.check()
     assert found is not None
     assert found.parameters == ()
-    assert found.reduced_only == (context_of(model).root.name,)
+    assert found.reduced_only == (context_of(model).root().name,)
     assert "finite on every rank before the reduction" in str(found)
 
 

@@ -62,7 +62,7 @@ def persistent_buffers_have_the_size_their_strategy_says(rank, world):
         tensors = []
         for group in groups_of(model):
             reducer = context(model).reductions.known(group)
-            held_segments = group.held[0].segments if group.held else []
+            held_segments = group.weights.shards[0].segments if group.weights.shards else []
             tensors += [*group.main.segments, *held_segments, *reducer.main.segments, *reducer.exposed.segments]
         views = units(model)
         expected = sum(view.main_bytes + view.held_bytes + view.gradient_bytes for view in views)
@@ -83,7 +83,7 @@ def main_weight_is_the_held_weight_where_dtypes_match(rank, world):
         for group in groups_of(model):
             same = (
                 group.main.segments[0].untyped_storage().data_ptr()
-                == group.held[0].segments[0].untyped_storage().data_ptr()
+                == group.weights.shards[0].segments[0].untyped_storage().data_ptr()
             )
             assert same is aliased, f"{sharding} {policy}"
         # All faces of a parameter are one memory.
@@ -140,7 +140,7 @@ def peak_is_three_weights_and_two_buckets_of_a_chain(rank, world):
         model = sharded_chain(dim=DIM, layers=layers, policy=BF16)
         optimizer = adamw(model)
         train_wide(model, optimizer, 3, rank)
-        full = max(group.client.size_bytes for group in groups_of(model))
+        full = max(group.weights.client.size_bytes for group in groups_of(model))
         pool = context(model).pool
         slots = {id(client.planned): client.planned for client in pool._clients}
         assert len([slot for slot in slots.values() if slot.size_bytes > full / 2]) <= 3, layers
@@ -159,7 +159,7 @@ def peak_without_slots_is_no_higher(rank, world):
     model = sharded_chain(dim=DIM, layers=8, storage="dynamic")
     optimizer = adamw(model)
     train_wide(model, optimizer, 2, rank)
-    full = max(group.client.size_bytes for group in groups_of(model))
+    full = max(group.weights.client.size_bytes for group in groups_of(model))
     pool, seen = context(model).pool, []
     for layer in model.layers:
         layer.register_forward_hook(lambda *_: seen.append(pool.allocated_bytes))
@@ -176,7 +176,7 @@ def frozen_units_are_given_back_after_forward(rank, world):
     model = sharded_chain(layers=6)
     model.layers[:4].requires_grad_(False)
     optimizer, live = adamw(model), []
-    model.wrap = lambda layer, x: (live.append(sum(unit_of(one).live for one in model.layers)), layer(x))[1]
+    model.wrap = lambda layer, x: (live.append(sum(unit_of(one).uses_weights for one in model.layers)), layer(x))[1]
     train(model, optimizer, range(3), rank)
     assert max(live) <= 1, live
 
@@ -185,7 +185,7 @@ def flat_memory(model: nn.Module) -> list[weakref.ref]:
     """Weak references to the units' flat storages and everything the engine hangs on a model."""
     found = [weakref.ref(model), weakref.ref(context(model))]
     for group in groups_of(model):
-        buffers = [group.main, *group.held]
+        buffers = [group.main, *group.weights.shards]
         found += [weakref.ref(group), *(weakref.ref(buffer) for buffer in buffers)]
         found += [weakref.ref(segment.untyped_storage()) for buffer in buffers for segment in buffer.segments]
         reducer = context(model).reductions.known(group)
@@ -242,7 +242,9 @@ def an_optimizer_keeps_its_rows_and_nothing_else(rank, world):
         train(model, optimizer, range(3), rank)
         watched = [weakref.ref(model), weakref.ref(context(model))]
         watched += [weakref.ref(group) for group in groups_of(model)]
-        watched += [weakref.ref(s.untyped_storage()) for group in groups_of(model) for s in group.held[0].segments]
+        watched += [
+            weakref.ref(s.untyped_storage()) for group in groups_of(model) for s in group.weights.shards[0].segments
+        ]
         watched += [weakref.ref(client.planned.memory.untyped_storage()) for client in context(model).pool._clients]
         assert all(reference() is not None for reference in watched)
         del model

@@ -513,9 +513,9 @@ def the_compute_shard_is_its_own_memory(rank, world):
         model = sharded_chain(sharding=sharding, policy=policy, offload="optimizer")
         for unit in context_of(model).units:
             for group in unit.groups:
-                held = group.held[0].segments[0].untyped_storage().data_ptr()
+                held = group.weights.shards[0].segments[0].untyped_storage().data_ptr()
                 assert held != group.main.segments[0].untyped_storage().data_ptr(), sharding
-                assert group.held_bytes == group.held[0].size_bytes
+                assert group.weights.extra_bytes == group.weights.shards[0].size_bytes
 
 
 # -- state from elsewhere ----------------------------------------------------------------------------------------------

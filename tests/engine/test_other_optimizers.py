@@ -380,7 +380,7 @@ def what_no_optimizer_wrote_is_not_gathered_again(rank, world):
                     loss_of(model, inputs(3 * step + microbatch, rank)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            counts.append(context(model).gathers_started)
+            counts.append(context(model).lane.started)
         assert counts[0] == counts[1], (sharding, counts)
 
 

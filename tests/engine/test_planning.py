@@ -36,9 +36,9 @@ def trained_with(spare, rank, steps=6, **options):
     losses: list[torch.Tensor] = []
     with mock.patch.object(planning, "spare_bytes", return_value=spare):
         for step in range(steps):
-            before = context(model).gathers_started
+            before = context(model).lane.started
             losses += train(model, optimizer, [step], rank)
-            gathers.append(context(model).gathers_started - before)
+            gathers.append(context(model).lane.started - before)
     return model, losses, gathers
 
 
@@ -61,7 +61,7 @@ def validation_gives_everything_back(rank, world):
     model, _, _ = trained_with(10**9, rank)
     with torch.no_grad():
         model(inputs(3, rank))
-    assert not any(group.gathered for unit in context(model).units for group in unit.groups)
+    assert not any(group.weights.present for unit in context(model).units for group in unit.groups)
     loss_of(model, inputs(4, rank)).backward()
 
 

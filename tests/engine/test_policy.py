@@ -28,7 +28,7 @@ from lightning_mfsdp.engine import (
     units,
     unshard,
 )
-from lightning_mfsdp.engine.params.reduction import GradientReducer
+from lightning_mfsdp.engine.params.gradients import Gradients
 from tests.engine.cases import Problems, device_type, run_cases
 from tests.engine.int8_codec import Int8Codec, parameter_of
 
@@ -432,17 +432,17 @@ def label(item: object) -> str:
 
 def direct_gradients(rank: int, world: int) -> None:
     """True: weights of linear layers never have a `.grad` of their own in backward; False: they do. More in test_direct.py."""
-    take = GradientReducer._take
+    take = Gradients._take
     for direct in (True, False):
         model = sharded(MixedPrecisionPolicy(direct_weight_gradients=direct))
         seen: list[int] = []
 
-        def taken(reducer: GradientReducer, seen: list[int] = seen) -> list[Tensor | None]:
+        def taken(reducer: Gradients, seen: list[int] = seen) -> list[Tensor | None]:
             grads = take(reducer)
             seen.extend(grad.dim() for grad in grads if grad is not None)
             return grads
 
-        with mock.patch.object(GradientReducer, "_take", taken):
+        with mock.patch.object(Gradients, "_take", taken):
             model(inputs().chunk(world)[rank]).square().mean().backward()
         assert (2 in seen) is not direct, seen
         assert all(view.grad is not None for view in sharded_parameters(model) if view.local.numel())

@@ -71,7 +71,7 @@ def run(model, rank, steps=4, microbatches=1) -> Tensor:
             losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-        assert all(not unit_of(layer).live for layer in model.layers), "given back after backward"
+        assert all(not unit_of(layer).uses_weights for layer in model.layers), "given back after backward"
     return torch.stack(losses)
 
 
@@ -109,7 +109,7 @@ def a_call_that_nobody_uses_does_not_mislead_recomputation(rank, world):
         model.layers[0](inputs(8, rank).requires_grad_())
         loss.backward()
         found.append([view.grad.clone() for view in sharded_parameters(model) if view.grad is not None])
-        assert not any(group.gathered for unit in context(model).units for group in unit.groups)
+        assert not any(group.weights.present for unit in context(model).units for group in unit.groups)
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 

@@ -108,7 +108,8 @@ HOT = (
         "engine/features/offload/visit",
     ),
     *("engine/memory/buffer", "engine/memory/storage", "engine/optimizer/adopt", "engine/optimizer/norm"),
-    *("engine/params/group", "engine/params/reduction", "engine/runtime/context", "engine/runtime/unit"),
+    *("engine/params/group", "engine/params/gradients", "engine/params/weights"),
+    *("engine/runtime/call", "engine/runtime/context", "engine/runtime/reduction_schedule", "engine/runtime/unit"),
 )
 
 

@@ -53,13 +53,13 @@ def a_unit_that_returns_its_input_is_given_back_in_time(rank: int, world: int) -
     fully_shard(model)
     seen, gathers = [], []
     for step in range(2):
-        before = context_of(model).gathers_started
+        before = context_of(model).lane.started
         x = inputs(step, rank).requires_grad_()
-        x.register_hook(lambda _: seen.append(unit.groups[0].gathered))
+        x.register_hook(lambda _: seen.append(unit.groups[0].weights.present))
         # Not through the root: its weights would be part of the count.
         x, y = model[0](x * 1.0)
         (x + y).sum().backward()
-        gathers.append(context_of(model).gathers_started - before)
+        gathers.append(context_of(model).lane.started - before)
     # For forward and for backward; then it is known to end the forward, so that its weights stay.
     assert gathers == [2, 1]
     assert seen == [False, False]
@@ -94,7 +94,7 @@ def the_next_gather_starts_before_its_unit_runs(rank: int, world: int) -> None:
 
     def watch(layer: nn.Module, x: Tensor) -> Tensor:
         groups = [group for unit in context_of(model).units for group in unit.groups][:3]
-        seen.append([group.gathered for group in groups])
+        seen.append([group.weights.present for group in groups])
         return layer(x)
 
     model.wrap = watch

@@ -48,7 +48,7 @@ def in_series(length: int = 2, layers: int = 4, **options) -> Chain:
 
 
 def shown_full(model: Chain) -> list[bool]:
-    return [unit_of(layer).live for layer in model.layers]
+    return [unit_of(layer).uses_weights for layer in model.layers]
 
 
 def the_numbers_are_those_of_single_units(rank, world):
@@ -73,10 +73,10 @@ def collectives_are_issued_once_for_each_series(rank, world):
     model = in_series(2, layers=6)
     optimizer = adamw(model)
     train(model, optimizer, range(3), rank)
-    before = context(model).gathers_started, context(model).reductions.started
+    before = context(model).lane.started, context(model).reductions.started
     train(model, optimizer, [3], rank)
     # Three series and the root forward; the root and the last series keep their weights for backward.
-    assert context(model).gathers_started - before[0] == 4 + 2
+    assert context(model).lane.started - before[0] == 4 + 2
     assert context(model).reductions.started - before[1] == 4
 
 

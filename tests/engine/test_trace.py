@@ -48,14 +48,14 @@ def uneven_steps(rank: int, world_size: int) -> dict[str, Any]:
     for case in CASES:
         model = sharded(case)
         for moment in ("before", "after"):
-            outputs, gathers = [], context(model).gathers_started
+            outputs, gathers = [], context(model).lane.started
             with torch.no_grad():
                 for number in range(1 if rank == 0 else STEPS):
                     with traced_step(model) as trace, gather_root(model):
                         outputs.append(step(model, inputs(number, rank)))
                 for _ in range(STEPS - len(outputs)):
                     trace.repeat()
-            found[f"{case} {moment}"] = outputs, context(model).gathers_started - gathers
+            found[f"{case} {moment}"] = outputs, context(model).lane.started - gathers
             train(model, adamw(model), range(2), rank)
     return found
 

@@ -323,8 +323,8 @@ def transposes_go_unless_kept(rank: int, world: int) -> None:
         groups = [group for unit in context_of(model).units for group in unit.groups if group.spec.codec is not None]
         assert len(groups) == 3
         for group in groups:
-            assert group.client.size_bytes == 4 * DIM * DIM
-            assert group.held_bytes == 4 * DIM * DIM // world
+            assert group.weights.client.size_bytes == 4 * DIM * DIM
+            assert group.weights.extra_bytes == 4 * DIM * DIM // world
             for entry in group.entries:
                 kept = getattr(entry.full, "_transpose", None) is not None
                 kept = kept or getattr(entry.full, "_columnwise_data", None) is not None

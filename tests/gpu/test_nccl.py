@@ -121,15 +121,15 @@ def a_model_that_is_dropped_writes_nothing_any_more(rank, world):
         dist.barrier()
         with torch.cuda.stream(context.streams.gather):
             torch.cuda._sleep(1_000_000_000)  # cycles, about half a second
-        gathers, groups = context.gathers_started, [group for unit in context.units for group in unit.groups]
-        memory = [segment for group in groups for plane in group.held for segment in plane.segments]
+        gathers, groups = context.lane.started, [group for unit in context.units for group in unit.groups]
+        memory = [segment for group in groups for plane in group.weights.shards for segment in plane.segments]
         memory += [group.slot.memory for group in groups if group.slot is not None]
         sizes = [tensor.untyped_storage().size() for tensor in memory]
         context.weights_changed()
         context.refresh()
         if sharding == "optim_grads_params":
             context.gather(groups[1])  # in advance, and nobody will ask for it
-        assert context.gathers_started > gathers
+        assert context.lane.started > gathers
         del model, context, groups, memory
         gc.collect()
         others = [torch.full((size,), 7, dtype=torch.uint8, device="cuda") for size in sizes for _ in range(2)]

@@ -215,7 +215,7 @@ def copies_wait_for_one_another(rank: int, world: int) -> None:
         scratch = [torch.full((ROWS, DIM), float("nan"), device="cuda", dtype=torch.bfloat16) for _ in range(12)]
         assert_same(found, expected, "offload")
         scratch.clear()
-    assert not any(group.gathered for unit in context_of(model).units for group in unit.groups)
+    assert not any(group.weights.present for unit in context_of(model).units for group in unit.groups)
 
 
 def inputs_on_the_host_lie_as_they_lay(rank: int, world: int) -> None:

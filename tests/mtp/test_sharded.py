@@ -133,11 +133,11 @@ def gathers(model: Model, rank: int) -> list[tuple[int, int]]:
     """In forward and in backward, of two steps once the order is known."""
     context, found = context_of(model), []
     for step in range(4):
-        before = context.gathers_started
+        before = context.lane.started
         loss = model.loss(*batch(rank + 2 * step))
-        between = context.gathers_started
+        between = context.lane.started
         loss.backward()
-        found.append((between - before, context.gathers_started - between))
+        found.append((between - before, context.lane.started - between))
     return found[2:]
 
 

@@ -88,14 +88,14 @@ def heads_are_gathered_once_in_forward_and_once_in_backward(rank, world):
         optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.3))
         counts, context = [], context_of(model)
         for step in range(3):
-            gathers = context.gathers_started
+            gathers = context.lane.started
             with Dispatched() as dispatched:
                 loss = model(*batch(rank + world * step))
-            in_forward, calls = context.gathers_started - gathers, dispatched.calls
+            in_forward, calls = context.lane.started - gathers, dispatched.calls
             reductions = context.reductions.started
             with Dispatched() as dispatched:
                 loss.backward()
-            in_backward = context.gathers_started - gathers - in_forward
+            in_backward = context.lane.started - gathers - in_forward
             counts.append(
                 (in_forward, calls, in_backward, dispatched.calls - (context.reductions.started - reductions))
             )

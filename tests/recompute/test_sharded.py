@@ -60,7 +60,7 @@ def train(model: Stack, rank: int, steps: int = 2, microbatches: int = 1) -> tor
             losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-        assert not any(unit_of(layer).live for layer in model.layers), "given back after backward"
+        assert not any(unit_of(layer).uses_weights for layer in model.layers), "given back after backward"
     return torch.stack(losses)
 
 
@@ -82,16 +82,16 @@ def a_unit_is_gathered_once_in_forward_and_once_in_backward(rank, world):
         model = sharded(config)
         train(model, rank, steps=2)
         shared = context(model)
-        before = shared.gathers_started
+        before = shared.lane.started
         loss = loss_of(model, batch(7, rank))
-        in_forward = shared.gathers_started - before
+        in_forward = shared.lane.started - before
         assert in_forward == 5, f"{name}: {in_forward} gathers in forward"
         reduced = shared.reductions.started
         loss.backward()
-        in_backward = shared.gathers_started - before - in_forward
+        in_backward = shared.lane.started - before - in_forward
         assert in_backward == 3, f"{name}: {in_backward} gathers in backward"
         assert shared.reductions.started - reduced == 5, name
-        assert not any(group.gathered for unit in shared.units for group in unit.groups), f"{name}: given back"
+        assert not any(group.weights.present for unit in shared.units for group in unit.groups), f"{name}: given back"
 
 
 def units_of_several_layers(rank, world):
@@ -102,9 +102,9 @@ def units_of_several_layers(rank, world):
         model = sharded(config, together=2)
         assert torch.equal(train(model, rank), losses), name
         assert_same_weights(model, plain, name)
-        before = context(model).gathers_started
+        before = context(model).lane.started
         loss_of(model, batch(7, rank)).backward()
-        assert context(model).gathers_started - before == 3 + 1, f"{name}: {context(model).gathers_started - before}"
+        assert context(model).lane.started - before == 3 + 1, f"{name}: {context(model).lane.started - before}"
 
 
 def weights_are_there_from_forward_on_where_they_stay(rank, world):
@@ -112,9 +112,9 @@ def weights_are_there_from_forward_on_where_they_stay(rank, world):
     losses = train(plain, rank)
     model = sharded(Recompute(num_layers=2), reshard_after_forward=False)
     assert torch.equal(train(model, rank), losses)
-    before = context(model).gathers_started
+    before = context(model).lane.started
     loss_of(model, batch(7, rank)).backward()
-    assert context(model).gathers_started - before == 5
+    assert context(model).lane.started - before == 5
 
 
 def two_forwards_before_a_backward_and_lost_forwards(rank, world):
@@ -178,9 +178,9 @@ def a_region_with_units_inside(rank, world):
         fully_shard(model)
         losses = train(model, rank)
         assert config is None or not any(region_of(layer).stops_early for layer in model.layers)
-        before = context(model).gathers_started
+        before = context(model).lane.started
         loss_of(model, batch(7, rank)).backward()
-        gathers = context(model).gathers_started - before
+        gathers = context(model).lane.started - before
         if config is None:
             expected, expected_gathers = losses, gathers
         assert torch.equal(losses, expected)
@@ -278,9 +278,9 @@ def a_mesh_of_two_axes(rank, world):
 def counts_of_a_step(model: Stack, rank: int) -> tuple[int, int]:
     """Gathers and reductions."""
     shared = context(model)
-    gathers, reductions = shared.gathers_started, shared.reductions.started
+    gathers, reductions = shared.lane.started, shared.reductions.started
     loss_of(model, batch(7, rank)).backward()
-    return shared.gathers_started - gathers, shared.reductions.started - reductions
+    return shared.lane.started - gathers, shared.reductions.started - reductions
 
 
 def names_in_checkpoints_are_those_of_the_plain_model(rank, world):

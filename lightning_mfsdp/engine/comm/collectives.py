@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
 
-__all__ = ["PARTS", "Axis", "Mesh", "axis_of", "broadcast_from_first", "resolve_mesh"]
+__all__ = ["PARTS", "Axes", "Axis", "Mesh", "axis_of", "broadcast_from_first", "resolve_mesh"]
 
 PARTS = "expert"  # the name of the axis of parts
 
@@ -116,6 +116,19 @@ class Axis:
         for source in sources:
             source.mul_(factor)
         return dist.ReduceOp.SUM
+
+
+@dataclass(eq=False)
+class Axes:
+    """The mesh axes of a group. They are replaced by ones with communicators of their own when the first backward begins.
+
+    Attributes:
+        shard: Along which parameters are sharded.
+        outer: Along which they are replicated, or the main weight is sharded once more; `None` without one.
+    """
+
+    shard: Axis
+    outer: Axis | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ class Ranges:
 
     Attributes:
         enabled: Whether new ones are recorded; those that are open end in any case.
+        open: Those that another hook ends.
         collectives: How many were begun.
         told: Why another rank could not go on; empty if none has said so.
     """
@@ -31,7 +32,7 @@ class Ranges:
         self.enabled = False
         self.collectives = 0
         self._latest = ("", "")
-        self._open: dict[tuple[str, str], list[record_function]] = {}
+        self.open: dict[tuple[str, str], list[record_function]] = {}
         self._around: list[record_function] = []
 
     @property
@@ -72,21 +73,21 @@ class Ranges:
         if self.enabled:
             opened = record_function(f"mfsdp {what} {name}")
             opened.__enter__()  # type: ignore[no-untyped-call]
-            self._open.setdefault((what, name), []).append(opened)
+            self.open.setdefault((what, name), []).append(opened)
 
     def end(self, what: str, name: str) -> None:
         """End the range that was opened last under these names, if there is one."""
-        if self._open and (opened := self._open.get((what, name))):
+        if self.open and (opened := self.open.get((what, name))):
             opened.pop().__exit__(None, None, None)
 
     def end_all(self, what: str) -> None:
         """End those that nothing else ended: a backward whose inputs need no gradient, or one that raised."""
-        if self._open:
-            for key in [key for key in self._open if key[0] == what]:
-                while self._open[key]:
+        if self.open:
+            for key in [key for key in self.open if key[0] == what]:
+                while self.open[key]:
                     self.end(*key)
 
     @property
     def num_open(self) -> int:
         """How many have begun and not ended."""
-        return sum(map(len, self._open.values()))
+        return sum(map(len, self.open.values()))

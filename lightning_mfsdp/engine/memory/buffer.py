@@ -11,16 +11,15 @@ A buffer holds the same shards of every segment, one segment after the other. A 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine.layout.layout import Layout
 from lightning_mfsdp.engine.memory.storage import Slot
 
-__all__ = ["Filling", "FlatBuffer", "accumulate_segments", "buffer_numel", "copy_or_add", "transient"]
+__all__ = ["FlatBuffer", "buffer_numel", "transient"]
 
 _SMALL_GAPS = 1 << 16
 
@@ -36,6 +35,8 @@ class FlatBuffer:
     Attributes:
         layout: Where each tensor lies.
         extent: Which shards this buffer holds, `0 <= extent.start < extent.stop <= layout.num_shards`.
+        dtype: Of its elements.
+        zeros_for_gaps: By dtype, see `make_zeros_for_gaps`.
         segments: One 1-D tensor `[len(extent) * shard_numel]` per segment of the layout.
     """
 
@@ -43,9 +44,8 @@ class FlatBuffer:
         self.layout = layout
         self.extent = extent
         self.segments = list(segments)
-        self._views: list[Tensor] | None = None
-        self._gaps: list[Tensor] | None = None
-        self._zeros: list[Tensor] | None = None
+        self.dtype = self.segments[0].dtype
+        self.zeros_for_gaps: dict[torch.dtype, list[Tensor]] = {}
         self._parts: dict[range, FlatBuffer] = {}
 
     @classmethod
@@ -67,11 +67,6 @@ class FlatBuffer:
     def empty(cls, layout: Layout, extent: range, dtype: torch.dtype, device: torch.device) -> FlatBuffer:
         """A buffer of its own that the caller fills at once."""
         return cls.over(layout, extent, torch.empty(buffer_numel(layout, extent), dtype=dtype, device=device))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Element type."""
-        return self.segments[0].dtype
 
     @property
     def size_bytes(self) -> int:
@@ -104,105 +99,28 @@ class FlatBuffer:
             return piece.view(shape)
         return piece.view(-1, *shape[1:]) if stop > start else piece.view(0, *shape[1:])
 
+    @cached_property
     def views(self) -> list[Tensor]:
-        """`view` of every tensor of the layout, in its order; made once."""
-        if self._views is None:
-            with torch.inference_mode(False):
-                self._views = [self.view(tensor) for tensor in range(len(self.layout.shapes))]
-        return self._views
+        """`view` of every tensor of the layout, in its order."""
+        with torch.inference_mode(False):
+            return [self.view(tensor) for tensor in range(len(self.layout.shapes))]
 
-    def zeros_for_gaps(self, dtype: torch.dtype) -> list[Tensor]:
-        """What to copy into the gaps along with other copies, which is cheaper than a launch for them; empty where they are large."""
-        if self._zeros is None or (self._zeros and self._zeros[0].dtype is not dtype):
-            gaps = self.gaps()
-            small = sum(gap.numel() for gap in gaps) <= _SMALL_GAPS
-            with torch.inference_mode(False):
-                self._zeros = [torch.zeros_like(gap, dtype=dtype) for gap in gaps] if small else []
-        return self._zeros
-
+    @cached_property
     def gaps(self) -> list[Tensor]:
-        """The cells that belong to no tensor; made once."""
-        if self._gaps is None:
-            self._gaps = [
-                self.segments[index][start:stop]
-                for index in range(len(self.segments))
-                for start, stop in self.layout.gaps(index, self.extent.start, self.extent.stop)
-            ]
-        return self._gaps
+        """The cells that belong to no tensor."""
+        return [
+            self.segments[index][start:stop]
+            for index in range(len(self.segments))
+            for start, stop in self.layout.gaps(index, self.extent.start, self.extent.stop)
+        ]
 
-
-class Filling(NamedTuple):
-    """Gradients on their way into the buffer they are reduced in.
-
-    Kept until the reduction is done: the allocator knows nothing of the reduce stream.
-
-    Attributes:
-        grads: One for each parameter, full shapes, where there is one.
-        unreduced: Those of earlier microbatches, full size.
-        target: Full size, in the communication dtype.
-        written: Which gradients are in the target already.
-    """
-
-    grads: list[Tensor | None]
-    unreduced: FlatBuffer | None
-    target: FlatBuffer
-    written: frozenset[int] = frozenset()
-
-    def filled(self) -> FlatBuffer:
-        """Bring everything into the target, ready to be reduced.
-
-        Parameters without a gradient count as zero, and so do gaps: every cell is defined. The copies run beside the rest of the
-        backward, which is busy with matrix products and leaves memory bandwidth.
-        """
-        if self.unreduced is None:
-            copy_or_add(self.target, self.grads, overwrite=True, written=self.written)
-            return self.target
-        copy_or_add(self.unreduced, self.grads, overwrite=False)
-        if self.target is not self.unreduced:
-            compat.foreach_copy_(self.target.segments, self.unreduced.segments)
-        return self.target
-
-
-def copy_or_add(
-    target: FlatBuffer, grads: Sequence[Tensor | None], *, overwrite: bool, written: frozenset[int] = frozenset()
-) -> None:
-    """Copy or add gradients (full shapes, any float dtype) to a full-size buffer; overwriting defines every cell.
-
-    Args:
-        target: Full size.
-        grads: One for each tensor of the layout.
-        overwrite: What `target` holds does not count, except
-        written: tensors that are there already.
-    """
-    views = target.views()
-    if overwrite and written:
-        there = [(view, grad) for index, (view, grad) in enumerate(zip(views, grads, strict=True)) if index in written]
-        if late := [(view, grad) for view, grad in there if grad is not None]:
-            compat.foreach_add_([view for view, _ in late], [grad for _, grad in late])
-        views = [view for index, view in enumerate(views) if index not in written]
-        grads = [grad for index, grad in enumerate(grads) if index not in written]
-    targets = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
-    sources = [grad for grad in grads if grad is not None]
-    if not overwrite:
-        if sources:
-            compat.foreach_add_(targets, sources)
-        return
-    gaps = target.gaps()
-    if gaps and sources and len(sources) == len(views):
-        zeros = target.zeros_for_gaps(sources[0].dtype)
-        if zeros:
-            targets, sources, gaps = targets + gaps, sources + zeros, []
-    undefined = gaps + [view for view, grad in zip(views, grads, strict=True) if grad is None]
-    if undefined:
-        compat.foreach_zero_(undefined)
-    if sources:
-        compat.foreach_copy_(targets, sources)
-
-
-def accumulate_segments(target: FlatBuffer, addend: FlatBuffer) -> None:
-    """Add a buffer of the same extent, keeping the target's dtype."""
-    for total, piece in zip(target.segments, addend.segments, strict=True):
-        total.add_(piece)
+    def make_zeros_for_gaps(self, dtype: torch.dtype) -> list[Tensor]:
+        """What to copy into the gaps along with other copies, which is cheaper than a launch for them; empty where they are large."""
+        small = sum(gap.numel() for gap in self.gaps) <= _SMALL_GAPS
+        with torch.inference_mode(False):
+            made = [torch.zeros_like(gap, dtype=dtype) for gap in self.gaps] if small else []
+        self.zeros_for_gaps = {dtype: made}
+        return made
 
 
 def transient(layout: Layout, extent: range, dtype: torch.dtype, device: torch.device) -> tuple[Slot, FlatBuffer]:
@@ -210,7 +128,6 @@ def transient(layout: Layout, extent: range, dtype: torch.dtype, device: torch.d
     memory = Slot(buffer_numel(layout, extent) * dtype.itemsize, device, fixed=False)
     with torch.inference_mode(False):
         buffer = FlatBuffer.over(layout, extent, memory.memory.view(dtype))
-        buffer.views()
-        buffer.gaps()
+        _ = buffer.views, buffer.gaps
     memory.discard()
     return memory, buffer

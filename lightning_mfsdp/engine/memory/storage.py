@@ -6,7 +6,7 @@ clients that never do share a fixed slot from then on. Addresses do not change, 
 weights, and what is reserved is what is used.
 
 Gradients are not planned: they exist only from backward to the optimizer's step, when activations are on their way out, so
-they live in memory of the caching allocator that activations have just left (see reduction.py).
+they live in memory of the caching allocator that activations have just left (see gradients.py).
 
 The plan is a preference, not a script: nothing replays a recorded sequence. Whoever finds its fixed slot taken (a
 validation pass, a skipped layer, a second forward) holds its own slot instead; if that was a training step, the next plan
@@ -40,6 +40,7 @@ class Slot:
     Attributes:
         size_bytes: Room in it.
         fixed: Planned and shared (memory stays), or private (memory only while it is needed).
+        holder: Who holds it, not kept alive by it: a `Client.reference`.
         released: After the last use of the memory; whoever writes next waits for it.
         is_there: There is memory at the moment. Nothing but the slot's own methods changes that.
     """
@@ -47,21 +48,16 @@ class Slot:
     def __init__(self, size_bytes: int, device: torch.device, *, fixed: bool, memory: Tensor | None = None) -> None:
         self.size_bytes = size_bytes
         self.fixed = fixed
-        self._holder: weakref.ref[Client] | None = None
+        self.holder: weakref.ref[Client] | None = None
         self.released: Event = None
         self._device = device
         self._memory = memory
         self._storage = None if memory is None else memory.untyped_storage()
         self.is_there = memory is not None
 
-    @property
-    def holder(self) -> Client | None:
-        """Who holds the slot; not kept alive by it."""
-        return self._holder() if self._holder is not None else None
-
-    @holder.setter
-    def holder(self, client: Client | None) -> None:
-        self._holder = None if client is None else weakref.ref(client)
+    def is_free_for(self, client: Client) -> bool:
+        """Whether nobody else holds it."""
+        return self.holder is None or self.holder is client.reference or self.holder() is None
 
     @property
     def memory(self) -> Tensor:
@@ -97,7 +93,7 @@ class Slot:
         """No longer fixed. Saved tensors may still point here: their gather brings the memory back."""
         if self._storage is not None and self._storage.resizable():
             self.fixed = False
-            if self.holder is None:
+            if self.holder is None or self.holder() is None:
                 self.discard()
 
     def discard(self) -> None:
@@ -118,6 +114,7 @@ class Client:
             whether it did.
         planned: Its fixed slot, if there is a plan.
         is_alone: It shares that with nobody.
+        reference: To itself, for who must not keep it.
     """
 
     name: str
@@ -127,6 +124,10 @@ class Client:
     private: Slot = field(init=False)
     planned: Slot | None = field(init=False, default=None)
     is_alone: bool = field(init=False, default=False)
+    reference: weakref.ref[Client] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reference = weakref.ref(self)
 
 
 class SlotPool:
@@ -186,19 +187,20 @@ class SlotPool:
             EngineStateError: `needed` is in use by somebody else.
         """
         slot = needed or (client.private if apart else client.planned) or client.private
-        if self._aside.get(slot) is client:
-            slot.holder = client  # its own weights, set aside
-        if slot.holder is not None and slot.holder is not client and not slot.holder.evict():
+        if self._aside and self._aside.get(slot) is client:
+            slot.holder = client.reference  # its own weights, set aside
+        if slot.holder is not None and not slot.is_free_for(client) and (other := slot.holder()) and not other.evict():
             if needed is not None:
                 raise EngineStateError(
-                    f"{client.name}: its backward needs the memory its forward used, but {slot.holder.name} holds it. "
+                    f"{client.name}: its backward needs the memory its forward used, but {other.name} holds it. "
                     "This step runs units together that ran one after another when the slots were planned; pass "
                     'storage="dynamic" to fully_shard'
                 )
             slot = client.private
-        slot.holder = client
+        slot.holder = client.reference
         client.slot = slot
-        slot.materialize()
+        if not slot.is_there:
+            slot.materialize()
         self._held[client] = None
         if self.pooled and training:
             self._meet(client)
@@ -222,7 +224,8 @@ class SlotPool:
         slot.holder = None
         slot.released = event
         self._last_release = event
-        slot.discard()
+        if not slot.fixed:
+            slot.discard()
         self._held.pop(client, None)
 
     def set_aside(self, client: Client, event: Event) -> None:
@@ -230,14 +233,14 @@ class SlotPool:
         slot = client.slot
         self._held.pop(client, None)
         self._aside[slot] = client
-        slot.holder = self._keeper
+        slot.holder = self._keeper.reference
         slot.released = self._last_release = event
 
     def end_backward(self) -> None:
         """What was set aside is free again."""
         while self._aside:
             slot, _ = self._aside.popitem()
-            if slot.holder is self._keeper:
+            if slot.holder is self._keeper.reference:
                 slot.holder = None
                 slot.discard()
 

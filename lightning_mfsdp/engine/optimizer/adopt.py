@@ -26,11 +26,11 @@ from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.optimizer.driver import OptimizerDriver, OptimizerSupport
 from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.optimizer.state import refuse_left_behind, show_state, take_state
-from lightning_mfsdp.engine.params.group import ParameterGroup, owner_of
+from lightning_mfsdp.engine.params.group import ParameterGroup, Root, owner_of
 from lightning_mfsdp.engine.params.parameter import Entry, outdate_graphs
 from lightning_mfsdp.engine.params.rows import sharded_axes
 from lightning_mfsdp.engine.params.stepping import call_closure
-from lightning_mfsdp.engine.runtime.context import Context, context_of_group
+from lightning_mfsdp.engine.runtime.context import context_of_group
 from lightning_mfsdp.engine.runtime.conversion import refuse_moved
 
 __all__ = ["ELEMENTWISE_OPTIMIZERS", "adopt_optimizer"]
@@ -121,9 +121,7 @@ class _ShardedStep:
             self._take_over(optimizer)
         for reference, _ in self._groups:
             group = reference()
-            if (
-                group is None or (context := context_of_group(group)) is None or context.root is None
-            ):  # gone, or plain again
+            if group is None or (root := group.root()) is None or root.root() is None:  # gone, or plain again
                 refuse_left_behind(optimizer, "step")
             elif group.moved:
                 refuse_moved([group], f"{type(optimizer).__name__}.step")
@@ -148,7 +146,7 @@ class _ShardedStep:
         """Whether rows that are watched were written since this was last asked, or held weights refreshed."""
         if not self._is_watched:
             return False
-        written = [group.note_writes() for reference, _ in self._groups if (group := reference()) is not None]
+        written = [group.weights.note_writes() for reference, _ in self._groups if (group := reference()) is not None]
         return any(written)
 
     def _refreshing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -214,16 +212,16 @@ def _is_whole(group: ParameterGroup) -> bool:
 
 def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:
     """What an optimizer holds was stepped: these groups are out of date, and graphs that saved what had a gradient are, too."""
-    by_context: dict[Context, list[ParameterGroup]] = {}
+    by_root: dict[Root, list[ParameterGroup]] = {}
     written: list[Entry] = []
     for group, indices in stepped:
         entries = group.entries
         written += [entry for index in indices if (entry := entries[index]).local.grad is not None]
-        if (context := context_of_group(group)) is not None:
-            by_context.setdefault(context, []).append(group)
+        if (root := group.root()) is not None:
+            by_root.setdefault(root, []).append(group)
     outdate_graphs(written)
-    for context, groups in by_context.items():
-        context.optimizer_stepped(groups)
+    for root, groups in by_root.items():
+        root.optimizer_stepped(groups)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
-from lightning_mfsdp.engine.comm.collectives import Axis, Mesh
+from lightning_mfsdp.engine.comm.collectives import Axes, Mesh
 from lightning_mfsdp.engine.layout.layout import Layout
 from lightning_mfsdp.engine.layout.placement import Placement
 from lightning_mfsdp.engine.params.group_spec import GroupSpec
@@ -63,8 +63,7 @@ class ManagedGroup(Protocol):
     layout: Layout
     mesh: Mesh
     placement: Placement
-    shard_axis: Axis
-    outer_axis: Axis | None
+    axes: Axes
     main_extent: range
     device: torch.device
     spec: GroupSpec

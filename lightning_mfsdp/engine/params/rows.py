@@ -33,9 +33,9 @@ def sharded_axes(group: ManagedGroup) -> tuple[Axis, ...]:
     """The mesh axes along which ranks hold different rows of a group's main weights."""
     axes = []
     if group.placement.main:
-        axes.append(group.shard_axis)
-    if group.placement.outer_main and group.outer_axis is not None:
-        axes.append(group.outer_axis)
+        axes.append(group.axes.shard)
+    if group.placement.outer_main and group.axes.outer is not None:
+        axes.append(group.axes.outer)
     if group.mesh.parts is not None:
         axes.append(group.mesh.parts)
     return tuple(axes)
@@ -46,9 +46,9 @@ def holders(group: ManagedGroup) -> tuple[dist.ProcessGroup | None, list[int]]:
 
     The first call for a group that is split over both axes of a mesh is collective: it may make a process group.
     """
-    placement, mesh, outer = group.placement, group.mesh, group.outer_axis
+    placement, mesh, outer = group.placement, group.mesh, group.axes.outer
     if not placement.outer_main or outer is None:
-        return (group.shard_axis.group, list(range(group.shard_axis.size))) if placement.main else (None, [0])
+        return (group.axes.shard.group, list(range(group.axes.shard.size))) if placement.main else (None, [0])
     if not placement.main:
         return outer.group, list(range(outer.size))
     both = group.over_both_axes()
@@ -75,7 +75,7 @@ def gather_rows(group: ManagedGroup, index: int, rows: Tensor) -> Tensor:
     piece = rows.new_zeros(max(counts))
     name = group.entries[index].name
     piece[: rows.numel()].copy_(rows.flatten())
-    for axis, split in ((group.outer_axis, group.placement.outer_main), (group.shard_axis, group.placement.main)):
+    for axis, split in ((group.axes.outer, group.placement.outer_main), (group.axes.shard, group.placement.main)):
         if split and axis is not None:
             gathered = piece.new_empty(axis.size * piece.numel())
             with group.around_gather(name):

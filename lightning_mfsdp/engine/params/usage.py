@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mfsdp.base.streams import Streams
-from lightning_mfsdp.engine.params.reduction import GradientReducer
+from lightning_mfsdp.engine.params.gradients import Gradients
 
 __all__ = ["Usage"]
 
@@ -34,13 +34,13 @@ class Usage:
         self._streams = streams
         self._ones: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
 
-    def settle(self, reducers: Sequence[GradientReducer]) -> None:
+    def settle(self, reducers: Sequence[Gradients]) -> None:
         """Exchange what was used, and show the gradients of what was used somewhere. Collective.
 
         Args:
             reducers: What was reduced, in an order that all ranks share.
         """
-        by_ranks: dict[tuple[dist.ProcessGroup, ...], list[GradientReducer]] = {}
+        by_ranks: dict[tuple[dist.ProcessGroup, ...], list[Gradients]] = {}
         for reducer in reducers:
             by_ranks.setdefault(reducer.group.mesh.process_groups, []).append(reducer)
         for key, members in by_ranks.items():
@@ -50,7 +50,7 @@ class Usage:
                 else:
                     self._answer(key, members)
 
-    def _answer(self, key: tuple[dist.ProcessGroup, ...], members: list[GradientReducer]) -> None:
+    def _answer(self, key: tuple[dist.ProcessGroup, ...], members: list[Gradients]) -> None:
         """Say that everything was used here."""
         numel = sum(len(reducer.faces) for reducer in members)
         ones = self._ones.get(key)
@@ -58,7 +58,7 @@ class Usage:
             ones = self._ones[key] = torch.ones(numel, dtype=torch.uint8, device=members[0].group.device)
         _maximum(ones, members[0])  # which leaves ones
 
-    def _ask(self, members: list[GradientReducer]) -> None:
+    def _ask(self, members: list[Gradients]) -> None:
         """Say what was not used here, and wait for what others say."""
         used = [int(index not in one.undecided) for one in members for index in range(len(one.faces))]
         device = members[0].group.device
@@ -73,8 +73,8 @@ class Usage:
             used = used[len(reducer.faces) :]
 
 
-def _maximum(used: Tensor, one: GradientReducer) -> None:
+def _maximum(used: Tensor, one: Gradients) -> None:
     """Over all ranks that have the parameters of a group."""
-    for axis in (one.group.shard_axis, one.group.outer_axis):
+    for axis in (one.group.axes.shard, one.group.axes.outer):
         if axis is not None and axis.size > 1:
             dist.all_reduce(used, op=dist.ReduceOp.MAX, group=axis.reduce_group or axis.group)

@@ -14,16 +14,17 @@ import torch
 from torch import nn
 
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.base.streams import Event, Streams
+from lightning_mfsdp.base.streams import Streams
 from lightning_mfsdp.engine.comm.collectives import Mesh
 from lightning_mfsdp.engine.comm.communicators import Channels
 from lightning_mfsdp.engine.comm.gather_order import GatherOrder
 from lightning_mfsdp.engine.comm.ranges import Ranges
-from lightning_mfsdp.engine.memory.storage import Slot, SlotPool
+from lightning_mfsdp.engine.memory.storage import SlotPool
 from lightning_mfsdp.engine.params.codec import quantize_all
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.parameter import Entry
-from lightning_mfsdp.engine.runtime.hooked_unit import Run
+from lightning_mfsdp.engine.params.weights import GatherLane
+from lightning_mfsdp.engine.runtime.call import Run
 from lightning_mfsdp.engine.runtime.planning import MemoryPlanner
 from lightning_mfsdp.engine.runtime.reduction_schedule import ReductionSchedule
 from lightning_mfsdp.engine.runtime.unit import Unit
@@ -37,9 +38,10 @@ class Context:
     Attributes:
         reductions: Of gradients.
         order: Of gathers, which ranks have to share.
-        weights_ready: After the last write to a main or held weight; `None` once the gather stream has waited for it.
-        ranges: Names for what happens, for a profiler.
-        gathers_started: Collectives issued for weights so far, for inspection.
+        lane: Of all-gathers.
+        root: The outermost unit, while it is there.
+        needs_refresh: Main weights were written since `refresh`.
+        last_of_forward: The unit that ended the forward before the last backward: that needs it first.
         ignored: Parameters that were to be left as they are, by identity.
         keeps_graph: The backward that runs, or ran last, leaves its graph for another one.
         shown_averages: That stand in for main weights at the moment (ema.py).
@@ -55,6 +57,7 @@ class Context:
         self.order = GatherOrder.over(mesh.shard, device)
         self.ranges = Ranges(self.order.told)
         self.pool = SlotPool(device, pooled=pooled)
+        self.lane = GatherLane(streams=self.streams, pool=self.pool, order=self.order, ranges=self.ranges)
         self.channels = Channels(device, symmetric=symmetric)
         self._planner = MemoryPlanner(self.pool, self.channels, mesh, device)
         self.reductions = ReductionSchedule(self.streams, self.ranges, self.order, zeros_unused=zeros_unused)
@@ -64,18 +67,16 @@ class Context:
         self.shown_averages: weakref.WeakSet[object] = weakref.WeakSet()
         self._uncovered: list[weakref.ref[Entry]] = []
         self._known_units = -1  # for which `_uncovered` holds
-        self.weights_ready: Event = None
-        self.gathers_started = 0
         self.trace: list[Callable[[], object]] | None = None
         self.backwards_finished = 0
         self._has_stepped = False
-        self._root: Callable[[], Unit | None] = weakref.ref(root)
+        self.root: Callable[[], Unit | None] = weakref.ref(root)
         self._units: list[weakref.ref[Unit]] = []
         self._num_groups = 0
-        self._weights_changed = True
+        self.needs_refresh = True
         self._first_of_pass: weakref.ref[Unit] | None = None
         self._last_forward: weakref.ref[Unit] | None = None
-        self._ends_forward: weakref.ref[Unit] | None = None
+        self.last_of_forward: Callable[[], Unit | None] | None = None
         self._last_backward: weakref.ref[Unit] | None = None
         self._series: Run | None = None
         self._in_backward = self.keeps_graph = False
@@ -83,11 +84,6 @@ class Context:
         self._at_end: weakref.ref[Callable[[], None]] | None = None
 
     # -- units ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def root(self) -> Unit | None:
-        """The outermost unit."""
-        return self._root()
 
     @property
     def units(self) -> list[Unit]:
@@ -124,7 +120,7 @@ class Context:
     def end(self) -> None:
         """The root is sharded no more."""
         self._units.clear()
-        self._root = lambda: None
+        self.root = lambda: None
 
     def take_over(self, unit: Unit) -> None:
         """Keep what is known about optimizers and gradients in the context of a unit that moves into this one."""
@@ -139,47 +135,46 @@ class Context:
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def weights_changed(self, groups: Iterable[ParameterGroup] | None = None) -> None:
-        """Main weights (of all groups, or these) were written by somebody: held weights are refreshed before the next gather."""
-        self._weights_changed = True
+        """Main weights (of all groups, or these) were written by somebody: compute shards are refreshed before the next all-gather."""
+        self.needs_refresh = True
         for group in groups if groups is not None else (group for unit in self.units for group in unit.groups):
-            group.outdated = group.written_elsewhere = True
+            group.weights.outdate(by_optimizer=False)
 
     def refresh(self) -> None:
-        """Bring held weights up to date with main weights, all groups that changed in one launch (or call of a codec).
+        """Bring compute shards up to date with main weights, all groups that changed in one launch (or call of a codec).
 
-        Full weights that a unit shows at the moment (manual optimization, a forward without backward) are filled again.
+        Unsharded weights that a unit uses at the moment (manual optimization, a forward without backward) are filled again.
         """
-        if not self._weights_changed:
+        if not self.needs_refresh:
             return
-        self._weights_changed = False
+        self.needs_refresh = False
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        changed = [group for unit in self.units for group in unit.groups if group.outdated]
+        changed = [group for unit in self.units for group in unit.groups if group.weights.outdated]
         for group in changed:
-            pair = group.cast_pairs(stepped_only=not group.written_elsewhere)
-            targets += pair[0]
-            sources += pair[1]
-            group.outdated = group.written_elsewhere = False
-            group.stale = True
+            weights = group.weights
+            copies = weights.updates()
+            targets += copies[0]
+            sources += copies[1]
             if self._watched_groups:
-                group.forget_writes()
-            if group.gathered and group.placement.weight and not (group.installed or group.users_live):
-                group.release()
+                weights.forget_writes()
+            if weights.is_sharded and not (weights.registered or weights.leases):
+                weights.reshard()
         if targets:
             with torch.no_grad():
                 compat.foreach_copy_(targets, sources)
         quantize_all(
-            (codec, self.channels.sharing_rows(group.mesh, group.placement), group.fragments())
+            (codec, self.channels.sharing_rows(group.mesh, group.placement), group.weights.fragments())
             for group in changed
             if (codec := group.spec.codec) is not None
         )
-        self.weights_ready = self.streams.record()
+        self.lane.weights_ready = self.streams.record()
         self._gather_whole_weights()
         for unit in self.units:
-            if unit.live:
+            if unit.uses_weights:
                 for group in unit.all_groups:
-                    if group.placement.weight and group in changed:
-                        self._refill(group)
+                    if group.weights.is_sharded and group in changed:
+                        group.weights.refill()
 
     def _gather_whole_weights(self) -> None:
         """Weights that stay whole are gathered once after a change, all of them now, in an order that all ranks share.
@@ -189,34 +184,16 @@ class Context:
         """
         for unit in reversed(self.units_in_backward_order):
             for group in unit.groups:
-                if group.stale and not group.placement.weight:
-                    self._refill(group)
-
-    def _refill(self, group: ParameterGroup) -> None:
-        with self.ranges.around("gather", group.name):
-            self.gathers_started += group.refill(self.weights_ready)
-
-    def gather(
-        self,
-        group: ParameterGroup,
-        needed: Slot | None = None,
-        *,
-        apart: bool = False,
-        for_backward: bool = False,
-    ) -> None:
-        """Start a group's gather; see `ParameterGroup.start_gather`."""
-        with self.ranges.around("gather", group.name):
-            if group.start_gather(self.weights_ready, needed, apart=apart, for_backward=for_backward):
-                self.gathers_started += 1
-                self.weights_ready = None
+                if group.weights.stale and not group.weights.is_sharded:
+                    group.weights.refill()
 
     def optimizer_stepped(self, groups: Iterable[ParameterGroup]) -> None:
         """An optimizer wrote main weights of some groups; code may read them at once."""
         self._first_of_pass = self._last_forward = None  # also after a forward whose backward never came
         self.order.stepped()
-        self._has_stepped = self._weights_changed = True
+        self._has_stepped = self.needs_refresh = True
         for group in groups:
-            group.outdated = True
+            group.weights.outdate(by_optimizer=True)
         self.refresh_shown()
 
     def refresh_shown(self) -> None:
@@ -240,7 +217,7 @@ class Context:
     def note_writes(self) -> None:
         """See what was written to local rows that are watched."""
         groups = [group for reference in self._watched_groups if (group := reference()) is not None]
-        written = [group.note_writes() and not group.outdated for group in groups]
+        written = [group.weights.note_writes() and not group.weights.outdated for group in groups]
         if any(written):
             self.weights_changed(groups)  # all of them, since a rank without rows of one may not have written to it
 
@@ -258,6 +235,8 @@ class Context:
 
     def note_forward(self, unit: Unit) -> None:
         """A unit's forward begins outside any backward: learn what follows what."""
+        if self._series is not None:
+            self.interrupt()
         if self._in_backward:
             self.recover()
         last = self._last_forward() if self._last_forward is not None else None
@@ -288,10 +267,6 @@ class Context:
         if self._series is not None and not self._series.busy:
             self._series.stop()
 
-    def keeps_after_forward(self, unit: Unit) -> bool:
-        """Whether a unit's weights stay between forward and backward: the root's, and those that backward needs first."""
-        return unit is self.root or (self._ends_forward is not None and self._ends_forward() is unit)
-
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
@@ -306,7 +281,7 @@ class Context:
         end = self._end_backward
         self._at_end = self._watched(end)
         compat.on_backward_end(end)
-        self._ends_forward = self._last_forward
+        self.last_of_forward = self._last_forward
         self.reductions.is_idle = not self._trains()
         if not (self.reductions.is_idle or self.reductions.begin()):
             first = self._first_of_pass() if self._first_of_pass is not None else None
@@ -336,10 +311,10 @@ class Context:
         """Modules may read weights in their backward. Those of units that no call of its own brings are shown now, until the end."""
         for unit in self.units:
             unit.show_for_hidden_calls()
-            if not unit.awaited.calls and (unit.live or unit.step_slots is not None):
-                # What was released since its step goes where autograd saved it; what stayed is there.
-                unit.start_gather(None if unit.live else unit.step_slots, for_backward=True)
-                unit.install()
+            if not unit.awaited.calls and (unit.uses_weights or unit.step_slots is not None):
+                # What was resharded since its step goes where autograd saved it; what stayed is there.
+                unit.unshard(None if unit.uses_weights else unit.step_slots, for_backward=True)
+                unit.use()
 
     def _watched(self, end: Callable[[], None]) -> weakref.ref[Callable[[], None]]:
         """A reference to what a backward calls at its end. If it goes without having been called, the backward raised."""
@@ -374,8 +349,9 @@ class Context:
         """Where calls queue on a device, reductions and gathers of all groups get communicators of their own."""
         for unit in self.units:
             for group in unit.groups:
-                group.shard_axis = self.channels.separate(group.shard_axis)
-                group.outer_axis = self.channels.separate(group.outer_axis) if group.outer_axis else None
+                axes = group.axes
+                axes.shard = self.channels.separate(axes.shard)
+                axes.outer = self.channels.separate(axes.outer) if axes.outer else None
 
     def _end_backward(self) -> None:
         """After the last node of a backward: reduce what is missing, join the streams, be at rest."""
@@ -392,9 +368,12 @@ class Context:
         """Nobody holds weights, nobody waits."""
         self.ranges.end_all("backward")
         self.pool.end_backward()
-        for unit in self.units:
+        units = self.units
+        for unit in units:
+            unit.awaited.end_backward(self.backwards_finished, keeps_graph=self.keeps_graph)
+        for unit in units:
             unit.rest(keeps_graph=self.keeps_graph)
-        if (root := self.root) is not None and root.pinned:
+        if (root := self.root()) is not None and root.pinned:
             root.use_borrowed()
         self.backwards_finished += 1
         self._in_backward = False
@@ -404,11 +383,11 @@ class Context:
 
     def forget_events(self) -> None:
         """Forget what work waits for, at rest and after a synchronisation: events do not cross the border of a CUDA graph."""
-        self.weights_ready = None
+        self.lane.weights_ready = None
         self.pool.forget_events()
         for unit in self.units:
             for group in unit.groups:
-                group.forget_events()
+                group.weights.forget_event()
         self.reductions.forget_events()
         self.reductions.close()
 
@@ -428,4 +407,4 @@ def context_of_unit(unit: Unit) -> Context:
 
 def context_of_group(group: ParameterGroup) -> Context | None:
     """What the units of a group's root share; `None` once the root is gone."""
-    return cast("Context | None", group.context)
+    return cast("Context | None", group.root())

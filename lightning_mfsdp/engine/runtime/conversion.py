@@ -219,7 +219,7 @@ def _check_whole_roots(module: nn.Module, found: list[Unit]) -> None:
     around = [owner_of_group(owner[0]) if owner is not None else None for owner in owners]
     if not (found or around):
         raise ShardingError(f"unshard_model: nothing in {name} is sharded; expected what fully_shard was called on")
-    if any(unit is None or unit.context.root not in found for unit in (*found, *around)):
+    if any(unit is None or unit.context.root() not in found for unit in (*found, *around)):
         raise ShardingError(
             f"unshard_model: {name} is part of a sharded module, which holds some of its weights; expected the root that was sharded "
             "last, or a module around it, and while it is alive"
@@ -246,7 +246,7 @@ def _brought_to_rest(units: list[Unit]) -> list[Context]:
         if context.in_backward:
             context.recover()  # from one that raised
     for unit in units:
-        unit.release()
+        unit.reshard()
     return contexts
 
 

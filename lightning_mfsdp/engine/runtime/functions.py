@@ -71,7 +71,7 @@ def unshard(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
     tables = {id(child._parameters) for child in module.modules()}
     wanted: dict[ParameterGroup, list[int]] = {}
     for unit in units_in(module):
-        unit.release()
+        unit.reshard()
         unit.context.note_writes()
         for group in unit.all_groups:
             inside = [any(id(table) in tables for table, _ in entry.sites) for entry in group.entries]
@@ -95,7 +95,7 @@ def unshard(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
                         group.write(index, own_part(parameter.detach(), group.mesh))
                 entry.resting = entry.sharded
                 entry.install(
-                    entry.full if group.installed else entry.sharded
+                    entry.full if group.weights.registered else entry.sharded
                 )  # a forward inside may wait for its backward
         if writeback:
             refresh_weights(module)
@@ -122,11 +122,11 @@ def _gathered(group: ParameterGroup, indices: list[int]) -> list[Tensor]:
     full = FlatBuffer.empty(group.layout, group.full_extent, group.spec.main_dtype, group.device)
     for own, piece in zip(full.part(group.main_extent).segments, group.main.segments, strict=True):
         own.copy_(piece)
-    if group.placement.outer_main and group.outer_axis is not None:
-        group.outer_axis.gather(full.part(group.inner_extent).segments, full.part(group.main_extent).segments)
+    if group.placement.outer_main and group.axes.outer is not None:
+        group.axes.outer.gather(full.part(group.inner_extent).segments, full.part(group.main_extent).segments)
     if group.placement.main:
-        group.shard_axis.gather(full.segments, full.part(group.inner_extent).segments)
-    return [join_parts(view, group.mesh) for view in full.views()]
+        group.axes.shard.gather(full.segments, full.part(group.inner_extent).segments)
+    return [join_parts(view, group.mesh) for view in full.views]
 
 
 @contextmanager
@@ -151,9 +151,9 @@ def gather_root(module: nn.Module) -> Iterator[None]:
         raise
     unit.pinned = False
     if torch.is_grad_enabled():
-        unit.step_slots = [group.slot for group in unit.all_groups]
+        unit.step_slots = [weights.buffer for weights in unit.weights]
     if context.backwards_finished != before:
-        unit.release()
+        unit.reshard()
     else:
         unit.leave(reshard=True)
 

@@ -155,7 +155,7 @@ class GradientWatch:
 
     def __init__(self, module: nn.Module) -> None:
         unit = unit_of(module)
-        if unit is None or unit.context.root is not unit:
+        if unit is None or unit.context.root() is not unit:
             raise ShardingError(
                 f"GradientWatch: expected the outermost module that fully_shard was called on, got {type(module).__name__}, which is "
                 f"{'not sharded' if unit is None else 'inside another one'}"

@@ -106,7 +106,7 @@ class FlatGradient:
 def collectives_begun(module: nn.Module) -> int:
     """How many gathers and reductions this rank has begun for `module`'s root: equal on ranks that have done the same; 0 if not sharded."""
     unit = unit_of(module)
-    return unit.context.ranges.collectives if unit is not None and unit.context is not None else 0
+    return unit.context.lane.ranges.collectives if unit is not None and unit.context is not None else 0
 
 
 def context_of(module: nn.Module) -> Context:
@@ -299,7 +299,7 @@ def _unit_view(unit: Unit, modules: list[nn.Module]) -> UnitView:
         num_parameters=total * (unit.groups[0].mesh.num_parts if unit.groups else 1),
         padding_fraction=(padded - total) / total if total else 0.0,
         main_bytes=sum(group.main.size_bytes for group in unit.groups),
-        held_bytes=sum(group.held_bytes for group in unit.groups),
+        held_bytes=sum(group.weights.extra_bytes for group in unit.groups),
         gradient_bytes=sum(reducer.allocated_bytes for reducer in reducers),
         full_bytes=unit.full_bytes,
         stays_gathered=not unit.reshard_after_forward and unit.full_bytes > 0,

@@ -58,14 +58,12 @@ class MemoryPlanner:
 
     def _spend_spare_memory(self, units: Sequence[Unit]) -> None:
         """Let weights of some units stay, in memory that no other unit uses. Collective."""
-        wanted = [
-            unit for unit in units if unit.may_stay and unit.full_bytes and not unit.context.keeps_after_forward(unit)
-        ]
+        wanted = [unit for unit in units if unit.may_stay and unit.full_bytes and not unit.keeps_after_forward]
         count = those_that_fit([unit.full_bytes for unit in wanted], spare_bytes(self._device, self._mesh.all_axes))
         for unit in wanted[:count]:
             unit.may_stay = unit.reshard_after_forward = False
             for group in unit.groups:
-                group.client.planned = None
+                group.weights.client.planned = None
 
     def _allocator(self, number: int, units: Sequence[Unit]) -> Callable[[int], Tensor] | None:
         """Where fixed slots come from: symmetric memory in the first steps, while all ranks plan alike.
@@ -83,7 +81,7 @@ class MemoryPlanner:
                     stacklevel=2,
                 )
             return None
-        axis = next((group.shard_axis for unit in units for group in unit.groups), self._mesh.shard)
+        axis = next((group.axes.shard for unit in units for group in unit.groups), self._mesh.shard)
         own = (self._pool.is_outdated, self._pool.described_plan())
         everyone: list[tuple[bool, list[str]]] = [own for _ in range(axis.size)]
         dist.all_gather_object(everyone, own, group=axis.group)

@@ -21,13 +21,11 @@ from lightning_mfsdp.base.streams import Event, Streams
 from lightning_mfsdp.engine.comm.collectives import Mesh
 from lightning_mfsdp.engine.comm.gather_order import REDUCTION, GatherOrder
 from lightning_mfsdp.engine.comm.ranges import Ranges
-from lightning_mfsdp.engine.memory.buffer import Filling
 from lightning_mfsdp.engine.params.gradient_hooks import has_gradient_hooks, run_gradient_hooks
-from lightning_mfsdp.engine.params.gradient_writes import DirectWrites
+from lightning_mfsdp.engine.params.gradients import DirectWrites, Filling, Gradients
 from lightning_mfsdp.engine.params.group import ParameterGroup
-from lightning_mfsdp.engine.params.reduction import GradientReducer
 from lightning_mfsdp.engine.params.usage import Usage
-from lightning_mfsdp.engine.runtime.unit import Unit
+from lightning_mfsdp.engine.runtime.unit import Unit, is_trained
 
 __all__ = ["ReductionSchedule", "Sync"]
 
@@ -45,7 +43,7 @@ class Sync(Enum):
 class _InFlight(NamedTuple):
     """A unit's reduction that was issued. Until `done`, its buckets are held and what fills them is kept from the allocator."""
 
-    reducers: list[GradientReducer]
+    reducers: list[Gradients]
     fillings: list[Filling]
     done: Event
 
@@ -78,20 +76,20 @@ class ReductionSchedule:
         self._done: set[int] = set()
         self._with_news: list[ParameterGroup] = []  # whose hooks are to run
         self._in_flight: deque[_InFlight] = deque()
-        self._reduced: dict[GradientReducer, None] = {}  # in this backward, in an order that all ranks share
+        self._reduced: dict[Gradients, None] = {}  # in this backward, in an order that all ranks share
         self._usage = Usage(streams)
-        self._reducers: weakref.WeakKeyDictionary[ParameterGroup, GradientReducer] = weakref.WeakKeyDictionary()
+        self._reducers: weakref.WeakKeyDictionary[ParameterGroup, Gradients] = weakref.WeakKeyDictionary()
         # What the last backward left unreduced, and whether the outer axis alone waits: the same on all ranks, whatever they computed.
-        self._held_back: dict[GradientReducer, bool] = {}
+        self._held_back: dict[Gradients, bool] = {}
 
-    def reducer(self, group: ParameterGroup) -> GradientReducer:
+    def reducer(self, group: ParameterGroup) -> Gradients:
         """The group's gradients; their buffers are made when the first gradient arrives."""
         known = self._reducers.get(group)
         if known is None:
-            known = self._reducers[group] = GradientReducer(group)
+            known = self._reducers[group] = Gradients(group)
         return known
 
-    def known(self, group: ParameterGroup) -> GradientReducer | None:
+    def known(self, group: ParameterGroup) -> Gradients | None:
         """The group's gradients, if there ever were any."""
         return self._reducers.get(group)
 
@@ -213,7 +211,7 @@ class ReductionSchedule:
         trained = []
         for group in groups:
             known = self._reducers.get(group)
-            if any(entry.is_trained for entry in group.entries) or (known is not None and known.frozen_since):
+            if is_trained(group) or (known is not None and known.frozen_since):
                 trained.append(group)
             else:
                 group.drop_full_gradients()
@@ -223,18 +221,18 @@ class ReductionSchedule:
         """Whether this backward communicates the group's gradients."""
         return self.sync is Sync.ALL or (self.sync is Sync.SHARD and group.placement.gradient)
 
-    def _make_room(self, reducers: list[GradientReducer]) -> None:
+    def _make_room(self, reducers: list[Gradients]) -> None:
         """Have the buckets of some reductions free, which come next on all ranks."""
         if self._gather_order.has_reductions and (group := reducers[0].group).placement.weight:
-            self._gather_order.note(group.number, group.name, REDUCTION)
+            self._gather_order.note(group.weights.number, group.name, REDUCTION)
         while len(self._in_flight) >= _MAX_BUCKETS or any(map(self._is_on_its_way, reducers)):
             self._retire()
 
-    def _is_on_its_way(self, reducer: GradientReducer) -> bool:
+    def _is_on_its_way(self, reducer: Gradients) -> bool:
         """Whether a bucket of its gradients is in flight."""
         return any(reducer in sent.reducers for sent in self._in_flight)
 
-    def _reduce(self, reducers: list[GradientReducer]) -> None:
+    def _reduce(self, reducers: list[Gradients]) -> None:
         self._make_room(reducers)
         fillings = [reducer.prepare() for reducer in reducers]
         ready, zeros_unused = self._streams.record(), self.zeros_unused or self.recordings > 0
@@ -251,7 +249,7 @@ class ReductionSchedule:
             done = self._streams.record()
         self._in_flight.append(_InFlight(reducers, fillings, done))
 
-    def _reduce_over_outer_axis(self, reducer: GradientReducer) -> None:
+    def _reduce_over_outer_axis(self, reducer: Gradients) -> None:
         """What was reduced over the shard axis and waits for the other."""
         self._make_room([reducer])
         reducer.prepare_partial()
@@ -269,7 +267,8 @@ class ReductionSchedule:
     def _retire(self) -> None:
         """Wait, on the compute stream, for the oldest reduction and give its buckets back."""
         oldest = self._in_flight.popleft()
-        self._streams.wait(oldest.done)
+        if oldest.done is not None:
+            self._streams.wait(oldest.done)
         for reducer in oldest.reducers:
             reducer.release_bucket()
 
@@ -357,8 +356,8 @@ class ReductionSchedule:
         """Whether gradients of a unit are there that nobody took; those that nobody wants are dropped."""
         found = False
         for group in unit.groups:
-            if group.has_full_gradients or self._was_written(group):
-                if any(entry.is_trained for entry in group.entries):
+            if self._is_unreduced(group):
+                if is_trained(group):
                     found = True
                 else:
                     group.drop_full_gradients()
@@ -368,9 +367,13 @@ class ReductionSchedule:
         """Whether this backward reduces the unit's gradients over ranks."""
         return any(self._reduces(group) and not self.reducer(group).is_alone for group in unit.groups)
 
-    def _was_written(self, group: ParameterGroup) -> bool:
+    def _is_unreduced(self, group: ParameterGroup) -> bool:
+        """Whether autograd, code outside of forwards or a layer left gradients that nobody took."""
+        for entry in group.entries:
+            if entry.full.grad is not None:
+                return True
         known = self._reducers.get(group)
-        return known is not None and known.writes.target is not None
+        return bool(group.gradients_outside) or (known is not None and known.writes.target is not None)
 
     def drop(self) -> None:
         """A backward raised: what it left is forgotten."""
@@ -393,7 +396,7 @@ class ReductionSchedule:
             reducer.close_main()
 
     @property
-    def reducers(self) -> list[GradientReducer]:
+    def reducers(self) -> list[Gradients]:
         """Of all groups that ever had a gradient."""
         return list(self._reducers.values())
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_mfsdp.base.containers import map_tensors
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.features.graphs.recording import Recording
-from lightning_mfsdp.engine.params.reduction import GradientReducer
+from lightning_mfsdp.engine.params.gradients import Gradients
 
 __all__ = ["CapturedStep", "capture_step"]
 
@@ -75,7 +75,7 @@ class CapturedStep(Recording):
         self._step = step
         self._replayable: torch.cuda.CUDAGraph | None = None
         self._outputs: Any = None
-        self._written: list[GradientReducer] = []
+        self._written: list[Gradients] = []
 
     @property
     def device(self) -> torch.device:

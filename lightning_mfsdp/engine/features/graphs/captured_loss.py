@@ -165,7 +165,7 @@ class CapturedLoss(Recording):
                 watch_backward(self._module, loss)
                 self._gradient = torch.ones_like(loss)
                 with self._graph(backward, forward.pool()):
-                    self._context.weights_ready = self._context.streams.record()  # takes the gather stream in
+                    self._context.lane.weights_ready = self._context.streams.record()  # takes the gather stream in
                     torch.autograd.backward(loss, self._gradient)
                 self._remember_gradients()
         except RuntimeError as error:

@@ -59,7 +59,7 @@ class Visit:
         self._main_room, self._state_room = memory[: self._main_bytes], memory[start : start + self._state_bytes]
         if group.home is not None:
             self._main = FlatBuffer.over(group.layout, group.main_extent, self._main_room.view(group.spec.main_dtype))
-            self._main.views()
+            _ = self._main.views  # made now, and not while the optimizer steps
         if self.state is not None:
             self._views = self.state.views_in(self._state_room)
 
@@ -85,7 +85,7 @@ class Visit:
             All state, where it does not fit what was brought (it is new, or some was added or removed); else nothing.
         """
         if self._main is not None:
-            self.group.cast_from(self._main)
+            self.group.weights.cast_from(self._main)
         if self.state is not None:
             self.state.keep_in(optimizer, self._views)
         found = state_of(optimizer, self.group)
@@ -112,7 +112,7 @@ class Visit:
 def _point(group: ParameterGroup, main: FlatBuffer) -> None:
     """Let the parameters that optimizers hold be views of `main`."""
     with torch.inference_mode(False), torch.no_grad():
-        for entry, view in zip(group.entries, main.views(), strict=True):
+        for entry, view in zip(group.entries, main.views, strict=True):
             entry.local.data = view
 
 

@@ -21,21 +21,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.engine.memory.buffer import Filling, FlatBuffer, accumulate_segments, copy_or_add, transient
+from lightning_mfsdp.engine.memory.buffer import FlatBuffer, transient
 from lightning_mfsdp.engine.memory.storage import Slot
-from lightning_mfsdp.engine.params.gradient_writes import DirectWrites
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.held_back import HeldBackGradient, stand_in
 
-__all__ = ["GradientReducer"]
+__all__ = ["DirectWrites", "Filling", "Gradients"]
 
 
-class GradientReducer:
+class Gradients:
     """Accumulates, reduces and exposes the gradients of one group.
 
     Attributes:
@@ -62,7 +62,7 @@ class GradientReducer:
         if self.main_dtype != exposed_dtype:
             exposed = transient(layout, group.main_extent, exposed_dtype, group.device)
             self._exposed_memory, self.exposed = exposed
-        self.faces = self.exposed.views()
+        self.faces = self.exposed.views
         self._locals = [entry.local for entry in group.entries]
         self._own_references = self._references()
         self._fresh = False
@@ -115,14 +115,14 @@ class GradientReducer:
             self._unused.update(changed)
         for buffer in (self._unreduced, self._partial):
             if buffer is not None and changed:
-                compat.foreach_zero_([buffer.views()[index] for index in changed])
+                compat.foreach_zero_([buffer.views[index] for index in changed])
 
     def zero_held_back(self, index: int) -> None:
         """Make what is held back of a parameter zeros, and what its `.grad` was before. A rank that used nothing holds nothing."""
         before = self._behind[index] if self._behind is not None else None
         for buffer in (self._unreduced, self._partial):
             if buffer is not None:
-                buffer.views()[index].zero_()
+                buffer.views[index].zero_()
         if before is not None:
             before.zero_()
 
@@ -160,7 +160,8 @@ class GradientReducer:
         """The main gradient with memory behind it; what it holds is undefined where there was none."""
         if not self.main_memory.is_there:
             self.main_memory.materialize()
-            self._exposed_memory.materialize()
+            if self._exposed_memory is not self.main_memory:
+                self._exposed_memory.materialize()
         return self.main
 
     def _open_for_this_backward(self) -> None:
@@ -187,7 +188,7 @@ class GradientReducer:
     @property
     def waits_for_outer_axis(self) -> bool:
         """Whether gradients that are reduced over the shard axis are not all there is."""
-        outer = self.group.outer_axis
+        outer = self.group.axes.outer
         return outer is not None and outer.size > 1
 
     @property
@@ -215,10 +216,12 @@ class GradientReducer:
         if not (self.is_open and self._main_is_free()):
             return
         for entry in self.group.entries:
-            entry.sharded.forget_grad_face()
+            if entry.sharded._grad_face is not None:
+                entry.sharded.forget_grad_face()
         if self._references() == self._own_references:
             self.main_memory.discard()
-            self._exposed_memory.discard()  # mostly the same slot
+            if self._exposed_memory is not self.main_memory:
+                self._exposed_memory.discard()
 
     def _take(self) -> list[Tensor | None]:
         taken: list[Tensor | None] = []
@@ -334,11 +337,11 @@ class GradientReducer:
         self._open_for_this_backward()
         self._fresh = True
         begins = not self._has_main()
-        if begins and (gaps := self.main.gaps()):
+        if begins and (gaps := self.main.gaps):
             compat.foreach_zero_(gaps)
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for entry, grad, view, face in zip(self.group.entries, grads, self.main.views(), self.faces, strict=True):
+        for entry, grad, view, face in zip(self.group.entries, grads, self.main.views, self.faces, strict=True):
             if grad is None:
                 if zeros_unused and entry.is_trained and entry.local.grad is None:
                     view.zero_()
@@ -362,7 +365,7 @@ class GradientReducer:
         Returns:
             Whether it is in the main gradient. Then `undecided` are waiting, unless unused parameters get zeros.
         """
-        shard, outer = self.group.shard_axis, self.group.outer_axis
+        shard, outer = self.group.axes.shard, self.group.axes.outer
         outer_waits = self.waits_for_outer_axis
         factor, result = self._factor, source
         if shard.size > 1:
@@ -377,7 +380,7 @@ class GradientReducer:
         return True
 
     def _over_shard_axis(self, source: FlatBuffer, *, final: bool, factor: float) -> FlatBuffer:
-        group, axis, precise = self.group, self.group.shard_axis, self.group.policy.high_precision_reduce
+        group, axis, precise = self.group, self.group.axes.shard, self.group.policy.high_precision_reduce
         if not group.placement.main:
             (axis.all_reduce_high_precision if precise else axis.all_reduce)(source.segments, factor)
             return source
@@ -393,7 +396,7 @@ class GradientReducer:
         self._to_main(self._over_outer_axis(partial, 1.0), zeros_unused)
 
     def _over_outer_axis(self, result: FlatBuffer, factor: float) -> FlatBuffer:
-        group, axis, precise = self.group, self.group.outer_axis, self.group.policy.high_precision_reduce
+        group, axis, precise = self.group, self.group.axes.outer, self.group.policy.high_precision_reduce
         assert axis is not None
         if self._partial is not None:
             accumulate_segments(self._partial, result)
@@ -481,9 +484,9 @@ class GradientReducer:
             for main, exposed in zip(self.main.segments, self.exposed.segments, strict=True):
                 # Where it is still our rounded copy, keep what was rounded; elsewhere somebody wrote into it.
                 torch.where(exposed == main.to(exposed.dtype), main, exposed.to(main.dtype), out=main)
-        if gaps := self.main.gaps():  # scaling by a NaN norm reaches them, clearing in place does not
+        if gaps := self.main.gaps:  # scaling by a NaN norm reaches them, clearing in place does not
             compat.foreach_zero_(gaps)
-        for entry, face, view in zip(self.group.entries, self.faces, self.main.views(), strict=True):
+        for entry, face, view in zip(self.group.entries, self.faces, self.main.views, strict=True):
             grad = entry.local.grad
             if grad is face:
                 continue
@@ -525,3 +528,186 @@ class GradientReducer:
         buffers = {id(buffer): buffer for buffer in (self._kept, self._unreduced, self._partial) if buffer is not None}
         others = sum(buffer.size_bytes for buffer in buffers.values() if buffer is not self.main)
         return sum(slot.allocated_bytes for slot in slots) + others
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+class Filling(NamedTuple):
+    """Gradients on their way into the buffer they are reduced in.
+
+    Kept until the reduction is done: the allocator knows nothing of the reduce stream.
+
+    Attributes:
+        grads: One for each parameter, full shapes, where there is one.
+        unreduced: Those of earlier microbatches, full size.
+        target: Full size, in the communication dtype.
+        written: Which gradients are in the target already.
+    """
+
+    grads: list[Tensor | None]
+    unreduced: FlatBuffer | None
+    target: FlatBuffer
+    written: frozenset[int] = frozenset()
+
+    def filled(self) -> FlatBuffer:
+        """Bring everything into the target, ready to be reduced.
+
+        Parameters without a gradient count as zero, and so do gaps: every cell is defined. The copies run beside the rest of the
+        backward, which is busy with matrix products and leaves memory bandwidth.
+        """
+        if self.unreduced is None:
+            copy_or_add(self.target, self.grads, overwrite=True, written=self.written)
+            return self.target
+        copy_or_add(self.unreduced, self.grads, overwrite=False)
+        if self.target is not self.unreduced:
+            compat.foreach_copy_(self.target.segments, self.unreduced.segments)
+        return self.target
+
+
+def copy_or_add(
+    target: FlatBuffer, grads: Sequence[Tensor | None], *, overwrite: bool, written: frozenset[int] = frozenset()
+) -> None:
+    """Copy or add gradients (full shapes, any float dtype) to a full-size buffer; overwriting defines every cell.
+
+    Args:
+        target: Full size.
+        grads: One for each tensor of the layout.
+        overwrite: What `target` holds does not count, except
+        written: tensors that are there already.
+    """
+    views = target.views
+    if overwrite and written:
+        there = [(view, grad) for index, (view, grad) in enumerate(zip(views, grads, strict=True)) if index in written]
+        if late := [(view, grad) for view, grad in there if grad is not None]:
+            compat.foreach_add_([view for view, _ in late], [grad for _, grad in late])
+        views = [view for index, view in enumerate(views) if index not in written]
+        grads = [grad for index, grad in enumerate(grads) if index not in written]
+    targets = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
+    sources = [grad for grad in grads if grad is not None]
+    if not overwrite:
+        if sources:
+            compat.foreach_add_(targets, sources)
+        return
+    gaps = target.gaps
+    if gaps and sources and len(sources) == len(views):
+        dtype = sources[0].dtype
+        zeros = target.zeros_for_gaps.get(dtype)
+        if zeros is None:
+            zeros = target.make_zeros_for_gaps(dtype)
+        if zeros:
+            targets, sources, gaps = targets + gaps, sources + zeros, []
+    undefined = gaps + [view for view, grad in zip(views, grads, strict=True) if grad is None]
+    if undefined:
+        compat.foreach_zero_(undefined)
+    if sources:
+        compat.foreach_copy_(targets, sources)
+
+
+def accumulate_segments(target: FlatBuffer, addend: FlatBuffer) -> None:
+    """Add a buffer of the same extent, keeping the target's dtype."""
+    for total, piece in zip(target.segments, addend.segments, strict=True):
+        total.add_(piece)
+
+
+# -- what layers write -------------------------------------------------------------------------------------------------
+
+
+class DirectWrites:
+    """What layers wrote into a full-size buffer since the last reduction.
+
+    Attributes:
+        target: The buffer; `None` if nothing was written.
+        is_new: Its other cells are undefined.
+        written: Which tensors of the layout are there.
+    """
+
+    def __init__(self) -> None:
+        self.target: FlatBuffer | None = None
+        self.is_new = False
+        self.written: set[int] = set()
+        self._aside: list[tuple[Tensor, Tensor]] = []
+
+    def begin(self, target: FlatBuffer, *, is_new: bool) -> None:
+        """Gradients go to `target` from now on; with `is_new` it holds nothing yet."""
+        self.target, self.is_new = target, is_new
+
+    def add(self, index: int, left: Tensor, right: Tensor) -> None:
+        """Write, or add, the product `left @ right` as the gradient of a tensor of the layout."""
+        assert self.target is not None, "begin() comes first"
+        view = self.target.views[index]
+        if self.is_new and index not in self.written:
+            _product_into(view, left, right)
+        else:
+            _add_product(view, left, right)
+        self.written.add(index)
+
+    def memory(self, index: int, *, overwrites: bool) -> tuple[Tensor, bool]:
+        """Where a layer is to write the gradient of a tensor of the layout, and whether that is memory beside the buffer.
+
+        What is beside it is added later, so what overwrites never meets what is there already.
+        """
+        assert self.target is not None, "begin() comes first"
+        self._add_aside()
+        view = self.target.views[index]
+        is_first = self.is_new and index not in self.written
+        self.written.add(index)
+        if overwrites and not is_first:
+            self._aside.append((view, torch.empty_like(view)))
+            return self._aside[-1][1], True
+        if is_first and not overwrites:
+            view.zero_()
+        return view, False
+
+    def pieces(self) -> dict[int, Tensor]:
+        """What was written and is not reduced yet, by tensor of the layout."""
+        if self.target is None:
+            return {}
+        self._add_aside()
+        views = self.target.views
+        return {index: views[index] for index in sorted(self.written)}
+
+    def _add_aside(self) -> None:
+        """Add what layers wrote beside the buffer since."""
+        for view, piece in self._aside:
+            view.add_(piece)
+        self._aside.clear()
+
+    def joined(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Forget the buffer; returns the gradients that autograd left along with those that layers wrote, in the buffer's memory."""
+        target = self.target
+        for index in sorted(self.end()):
+            assert target is not None, "something was written"
+            late, view = grads[index], target.views[index]
+            grads[index] = view if late is None else view.add_(late)
+        return grads
+
+    def end(self) -> frozenset[int]:
+        """Forget the buffer; returns which tensors' cells of a new one are defined."""
+        self._add_aside()
+        written = frozenset(self.written) if self.is_new else frozenset()
+        self.target, self.is_new = None, False
+        self.written.clear()
+        return written
+
+
+def _product_into(view: Tensor, left: Tensor, right: Tensor) -> None:
+    if view.dtype is left.dtype:
+        torch.mm(left, right, out=view)
+    elif _has_wide_product(view, left):
+        torch.mm(left, right, out_dtype=view.dtype, out=view)
+    else:
+        view.copy_(left @ right)
+
+
+def _add_product(view: Tensor, left: Tensor, right: Tensor) -> None:
+    if view.dtype is left.dtype:
+        view.addmm_(left, right)
+    elif _has_wide_product(view, left):
+        torch.addmm(view, left, right, out_dtype=view.dtype, out=view)
+    else:
+        view.add_(left @ right)
+
+
+def _has_wide_product(view: Tensor, left: Tensor) -> bool:
+    return view.is_cuda and view.dtype is torch.float32 and left.dtype in (torch.bfloat16, torch.float16)
