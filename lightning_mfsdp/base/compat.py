@@ -471,14 +471,11 @@ def grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return result
 
 
-def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensor by tensor in one launch, converting dtypes."""
-    torch._foreach_copy_(list(targets), list(sources))
-
-
-def foreach_add_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Add tensor by tensor in one launch where dtypes agree; the target's dtype is kept."""
-    torch._foreach_add_(list(targets), list(sources))
+_Foreach = Callable[[list[Tensor], list[Tensor]], object]
+# Copy tensor by tensor in one launch, converting dtypes. Called for each unit, so not wrapped.
+foreach_copy_: _Foreach = torch._foreach_copy_
+# Add tensor by tensor in one launch where dtypes agree; the target's dtype is kept.
+foreach_add_: _Foreach = torch._foreach_add_
 
 
 def foreach_lerp(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> list[Tensor]:

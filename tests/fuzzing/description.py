@@ -97,9 +97,9 @@ class Step:
         takes_step: Otherwise gradients go on adding up.
         zero: "optimizer none", "optimizer zero", "module none", "module zero", or "": not cleared.
         zero_at: "after" the step, "before" the first forward, or "between" that and its backward.
-        edit: Of gradients before the step: "", "in_place", "out_of_place", "data", "drop_one", "clip_norm", "clip_value" or
+        edit: Of gradients before the step: "", "in_place", "out_of_place", "data", "view", "drop_one", "clip_norm", "clip_value" or
             "torch_clip_norm".
-        write: Of weights: "", "in_place", "copy", "data", "assign_data", "load_state_dict", "unshard".
+        write: Of weights: "", "in_place", "copy", "data", "view", "assign_data", "load_state_dict", "unshard".
         write_to: "root", "blocks" or "all".
         write_at: "end": after the step; "inside": at the begin of training_step.
         state: "", "look": state_dict() is compared; "save", "restore": of the model; "optimizer": a round trip of its state;

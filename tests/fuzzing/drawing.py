@@ -26,8 +26,8 @@ AUTOMATIC_KINDS = (
     "two_forwards",
     "input_grad",
 )  # Lightning runs the one backward itself, and wants one on several ranks
-EDITS = ("in_place", "out_of_place", "data", "drop_one", "clip_norm", "clip_value", "torch_clip_norm")
-WRITES = ("in_place", "copy", "load_state_dict", "unshard", "data")
+EDITS = ("in_place", "out_of_place", "data", "drop_one", "clip_norm", "clip_value", "torch_clip_norm", "view")
+WRITES = ("in_place", "copy", "load_state_dict", "unshard", "data", "view")
 
 
 def _chance(draw: Random, percent: int) -> bool:

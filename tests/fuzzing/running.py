@@ -248,6 +248,9 @@ class Run:
                 parameter.grad = parameter.grad * 0.5
             elif step.edit == "data":
                 parameter.grad.data.mul_(0.5)
+            elif step.edit == "view":
+                with torch.enable_grad():
+                    parameter.grad.view(-1).mul_(0.5)
 
     def write(self, step: Step) -> None:
         if not step.write:
@@ -268,6 +271,9 @@ class Run:
                     parameter.copy_(parameter.detach() * FACTOR)
                 elif step.write == "data":
                     parameter.data.mul_(FACTOR)
+                elif step.write == "view":
+                    with torch.enable_grad():
+                        parameter.data.view(-1).mul_(FACTOR)
                 elif step.write == "assign_data":
                     parameter.data = parameter.data * FACTOR
 

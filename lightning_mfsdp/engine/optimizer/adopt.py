@@ -119,12 +119,17 @@ class _ShardedStep:
         """Before a step."""
         if not _is_same(self._held, _parameters(optimizer)):
             self._take_over(optimizer)
+        roots: dict[Root, None] = {}
         for reference, _ in self._groups:
             group = reference()
             if group is None or (root := group.root()) is None or root.root() is None:  # gone, or plain again
                 refuse_left_behind(optimizer, "step")
-            elif group.moved:
-                refuse_moved([group], f"{type(optimizer).__name__}.step")
+            else:
+                roots[root] = None
+                if group.moved:
+                    refuse_moved([group], f"{type(optimizer).__name__}.step")
+        for root in roots:  # a step after backwards under `no_sync` alone; what no rank used has no gradient then
+            root.reduce_held_back()
         changed = None
         for driver in self._drivers:
             changed = driver.begin(optimizer, args, kwargs) or changed

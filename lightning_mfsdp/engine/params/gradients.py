@@ -684,10 +684,12 @@ class DirectWrites:
 
     def end(self) -> frozenset[int]:
         """Forget the buffer; returns which tensors' cells of a new one are defined."""
-        self._add_aside()
+        if self._aside:
+            self._add_aside()
         written = frozenset(self.written) if self.is_new else frozenset()
         self.target, self.is_new = None, False
-        self.written.clear()
+        if self.written:
+            self.written.clear()
         return written
 
 

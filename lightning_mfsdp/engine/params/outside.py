@@ -25,6 +25,7 @@ from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.params.managed import ManagedGroup
 from lightning_mfsdp.engine.params.number import Number
 from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor
+from lightning_mfsdp.engine.params.whole_view import WholeView, in_memory_of, is_in_place
 
 __all__ = ["computes", "needs_whole", "use_whole", "write_in_whole", "writes_by_position", "writes_in_place"]
 
@@ -87,11 +88,12 @@ def computes(function: Any) -> bool:
     return not (name.startswith(("is_", "_is_", "new_")) or name.endswith("_like"))
 
 
-def writes_in_place(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a torch function writes to its first argument, a sharded tensor or a list that has some."""
-    name = getattr(function, "__name__", "")
-    is_in_place = name in _BY_POSITION or (name.endswith("_") and not name.endswith("__"))
-    return is_in_place and bool(args) and any(isinstance(one, DTensor) for one in tensors_in(args[0]))
+def writes_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a torch function writes to its first argument or to `out`, a sharded tensor or a list that has some."""
+    if not is_in_place(function, kwargs):
+        return False
+    target = kwargs["out"] if kwargs.get("out") is not None else args[:1]
+    return any(isinstance(one, DTensor) for one in tensors_in(target))
 
 
 def writes_by_position(function: Any) -> bool:
@@ -120,7 +122,7 @@ def use_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     Raises:
         EngineStateError: A gradient is wanted of a parameter of which ranks hold different parts (experts).
     """
-    shared: set[int] = set()  # memory that other weights will lie in later
+    gathered: list[tuple[PlacedTensor, Tensor]] = []
     groups: dict[int, ManagedGroup] = {}
 
     def whole(tensor: Tensor) -> Tensor:
@@ -129,21 +131,26 @@ def use_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if type(tensor) is DTensor:  # a number, made of rows
             return tensor.full_tensor()
         made, group = _whole(cast("PlacedTensor", tensor))
-        if made.is_leaf and made.requires_grad:
-            shared.add(made.untyped_storage().data_ptr())
         if group is not None:
             groups[id(group)] = group
+        gathered.append((cast("PlacedTensor", tensor), made))
         return made
 
     args, kwargs = map_tensors(whole, (args, kwargs))
     result = function(*args, **kwargs)
+    shown = [made for _, made in gathered if any(in_memory_of(one, made) for one in tensors_in(result))]
+    if any(made.is_leaf and made.requires_grad for made in shown):  # memory that other weights will lie in later
+        own = {id(made): made.clone() for made in shown}
+        gathered = [(source, own.get(id(made), made)) for source, made in gathered]
+        result = function(*map_tensors(lambda one: own.get(id(one), one), args), **kwargs)
 
     def kept(tensor: Tensor) -> Tensor:
-        if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in shared:
-            tensor = tensor.clone()
         if tensor.grad_fn is not None:
             for group in groups.values():
                 tensor.grad_fn.register_prehook(_beginning(group))
+        for source, made in gathered if shown else ():
+            if in_memory_of(tensor, made):
+                return WholeView.of(tensor, source, made.detach())
         return tensor
 
     return map_tensors(kept, result)

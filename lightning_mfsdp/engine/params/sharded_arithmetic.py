@@ -28,6 +28,7 @@ from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor
 from lightning_mfsdp.engine.params.rows_exchange import lie_alike, rows_where
 from lightning_mfsdp.engine.params.sharded_reductions import REDUCTIONS, foreach_norms, reduce_rows
 from lightning_mfsdp.engine.params.stepping import OPTIMIZER_ADVICE, stepping_optimizer
+from lightning_mfsdp.engine.params.whole_view import WholeView, in_memory_of
 
 __all__ = ["LayoutError", "assign_data", "refuse_gradient", "refuse_layout", "run"]
 
@@ -58,8 +59,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequ
     if torch.Tag.nondeterministic_seeded in func.tags:
         return _draw(func, name, args, kwargs, operands)
     first = next((operand for operand in operands if operand.is_divided), operands[0])
-    of_family = name.startswith(_ELEMENTWISE_FAMILIES) and name not in _NOT_ELEMENTWISE
-    if of_family or torch.Tag.pointwise in func.tags or name in _ELEMENTWISE:
+    if _is_elementwise(func):
         return _elementwise(func, name, args, kwargs, first)
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         return _by_dtensor(func, args, kwargs)
@@ -104,6 +104,16 @@ def assign_data(target: PlacedTensor, value: Any) -> None:
         )
     with torch.no_grad():
         run(torch.ops.aten.copy_.default, (target, value), {}, [target])
+
+
+@functools.cache
+def _is_elementwise(func: Any) -> bool:
+    """Whether an operation treats every number by itself. PyTorch tags some overloads of such a one and not its `out=`."""
+    name = func.overloadpacket.__name__
+    if name in _ELEMENTWISE or (name.startswith(_ELEMENTWISE_FAMILIES) and name not in _NOT_ELEMENTWISE):
+        return True
+    overloads = compat.overloads_of(func.overloadpacket) if "out" in func._overloadname else [func]
+    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
 
 
 # -- elementwise -------------------------------------------------------------------------------------------------------
@@ -296,9 +306,14 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands
         return _written_to(given, [key for key in _written(func) if key in given], result)
     first = operands[0]
     shown = func.overloadpacket.__name__ in _VIEWS and first.shows_weight
-    return map_tensors(
-        lambda one: _shared_out(one, first if one.shape == first.shape else None, shows_weight=shown), result
-    )
+
+    def shared_out(one: Tensor) -> Any:
+        if one.shape == first.shape:
+            return _shared_out(one, first, shows_weight=shown)
+        source = next((operand for operand in operands if in_memory_of(one, operand._local_tensor)), None)
+        return _number(one) if source is None else WholeView.of(one, source, None)
+
+    return map_tensors(shared_out, result)
 
 
 def _as_plain(tensor: Tensor) -> Tensor:

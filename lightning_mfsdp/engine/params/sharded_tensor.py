@@ -144,7 +144,7 @@ class Rows(PlacedTensor):
             return assign_data(args[0], args[1])
         kwargs = kwargs or {}
         if computes(func):
-            in_place = writes_in_place(func, args)
+            in_place = writes_in_place(func, args, kwargs)
             if in_place and writes_by_position(func):
                 return write_in_whole(func, args, kwargs)
             if not in_place and needs_whole(tensors_in((args, kwargs))):
@@ -153,7 +153,7 @@ class Rows(PlacedTensor):
             with compat.without_torch_function(), _Checked():  # type: ignore[no-untyped-call]
                 result = func(*args, **kwargs)
         except LayoutError:
-            if not torch.is_grad_enabled() or writes_in_place(func, args):
+            if not torch.is_grad_enabled() or writes_in_place(func, args, kwargs):
                 raise
             return use_whole(func, args, kwargs)  # of frozen parameters, where others would be whole as well
         if isinstance(result, Number) and result.requires_grad:

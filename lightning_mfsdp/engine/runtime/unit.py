@@ -220,7 +220,10 @@ class Unit:
     @property
     def is_trainable(self) -> bool:
         """Whether any parameter it owns wants a gradient now."""
-        return any(map(is_trained, self.groups))
+        for group in self.groups:  # noqa: SIM110 - as below
+            if is_trained(group):
+                return True
+        return False
 
     @property
     def is_done(self) -> bool:
@@ -572,7 +575,8 @@ class Unit:
         self.context.begin_backward()  # nobody may have noticed, if results were hidden
         call.ended_in = compat.backward_task()
         nothing_comes = self.awaited.ended(call)
-        self._recomputed = max(0, self._recomputed - 1)
+        if self._recomputed:
+            self._recomputed -= 1
         if call.hides and not call.is_recomputed and call.begun_in != self.context.backwards_finished:
             refuse_forgotten(self)
         if call.begun_in == self.context.backwards_finished:
