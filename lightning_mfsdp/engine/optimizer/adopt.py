@@ -128,12 +128,15 @@ class _ShardedStep:
                 roots[root] = None
                 if group.moved:
                     refuse_moved([group], f"{type(optimizer).__name__}.step")
-        for root in roots:  # a step after backwards under `no_sync` alone; what no rank used has no gradient then
-            root.reduce_held_back()
-        changed = None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        changed: Any = None
+        if closure is not None and callable(closure):
+            changed = args, kwargs = self._with_closure(self._evaluating(closure, list(roots)), args, kwargs)
+        else:
+            _reduce_held_back(roots)
         for driver in self._drivers:
             changed = driver.begin(optimizer, args, kwargs) or changed
-        return self._refreshing(args, kwargs) if changed is None else changed
+        return changed
 
     def end(self, optimizer: Optimizer, *_: Any) -> None:
         """After a step."""
@@ -154,14 +157,8 @@ class _ShardedStep:
         written = [group.weights.note_writes() for reference, _ in self._groups if (group := reference()) is not None]
         return any(written)
 
-    def _refreshing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Arguments of a step with a closure that finds what was written since it was last called (LBFGS), or since the step began (SAM).
-
-        `None` without a closure.
-        """
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
-            return None
+    def _evaluating(self, closure: Callable[..., Any], roots: Sequence[Root]) -> Callable[..., Any]:
+        """A closure that sees what was written since it was last called (LBFGS), or since the step began (SAM), and holds nothing back."""
         was_called = False
         if self._was_written():  # between the last pass and this step
             self._note_write()
@@ -171,11 +168,22 @@ class _ShardedStep:
             if self._was_written() or was_called:
                 self._note_write()
             was_called = True
-            return call_closure(closure, *given, **named)
+            result = call_closure(closure, *given, **named)
+            _reduce_held_back(roots)
+            return result
 
-        if len(args) > 1:
-            return (args[0], evaluate, *args[2:]), kwargs
-        return args, {**kwargs, "closure": evaluate}
+        return evaluate
+
+    @staticmethod
+    def _with_closure(closure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Arguments of a step with another closure."""
+        return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
+
+
+def _reduce_held_back(roots: Iterable[Root]) -> None:
+    """A step comes after backwards under `no_sync` alone. What no rank used has no gradient then. Collective, as the step is."""
+    for root in roots:
+        root.reduce_held_back()
 
 
 def _works_on_rows(optimizer: Optimizer, said: bool | None, *, known: bool) -> bool:

@@ -26,7 +26,11 @@ def stepping_optimizer() -> Optimizer | None:
 
     It looks through the frames of the stack, so it is for messages only.
     """
-    frame = inspect.currentframe()
+    this = inspect.currentframe()
+    frame = (
+        this.f_back if this is not None else None
+    )  # the variables of its own frame would hold that, and all tensors of the callers
+    del this
     while frame is not None and frame.f_code is not call_closure.__code__:
         owner = frame.f_locals.get("self")
         if frame.f_code.co_name == "step" and isinstance(owner, Optimizer):
