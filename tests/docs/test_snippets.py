@@ -88,11 +88,16 @@ def test_there_are_yaml_blocks() -> None:
     assert YAML_BLOCKS
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_between_files_lead_somewhere(page: Path) -> None:
-    targets = [target for target in LINK.findall(page.read_text()) if "://" not in target]
-    missing = [target for target in targets if not (page.parent / target).exists()]
-    assert not missing
+def test_links_between_files_lead_somewhere() -> None:
+    links = [
+        (page, target)
+        for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
+        for target in LINK.findall(page.read_text())
+        if "://" not in target
+    ]
+    assert links, "the check sees nothing"
+    missing = [f"{page.relative_to(ROOT)}: {target}" for page, target in links if not (page.parent / target).exists()]
+    assert not missing, "\n".join(missing)
 
 
 def test_the_readme_has_exactly_two_setup_commands_of_one_line() -> None:
