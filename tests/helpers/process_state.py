@@ -42,7 +42,8 @@ _WATCHED = {
 }
 _MANY_CLASSES = ("torch", "torch.cuda")  # of storages, which nobody replaces parts of
 _CHANGE_BY_THEMSELVES = {("torch", "Storage")}  # with the default dtype
-_ONCE_FOR_ALL_THREADS = {"TMonitor"}  # of tqdm: one for a process, and it does nothing
+# tqdm's, of which a process has one and which does nothing; and the engine's that ends by itself once its process group is gone.
+_HARMLESS_THREADS = {"TMonitor", "mfsdp-gathers"}
 
 
 class ProcessState:
@@ -94,7 +95,7 @@ class ProcessState:
 
     def _running(self) -> Iterator[str]:
         threads = [one for one in threading.enumerate() if one not in self._threads]
-        yield from (f"thread {one.name}" for one in threads if type(one).__name__ not in _ONCE_FOR_ALL_THREADS)
+        yield from (f"thread {one.name}" for one in threads if not {type(one).__name__, one.name} & _HARMLESS_THREADS)
         yield from (f"process {one.name}" for one in multiprocessing.active_children())
         if dist.distributed_c10d._world.pg_map:
             yield f"process groups {list(dist.distributed_c10d._world.pg_names.values())}"
