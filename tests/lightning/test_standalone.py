@@ -20,6 +20,7 @@ PACKAGE = Path(lightning_mfsdp.__file__).parent
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 
 
+@pytest.mark.nightly
 def test_a_module_trains_under_pytorch_lightning_as_under_lightning_to_the_bit(tmp_path: Path) -> None:
     if importlib.util.find_spec("pytorch_lightning") is None:
         pytest.skip("needs pytorch_lightning")
