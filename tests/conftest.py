@@ -1,20 +1,52 @@
-"""Tests marked `nightly` are left out unless MFSDP_NIGHTLY=1, and a process group that a file made ends with the file."""
+"""Tests marked `nightly` are left out unless MFSDP_NIGHTLY=1, and a process group that a file made ends with the file.
+
+Workers that share a run take the longest files first, by `durations.json`, so that they end together. `DURATIONS=some/file` writes
+such a file of the run: `.ci/run` does, and what it wrote becomes the new `tests/durations.json` when files have come or grown.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+
+# Before torch is imported. Two workers share two cores: threads of one that wait for each other would burn the time of the other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch.distributed as dist
 
+SECONDS = json.loads(Path(__file__).with_name("durations.json").read_text())
+UNKNOWN_S = 20.0  # a file that is not listed is taken for a long one
+measured: Counter[str] = Counter()
 
+
+def file_of(nodeid: str) -> str:
+    return nodeid.split("::")[0]
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: -SECONDS.get(file_of(item.nodeid), UNKNOWN_S))
     if os.environ.get("MFSDP_NIGHTLY") == "1":
         return
     for item in items:
         if item.get_closest_marker("nightly") is not None:
             item.add_marker(pytest.mark.skip(reason="runs at night: set MFSDP_NIGHTLY=1"))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    measured[file_of(report.nodeid)] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = os.environ.get("DURATIONS")
+    if path and "PYTEST_XDIST_WORKER" not in os.environ:
+        rounded = {name: round(seconds, 1) for name, seconds in measured.most_common()}
+        Path(path).write_text(json.dumps(rounded, indent=1) + "\n")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What is too long for every push. Each line can be run alone; the full product of clients takes about an hour on two cores.
-# PYTHON: which python (python3).
+# PYTHON: which python (python3). MINUTES: how long the fuzzer draws (20).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
@@ -12,6 +12,9 @@ check() {
     echo "== $name: $*"
     "$@" || failed+=("$name")
 }
+# All tests, those marked `nightly` too, with full products where a push runs rows in which every pair meets (tests/helpers/pairwise.py).
+check tests env MFSDP_NIGHTLY=1 "$python" -m pytest tests -q --no-header -n 2 --dist loadfile --no-loadscope-reorder
+check fuzzer "$python" tests/fuzz.py --minutes "${MINUTES:-20}"
 check clients env CLIENTS=all "$python" -m pytest tests/clients -q --no-header
 
 if ((${#failed[@]})); then

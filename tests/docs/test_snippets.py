@@ -57,7 +57,7 @@ def run_blocks(
     "page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.relative_to(ROOT).as_posix()
 )
 def test_the_python_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
-    run_distributed(run_blocks, 1, python_blocks(page), str(page), tmp_path)
+    run_distributed(run_blocks, 1, python_blocks(page), str(page), tmp_path, apart=True)
 
 
 # A user's script: it does not import the package, and its model has classes and names that the pages speak of.
@@ -81,18 +81,23 @@ def test_a_yaml_block_trains(block: int, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(YAML_BLOCKS[block].replace("device: cuda", "device: cpu"))
     options = ["accelerator=cpu", "devices=1", "max_steps=2", "logger=false", "enable_checkpointing=false"]
     arguments = ["fit", "--config=config.yaml", *(f"--trainer.{option}" for option in options)]
-    run_distributed(run_blocks, 1, [(1, CLI)], "cli", tmp_path, *arguments)
+    run_distributed(run_blocks, 1, [(1, CLI)], "cli", tmp_path, *arguments, apart=True)
 
 
 def test_there_are_yaml_blocks() -> None:
     assert YAML_BLOCKS
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_between_files_lead_somewhere(page: Path) -> None:
-    targets = [target for target in LINK.findall(page.read_text()) if "://" not in target]
-    missing = [target for target in targets if not (page.parent / target).exists()]
-    assert not missing
+def test_links_between_files_lead_somewhere() -> None:
+    links = [
+        (page, target)
+        for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
+        for target in LINK.findall(page.read_text())
+        if "://" not in target
+    ]
+    assert links, "the check sees nothing"
+    missing = [f"{page.relative_to(ROOT)}: {target}" for page, target in links if not (page.parent / target).exists()]
+    assert not missing, "\n".join(missing)
 
 
 def test_the_readme_has_exactly_two_setup_commands_of_one_line() -> None:

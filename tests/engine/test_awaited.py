@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import product
+from itertools import groupby, product
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from lightning_mfsdp.engine import (
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, Chain, adamw, assert_same_weights, context, inputs, loss_of, weights
 from tests.helpers.hidden import Hidden
+from tests.helpers.pairwise import in_world, pairwise
 
 WIDE_GRADIENTS = MixedPrecisionPolicy(
     compute_dtype=torch.bfloat16, main_params_dtype=torch.bfloat16, main_grads_dtype=torch.float32
@@ -170,11 +171,13 @@ UNITS = ((1, None), (2, None), (1, again), (2, again))
 
 
 def any_graphs_of_units_that_run_twice_are_reduced_once(rank, world):
-    for program, times in product(PROGRAMS, (1, 2)):
+    def possible(program, times, sharding, units):
+        return (world > 1 and times > 1) or (sharding, units[0]) == ("optim_grads_params", 2)
+
+    rows = pairwise(PROGRAMS, (1, 2), ("no_shard", "optim_grads_params"), UNITS, possible=possible)
+    for (program, times), of_program in groupby(rows, key=lambda row: row[:2]):
         expected = expected_gradients(program, world, times)
-        for sharding, (together, wrap) in product(("no_shard", "optim_grads_params"), UNITS):
-            if (world == 1 or times == 1) and (sharding, together) != ("optim_grads_params", 2):
-                continue
+        for _, _, sharding, (together, wrap) in of_program:
             case = f"{program.__name__} x{times} {sharding} {together} {wrap is again}"
             model = built(together, times, wrap, sharding=sharding)
             schedule = context(model).reductions
@@ -250,7 +253,7 @@ class Hiders(nn.Module):
 
 
 def units_that_hide_their_tensors_may_be_called_more_than_once(rank, world):
-    for times, storage, evaluates in product((1, 2, 3), ("dynamic", "pooled"), (False, True)):
+    for times, storage, evaluates in pairwise((1, 2, 3), ("dynamic", "pooled"), (False, True)):
         torch.manual_seed(0)
         plain, model = Hiders(times), Hiders(times)
         model.load_state_dict(plain.state_dict())
@@ -421,7 +424,7 @@ class InSteps(nn.Module):
 
 def a_step_may_go_back_several_times(rank, world):
     """However it reads weights of the root, tied ones too, and more often than is remembered; with a sharded optimizer or without."""
-    for (name, read), tied, stepped in product(READS.items(), (True, False), (True, False)):
+    for (name, read), tied, stepped in in_world(world, (1, 2), READS.items(), (True, False), (True, False)):
         torch.manual_seed(0)
         plain, model = InSteps(tied=tied), InSteps(tied=tied)
         model.load_state_dict(plain.state_dict())
@@ -469,7 +472,7 @@ def gradients_held_back_stay_when_the_module_around_is_sharded(rank, world):
         loss_of(plain, inputs(1, one)).backward()
         for name, parameter in plain.named_parameters():
             expected[name] = expected.get(name, 0) + parameter.grad / world
-    for sharding, keeps in product(STRATEGIES, (False, True)):
+    for sharding, keeps in in_world(world, (1, 2), STRATEGIES, (False, True)):
         model = Around(built(2, sharding=sharding))
         with no_sync(model.inner, keep_sharded=keeps):
             loss_of(model.inner, inputs(0, rank)).backward()

@@ -46,6 +46,7 @@ from tests.engine.int8_codec import (
 )
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES
+from tests.helpers.pairwise import in_world, pairwise
 
 DIM, ROWS = 16, 12
 
@@ -185,7 +186,7 @@ def trained_as_in_one_process(rank, world, steps=3, *, planes=1, keep=False, mes
 
 def bit_equal_in_every_placement(rank, world):
     """On several ranks too: the reference adds the ranks' gradients in the same order."""
-    for sharding, (planes, keep) in product(STRATEGIES, ((1, False), (1, True), (2, False))):
+    for sharding, (planes, keep) in in_world(world, (1, 2), STRATEGIES, ((1, False), (1, True), (2, False))):
         trained_as_in_one_process(rank, world, sharding=sharding, planes=planes, keep=keep)
     for sharding in STRATEGIES[::3]:
         trained_as_in_one_process(rank, world, sharding=sharding, tied=True)
@@ -209,7 +210,7 @@ def strips_of_sub_shards_stay_together(rank, world):
 
 
 def recomputed_weights_are_the_same(rank, world):
-    for reentrant, planes, sharding in product((False, True), (1, 2), STRATEGIES[2:]):
+    for reentrant, planes, sharding in pairwise((False, True), (1, 2), STRATEGIES[2:]):
         trained_as_in_one_process(rank, world, planes=planes, recompute=reentrant, sharding=sharding)
 
 
@@ -223,9 +224,8 @@ def frozen_weights_stay_quantized(rank, world):
 def bit_equal_with_an_outer_axis(rank, world):
     """HSDP and HFSDP; scales need the rows of all ranks that share them out."""
     mesh = init_device_mesh(device_type(), (2, world // 2), mesh_dim_names=("outer", "shard"))
-    for outer, planes in product(("no_shard", "optim"), (1, 2)):
-        for sharding in STRATEGIES[1:]:
-            trained_as_in_one_process(rank, world, 2, mesh=mesh, sharding=sharding, outer_sharding=outer, planes=planes)
+    for outer, planes, sharding in pairwise(("no_shard", "optim"), (1, 2), STRATEGIES[1:]):
+        trained_as_in_one_process(rank, world, 2, mesh=mesh, sharding=sharding, outer_sharding=outer, planes=planes)
 
 
 def near_on_three_ranks(rank, world):

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 
 from lightning_mfsdp.engine import fully_shard
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import adamw, inputs, loss_of, plain_chain, sharded_chain, train
+from tests.helpers.pairwise import pairwise
 
 
 def compiled_modules_train_alike(rank, world):
     plain = sharded_chain()
     expected = torch.stack(train(plain, adamw(plain), range(4), rank))
-    for what, backend in product(("units in place", "root in place", "root"), ("eager", "aot_eager")):
+    for what, backend in pairwise(("units in place", "root in place", "root"), ("eager", "aot_eager"), together=1):
         torch.compiler.reset()
         model = plain_chain()
         if what == "units in place":

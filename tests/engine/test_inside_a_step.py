@@ -5,7 +5,6 @@ Every case runs the same program on a plain model with the batches of all ranks 
 
 from __future__ import annotations
 
-import itertools
 import math
 from contextlib import nullcontext
 
@@ -27,6 +26,7 @@ from lightning_mfsdp.engine import (
 )
 from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
+from tests.helpers.pairwise import in_world
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 BFLOAT16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, cast_forward_inputs=False)
@@ -116,7 +116,7 @@ WRITES = (momentum, in_place, through_data, by_assignment, state_of_another)
 
 def what_a_step_writes_lasts(rank, world):
     """At its beginning and between forward and backward, by every way of writing."""
-    for write, sharding in itertools.product(WRITES, STRATEGIES):
+    for write, sharding in in_world(world, (1, 2, 3), WRITES, STRATEGIES):
         reference, model = plain(), sharded(sharding)
         expected = torch.optim.SGD(reference.parameters(), lr=0.1)
         optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -185,7 +185,7 @@ class HasClamped(nn.Module):
 
 
 def forwards_may_write_to_their_own_weights(rank, world):
-    for how, sharding in itertools.product(("data", "assigned", "in place"), STRATEGIES):
+    for how, sharding in in_world(world, (1, 2, 3), ("data", "assigned", "in place"), STRATEGIES):
         Clamped.how = how
         reference, model = plain(HasClamped), sharded(sharding, kind=HasClamped)
         expected = torch.optim.SGD(reference.parameters(), lr=5.0)
@@ -205,7 +205,7 @@ def forwards_may_write_to_their_own_weights(rank, world):
 
 def forwards_that_write_in_another_dtype_are_refused_by_name(rank, world):
     Clamped.how = "in place"
-    for sharding, name in itertools.product(STRATEGIES, ("of_root", "block")):
+    for sharding, name in in_world(world, (1, 2, 3), STRATEGIES, ("of_root", "block")):
         model = sharded(sharding, BFLOAT16, HasClamped)
         with (
             pytest.raises(
@@ -242,8 +242,8 @@ def vector(model: Net) -> Tensor:
 
 def losses_of_parameters_have_gradients(rank, world):
     """Computed from parameters directly: before the forwards and after them, of the root's and of a unit's."""
-    for extra, sharding, policy, first in itertools.product(
-        (penalty, functional, vector), STRATEGIES, (None, BFLOAT16), (True, False)
+    for extra, sharding, policy, first in in_world(
+        world, (1, 2, 3), (penalty, functional, vector), STRATEGIES, (None, BFLOAT16), (True, False)
     ):
         reference, model = plain(), sharded(sharding, policy)
         with (
@@ -360,17 +360,17 @@ def all_are_clipped(model: nn.Module, _: object) -> None:
 
 
 def gradients_held_back_are_cleared_and_edited_as_others(rank, world):
-    for sharding in STRATEGIES:
-        for clear in (
-            lambda model, optimizer: optimizer.zero_grad(),
-            lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-            lambda model, optimizer: model.zero_grad(),
-            lambda model, optimizer: model.zero_grad(set_to_none=False),
-            clear_where_not_finite,
-        ):
-            cleared_at(clear, sharding, None, rank, world, bad=True)
-        for clear in (one_is_cleared, all_are_doubled, all_are_clipped, lambda model, optimizer: None):
-            cleared_at(clear, sharding, None, rank, world, bad=False)
+    after_a_bad_one = (
+        lambda model, optimizer: optimizer.zero_grad(),
+        lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+        lambda model, optimizer: model.zero_grad(),
+        lambda model, optimizer: model.zero_grad(set_to_none=False),
+        clear_where_not_finite,
+    )
+    after_a_good_one = (one_is_cleared, all_are_doubled, all_are_clipped, lambda model, optimizer: None)
+    ways = [*((clear, True) for clear in after_a_bad_one), *((clear, False) for clear in after_a_good_one)]
+    for sharding, (clear, bad) in in_world(world, (1, 2, 3), STRATEGIES, ways):
+        cleared_at(clear, sharding, None, rank, world, bad=bad)
 
 
 def set_whole(model: nn.Module) -> None:
@@ -403,7 +403,9 @@ def by_norm(model: nn.Module) -> None:
 
 def gradients_are_there_inside_of_a_step(rank, world):
     """After the backward, before the step has ended: of the root's parameters as of a unit's."""
-    for edit, sharding in itertools.product((set_whole, set_like, through_its_data, by_value, by_norm), STRATEGIES):
+    for edit, sharding in in_world(
+        world, (1, 2, 3), (set_whole, set_like, through_its_data, by_value, by_norm), STRATEGIES
+    ):
         reference, model = plain(), sharded(sharding)
         expected = torch.optim.SGD(reference.parameters(), lr=0.1)
         optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from itertools import product
+from itertools import groupby, product
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from tests.helpers.chain import (
     train,
     weights,
 )
+from tests.helpers.pairwise import in_world, pairwise
 
 STORAGES = ("pooled", "dynamic")
 
@@ -82,13 +83,19 @@ def assert_at_rest(model: nn.Module, case: str) -> None:
         assert parameter.to_local().dtype is torch.float32, name
 
 
-def failed_steps_leave_no_trace(where: str, rank: int) -> None:
+PLACED = (*product(STRATEGIES, ["pooled"]), ("optim_grads_params", "dynamic"))
+PLACES = ("before", "inside", "after", "backward")
+
+
+def failed_steps_leave_no_trace(where: str, rank: int, world: int) -> None:
     """Three good steps, a failure, three good steps: as six good steps, to the bit."""
-    for sharding, storage in (*product(STRATEGIES, ["pooled"]), ("optim_grads_params", "dynamic")):
+    rows = in_world(world, (1, 2), PLACES, PLACED, ((0, False), (2, True), (3, False)))
+    assert {place for place, *_ in rows} == set(PLACES)
+    for (sharding, storage), alike in groupby((row[1:] for row in rows if row[0] == where), key=lambda row: row[0]):
         expected = sharded_chain(sharding=sharding, storage=storage)
         optimizer = adamw(expected)
         losses = train(expected, optimizer, range(6), rank)
-        for index, early in ((0, False), (2, True), (3, False)):
+        for _, (index, early) in alike:
             case = f"{sharding} {storage} {where} layer {index}"
             model = sharded_chain(sharding=sharding, storage=storage)
             optimizer = adamw(model)
@@ -107,19 +114,19 @@ def failed_steps_leave_no_trace(where: str, rank: int) -> None:
 
 
 def exception_before_a_unit(rank, world):
-    failed_steps_leave_no_trace("before", rank)
+    failed_steps_leave_no_trace("before", rank, world)
 
 
 def exception_inside_a_unit(rank, world):
-    failed_steps_leave_no_trace("inside", rank)
+    failed_steps_leave_no_trace("inside", rank, world)
 
 
 def exception_after_a_unit(rank, world):
-    failed_steps_leave_no_trace("after", rank)
+    failed_steps_leave_no_trace("after", rank, world)
 
 
 def exception_inside_backward(rank, world):
-    failed_steps_leave_no_trace("backward", rank)
+    failed_steps_leave_no_trace("backward", rank, world)
 
 
 def failed_forward_is_at_rest_at_once(rank, world):
@@ -152,7 +159,7 @@ def evaluation_right_after_a_failed_backward(rank, world):
 def a_backward_that_raised_can_be_done_again(rank, world):
     """Of the same graph, with no forward in between that would tell that the first one is over."""
     expected = reference_gradients(world, [1.0])
-    for sharding, storage, index in product(STRATEGIES, STORAGES, (0, 2)):
+    for sharding, storage, index in pairwise(STRATEGIES, STORAGES, (0, 2)):
         case = f"{sharding} {storage} layer {index}"
         model = sharded_chain(sharding=sharding, storage=storage)
         optimizer, layer = adamw(model), model.layers[index]
@@ -183,7 +190,7 @@ def failure_in_one_microbatch_can_be_dropped_with_the_step(rank, world):
 
 
 def passes_without_gradients_change_nothing(rank, world):
-    for sharding, storage, first in product(STRATEGIES, STORAGES, (False, True)):
+    for sharding, storage, first in pairwise(STRATEGIES, STORAGES, (False, True)):
         expected = sharded_chain(sharding=sharding, storage=storage)
         losses = train(expected, adamw(expected), range(4), rank)
         model = sharded_chain(sharding=sharding, storage=storage)
@@ -283,18 +290,26 @@ def any_number_of_forwards_and_backwards(rank, world):
         "backwards mixed": lambda model, sync: forwards_then_backwards(model, rank, (1, 2, 0), sync),
     }
     expected = reference_gradients(world, [1.0, 1.0, 1.0])
-    for sharding, sync in product(STRATEGIES, ("always", "no_sync", "keep_sharded")):
-        for name, way in ways.items():
-            model = sharded_chain(sharding=sharding)
-            for warm in (False, True) if sync == "no_sync" else (False,):
-                if warm:  # the plan and the order are those of ordinary steps
-                    fresh = plain_chain().state_dict()
-                    optimizer = adamw(model)
-                    train(model, optimizer, range(2), rank)
-                    restore(model, fresh)
-                way(model, sync)
-                assert_gradients(model, expected, f"{sharding} {sync} {name} {warm=}")
-                model.zero_grad()
+    rows = in_world(
+        world,
+        (1, 2),
+        STRATEGIES,
+        ("always", "no_sync", "keep_sharded"),
+        ways.items(),
+        (False, True),
+        possible=lambda sharding, sync, way, warm: sync == "no_sync" or not warm,
+    )
+    for sharding, sync, (name, way), warm in rows:
+        model = sharded_chain(sharding=sharding)
+        if warm:  # the plan and the order are those of ordinary steps
+            fresh = plain_chain().state_dict()
+            train(model, adamw(model), range(2), rank)
+            restore(model, fresh)
+        way(model, sync)
+        assert_gradients(model, expected, f"{sharding} {sync} {name} {warm=}")
+        model.zero_grad()
+        way(model, sync)  # what one has left behind would be in the next
+        assert_gradients(model, expected, f"{sharding} {sync} {name} {warm=} again")
 
 
 def restore(model: Chain, values: dict[str, Tensor]) -> None:

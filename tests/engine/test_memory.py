@@ -14,6 +14,7 @@ from lightning_mfsdp.engine import MixedPrecisionPolicy, sharded_parameters, uni
 from lightning_mfsdp.engine.runtime.unit import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, sharded_chain, train
+from tests.helpers.pairwise import pairwise
 
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
 KEPT = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, keep_compute_shard=True)
@@ -213,7 +214,7 @@ def deletion_frees_everything_without_the_cycle_collector(rank, world):
     gc.collect()
     gc.disable()
     try:
-        for sharding, storage, when in product(
+        for sharding, storage, when in pairwise(
             STRATEGIES, ("pooled", "dynamic"), ("untouched", "forward", "backward", "trained")
         ):
             model = sharded_chain(sharding=sharding, storage=storage, policy=BF16)

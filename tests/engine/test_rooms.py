@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,7 @@ HOT = (
 )
 
 
+@cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 
@@ -152,19 +154,24 @@ def room_of(path: Path) -> str:
     return first.removesuffix(".py")
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_room_imports_no_room_above_it(path):
-    allowed = ALLOWED.get(room_of(path))
-    if allowed is None:
-        return
-    allowed = allowed | EXCEPTIONS.get(name_of(path), set())
+def test_a_room_imports_no_room_above_it():
     wrong = [
         f"{where(path, line)} imports {module}"
+        for path in FILES
+        if room_of(path) in ALLOWED
         for line, module in imports(path)
         if module.split(".")[0] not in sys.stdlib_module_names
-        and not any(module == name or module.startswith(f"{name}.") for name in allowed)
+        and not any(
+            module == name or module.startswith(f"{name}.")
+            for name in ALLOWED[room_of(path)] | EXCEPTIONS.get(name_of(path), set())
+        )
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_every_room_with_a_rule_is_there():
+    assert set(ALLOWED) <= {room_of(path) for path in FILES}
+    assert EXCEPTIONS.keys() <= {name_of(path) for path in FILES}
 
 
 def test_the_import_check_sees_local_and_relative_imports(tmp_path, monkeypatch):
@@ -262,31 +269,32 @@ def test_private_torch_apis_are_used_in_compat_only():
     assert not wrong
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_hasattr_state_no_print_no_bare_except(path):
+def test_no_hasattr_state_no_print_no_bare_except():
     wrong = [
         where(path, call.lineno)
+        for path in FILES
         for call in calls(path)
         if is_function_call(call, "print")
         or (is_function_call(call, "hasattr") and ast.unparse(call.args[0]) in ("self", "module"))
     ]
     wrong += [
         where(path, node.lineno)
+        for path in FILES
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ExceptHandler) and node.type is None
     ]
-    assert not wrong, wrong
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", [PACKAGE / f"{name}.py" for name in HOT], ids=name_of)
-def test_a_training_step_does_not_wait_for_the_device(path):
+def test_a_training_step_does_not_wait_for_the_device():
     """Nor does it use `record_stream`. Converting a tensor to a Python number waits as well; the one allowed is opt-in."""
     wrong = [
         f"{where(path, call.lineno)}: {ast.unparse(call)}"
+        for path in (PACKAGE / f"{name}.py" for name in HOT)
         for call in calls(path)
         if is_attribute_call(call, "item", "tolist", "cpu", "numpy", "synchronize", "record_stream", "nonzero")
     ]
-    assert not wrong, wrong
+    assert not wrong, "\n".join(wrong)
 
 
 def set_expressions(tree: ast.AST) -> set[str]:
@@ -320,10 +328,10 @@ def loops_over_sets(tree: ast.AST) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("path", ENGINE, ids=name_of)
-def test_nothing_iterates_a_set(path):
+def test_nothing_iterates_a_set():
     """Ranks would disagree on the order of collectives (upstream: Megatron-LM 6336)."""
-    assert not loops_over_sets(tree_of(path))
+    wrong = [where(path, line) for path in ENGINE for line in loops_over_sets(tree_of(path))]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(
@@ -341,35 +349,39 @@ def test_public_names_are_sorted_and_importable(module):
     assert [name for name in module.__all__ if getattr(module, name, None) is None] == []
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in ENGINE if name_of(path) != "engine/policy.py" and path.name != "__init__.py"], ids=name_of
-)
-def test_every_engine_file_names_what_it_offers(path):
-    names = (
-        {node.name for node in tree_of(path).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-        | {
-            target.id
-            for node in tree_of(path).body
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-            if isinstance(target, ast.Name)
-        }
-        | {
-            node.target.id
-            for node in tree_of(path).body
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        }
-    )
-    offered = next(
-        (
-            ast.literal_eval(node.value)
-            for node in tree_of(path).body
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-        ),
-        None,
-    )
-    if offered is not None:
-        assert set(offered) <= names
+def assigned_names(tree: ast.Module) -> dict[str, ast.expr | None]:
+    """What the top level of a file gives a name, and its value."""
+    found: dict[str, ast.expr | None] = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = None
+        elif isinstance(node, ast.Assign):
+            found.update({target.id: node.value for target in node.targets if isinstance(target, ast.Name)})
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = node.value
+    return found
+
+
+def missing_names(tree: ast.Module) -> set[str]:
+    """Of `__all__`, those that the file does not define."""
+    names = assigned_names(tree)
+    offered = names.get("__all__")
+    return set() if offered is None else set(ast.literal_eval(offered)) - names.keys()
+
+
+def test_every_engine_file_defines_what_it_offers():
+    wrong = {
+        name_of(path): missing
+        for path in ENGINE
+        if name_of(path) != "engine/policy.py" and path.name != "__init__.py"
+        if (missing := missing_names(tree_of(path)))
+    }
+    assert not wrong, wrong
+
+
+def test_the_check_of_offered_names_can_fail():
+    source = "__all__ = ['a', 'b', 'C', 'd', 'e']\na = 1\nb: int = 2\nclass C: pass\ndef d(): e = 3\n"
+    assert missing_names(ast.parse(source)) == {"e"}
 
 
 FACTORIES = {

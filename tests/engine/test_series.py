@@ -35,6 +35,7 @@ from tests.helpers.chain import (
     train,
     weights,
 )
+from tests.helpers.pairwise import in_world, pairwise
 
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
 
@@ -52,7 +53,7 @@ def shown_full(model: Chain) -> list[bool]:
 
 
 def the_numbers_are_those_of_single_units(rank, world):
-    for sharding, policy, length in product(STRATEGIES, (None, BF16), (2, 3, 4)):
+    for sharding, policy, length in pairwise(STRATEGIES, (None, BF16), (2, 3, 4)):
         case = f"{sharding} {policy} {length}"
         model, other = (
             in_series(length, sharding=sharding, policy=policy),
@@ -122,8 +123,11 @@ class Wandering(Chain):
 
 
 def any_path_through_the_modules_trains_like_plain_pytorch(rank, world):
-    for sharding, settings in product(
-        STRATEGIES, ({}, {"only_result": 0}, {"frozen_first": True}, {"paths": ((0, 1, 2, 3),), "only_result": 2})
+    for sharding, settings in in_world(
+        world,
+        (1, 2),
+        STRATEGIES,
+        ({}, {"only_result": 0}, {"frozen_first": True}, {"paths": ((0, 1, 2, 3),), "only_result": 2}),
     ):
         torch.manual_seed(0)
         plain, model = Wandering(), Wandering()

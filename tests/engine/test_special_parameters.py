@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from lightning_mfsdp.engine import fully_shard, fully_shard_optimizer, sharded_parameters, unshard
 from tests.engine import special_models as models
 from tests.engine.cases import Problems, run_cases
+from tests.helpers.pairwise import in_turn
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 ROWS = 12
@@ -146,19 +146,18 @@ def compare_weights(problems: Problems, reference: nn.Module, model: nn.Module, 
         problems.close(full[name], value.detach(), f"{where}: weight {name}", rtol=1e-4, atol=1e-5)
 
 
-CASE_IDS = [f"{name} [{strategy}]" for name, case in CASES.items() for strategy in case.strategies]
+RUNS = {
+    f"{name} [{strategy}]": partial(like_one_process, name, strategy)
+    for number, (name, case) in enumerate(CASES.items())
+    for strategy in in_turn(number, case.strategies)
+}
 
 
 @pytest.fixture(scope="module", params=[3], ids=["world 3"])
 def outcomes(request):
-    cases = {
-        f"{name} [{strategy}]": partial(like_one_process, name, strategy)
-        for (name, case), strategy in product(CASES.items(), STRATEGIES)
-        if strategy in case.strategies
-    }
-    return run_cases(cases, request.param)
+    return run_cases(RUNS, request.param)
 
 
-@pytest.mark.parametrize("case", CASE_IDS)
+@pytest.mark.parametrize("case", RUNS)
 def test_trains_as_one_process_on_the_concatenated_batch(outcomes, case):
     assert not outcomes[case], outcomes[case]

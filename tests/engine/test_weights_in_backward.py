@@ -26,6 +26,7 @@ from tests.engine.int8_codec import Int8Codec, Int8Linear
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES
 from tests.helpers.hidden import Hidden
+from tests.helpers.pairwise import in_world
 
 
 class _ReadsInBackward(torch.autograd.Function):
@@ -104,7 +105,7 @@ def assert_gradients(model: nn.Module, reference: nn.Module, case: object) -> No
 
 def modules_may_read_weights_of_their_own(rank, world):
     """The root's, and those of a unit whose result nobody can look into."""
-    for sharding, reshard, run in itertools.product(STRATEGIES, (True, False), (by_method, nn.Module.__call__)):
+    for sharding, reshard, run in in_world(world, (1, 2), STRATEGIES, (True, False), (by_method, nn.Module.__call__)):
         torch.manual_seed(0)
         inner = nn.Sequential(Scale(), nn.Linear(4, 4)), nn.Sequential(Scale()), Hiding(Scale(), nn.Linear(4, 4))
         model = nn.Sequential(Scale(), *inner, Showing(), Scale())
@@ -166,7 +167,7 @@ IN_BETWEEN = {
 
 def weights_that_went_away_are_there_again(rank, world):
     """In slots of their own or shared ones: what autograd saved of a step points there."""
-    for storage, (between, batches) in itertools.product(("pooled", "dynamic"), IN_BETWEEN.items()):
+    for storage, (between, batches) in in_world(world, (1, 2), ("pooled", "dynamic"), IN_BETWEEN.items()):
         torch.manual_seed(0)
         model = nn.Sequential(
             nn.Linear(4, 4), Scale(), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)
@@ -228,7 +229,7 @@ def both_planes_of_the_root_are_there(rank, world):
 
 def after_a_backward_that_raised_gradients_can_be_cleared(rank, world):
     """On GPUs with `around_backward`, as its docstring says."""
-    for sharding, run in itertools.product(STRATEGIES, (by_method, nn.Module.__call__)):
+    for sharding, run in in_world(world, (1, 2), STRATEGIES, (by_method, nn.Module.__call__)):
         model = nn.Sequential(nn.Linear(4, 4), Failing(), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
         fully_shard(model[2], sharding=sharding)
         fully_shard(model, sharding=sharding)

@@ -47,6 +47,7 @@ def rows_of_recompute(rank: int, world: int) -> list[list[str]]:
     return list(recompute.rows("tiny", 1, 1, torch.device("cpu")))
 
 
+@pytest.mark.nightly
 def test_every_way_of_recompute_is_a_row_beside_what_was_planned() -> None:
     (rows,) = run_distributed(rows_of_recompute, 1)
     assert [row[0] for row in rows] == [f"first {count}" for count in range(5)] + list(recompute.WAYS)
@@ -60,6 +61,7 @@ def rows_of_predictors(rank: int, world: int) -> list[list[str]]:
     return list(multi_token.rows("tiny", ["bf16"], 1, 1, torch.device("cpu")))
 
 
+@pytest.mark.nightly
 def test_every_predictor_is_a_row_beside_the_decoder_alone() -> None:
     (rows,) = run_distributed(rows_of_predictors, 1)
     assert [row[1] for row in rows] == list(multi_token.PREDICTORS)
@@ -104,6 +106,7 @@ def test_a_report_has_ratios_charts_and_what_failed(tmp_path: Path) -> None:
     assert (tmp_path / "charts.png").stat().st_size > 1000
 
 
+@pytest.mark.nightly
 def test_host_time_of_all_engines_is_measured_without_a_gpu() -> None:
     command = [sys.executable, str(ROOT / "examples/benchmark/host_time.py"), "--warmup=1", "--steps=1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -197,6 +200,7 @@ def te_losses(rank: int, world: int) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.nightly
 def test_engines_on_modules_of_transformer_engine_train_alike() -> None:
     for found in run_distributed(te_losses, 2):
         bf16, fp8 = found["mfsdp-te-bf16"], found["mfsdp-te-fp8"]

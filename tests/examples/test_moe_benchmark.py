@@ -50,6 +50,7 @@ def all_rows(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.nightly
 def test_all_ways_and_engines_train_alike_and_are_reported(tmp_path: Path) -> None:
     results, others = run_distributed(all_rows, 2, str(tmp_path))
     assert [one["losses"] for one in results] == [one["losses"] for one in others]
@@ -79,6 +80,7 @@ def test_all_ways_and_engines_train_alike_and_are_reported(tmp_path: Path) -> No
     assert all(one["name"] in short(one) for one in results)
 
 
+@pytest.mark.nightly
 def test_implementations_of_a_layer_compute_the_same() -> None:
     for tokens, index in ((1, 0), (32, 1)):
         found = {
@@ -148,6 +150,7 @@ def test_a_row_that_fails_or_takes_too_long_says_so_and_keeps_what_it_found(monk
     assert log.read_text().count("it is full") == 2, "in the line that raised, and at the end"
 
 
+@pytest.mark.nightly
 def test_a_row_is_measured_in_processes_of_its_own(tmp_path: Path) -> None:
     row = Row(kind="layer", name=moe_layer.OURS, **TINY)
     results, problem = moe.launch(row, 1, 100.0, tmp_path / "failures.log")

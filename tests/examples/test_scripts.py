@@ -93,6 +93,7 @@ def test_pretraining_leaves_a_picture_sharded_checkpoints_a_sample_and_a_verdict
         assert expected in printed
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_continues_the_curve_of_one_that_was_never_interrupted(
     resumed: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_resumed_run_continues_the_curve_of_one_that_was_never_interrupted(
         assert [loss for _, loss in in_two_phases] == pytest.approx([loss for _, loss in in_one], rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_pretraining_takes_other_strategies_by_name(tmp_path: Path) -> None:
     options = ["--strategy", "mfsdp_optim", "--accumulate", "2", "--no-checkpoint", "--precision", "bf16-mixed"]
     run_on_two_ranks(("pretrain.py", *SHORT, *options, "--output", "out"), folder=tmp_path)
@@ -117,6 +119,7 @@ def losses_of_the_plain_loop(rank: int, world_size: int) -> list[float]:
     return plain_loop.train(8, torch.device("cpu"))
 
 
+@pytest.mark.nightly
 def test_the_plain_loop_learns_and_all_ranks_agree() -> None:
     first, second = run_distributed(losses_of_the_plain_loop, 2)
     assert first == second
@@ -131,6 +134,7 @@ def test_the_fabric_loop_starts_its_processes_learns_and_saves(tmp_path: Path) -
     assert float(verdict[1]) < float(verdict[0]) - 1
 
 
+@pytest.mark.nightly
 def test_the_muon_example_learns_with_one_optimizer(tmp_path: Path) -> None:
     (printed,) = run_on_two_ranks(("muon.py", "--steps", "8"), folder=tmp_path)
     (verdict,) = re.findall(r"2 processes, 8 steps, held-out text ([0-9.]+) bits per byte", printed)
@@ -156,6 +160,7 @@ def weights_after_two_steps(rank: int, world_size: int, meta: bool) -> dict[str,
         return {name: value.detach().clone() for name, value in module.named_parameters()}
 
 
+@pytest.mark.nightly
 def test_a_module_built_on_the_meta_device_trains_like_one_that_was_not() -> None:
     (real,), (meta,) = (run_distributed(weights_after_two_steps, 1, meta) for meta in (False, True))
     assert real.keys() == meta.keys()
@@ -204,6 +209,7 @@ def grpo_of_a_few_steps(rank: int, world_size: int) -> tuple[str, list[float]]:
     return printed.getvalue(), [float(reward) for reward in learned[0].rewards]
 
 
+@pytest.mark.nightly
 def test_a_policy_learns_what_it_is_rewarded_for_and_its_ranks_try_different_things() -> None:
     (printed, rewards), (nothing, others) = run_distributed(grpo_of_a_few_steps, 2)
     assert len(rewards) == 10
@@ -232,6 +238,7 @@ def test_the_command_line_trains_from_a_yaml_file(tmp_path: Path) -> None:
     assert list((tmp_path / "mfsdp-runs/cli/checkpoints").glob("*.ckpt"))
 
 
+@pytest.mark.nightly
 def test_a_mixture_of_experts_trains_with_experts_on_two_ranks(tmp_path: Path) -> None:
     options = ["--trainer.limit_train_batches=8", "--data.batch_size=2", "--data.seq=32", "--data.held_out_windows=4"]
     options += ["--trainer.callbacks+=lightning_mfsdp.callbacks.PagedStash", "--trainer.callbacks.picture=pages.png"]

@@ -22,11 +22,11 @@ import torch.multiprocessing as mp
 
 from tests.fuzzing.description import Description, from_json, to_json
 from tests.fuzzing.joining import join, make_mesh
+from tests.helpers.lasting_ranks import forking
 
 TIMEOUT_S = 20.0
 START_S = 120.0
 GRACE_S = 3.0  # for the other ranks, once one has failed
-_PRELOADED = ["torch.distributed.tensor", "lightning.pytorch", "lightning_mfsdp", "tests.fuzzing.trainer"]
 
 
 @dataclass
@@ -90,9 +90,7 @@ class _Group:
 
     def __init__(self, device: str, ranks: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        context: Any = mp.get_context("forkserver" if device == "cpu" else "spawn")
-        if device == "cpu":  # a driver does not survive a fork
-            context.set_forkserver_preload(_PRELOADED)
+        context = forking() if device == "cpu" else mp.get_context("spawn")  # a driver does not survive a fork
         self._processes, self._pipes = [], []
         for rank in range(ranks):
             here, there = context.Pipe()

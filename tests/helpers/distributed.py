@@ -1,11 +1,13 @@
 """Run a function on several gloo processes and bring back what each rank returned.
 
-Processes are forked from a server that has imported the heavy packages and started no thread, which saves seconds for each. On
-CUDA they start from nothing: a driver does not survive a fork.
+Processes are forked from a server that has imported the heavy packages and started no thread, and serve call after call
+(`lasting_ranks`). On CUDA they start from nothing: a driver does not survive a fork.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import tempfile
 import time
@@ -22,10 +24,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.helpers.gpus import environment_of
+from tests.helpers.lasting_ranks import GRACE_S, Ranks, forking
 
 TIMEOUT_S = {"gloo": 250, "nccl": 300}  # many cases share one start of processes on GPUs
-GRACE_S = 10  # for ranks to fail as well, once one has
-PRELOADED = ["torch.distributed.checkpoint", "torch.distributed.tensor", "lightning.pytorch", "lightning_mfsdp.fabric"]
+RANKS = Ranks()
+atexit.register(RANKS.stop)
 
 
 def needs_gpus(ranks: int, *, apart: bool = False) -> pytest.MarkDecorator:
@@ -39,7 +42,12 @@ class RankError(AssertionError):
 
 
 def run_distributed(
-    function: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo", fresh: bool = False
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str = "gloo",
+    fresh: bool = False,
+    apart: bool = False,
 ) -> list[Any]:
     """Call `function(rank, world_size, *args)` in `world_size` processes of one process group.
 
@@ -51,6 +59,7 @@ def run_distributed(
         *args: For the function, after the rank and the world size.
         backend: Of the process group.
         fresh: Processes that share no memory with the server, for tests that meter it.
+        apart: Forked for this call alone: for what is done once in a process, or ends it.
 
     Returns:
         What each rank returned, by rank (through a file: tensors are fine).
@@ -59,32 +68,28 @@ def run_distributed(
         RankError: Some rank raised or died; with its traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
-        forks = backend != "nccl" and not fresh
-        context: Any = mp.get_context("forkserver" if forks else "spawn")
-        if forks:
-            context.set_forkserver_preload(PRELOADED)
         environment = dict(os.environ)
-        processes = [
-            context.Process(
-                target=_main, args=(rank, world_size, folder, backend, environment, function, args), daemon=True
-            )
-            for rank in range(world_size)
-        ]
-        for process in processes:
-            process.start()
-        _join(processes, TIMEOUT_S[backend])
-        alive = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            process.kill()
-        failures = [
-            Path(folder, f"error-{rank}").read_text()
-            for rank in range(world_size)
-            if Path(folder, f"error-{rank}").exists()
-        ]
-        if alive or failures or any(process.exitcode != 0 for process in processes):
-            codes = [process.exitcode for process in processes]
-            raise RankError(f"ranks still running: {alive}; exit codes: {codes}\n" + "\n".join(failures))
+        arguments = [(rank, world_size, folder, backend, environment, function, args) for rank in range(world_size)]
+        if backend == "nccl" or fresh or apart:
+            _run_apart(mp.get_context("spawn") if backend == "nccl" or fresh else forking(), arguments, folder, backend)
+        elif errors := [error for error in RANKS.call(_serve, arguments, TIMEOUT_S[backend]) if error]:
+            raise RankError("\n".join(errors))
         return [torch.load(Path(folder, f"result-{rank}"), weights_only=False) for rank in range(world_size)]
+
+
+def _run_apart(context: Any, arguments: list[tuple[Any, ...]], folder: str, backend: str) -> None:
+    processes = [context.Process(target=_main, args=own, daemon=True) for own in arguments]
+    for process in processes:
+        process.start()
+    _join(processes, TIMEOUT_S[backend])
+    alive = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+    errors = [Path(folder, f"error-{rank}") for rank in range(len(processes))]
+    failures = [path.read_text() for path in errors if path.exists()]
+    if alive or failures or any(process.exitcode != 0 for process in processes):
+        codes = [process.exitcode for process in processes]
+        raise RankError(f"ranks still running: {alive}; exit codes: {codes}\n" + "\n".join(failures))
 
 
 def _join(processes: list[Any], timeout_s: float) -> None:
@@ -98,7 +103,16 @@ def _join(processes: list[Any], timeout_s: float) -> None:
             deadline, failed = min(deadline, time.monotonic() + GRACE_S), True
 
 
-def _main(
+def _main(rank: int, world_size: int, folder: str, *arguments: Any) -> None:
+    """In a process of its own."""
+    error = _serve(rank, world_size, folder, *arguments)
+    if error:
+        Path(folder, f"error-{rank}").write_text(error)
+    # Threads that gloo still winds down can abort the interpreter's own exit, now and then.
+    os._exit(1 if error else 0)
+
+
+def _serve(
     rank: int,
     world_size: int,
     folder: str,
@@ -106,16 +120,17 @@ def _main(
     environment: dict[str, str],
     function: Callable[..., Any],
     args: tuple[Any, ...],
-) -> None:
+) -> str:
+    """Have the function's result in a file, or return what went wrong."""
     torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     device = None
-    if backend == "nccl":
-        os.environ.update(environment_of(rank, world_size))
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
     try:
+        if backend == "nccl":
+            os.environ.update(environment_of(rank, world_size))
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
         dist.init_process_group(
             backend,
             init_method=f"file://{folder}/meet",
@@ -124,13 +139,12 @@ def _main(
             timeout=timedelta(seconds=TIMEOUT_S[backend] - 10),
             device_id=device,
         )
-        result = function(rank, world_size, *args)
-        torch.save(result, Path(folder, f"result-{rank}"))
+        dist.barrier()  # a rank that breaks off its group at once would break off the meeting of those behind it
+        torch.save(function(rank, world_size, *args), Path(folder, f"result-{rank}"))
+        gc.collect()  # what the call made goes before its process group does
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
-        # The result is written. Threads that gloo still winds down can abort the interpreter's own exit, now and then.
-        os._exit(0)
-    except BaseException:  # whatever ends a rank, a skip or a timeout of pytest too, is told, and goes on
-        Path(folder, f"error-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
-        raise
+    except BaseException:  # whatever ends a rank, a skip or a timeout of pytest too, is told
+        return f"rank {rank}:\n{traceback.format_exc()}"
+    return ""

@@ -20,7 +20,13 @@ from tests.lightning.interrupted_saves import NEW, OLD, made, save
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("way", [["sharded"], ["sharded", "two renames"], ["full"]], ids=" in ".join)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, id=" in ".join(way), marks=[pytest.mark.nightly] * (way != ["sharded"]))
+        for way in (["sharded"], ["sharded", "two renames"], ["full"])
+    ],
+)
 def test_a_save_killed_at_any_file_operation_leaves_a_checkpoint_that_loads(way: list[str], tmp_path: Path) -> None:
     script = ROOT / "tests/lightning/interrupted_saves.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

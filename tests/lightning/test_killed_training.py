@@ -1,4 +1,7 @@
-"""A training of two processes that saves all the time is killed at random moments, 50 times; a checkpoint that loads is always left."""
+"""A training of two processes that saves all the time is killed at random moments; a checkpoint that loads is always left.
+
+Three times on a push, 50 at night.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-KILLS = 50
+NIGHTLY = os.environ.get("MFSDP_NIGHTLY") == "1"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("mode", "kills"), [("sync", KILLS // 2), ("async", KILLS - KILLS // 2)])
+@pytest.mark.parametrize(("mode", "kills"), [("sync", 25 if NIGHTLY else 1), ("async", 25 if NIGHTLY else 2)])
 def test_a_killed_training_leaves_the_last_checkpoint_it_finished_or_the_one_after(
     mode: str, kills: int, tmp_path: Path
 ) -> None:
@@ -38,7 +41,7 @@ def test_a_killed_training_leaves_the_last_checkpoint_it_finished_or_the_one_aft
     whole = [found for found in beside if isinstance(found[0], float)]
     assert all(len(found) == 1 for found in whole), "killed before or after it took its place, and whole"
     broken = [found for found in beside if found not in whole]
-    assert broken, "some were killed in the middle of a save"
+    assert broken or not NIGHTLY, "some were killed in the middle of a save"
     for found in broken:  # both ranks say the same, or each what it has seen
         refusals = ("the directory has no such file", "so nothing was read", "meta.pt cannot be read, so nothing was")
         assert all(any(refusal in said for refusal in refusals) for said in found), found

@@ -91,7 +91,11 @@ def results_of(folder: Path) -> list[dict[str, Any]]:
     return ranks
 
 
-@pytest.mark.parametrize("command", [BY_LIGHTNING, BY_TORCHRUN], ids=["lightning", "torchrun"])
+@pytest.mark.parametrize(
+    "command",
+    [BY_LIGHTNING, pytest.param(BY_TORCHRUN, marks=pytest.mark.nightly)],
+    ids=["lightning", "torchrun"],
+)
 def test_a_script_trains_on_two_processes(command: list[str], tmp_path: Path) -> None:
     output = launch([*command, str(tmp_path)])
     results_of(tmp_path)
@@ -100,6 +104,7 @@ def test_a_script_trains_on_two_processes(command: list[str], tmp_path: Path) ->
     assert "4/4" in output
 
 
+@pytest.mark.nightly
 def test_two_nodes_started_by_hand_train_as_one(tmp_path: Path) -> None:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [*BY_LIGHTNING, str(tmp_path), "--devices=1", "--num-nodes=2", "--outer-size=2"]
@@ -128,7 +133,7 @@ def slurm(task: int, num_nodes: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("num_nodes", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_tasks_started_by_slurm_train_together(num_nodes: int, tmp_path: Path) -> None:
     # Lightning derives a port from the job's number, which two runs of this test on one machine would share.
     port = {"MASTER_PORT": str(free_port())}
@@ -172,7 +177,9 @@ model: {lr: 0.01}
 """
 
 
-@pytest.mark.parametrize("chosen", ["[Block]", "tests.lightning.models.is_block"])
+@pytest.mark.parametrize(
+    "chosen", [pytest.param("[Block]", marks=pytest.mark.nightly), "tests.lightning.models.is_block"]
+)
 def test_yaml_with_class_paths_needs_no_import_of_the_package(chosen: str, tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
     (tmp_path / "main.py").write_text(CLI)

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from lightning.pytorch import Callback
 
-from tests.helpers.distributed import PRELOADED
+from tests.helpers.lasting_ranks import forking
 from tests.lightning.models import Classifier, loader, make_trainer
 
 LIMIT_S = (
@@ -53,8 +52,7 @@ def run_faulty(function: Callable[..., Any], world: int, *args: Any, timeout_s: 
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        context: Any = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = forking()
         processes = [
             context.Process(target=_main, args=(rank, world, name, timeout_s, function, args)) for rank in range(world)
         ]

@@ -1,0 +1,20 @@
+"""What the server of processes imports before it forks any: all that is heavy, and nothing that starts a thread."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import pkgutil
+
+import lightning_mfsdp
+
+for found in pkgutil.walk_packages(lightning_mfsdp.__path__, f"{lightning_mfsdp.__name__}."):
+    if not found.name.endswith("__main__"):
+        try:
+            importlib.import_module(found.name)
+        except ImportError:  # of a package that is not there, Triton for one
+            continue
+
+# A collection in a forked process looks at what the process made, and copies no page for what was there before.
+gc.collect()
+gc.freeze()
