@@ -131,6 +131,17 @@ def pairwise_rows(seed: int = SEED) -> list[Row]:
     return sorted(chosen, key=lambda row: (order[row.client], row))
 
 
+def by_day(rows: Sequence[Row]) -> list[Row]:
+    """Few of these rows, in which every client and every value of the other factors occurs: what a push runs."""
+    left = {(name, value) for row in rows for name, value in vars(row).items()}
+    chosen = []
+    while left:
+        best = max(rows, key=lambda row: (len(left & set(vars(row).items())), -cost(row)))
+        chosen.append(best)
+        left -= set(vars(best).items())
+    return [row for row in rows if row in chosen]
+
+
 def read_rows() -> list[Row]:
     """What is in the file."""
     header, *lines = PATH.read_text().splitlines()

@@ -1,6 +1,7 @@
 """Real programs come to what DDP comes to, step by step and when resumed, and what each is about happens.
 
-A pairwise table by default. `CLIENTS=all` takes the full product of some 2,000 runs (tests/nightly.sh), `CLIENTS=all:moco` one client's.
+A push runs some rows of a pairwise table, in which every client and value occurs; the night runs the table.
+`CLIENTS=all` takes the full product of some 2,000 runs (tests/nightly.sh), `CLIENTS=all:moco` one client's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pytest
 
 from tests.clients.refused import REFUSED
 from tests.clients.runs import run_rows
-from tests.clients.table import CLIENTS, FACTORS, Row, every_row, pairs, read_rows
+from tests.clients.table import CLIENTS, FACTORS, Row, by_day, every_row, pairs, read_rows
 from tests.helpers.distributed import RankError, run_distributed
 from tests.lightning.models import FOREIGN_WARNINGS
 
@@ -22,7 +23,9 @@ pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in FOR
 
 WHICH, _, ONE = os.environ.get("CLIENTS", "").partition(":")
 TABLE = read_rows()
-ROWS = [row for row in every_row() if ONE in ("", row.client)] if WHICH == "all" else TABLE
+ROWS = TABLE if os.environ.get("MFSDP_NIGHTLY") == "1" else by_day(TABLE)
+if WHICH == "all":
+    ROWS = [row for row in every_row() if ONE in ("", row.client)]
 
 
 def start_of(row: Row) -> Hashable:
@@ -58,7 +61,8 @@ def test_the_table_holds_every_possible_pair() -> None:
 
 def test_the_table_names_every_client_and_value() -> None:
     for index, values in enumerate(FACTORS.values()):
-        assert {list(vars(row).values())[index] for row in TABLE} == set(values)
+        for rows in (TABLE, by_day(TABLE)):
+            assert {list(vars(row).values())[index] for row in rows} == set(values)
 
 
 def test_refused_clients_are_in_the_table() -> None:

@@ -22,6 +22,7 @@ from lightning_mfsdp.engine import (
 from tests.engine.cases import device_type
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import Decoder, batch, build, loss_of
+from tests.helpers.pairwise import in_world, pairwise
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 ROWS = 12  # divides by 1, 2, 3, 4
@@ -132,34 +133,30 @@ def same_as_one_process(rank, world, cases):
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_strategy_equals_one_process_on_the_concatenated_batch(world):
-    cases = [
-        (strategy, accumulation, sync, False)
-        for strategy in STRATEGIES
-        for accumulation, sync in ((1, "always"), (3, "no_sync"), (3, "always"), (3, "keep_sharded"))
-    ]
-    cases += [(strategy, accumulation, "no_sync", True) for strategy in STRATEGIES for accumulation in (1, 3)]
+    ways = [(*way, False) for way in ((1, "always"), (3, "no_sync"), (3, "always"), (3, "keep_sharded"))]
+    ways += [(accumulation, "no_sync", True) for accumulation in (1, 3)]
+    cases = [(strategy, *way) for strategy, way in in_world(world, (2, 3, 4), STRATEGIES, ways)]
     run_distributed(same_as_one_process, world, cases)
 
 
 def hybrid(rank, world):
     mesh = dist.init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "shard"))
-    for strategy, outer in product(STRATEGIES, ("no_shard", "optim")):
-        if strategy == "no_shard" and outer == "optim":
-            continue
-        for accumulation, sync in ((1, "always"), (3, "no_sync"), (3, "always"), (3, "keep_sharded")):
-            model = shard(build(seed=rank, layers=2), mesh, sharding=strategy, outer_sharding=outer)
-            optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-            train(model, optimizer, steps=3, accumulation=accumulation, rank=rank, world=world, sync=sync, clip=0.5)
-            expected, _ = reference(3, accumulation, clip=0.5)
-            trained = weights(model)
-            for name, value in expected.named_parameters():
-                torch.testing.assert_close(
-                    trained[name],
-                    value.detach(),
-                    rtol=1e-4,
-                    atol=2e-5,
-                    msg=partial(_in_case, (name, strategy, outer, sync)),
-                )
+    ways = ((1, "always"), (3, "no_sync"), (3, "always"), (3, "keep_sharded"))
+    rows = pairwise(STRATEGIES, ("no_shard", "optim"), ways, possible=lambda *row: row[:2] != ("no_shard", "optim"))
+    for strategy, outer, (accumulation, sync) in rows:
+        model = shard(build(seed=rank, layers=2), mesh, sharding=strategy, outer_sharding=outer)
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        train(model, optimizer, steps=3, accumulation=accumulation, rank=rank, world=world, sync=sync, clip=0.5)
+        expected, _ = reference(3, accumulation, clip=0.5)
+        trained = weights(model)
+        for name, value in expected.named_parameters():
+            torch.testing.assert_close(
+                trained[name],
+                value.detach(),
+                rtol=1e-4,
+                atol=2e-5,
+                msg=partial(_in_case, (name, strategy, outer, sync)),
+            )
 
 
 def test_hsdp_and_hfsdp_on_two_by_two_equal_one_process():
