@@ -123,12 +123,12 @@ def a_model_that_is_dropped_writes_nothing_any_more(rank, world):
             torch.cuda._sleep(1_000_000_000)  # cycles, about half a second
         gathers, groups = context.lane.started, [group for unit in context.units for group in unit.groups]
         memory = [segment for group in groups for plane in group.weights.shards for segment in plane.segments]
-        memory += [group.slot.memory for group in groups if group.slot is not None]
+        memory += [buffer.memory for group in groups if (buffer := group.weights.buffer) is not None]
         sizes = [tensor.untyped_storage().size() for tensor in memory]
         context.weights_changed()
         context.refresh()
         if sharding == "optim_grads_params":
-            context.gather(groups[1])  # in advance, and nobody will ask for it
+            groups[1].weights.unshard(ahead=True)  # and nobody will ask for it
         assert context.lane.started > gathers
         del model, context, groups, memory
         gc.collect()
@@ -171,7 +171,7 @@ def pooled_addresses_stay(rank, world):
         with torch.no_grad():
             model(batch(0, ROWS)[0].cuda())
         seen.append(
-            [group.slot.memory.data_ptr() for unit in context_of(model).units for group in unit.groups if group.slot]
+            [buffer.memory.data_ptr() for unit in context_of(model).units for one in unit.weights if (buffer := one.buffer)]
         )
     assert seen[1] == seen[2] == seen[3]
 
