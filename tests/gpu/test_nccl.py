@@ -171,7 +171,12 @@ def pooled_addresses_stay(rank, world):
         with torch.no_grad():
             model(batch(0, ROWS)[0].cuda())
         seen.append(
-            [buffer.memory.data_ptr() for unit in context_of(model).units for one in unit.weights if (buffer := one.buffer)]
+            [
+                buffer.memory.data_ptr()
+                for unit in context_of(model).units
+                for one in unit.weights
+                if (buffer := one.buffer)
+            ]
         )
     assert seen[1] == seen[2] == seen[3]
 
