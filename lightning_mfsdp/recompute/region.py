@@ -39,8 +39,9 @@ from lightning_mfsdp.recompute.statistics import counted_once, keeps_statistics
 __all__ = ["Region", "can_stop_early", "refuse_operators", "region_of"]
 
 _REGION = "_mfsdp_recompute"
-# What decoders of Hugging Face call their cache of keys and values. It is there in training, too, unless somebody says otherwise.
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
+# What decoders of Hugging Face call their cache of keys and values (`cache` since transformers 5.24). In training it is there, too, unless
+# somebody says otherwise.
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 
 
 def region_of(module: nn.Module) -> Region | None:
@@ -171,7 +172,9 @@ class Region:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for name in _CACHES:
-            if kwargs.get(name) is not None:
+            given = kwargs.get(name)
+            # Layers of others may call anything a cache; one that is written to can be updated.
+            if given is not None and (name != "cache" or callable(getattr(given, "update", None))):
                 raise EngineStateError(
                     f"{self.name} was given {name}, a cache that its forward writes to, and would write to again in backward; call the "
                     "model with use_cache=False, or set model.config.use_cache = False"

@@ -151,7 +151,7 @@ class _ShardedStep:
         _note_step((group, indices) for reference, indices in self._groups if (group := reference()) is not None)
 
     def _was_written(self) -> bool:
-        """Whether rows that are watched were written since this was last asked, or held weights refreshed."""
+        """Whether rows that are watched were written since this was last asked, or compute shards refreshed."""
         if not self._is_watched:
             return False
         written = [group.weights.note_writes() for reference, _ in self._groups if (group := reference()) is not None]

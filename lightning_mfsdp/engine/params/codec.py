@@ -4,11 +4,11 @@ Such a parameter looks like a tensor of an ordinary dtype and keeps its values a
 all the same. A codec knows the one step between the two; which rank holds what, when it is gathered and where it lies is the
 engine's business as for any weight:
 
-    main weight      main dtype,   this rank's rows
+    main weight        main dtype,   this rank's rows
       | `quantize`: after the weights changed, once for all parameters of the codec (scales need every rank's rows)
-    held weight      raw bytes,    this rank's shard, or everything where weights are whole
-      | gathered as bytes
-    full weight      raw bytes,    a slot; the parameter is pointed into it (`bind`), then `after_gather` ... `before_release`
+    compute shard      raw bytes,    this rank's shard, or everything where weights are whole
+      | all-gathered as bytes
+    unsharded weight   raw bytes,    a pooled buffer; the parameter is pointed into it (`bind`), then `after_gather` ... `before_release`
 
 A codec may keep several planes of raw data of one shape: one that forward reads and one that backward reads. Each is gathered
 when it is read.

@@ -32,7 +32,7 @@ class GroupSpec:
 
     @cached_property
     def storage_dtype(self) -> torch.dtype:
-        """Of the memory that full and held weights lie in."""
+        """Of the memory that unsharded weights and compute shards lie in."""
         return self.compute_dtype if self.codec is None else self.codec.storage_dtype
 
     @cached_property

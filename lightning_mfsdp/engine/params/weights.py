@@ -263,12 +263,10 @@ class Weights:
             self._gather(form, buffer, BACKWARD if for_backward else FORWARD, apart=apart)
 
     def _gather(self, form: int, buffer: Slot | None, kind: int, *, apart: bool = False) -> None:
-        is_first, forms = not self.present, form if self.is_sharded else self._every_form
-        self.present |= forms
         outer_first = self.stale and self._placement.outer_main
         in_place = self.stale and self._placement.main and not self.is_sharded
-        self.stale = False
         if not (self.is_sharded or outer_first or in_place):
+            self.present = self._every_form
             return
         lane, streams = self._lane, self._lane.streams
         with lane.ranges.around("gather", self.name):
@@ -278,16 +276,20 @@ class Weights:
             with streams.on(streams.gather):
                 if lane.weights_ready is not None:
                     streams.wait(lane.weights_ready, streams.gather)
+                self.stale = False
                 if outer_first and self._axes.outer is not None:
                     self._gather_shards(self._axes.outer, self._inner, self._own)
                 if self.is_sharded:
-                    if is_first:
+                    if not self.present:
                         free = lane.pool.acquire(self.client, buffer, apart=apart, training=training)
                         if free is not None:
                             streams.wait(free, streams.gather)
-                    self._gather_into(self._in_slot(self.client.slot), forms)
-                elif in_place:
-                    self._gather_shards(self._axes.shard, self._full, self._inner)
+                    self.present |= form
+                    self._gather_into(self._in_slot(self.client.slot), form)
+                else:
+                    self.present = self._every_form
+                    if in_place:
+                        self._gather_shards(self._axes.shard, self._full, self._inner)
                 self._event = streams.record()
         lane.started += 1
         lane.weights_ready = None

@@ -1,6 +1,6 @@
 """A visit: the main weight and the optimizer's state of one group on the device, for as long as it takes to step them.
 
-    host memory  --copy in-->  staging area  --the optimizer steps, the held weight is cast-->  staging area  --copy out-->  host memory
+    host memory  --copy in-->  staging area  --the optimizer steps, the compute shard is cast-->  staging area  --copy out-->  host memory
 
 While a visit is shown, the optimizer finds the copies in the staging area under its own parameters and in its own table.
 """
@@ -79,7 +79,7 @@ class Visit:
             self.state.show(optimizer, self._views)
 
     def finish(self, optimizer: Optimizer) -> list[StateTensor]:
-        """After the step: bring the held weight up to date.
+        """After the step: bring the compute shard up to date.
 
         Returns:
             All state, where it does not fit what was brought (it is new, or some was added or removed); else nothing.
@@ -104,7 +104,7 @@ class Visit:
         home = self.group.home
         if home is not None:
             _point(self.group, self.group.main)
-            home.note_writes()  # by the step; the held weight shows them
+            home.note_writes()  # by the step; the compute shard shows them
         if self.state is not None:
             self.state.replace(optimizer, self._views)
 
