@@ -23,7 +23,7 @@ MODULES = (
         "state_dicts",
         "storage",
     ),
-    *("unused_parameters", "weights_in_backward"),
+    *("unused_parameters", "weights_in_backward", "whole_views"),
 )
 PARTS = 4  # starts of processes for each number of ranks
 
