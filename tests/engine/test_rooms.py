@@ -369,6 +369,13 @@ def missing_names(tree: ast.Module) -> set[str]:
     return set() if offered is None else set(ast.literal_eval(offered)) - names.keys()
 
 
+def test_the_package_contains_python_alone():
+    others = {
+        path.suffix or path.name for path in PACKAGE.rglob("*") if path.is_file() and path.parent.name != "__pycache__"
+    }
+    assert others == {".py", ".typed"}, others
+
+
 def test_every_engine_file_defines_what_it_offers():
     wrong = {
         name_of(path): missing

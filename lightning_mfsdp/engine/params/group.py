@@ -27,6 +27,7 @@ from lightning_mfsdp.engine.layout.placement import Placement
 from lightning_mfsdp.engine.memory.buffer import FlatBuffer, buffer_numel
 from lightning_mfsdp.engine.memory.host_memory import HostMemory
 from lightning_mfsdp.engine.params.codec import marks_of
+from lightning_mfsdp.engine.params.gradients import Gradients
 from lightning_mfsdp.engine.params.group_spec import GroupSpec
 from lightning_mfsdp.engine.params.parameter import OWNER, Entry, UnshardedParameter, mark_owner
 from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
@@ -87,11 +88,11 @@ class ParameterGroup:
         layout: Where each lies.
         main: The main weight, extent `main_extent`.
         weights: What forward and backward read.
+        gradients: What backward leaves, from autograd to the optimizer.
         axes: Of the mesh.
         root: What the units of the root share, while it is there.
         offloads: State of its parameters rests in host memory, and their main weights if they were trained from the start.
         home: Host memory of the main weight; `None` where it lies on the device.
-        gradients_outside: Whole gradients, by index, of parameters that were used outside of a forward (outside.py).
         advised: It was said that this costs a gather each time.
         moved: Entries that the module shows as a conversion left them (conversion.py).
     """
@@ -122,8 +123,8 @@ class ParameterGroup:
         shards, main_is_shard = self._allocate()
         self.entries = [self._entry(index, *item) for index, item in enumerate(named)]
         self.weights = Weights(self, shards, main_is_shard=main_is_shard)
+        self.gradients = Gradients(self)
         self._fill()
-        self.gradients_outside: dict[int, Tensor] = {}
         self.advised = False
         self.moved: set[Entry] = set()
 
@@ -218,7 +219,7 @@ class ParameterGroup:
 
     def rename(self, name: str) -> None:
         """Its unit has another name."""
-        self.name = name
+        self.name = self.gradients.name = name
         self.weights.rename(name)
 
     # -- the unit and the root -----------------------------------------------------------------------------------------
@@ -276,22 +277,9 @@ class ParameterGroup:
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """What the optimizer's gradients are in."""
-        return self.entries[0].local.grad_dtype or self.spec.main_dtype
-
     def add_gradient(self, index: int, gradient: Tensor) -> None:
         """Add to the whole gradient of a parameter, in the main weight's dtype, beside what autograd leaves."""
-        if self.entries[index].is_trained:
-            known = self.gradients_outside.get(index)
-            self.gradients_outside[index] = gradient if known is None else known + gradient
-
-    def drop_full_gradients(self) -> None:
-        """Forget what autograd left: the backward failed, or nobody wants it."""
-        for entry in self.entries:
-            entry.full.grad = None
-        self.gradients_outside.clear()
+        self.gradients.add_outside(index, gradient)
 
 
 def place_of(parameter: Tensor) -> tuple[ParameterGroup, int] | None:

@@ -37,7 +37,7 @@ class ShardedParameter(Rows):
     _local_face: nn.Parameter
     _full_face: nn.Parameter
     _name: str
-    _grad_face: Rows | None
+    gradient_rows: Rows | None
     # Whoever wants to put another tensor in its place (`module.half()`) finds that a weak reference forbids it.
     _unswappable: weakref.ref[ShardedParameter]
 
@@ -55,7 +55,7 @@ class ShardedParameter(Rows):
         made._rows = owned_rows(group, index)
         split = group.placement.main, group.placement.outer_main
         made.lies = Lies(group.layout.rows_by_shard[index], group.mesh, split)
-        made._local_face, made._full_face, made._name, made._grad_face = local, full, name, None
+        made._local_face, made._full_face, made._name, made.gradient_rows = local, full, name, None
         made._unswappable = weakref.ref(made)
         if full.requires_grad:
             Tensor.register_hook(made, partial(_refuse_gradient, made._unswappable))  # type: ignore[no-untyped-call]
@@ -87,10 +87,10 @@ class ShardedParameter(Rows):
         if grad is None:
             self._refuse_in_recording()
             return None
-        if self._grad_face is None or self._grad_face._local_tensor is not grad:
+        if self.gradient_rows is None or self.gradient_rows._local_tensor is not grad:
             is_held_back = isinstance(grad, HeldBackGradient)
-            self._grad_face = Rows.over(grad, self, kind=HeldBackRows if is_held_back else Rows)
-        return self._grad_face
+            self.gradient_rows = Rows.over(grad, self, kind=HeldBackRows if is_held_back else Rows)
+        return self.gradient_rows
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -98,7 +98,7 @@ class ShardedParameter(Rows):
         if value is not None and not isinstance(value, Rows):
             value = self._rows_of(value)
         self._local_face.grad = None if value is None else value._local_tensor
-        self._grad_face = value if isinstance(value, Rows) else None
+        self.gradient_rows = value if isinstance(value, Rows) else None
 
     def _refuse_in_recording(self) -> None:
         """A graph of a forward knows no gradients: they are set aside while it is recorded, and replays would not look again."""
@@ -127,10 +127,10 @@ class ShardedParameter(Rows):
         group, index = self.place
         group.entries[index].outdate_graphs()
 
-    def forget_grad_face(self) -> None:
+    def forget_cleared_gradient(self) -> None:
         """Do not keep a cleared gradient's memory alive for its DTensor."""
         if self._local_face.grad is None:
-            self._grad_face = None
+            self.gradient_rows = None
 
     @property
     def requires_grad(self) -> bool:

@@ -21,6 +21,7 @@ from lightning_mfsdp.engine.comm.gather_order import GatherOrder
 from lightning_mfsdp.engine.comm.ranges import Ranges
 from lightning_mfsdp.engine.memory.storage import SlotPool
 from lightning_mfsdp.engine.params.codec import quantize_all
+from lightning_mfsdp.engine.params.gradients import Gradients, Sync
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.parameter import Entry
 from lightning_mfsdp.engine.params.weights import GatherLane
@@ -91,6 +92,16 @@ class Context:
         return [unit for reference in self._units if (unit := reference()) is not None]
 
     @property
+    def groups(self) -> list[ParameterGroup]:
+        """Of all units."""
+        return [group for reference in self._units if (unit := reference()) is not None for group in unit.groups]
+
+    @property
+    def gradients(self) -> list[Gradients]:
+        """Of all groups that ever had one."""
+        return [group.gradients for group in self.groups if group.gradients.was_needed]
+
+    @property
     def units_in_backward_order(self) -> list[Unit]:
         """All units, in the order their gradients are reduced."""
         return self.reductions.in_order(self.units)
@@ -110,12 +121,12 @@ class Context:
 
     def reduce_held_back(self) -> None:
         """Reduce what `no_sync` holds back, before anybody looks. Collective, and known to all ranks."""
-        if self.reductions.holds_back:
+        if any(group.gradients.held_back is not Sync.ALL for group in self.groups):
             self.reductions.reduce_pending(self.units)
 
     def zero_held_back(self, group: ParameterGroup, index: int) -> None:
         """Make what is held back of a parameter zeros."""
-        self.reductions.reducer(group).zero_held_back(index)
+        group.gradients.zero_held_back(index)
 
     def end(self) -> None:
         """The root is sharded no more."""
@@ -129,7 +140,6 @@ class Context:
         self._watched_groups += before._watched_groups
         self.ignored.update(before.ignored)
         self.shown_averages.update(before.shown_averages)
-        self.reductions.take_over(before.reductions, unit.groups)
         self._known_units = -1
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -244,9 +254,10 @@ class Context:
         if first is None or unit is first:
             self._first_of_pass = weakref.ref(unit)
             unit.previous_forward = None
-            self.reductions.close()
             for one in self.units:
                 one.awaited.begin_pass()
+                for group in one.groups:
+                    group.gradients.close_main()
             if not self.has_optimizer:
                 self.weights_changed()
             elif self._watched_groups:
@@ -283,7 +294,7 @@ class Context:
         compat.on_backward_end(end)
         self.last_of_forward = self._last_forward
         self.reductions.is_idle = not self._trains()
-        if not (self.reductions.is_idle or self.reductions.begin()):
+        if not (self.reductions.is_idle or self.reductions.begin(self.groups)):
             first = self._first_of_pass() if self._first_of_pass is not None else None
             self.reductions.agree_on_order(self.units, first, self.mesh, self.device)
             self._separate_channels()
@@ -388,15 +399,12 @@ class Context:
         for unit in self.units:
             for group in unit.groups:
                 group.weights.forget_event()
+                group.gradients.close_main()
         self.reductions.forget_events()
-        self.reductions.close()
 
     def recover(self) -> None:
         """Forget a backward that raised: its gradients are incomplete, so those not yet reduced are dropped."""
-        self.reductions.drop()
-        for unit in self.units:
-            for group in unit.groups:
-                group.drop_full_gradients()
+        self.reductions.drop(self.groups)
         self._rest()
 
 

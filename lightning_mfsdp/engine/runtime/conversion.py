@@ -259,7 +259,7 @@ def _end(unit: Unit, device: torch.device | str | None) -> None:
     for group in unit.groups:
         for entry in group.entries:
             _make_plain(group, entry, device)
-    context_of_unit(unit).reductions.end(unit.groups)
+        group.gradients.drop()
     unit.end()
 
 

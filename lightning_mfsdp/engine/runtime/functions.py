@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.memory.buffer import FlatBuffer
+from lightning_mfsdp.engine.params.gradients import Sync
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.rows import gather_rows, join_parts, own_part
 from lightning_mfsdp.engine.runtime.context import context_of_unit
 from lightning_mfsdp.engine.runtime.conversion import refuse_moved
 from lightning_mfsdp.engine.runtime.inspect import context_of, units_in, units_of_own
-from lightning_mfsdp.engine.runtime.reduction_schedule import Sync
 from lightning_mfsdp.engine.runtime.unit import Unit, unit_of
 
 __all__ = [
