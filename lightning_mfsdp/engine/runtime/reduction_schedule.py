@@ -95,7 +95,7 @@ class ReductionSchedule:
                 group.gradients.take_back()
         return bool(self._order)
 
-    def agree_on_order(self, units: Sequence[Unit], first: Unit | None, mesh: Mesh, device: torch.device) -> None:
+    def agree_on_order(self, units: Sequence[Unit], ran: Sequence[Unit], mesh: Mesh, device: torch.device) -> None:
         """Fix the order of reductions: reverse of rank 0's first forward; then units that did not run.
 
         Units that others borrow from come last (weights tied between the two ends of a model are done when all is), and
@@ -103,17 +103,12 @@ class ReductionSchedule:
 
         Args:
             units: Of the root, in the order they were sharded.
-            first: To run in this pass; what followed what is known to the units.
+            ran: Those whose forward ran in this pass, in their order.
             mesh: Whose first rank decides.
             device: Of the message.
         """
-        chain: list[Unit] = []
-        unit = first
-        while unit is not None and unit not in chain:
-            chain.append(unit)
-            unit = unit.next_forward() if unit.next_forward is not None else None
-        order = [units.index(unit) for unit in reversed(chain)]
-        order += [index for index in reversed(range(len(units))) if units[index] not in chain]
+        order = [units.index(unit) for unit in reversed(ran)]
+        order += [index for index in reversed(range(len(units))) if units[index] not in ran]
         hears = {index for index in order if units[index].hears_end or units[index].awaited.will_be_computed_again}
         order.sort(key=lambda index: len(units[index].users) > 1 or index not in hears)
         message = [order]

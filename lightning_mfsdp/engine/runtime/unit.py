@@ -69,13 +69,22 @@ class Reductions(Protocol):
         """All its gradients of this backward are there."""
 
 
+class Schedule(Protocol):
+    """What follows what in a step; see context.py.
+
+    Attributes:
+        last_of_forward: The number of the unit that ended the forward before the last backward.
+    """
+
+    last_of_forward: int | None
+
+
 class Root(HookedRoot, Protocol):
     """What a unit asks of the root it shares with others, and tells it; see `Context`.
 
     Attributes:
         root: The outermost unit, while it is there.
         needs_refresh: Main weights were written since `refresh`.
-        last_of_forward: The unit that ended the forward before the last backward.
         trace: Of the step that is running, if somebody will repeat its gathers.
     """
 
@@ -83,7 +92,6 @@ class Root(HookedRoot, Protocol):
     mesh: Mesh
     lane: GatherLane
     needs_refresh: bool
-    last_of_forward: Callable[[], Unit | None] | None
     trace: list[Callable[[], object]] | None
     backwards_finished: int
     keeps_graph: bool
@@ -91,6 +99,10 @@ class Root(HookedRoot, Protocol):
     @property
     def units(self) -> list[Unit]:
         """All units, in the order they were sharded."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """What follows what."""
 
     @property
     def reductions(self) -> Reductions:
@@ -102,11 +114,11 @@ class Root(HookedRoot, Protocol):
     def interrupt(self) -> None:
         """Something else than the next module of a series comes."""
 
-    def note_forward(self, unit: Unit) -> None:
-        """A forward begins outside any backward."""
+    def note_forward(self, unit: Unit) -> Unit | None:
+        """A forward begins outside any backward. Returns which came next last time."""
 
-    def note_backward(self, unit: Unit) -> None:
-        """The backward of a call begins."""
+    def note_backward(self, unit: Unit) -> Unit | None:
+        """The backward of a call begins. Returns whose is expected next."""
 
 
 class Unit:
@@ -114,6 +126,7 @@ class Unit:
 
     Attributes:
         name: Class name of the module until a root knows it by its full name.
+        number: Among the units of its root.
         groups: Parameters it owns.
         borrowed: Groups of other units whose parameters this module shares (tied weights).
         all_groups: Both.
@@ -140,7 +153,7 @@ class Unit:
         *,
         reshard_after_forward: bool | Literal["auto"],
     ) -> None:
-        self.name = type(modules[0]).__name__
+        self.name, self.number = type(modules[0]).__name__, 0
         self.groups = groups
         self.borrowed: list[ParameterGroup] = []
         self.all_groups = list(groups)
@@ -154,9 +167,6 @@ class Unit:
         self.outside_for = 0
         self.shown = Shown()
         self.step_slots: list[Slot | None] | None = None
-        self.next_forward: weakref.ref[Unit] | None = None
-        self.previous_forward: weakref.ref[Unit] | None = None
-        self.next_backward: weakref.ref[Unit] | None = None
         self.awaited = Awaited()
         self._open_calls: list[Call | None] = []
         self._running = 0
@@ -357,15 +367,15 @@ class Unit:
         self._runs_without_gradients = not (torch.is_grad_enabled() or compat.in_function_forward())
         if self.borrowed:
             self._check_owners()
-        context, in_backward = self.context, compat.backward_task() != -1
-        if in_backward:
+        context, following = self.context, None
+        if compat.backward_task() != -1:
             context.interrupt()
             context.begin_backward()  # and not in a backward inside this one, by which reentrant checkpointing goes on
             self._recomputed += 1
             # Where a backward of this unit has them already, what is computed again reads them, too.
             self.unshard(None if self.uses_weights else self._latest_buffers())
         else:
-            context.note_forward(self)
+            following = context.note_forward(self)
             awaited = self.awaited
             self.unshard(awaited.hidden_slots() if awaited.hides_calls or awaited.spent else None)
         if context.trace is not None:
@@ -374,8 +384,7 @@ class Unit:
             self.use()
         else:
             self.hold()
-        following = self.next_forward() if self.next_forward is not None else None
-        if following is not None and not in_backward:
+        if following is not None:
             following.unshard()
 
     def enter_inside(
@@ -460,8 +469,9 @@ class Unit:
         is_root = self is context.root()
         if is_root:
             context.interrupt()
-        last = context.last_of_forward
-        keeps = is_root or not (reshard and self.reshard_after_forward) or (last is not None and last() is self)
+        keeps = (
+            is_root or not (reshard and self.reshard_after_forward) or context.schedule.last_of_forward == self.number
+        )
         unnoticed = self.reads_unnoticed
         if not (unnoticed or (keeps and torch.is_grad_enabled())):
             self.reshard()
@@ -475,8 +485,7 @@ class Unit:
     @property
     def keeps_after_forward(self) -> bool:
         """Whether its weights stay between forward and backward whatever was asked for: the root's, and those that backward needs first."""
-        last = self.context.last_of_forward
-        return self is self.context.root() or (last is not None and last() is self)
+        return self is self.context.root() or self.context.schedule.last_of_forward == self.number
 
     def refuse_lost_writes(self) -> None:
         """Raise where a forward wrote to weights that cannot take it over; see `Weights.unregister`."""
@@ -561,12 +570,10 @@ class Unit:
         if context.lane.ranges.enabled:
             context.lane.ranges.begin("backward", self.name)
         self._running += call.has_end
-        context.note_backward(self)
+        following = context.note_backward(self)
         if call.reads_weights:
             self.unshard(call.slots, for_backward=True)
             self.use()
-        reference = self.next_backward or self.previous_forward
-        following = reference() if reference is not None else None
         if following is not None:
             following.prefetch_for_backward()
 
