@@ -104,9 +104,9 @@ EXCEPTIONS = {"checkpoint/lightning_io.py": {"lightning", "lightning_utilities"}
 HOT = (
     *("base/streams", "engine/comm/collectives", "engine/features/offload/own_step"),
     *(
-        "engine/features/offload/resting_state",
+        "engine/features/offload/offloaded_state",
         "engine/features/offload/streamed_step",
-        "engine/features/offload/visit",
+        "engine/features/offload/staging",
     ),
     *("engine/memory/buffer", "engine/memory/storage", "engine/optimizer/adopt", "engine/optimizer/norm"),
     *("engine/params/group", "engine/params/gradients", "engine/params/weights"),

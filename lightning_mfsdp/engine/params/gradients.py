@@ -395,7 +395,7 @@ class Gradients:
     def collect_alone(self, *, zeros_unused: bool) -> None:
         """One rank: no bucket and no communication. A parameter without a gradient keeps none, as in plain PyTorch, or gets zeros."""
         main = self.main
-        grads = self.writes.joined(self._take())
+        grads = self.writes.with_those_of_autograd(self._take())
         adds = self._open_main()
         main.is_news = True
         if not adds and (gaps := main.buffer.gaps):
@@ -776,7 +776,7 @@ class DirectWrites:
         self.target: FlatBuffer | None = None
         self.is_new = False
         self.written: set[int] = set()
-        self._aside: list[tuple[Tensor, Tensor]] = []
+        self._beside: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, target: FlatBuffer, *, is_new: bool) -> None:
         """Gradients go to `target` from now on; with `is_new` it holds nothing yet."""
@@ -798,13 +798,13 @@ class DirectWrites:
         What is beside it is added later, so what overwrites never meets what is there already.
         """
         assert self.target is not None, "begin() comes first"
-        self._add_aside()
+        self._add_beside()
         view = self.target.views[index]
         is_first = self.is_new and index not in self.written
         self.written.add(index)
         if overwrites and not is_first:
-            self._aside.append((view, torch.empty_like(view)))
-            return self._aside[-1][1], True
+            self._beside.append((view, torch.empty_like(view)))
+            return self._beside[-1][1], True
         if is_first and not overwrites:
             view.zero_()
         return view, False
@@ -813,17 +813,17 @@ class DirectWrites:
         """What was written and is not reduced yet, by tensor of the layout."""
         if self.target is None:
             return {}
-        self._add_aside()
+        self._add_beside()
         views = self.target.views
         return {index: views[index] for index in sorted(self.written)}
 
-    def _add_aside(self) -> None:
+    def _add_beside(self) -> None:
         """Add what layers wrote beside the buffer since."""
-        for view, piece in self._aside:
+        for view, piece in self._beside:
             view.add_(piece)
-        self._aside.clear()
+        self._beside.clear()
 
-    def joined(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+    def with_those_of_autograd(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Forget the buffer; returns the gradients that autograd left along with those that layers wrote, in the buffer's memory."""
         target = self.target
         for index in sorted(self.end()):
@@ -834,8 +834,8 @@ class DirectWrites:
 
     def end(self) -> frozenset[int]:
         """Forget the buffer; returns which tensors' cells of a new one are defined."""
-        if self._aside:
-            self._add_aside()
+        if self._beside:
+            self._add_beside()
         written = frozenset(self.written) if self.is_new else frozenset()
         self.target, self.is_new = None, False
         if self.written:

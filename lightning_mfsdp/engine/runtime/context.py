@@ -1,6 +1,6 @@
 """Context: what the units of one root share. Streams, slots, the recorded order, the microbatch, and the end of a backward.
 
-Gathers follow the program, in an order that all ranks share: a unit gathers when it runs, and what is gathered in advance is what
+Gathers follow the program, in an order that all ranks share: a unit gathers when it runs, and what is prefetched is what
 followed it last time. Reductions follow a list, see reduction_schedule.py.
 """
 
@@ -123,12 +123,12 @@ class Context:
         self.channels = Channels(device, symmetric=symmetric)
         self._planner = MemoryPlanner(self.pool, self.channels, mesh, device)
         self.reductions = ReductionSchedule(self.streams, self.ranges, self.order, zeros_unused=zeros_unused)
-        self._covered: set[int] = set()
+        self._tracked: set[int] = set()
         self._watched_groups: list[weakref.ref[ParameterGroup]] = []
         self.ignored: dict[int, weakref.ref[nn.Parameter]] = {}
         self.shown_averages: weakref.WeakSet[object] = weakref.WeakSet()
-        self._uncovered: list[weakref.ref[Entry]] = []
-        self._known_units = -1  # for which `_uncovered` holds
+        self._untracked: list[weakref.ref[Entry]] = []
+        self._known_units = -1  # for which `_untracked` holds
         self.trace: list[Callable[[], object]] | None = None
         self.backwards_finished = 0
         self._has_stepped = False
@@ -137,7 +137,7 @@ class Context:
         self._num_groups = 0
         self.needs_refresh = True
         self.schedule = Schedule()
-        self._series: Run | None = None
+        self._grouped: Run | None = None
         self._in_backward = self.keeps_graph = False
         # Nobody but the backward itself holds what it runs at its end: dead once it has raised.
         self._at_end: weakref.ref[Callable[[], None]] | None = None
@@ -194,7 +194,7 @@ class Context:
     def take_over(self, unit: Unit) -> None:
         """Keep what is known about optimizers and gradients in the context of a unit that moves into this one."""
         before = context_of_unit(unit)
-        self._covered |= before._covered
+        self._tracked |= before._tracked
         self._watched_groups += before._watched_groups
         self.ignored.update(before.ignored)
         self.shown_averages.update(before.shown_averages)
@@ -272,9 +272,9 @@ class Context:
         if any(unit.shown.now for unit in self.units):
             self.refresh()
 
-    def cover(self, entries: Iterable[Entry]) -> None:
+    def track(self, entries: Iterable[Entry]) -> None:
         """An optimizer that reports its steps holds these parameters."""
-        self._covered.update(id(entry) for entry in entries)
+        self._tracked.update(id(entry) for entry in entries)
         self._known_units = -1
 
     def watch(self, groups: Iterable[ParameterGroup]) -> None:
@@ -295,15 +295,15 @@ class Context:
         units = self.units
         if self._known_units != len(units):
             entries = [entry for unit in units for group in unit.groups for entry in group.entries]
-            self._uncovered = [weakref.ref(entry) for entry in entries if id(entry) not in self._covered]
+            self._untracked = [weakref.ref(entry) for entry in entries if id(entry) not in self._tracked]
             self._known_units = len(units)
-        return not any(entry.is_trained for reference in self._uncovered if (entry := reference()) is not None)
+        return not any(entry.is_trained for reference in self._untracked if (entry := reference()) is not None)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def note_forward(self, unit: Unit) -> Unit | None:
         """A unit's forward begins outside any backward. Returns which came next last time."""
-        if self._series is not None:
+        if self._grouped is not None:
             self.interrupt()
         if self._in_backward:
             self.recover()
@@ -319,16 +319,16 @@ class Context:
         following = self.schedule.next_forward(unit.number)
         return None if following is None else self._units[following]()
 
-    def note_series(self, series: Run | None) -> None:
-        """A series stands between two of its modules, or runs one; `None`: it has ended."""
-        if self._series is not series:
+    def note_grouped_modules(self, grouped: Run | None) -> None:
+        """Grouped modules stand between two of them, or one runs; `None`: the run has ended."""
+        if self._grouped is not grouped:
             self.interrupt()
-            self._series = series
+            self._grouped = grouped
 
     def interrupt(self) -> None:
-        """Something else than the next module of a series comes: the series ends, unless this happens inside one of its modules."""
-        if self._series is not None and not self._series.busy:
-            self._series.stop()
+        """Something else than the next of grouped modules comes: their run ends, unless this happens inside one of them."""
+        if self._grouped is not None and not self._grouped.busy:
+            self._grouped.stop()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -436,7 +436,7 @@ class Context:
         for unit in units:
             unit.rest(keeps_graph=self.keeps_graph)
         if (root := self.root()) is not None and root.pinned:
-            root.use_borrowed()
+            root.use_shared()
         self.backwards_finished += 1
         self._in_backward = False
         self.schedule.end_backward()

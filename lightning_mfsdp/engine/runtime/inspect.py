@@ -215,11 +215,11 @@ def local_gradients(group: ParameterGroup, entries: list[int] | None = None) -> 
 
 
 def units_in(module: nn.Module) -> list[Unit]:
-    """Units whose parameters may show inside `module`: nested ones, those they borrow from, and those around it."""
+    """Units whose parameters may show inside `module`: nested ones, those they share parameters with, and those around it."""
     found: dict[int, Unit] = {}
     for child in module.modules():
         unit = unit_of(child)
-        groups = list(unit.borrowed) if unit is not None else []
+        groups = list(unit.shared_groups) if unit is not None else []
         if unit is not None:
             found.setdefault(id(unit), unit)
         places = (place_of(parameter) for parameter in child._parameters.values() if parameter is not None)

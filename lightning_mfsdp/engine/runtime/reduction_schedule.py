@@ -98,7 +98,7 @@ class ReductionSchedule:
     def agree_on_order(self, units: Sequence[Unit], ran: Sequence[Unit], mesh: Mesh, device: torch.device) -> None:
         """Fix the order of reductions: reverse of rank 0's first forward; then units that did not run.
 
-        Units that others borrow from come last (weights tied between the two ends of a model are done when all is), and
+        Units whose parameters others share come last (weights tied between the two ends of a model are done when all is), and
         so do those whose end nobody notices because no input of theirs needs a gradient. Collective.
 
         Args:
@@ -109,7 +109,7 @@ class ReductionSchedule:
         """
         order = [units.index(unit) for unit in reversed(ran)]
         order += [index for index in reversed(range(len(units))) if units[index] not in ran]
-        hears = {index for index in order if units[index].hears_end or units[index].awaited.will_be_computed_again}
+        hears = {index for index in order if units[index].notices_end or units[index].awaited.will_be_recomputed}
         order.sort(key=lambda index: len(units[index].users) > 1 or index not in hears)
         message = [order]
         for axis in mesh.all_axes:

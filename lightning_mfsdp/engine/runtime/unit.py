@@ -112,7 +112,7 @@ class Root(HookedRoot, Protocol):
         """Bring compute shards up to date with main weights."""
 
     def interrupt(self) -> None:
-        """Something else than the next module of a series comes."""
+        """Something else than the next of grouped modules comes."""
 
     def note_forward(self, unit: Unit) -> Unit | None:
         """A forward begins outside any backward. Returns which came next last time."""
@@ -122,18 +122,18 @@ class Root(HookedRoot, Protocol):
 
 
 class Unit:
-    """The engine's side of one sharded module, or of several that run one after the other (`Series`).
+    """The engine's side of one sharded module, or of several that run one after the other (`GroupedModules`).
 
     Attributes:
         name: Class name of the module until a root knows it by its full name.
         number: Among the units of its root.
         groups: Parameters it owns.
-        borrowed: Groups of other units whose parameters this module shares (tied weights).
+        shared_groups: Groups of other units whose parameters this module shares (tied weights).
         all_groups: Both.
         context: Shared by all units of a root.
         awaited: Calls from which gradients may still come.
         weights: Of all of these groups.
-        hears_end: Some call had an input that needs a gradient: the end of its backward is noticed.
+        notices_end: Some call had an input that needs a gradient: the end of its backward is noticed.
         leaf_hooks: On results that nothing computed; taken away when a backward has ended.
         uses_weights: It has a lease on each of them.
         shown: Whether its modules show them.
@@ -155,7 +155,7 @@ class Unit:
     ) -> None:
         self.name, self.number = type(modules[0]).__name__, 0
         self.groups = groups
-        self.borrowed: list[ParameterGroup] = []
+        self.shared_groups: list[ParameterGroup] = []
         self.all_groups = list(groups)
         self.weights = [group.weights for group in groups]
         self.policy = policy
@@ -172,10 +172,10 @@ class Unit:
         self._running = 0
         self._recomputed = 0  # forwards that ran inside this backward, and whose own backward is not over
         self._runs_without_gradients = self._is_called_inside = False
-        self._is_series = len(modules) > 1
+        self._is_grouped = len(modules) > 1
         self.leaf_hooks: list[RemovableHandle] = []
         self.undo: list[Callable[[], None]] = []
-        self.hears_end = False
+        self.notices_end = False
         for module in modules:
             module.__dict__[UNIT] = self
         self._modules = [weakref.ref(module) for module in modules]
@@ -188,9 +188,9 @@ class Unit:
         for index, group in enumerate(self.groups):
             group.rename(f"{name}[{index}]")
 
-    def borrow(self, group: ParameterGroup) -> None:
+    def share(self, group: ParameterGroup) -> None:
         """Use a group that another unit owns."""
-        self.borrowed.append(group)
+        self.shared_groups.append(group)
         self.all_groups.append(group)
         self.weights.append(group.weights)
 
@@ -248,9 +248,9 @@ class Unit:
         """Parameters of it are used in grad mode where no call tells when gradients come: in the next two backwards, as those of calls."""
         self.outside_for = 2
 
-    def use_borrowed(self) -> None:
+    def use_shared(self) -> None:
         """A step of the root reads, or goes on reading, what other units own, which cannot know of it."""
-        for group in self.borrowed:
+        for group in self.shared_groups:
             if (owner := group.unit()) is not None:
                 owner.use_outside()
 
@@ -365,14 +365,14 @@ class Unit:
             shows: Modules show them; else each does during its own forward (`enter_inside`).
         """
         self._runs_without_gradients = not (torch.is_grad_enabled() or compat.in_function_forward())
-        if self.borrowed:
+        if self.shared_groups:
             self._check_owners()
         context, following = self.context, None
         if compat.backward_task() != -1:
             context.interrupt()
             context.begin_backward()  # and not in a backward inside this one, by which reentrant checkpointing goes on
             self._recomputed += 1
-            # Where a backward of this unit has them already, what is computed again reads them, too.
+            # Where a backward of this unit has them already, what is recomputed reads them, too.
             self.unshard(None if self.uses_weights else self._latest_buffers())
         else:
             following = context.note_forward(self)
@@ -411,7 +411,7 @@ class Unit:
             self.refuse_lost_writes()
 
     def enter_again(self) -> None:
-        """Have there what a forward reads: a part of it is computed again inside a backward, and no hook of it runs."""
+        """Have there what a forward reads: a part of it is recomputed inside a backward, and no hook of it runs."""
         if not self.uses_weights:
             self.enter()
             return
@@ -420,7 +420,7 @@ class Unit:
             weights.register()
 
     def _check_owners(self) -> None:
-        for group in self.borrowed:
+        for group in self.shared_groups:
             if cast("object", group.root()) is not self.context:
                 raise EngineStateError(
                     f"{self.name}: it shares a parameter with {group.name}, a unit of another root, so their gradients cannot "
@@ -436,13 +436,13 @@ class Unit:
         failed = output is None and sys.exc_info()[0] is not None
         if failed:
             if compat.backward_task() != -1:
-                return  # or stopped early, because all that is computed again is there; the backward goes on, or ends everything
+                return  # or stopped early, because all that is recomputed is there; the backward goes on, or ends everything
             if call is not None:
                 call.inputs = None  # hooks of the inputs hold the call, and it would hold the graph
             self.abandon()
             return
         if call is not None and isinstance(module, nn.Embedding):
-            call.reads_weights = self._is_series or not is_plain_lookup(module)
+            call.reads_weights = self._is_grouped or not is_plain_lookup(module)
         outputs = watch_result(self, call, output)
         self.leave(reshard=call is None or (bool(outputs) and not call.hides))
 
@@ -461,7 +461,7 @@ class Unit:
         """After forward: give weights back, unless they are needed again at once.
 
         Args:
-            reshard: False where a backward may come that nobody would notice: the module returned no tensor to listen to.
+            reshard: False where a backward may come that nobody would notice: the module returned no tensor to hook.
         """
         if compat.backward_task() != -1 or self._open_calls:
             return
@@ -528,7 +528,7 @@ class Unit:
         return sum(group.weights.client.size_bytes for group in self.groups if group.weights.is_sharded)
 
     def abandon(self) -> None:
-        """Forward raised: give back at once what it used, and at the root also what it had gathered in advance."""
+        """Forward raised: reshard at once what it used, and at the root also what was prefetched."""
         self.pinned = False
         self.reshard()
         if self is self.context.root():
@@ -545,7 +545,7 @@ class Unit:
         return call
 
     def note_run(self) -> None:
-        """One of its modules runs; without gradients it may be computed again with them, unless all of the root runs without."""
+        """One of its modules runs; without gradients it may be recomputed with them, unless all of the root runs without."""
         if compat.in_function_forward():
             root = self.context.root()
             if not (root and self.is_inside_root and root._runs_without_gradients):

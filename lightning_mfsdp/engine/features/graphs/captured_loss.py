@@ -156,7 +156,7 @@ class CapturedLoss(Recording):
         for gradients in self._context.gradients:
             gradients.main.pin(True)
         try:
-            with self._preparing(inputs), self._gradients_aside(), reductions.synchronizing(Sync.ALL):
+            with self._preparing(inputs), self._without_gradients(), reductions.synchronizing(Sync.ALL):
                 with self._graph(forward), self._same_state(), self._gradients_hidden():
                     outputs = self._step(*self._inputs)
                     loss = loss_in(outputs)
@@ -185,7 +185,7 @@ class CapturedLoss(Recording):
         return super()._described_state() + [parameter.requires_grad for parameter in self._whole()]
 
     @contextmanager
-    def _gradients_aside(self) -> Iterator[None]:
+    def _without_gradients(self) -> Iterator[None]:
         """Record as if the optimizer's gradients were cleared: the graph overwrites them. They are back afterwards."""
         put_back = self._gradients_now()
         for parameter in (*self._locals(), *self._whole()):
