@@ -3,7 +3,8 @@
     event                     calls that no backward has come through    calls that may come again
     a forward in grad mode    + its call
     a pass begins                                                        without those whose graph was freed
-    a backward has ended      none                                       those that no two backwards in a row have missed
+    a backward has ended      none                                       those that no two backwards in a row have missed; a call that
+                                                                         was forgotten is reduced with, and stays forgotten
 
 A unit is reduced once in every backward that has gradients of it, whatever it awaits. The process group is a fake one of two ranks.
 """
@@ -113,8 +114,6 @@ class Machine:
         assert self.root.reductions.started == before + 1, "one group is reduced once"
         loss.is_there = retain
         calls, self.waiting = [*self.spent, *self.waiting], []
-        if loss.call is not None and loss.call not in calls:
-            calls.append(loss.call)  # it had been forgotten
         for call in calls:
             reached = call is loss.call
             call.missed = 0 if reached else call.missed + 1
@@ -145,7 +144,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(EVENTS, min_size=1, max_size=12))
 def test_the_code_does_what_the_table_says(events: list[tuple[Any, ...]]) -> None:
     machine = Machine()

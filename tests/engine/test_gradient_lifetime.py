@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import weakref
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from lightning_mfsdp.engine import (
     grad_norm,
     no_sync,
     sharded_parameters,
+    units,
     unshard,
 )
 from lightning_mfsdp.engine.params import gradients as reduced
@@ -154,10 +156,37 @@ def a_kept_gradient_outlives_clearing_and_the_next_forward(rank, world):
             loss = loss_of(model, inputs(1, rank))
             assert all(torch.equal(*pair) for pair in zip(kept, copies, strict=True)), f"{sharding} {keep}"
             loss.backward()
+            assert all(torch.equal(*pair) for pair in zip(kept, copies, strict=True)), (
+                f"{sharding} {keep}: after backward"
+            )
+            new = [view.grad.clone() for view in sharded_parameters(model) if view.grad is not None]
+            for one in kept:
+                one.zero_()
+            now = [view.grad for view in sharded_parameters(model) if view.grad is not None]
+            assert all(torch.equal(*pair) for pair in zip(now, new, strict=True)), f"{sharding} {keep}: its own memory"
             # Nobody keeps one any more: the memory goes with the next forward.
-            del kept
+            del kept, one, now
             optimizer.zero_grad()
             loss_of(model, inputs(1, rank))
+            assert not any(unit.gradient_bytes for unit in units(model)), sharding
+
+
+def a_kept_gradient_is_the_gradient_while_later_ones_are_held_back(rank, world):
+    """As in plain PyTorch, where later backwards add to the tensor that somebody keeps."""
+    for sharding, change in product(
+        STRATEGIES, (torch.Tensor.zero_, lambda grad: grad.mul_(2), lambda grad: grad[:1].zero_())
+    ):
+        model, plain = sharded_chain(sharding=sharding), plain_chain()
+        kept = []
+        for one in (model, plain):
+            # The same data everywhere, so that one process has the same gradients.
+            loss_of(one, inputs(0)).backward()
+            kept.append(one.out.weight.grad)
+            with no_sync(model) if one is model else nullcontext():
+                loss_of(one, inputs(1)).backward()
+            change(kept[-1])
+            loss_of(one, inputs(2)).backward()
+        torch.testing.assert_close(model.out.weight.grad.full_tensor(), plain.out.weight.grad)
 
 
 def gradients_put_back_by_hand_are_clipped(rank, world):
@@ -436,12 +465,14 @@ def a_failure_while_a_bucket_is_filled_does_not_stop_later_steps(rank, world):
 
 WORLDS = {
     1: (
+        a_kept_gradient_is_the_gradient_while_later_ones_are_held_back,
         a_gradient_set_before_the_first_backward_is_added_to,
         a_kept_gradient_outlives_clearing_and_the_next_forward,
         gradients_put_back_by_hand_are_clipped,
         small_gradients_add_up_where_the_optimizer_sees_rounded_ones,
     ),
     2: (
+        a_kept_gradient_is_the_gradient_while_later_ones_are_held_back,
         a_gradient_set_before_the_first_backward_is_added_to,
         a_gradient_set_while_others_wait_to_be_reduced_takes_their_place,
         a_gradient_held_back_of_a_parameter_that_was_frozen_since_is_reduced,

@@ -82,41 +82,37 @@ def writes_through_a_state_dict_reach_forward(rank, world):
             assert model(x).abs().sum() == 0, sharding
 
 
-def what_looks_at_rows_by_position_is_refused(rank, world):
+def what_looks_at_rows_by_position_gathers_them(rank, world):
     model = fully_shard(uneven())
-    square = fully_shard(nn.ModuleDict({"square": nn.Linear(7, 7, bias=False), "other": nn.Linear(7, 7)})).square.weight
-    whole_on_one_rank = fully_shard(nn.Linear(3, 1, bias=False)).weight
-    weight = model[0].weight
-    for look in (
-        lambda t: t @ t,
-        lambda t: t.softmax(0),
-        lambda t: t.bernoulli(),
-        torch.trace,
-    ):
-        with torch.no_grad(), pytest.raises(EngineStateError, match="sharded by rows"):
-            look(square)
-    for look in (lambda t: t[0], lambda t: t.cumsum(0), nn.init.orthogonal_):
-        with torch.no_grad(), pytest.raises(EngineStateError, match="sharded by rows"):
-            look(whole_on_one_rank)
-    with torch.no_grad(), pytest.raises(EngineStateError, match="sharded by rows"):
-        model[2].bias.item()
-    for look in (
-        lambda t: t.softmax(0),
+    square = fully_shard(nn.ModuleDict({"square": nn.Linear(7, 7, bias=False), "other": nn.Linear(7, 7)}))
+    whole_on_one_rank = fully_shard(nn.Linear(3, 1, bias=False))
+    for weight, look in (
+        (square.square.weight, lambda t: t @ t),
+        (square.square.weight, torch.trace),
+        *((whole_on_one_rank.weight, look) for look in (lambda t: t[0], lambda t: t.cumsum(0))),
         *(
-            lambda t: t[1:],
-            lambda t: t.T,
-            lambda t: t.flatten(),
-            lambda t: t.sort(0),
-            lambda t: t.chunk(2),
+            (model[0].weight, look)
+            for look in (
+                lambda t: t.softmax(0),
+                lambda t: t[1:],
+                lambda t: t.T,
+                lambda t: t.flatten(),
+                lambda t: t.sort(0)[0],
+                lambda t: t.chunk(2)[0],
+                lambda t: torch._foreach_max([t])[0],
+            )
         ),
     ):
-        with (
-            torch.no_grad(),
-            pytest.raises(EngineStateError, match=r"weight of unit Sequential is sharded by rows.*full_tensor"),
-        ):
-            look(weight)
+        whole = weight.full_tensor()
+        for mode in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+            with mode:
+                torch.testing.assert_close(look(weight).detach().clone(), look(whole), check_dtype=False)
+    assert model[2].bias.item() == model[2].bias.full_tensor().item()
+    nn.init.orthogonal_(square.square.weight)
+    whole = square.square.weight.full_tensor()
+    torch.testing.assert_close(whole @ whole.T, torch.eye(7))
     with pytest.raises(EngineStateError, match="sharded by rows"):
-        weight.redistribute(placements=weight.placements)
+        model[0].weight.redistribute(placements=model[0].weight.placements)
 
 
 def torchs_own_checkpoints_write_and_read_the_right_rows(rank, world):

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mfsdp.engine import EngineStateError, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, no_sync
+from lightning_mfsdp.engine import (
+    EngineStateError,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_optimizer,
+    gather_root,
+    no_sync,
+)
 from tests.engine.cases import Problems
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES
@@ -184,7 +195,178 @@ def a_step_after_backwards_under_no_sync_alone_leaves_what_nobody_used(rank, wor
             assert len(optimizer.state) == 2
 
 
+# Views and sharded tensors meet in one call. `w` is 5 x 4 and `b` has 5 numbers.
+TOGETHER: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "two views of one tensor": lambda w, b: torch._foreach_mul_([w[:1], w[2:3]], 0.0),
+    "views that overlap": lambda w, b: torch._foreach_mul_([w[:2], w[1:4]], 0.5),
+    "a tensor, then a view": lambda w, b: torch._foreach_mul_([b, w[:1]], 0.0),
+    "a view, then a tensor": lambda w, b: torch._foreach_mul_([b[:1], w], 0.0),
+    "out": lambda w, b: torch.mul(w.view(5, 4), 0.5, out=w),
+    "in place by a view": lambda w, b: w.mul_(w.T.clone().T),
+    "swapped": lambda w, b: (w.__setitem__(0, w[1]), w.__setitem__(2, w[0])),
+    "apply_": lambda w, b: w[0].apply_(lambda x: x + 1) if w.device.type == "cpu" else w[0].add_(1),
+    "relu inplace": lambda w, b: nn.functional.relu(w[1:3], inplace=True),
+    "embedding max_norm": lambda w, b: nn.functional.embedding(
+        torch.tensor([0, 3], device=w.device), w[:4], max_norm=0.1
+    ),
+}
+
+
+def views_and_sharded_tensors_are_written_in_one_call(rank, world):
+    problems = Problems()
+    for sharding in STRATEGIES:
+        for name, write in TOGETHER.items():
+            for what in ("data", "grad"):
+                model, plain = pair(sharding)
+                for one in (model, plain):
+                    one(torch.ones(2, 4)).sum().backward()
+                    with torch.no_grad():
+                        write(getattr(one.first.weight, what), getattr(one.first.bias, what))
+                for ours, theirs in zip(weights(model), weights(plain), strict=True):
+                    problems.close(whole(getattr(ours, what)), getattr(theirs, what), f"{sharding} {name} {what}")
+    problems.finish()
+
+
+def a_view_that_is_kept_shows_what_was_written_since(rank, world):
+    """By whomever: a function, another view that overlaps, an optimizer. And what it writes leaves other rows as they are."""
+    problems = Problems()
+    for sharding in STRATEGIES:
+        model, plain = pair(sharding)
+        seen: list[list[Tensor]] = []
+        for one in (model, plain):
+            optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
+            if one is model:
+                optimizer = fully_shard_optimizer(optimizer)
+            weight = one.first.weight
+            row, rows, detached = weight.data[0], weight.data[:2], weight.detach()[1:]
+            shown = [row.clone()]
+            weight.data.fill_(9.0)
+            shown += [row.clone(), rows.sum(), detached[0] * 2]
+            rows.fill_(2.0)
+            shown += [row.clone(), detached.clone()]
+            one(torch.ones(2, 4)).square().sum().backward()
+            gradient = weight.grad[:1]
+            optimizer.step()
+            shown += [row.clone(), detached.clone(), gradient.clone()]
+            one(torch.ones(2, 4)).square().sum().backward()
+            shown.append(gradient.clone())
+            nn.functional.relu(rows.neg_(), inplace=True)
+            shown.append(whole(weight))
+            seen.append(shown)
+        for number, (ours, theirs) in enumerate(zip(*seen, strict=True)):
+            problems.close(ours, theirs, f"{sharding} {number}")
+    problems.finish()
+
+
+def views_are_made_and_written_without_grad_mode(rank, world):
+    problems = Problems()
+    for sharding in STRATEGIES:
+        model, plain = pair(sharding)
+        for one in (model, plain):
+            one(torch.ones(2, 4)).sum().backward()
+            with torch.no_grad():
+                one.first.weight[:1].mul_(2.0)
+                one.first.weight.T[1].zero_()
+                one.first.weight[1:2] += 1.0
+                one.first.weight.grad[:2].zero_()
+                one.first.bias.data[0] = 3.0
+        problems.close(whole(model.first.weight), plain.first.weight.detach(), sharding)
+        problems.close(whole(model.first.weight.grad), plain.first.weight.grad, f"{sharding}: gradient")
+        problems.close(whole(model.first.bias), plain.first.bias.detach(), f"{sharding}: bias")
+        with torch.no_grad():
+            problems.close(
+                model.first.weight @ model.first.weight.T, plain.first.weight @ plain.first.weight.T, sharding
+            )
+        with torch.inference_mode():
+            problems.close(model.first.weight[1].sum(), plain.first.weight[1].sum(), sharding)
+            problems.close(whole(model.first.weight.detach()), plain.first.weight.detach(), sharding)
+    problems.finish()
+
+
+# Of a weight that a loss is computed from outside of its module's forward, with an activation of two rows of 4 numbers.
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "clone": lambda w, x: nn.functional.linear(x, w.clone()),
+    "to": lambda w, x: nn.functional.linear(x.double(), w.to(torch.float64)),
+    "type_as": lambda w, x: nn.functional.linear(x.double(), w.type_as(x.double())),
+    "of a copy": lambda w, x: nn.functional.linear(x.double(), w.clone().double()),
+    "double and a row": lambda w, x: w.double()[:2] * 2,
+    "clone and a sum": lambda w, x: w.clone().sum() * x.sum(),
+    "contiguous": lambda w, x: x @ w.T.contiguous(),
+    "a row and the whole": lambda w, x: torch.cat([w[:1], w * 3]),
+    "a view that is written and read": lambda w, x: _written(w[:2]).square(),
+}
+
+
+def _written(view: Tensor) -> Tensor:
+    with torch.no_grad():
+        view.mul_(2.0)
+    return view
+
+
+def a_copy_or_a_view_of_a_weight_leads_to_its_gradient(rank, world):
+    problems, x = Problems(), torch.arange(8.0).view(2, 4)
+    for sharding in STRATEGIES:
+        for name, use in USES.items():
+            model, plain = pair(sharding)
+            for one in (model, plain):
+                with gather_root(model) if one is model else nullcontext():
+                    loss = use(one.first.weight, x).sum().float() + one(x).sum()
+                loss.backward()
+            problems.close(whole(model.first.weight.grad), plain.first.weight.grad, f"{sharding} {name}")
+        copy = model.first.weight.clone()
+        with torch.no_grad():
+            copy.mul_(2.0)
+        with pytest.raises(EngineStateError, match="the gradient would be lost"):
+            nn.functional.linear(x, copy)
+    problems.finish()
+
+
+def values_are_compared_alike_on_all_ranks(rank, world):
+    for sharding in STRATEGIES:
+        model, plain = pair(sharding)
+        other = plain.first.weight.detach().clone()
+        assert torch.equal(model.first.weight.data, other)
+        other[0] += 1  # the first rank's row
+        assert not torch.equal(model.first.weight.data, other), sharding
+        assert not torch.equal(other, model.first.weight), sharding
+
+
+def a_view_keeps_nothing_of_its_callers(rank, world):
+    model, _ = pair("optim_grads_params")
+    big = torch.zeros(1000)
+    alive = weakref.ref(big)
+    model.first.weight.data[0].mul_(0.5)
+    del big
+    gc.collect()
+    assert alive() is None
+
+
+def what_cannot_follow_a_view_is_refused_or_copies(rank, world):
+    model, plain = pair("optim_grads_params")
+    row = model.first.weight.data[0]
+    torch.testing.assert_close(copy.deepcopy(row), plain.first.weight.data[0])
+    copy.deepcopy(row).zero_()
+    torch.testing.assert_close(whole(model.first.weight), plain.first.weight.detach())
+    if row.device.type == "cpu":
+        model.first.weight.data.apply_(lambda x: x + 1)
+        torch.testing.assert_close(whole(model.first.weight), plain.first.weight.detach() + 1)
+        with pytest.raises(EngineStateError, match="map_"):
+            model.first.weight.data.map_(plain.first.weight.data, lambda x, y: y)
+    if world > 1:
+        with pytest.raises(EngineStateError, match=r"weight of unit first is handed to another library"):
+            torch.from_dlpack(row)
+        with pytest.raises(EngineStateError, match=r"would make both one memory"):
+            model.first.bias.data = model.second.weight.data.view(-1)[:5]
+
+
 CASES = (
+    views_and_sharded_tensors_are_written_in_one_call,
+    a_view_that_is_kept_shows_what_was_written_since,
+    views_are_made_and_written_without_grad_mode,
+    a_copy_or_a_view_of_a_weight_leads_to_its_gradient,
+    values_are_compared_alike_on_all_ranks,
+    a_view_keeps_nothing_of_its_callers,
+    what_cannot_follow_a_view_is_refused_or_copies,
     views_of_data,
     views_of_gradients,
     views_made_in_grad_mode_are_written_without_it,

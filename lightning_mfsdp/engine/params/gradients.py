@@ -121,14 +121,18 @@ class MainGradient:
                 slot.materialize()
         return self.buffer
 
-    def close(self) -> None:
-        """Every `.grad` was cleared: give the memory back, unless somebody kept one."""
+    @property
+    def is_kept(self) -> bool:
+        """Whether somebody else keeps a gradient that was cleared, in memory that is to stay as it is for them."""
         for entry in self._entries:
             if entry.sharded.gradient_rows is not None:
                 entry.sharded.forget_cleared_gradient()
-        if self._references() == self._own_references:
-            for slot in self._slots:
-                slot.discard()
+        return not self.is_pinned and self._references() != self._own_references
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for slot in self._slots:
+            slot.discard()
 
     def pin(self, pinned: bool) -> None:
         """Keep the memory where it is, or stop doing so."""
@@ -328,6 +332,10 @@ class Gradients:
                 compat.foreach_zero_([cell.views[index] for index in changed])
         return reached
 
+    def is_behind(self, index: int, gradient: Tensor) -> bool:
+        """Whether a gradient is what the `.grad` of a parameter was before it stood for what is held back."""
+        return self._behind is not None and self._behind.get(index) is gradient
+
     def zero_held_back(self, index: int) -> None:
         """Make what is held back of a parameter zeros, and what its `.grad` was before. A rank that used nothing holds nothing."""
         before = self._behind[index] if self._behind is not None else None
@@ -370,7 +378,7 @@ class Gradients:
         if not wanted:
             self.writes.begin(self._full_size(), is_new=True)
         elif self.is_alone:
-            self.writes.begin(self.main.open() if self._main_is_free() else self._full_size(), is_new=True)
+            self.writes.begin(self._empty_main() or self._full_size(), is_new=True)
         elif self._local is None and self.communicates(sync):
             self.writes.begin(self._open_bucket(), is_new=True)
         else:
@@ -394,9 +402,10 @@ class Gradients:
 
     def collect_alone(self, *, zeros_unused: bool) -> None:
         """One rank: no bucket and no communication. A parameter without a gradient keeps none, as in plain PyTorch, or gets zeros."""
-        main = self.main
+        target = self.writes.target
         grads = self.writes.with_those_of_autograd(self._take())
-        adds = self._open_main()
+        adds = self._open_main(target)
+        main = self.main
         main.is_news = True
         if not adds and (gaps := main.buffer.gaps):
             compat.foreach_zero_(gaps)
@@ -430,8 +439,8 @@ class Gradients:
         if local is not None and local.dtype == self._comm_dtype:
             return Filling(grads, local, local, adds)
         in_place = local is None and self._own == self._full and self._comm_dtype == self._dtype
-        if in_place and self._main_is_free():
-            return Filling(grads, None, self.main.buffer, adds)
+        if in_place and (main := self._empty_main()) is not None:
+            return Filling(grads, None, main, adds)
         return Filling(grads, local, self._open_bucket(), adds)
 
     def prepare_partial(self) -> bool:
@@ -490,8 +499,21 @@ class Gradients:
         main = self.main
         return not main.is_shown and self._partial is not main.buffer and self._local is not main.buffer
 
-    def _open_main(self) -> bool:
+    def _empty_main(self, written: FlatBuffer | None = None) -> FlatBuffer | None:
+        """The memory of `main` if nothing is in it that anybody needs; `None` otherwise.
+
+        Where somebody keeps a gradient that was cleared, that keeps its memory and `main` is made anew, unless it is `written` already.
+        """
+        if not self._main_is_free():
+            return None
+        if self.main.is_open and self.main.buffer is not written and self.main.is_kept:
+            self._main = None
+        return self.main.open()
+
+    def _open_main(self, written: FlatBuffer | None = None) -> bool:
         """Have memory for `main`, with what the parameters' `.grad` say in it. Returns whether they say anything."""
+        if self.is_open and self._empty_main(written) is not None:
+            return False
         main = self.main
         was_open = main.is_open
         main.open()
@@ -513,8 +535,8 @@ class Gradients:
 
     def _open_local(self) -> FlatBuffer:
         """Memory for `local`: that of `main` if it is whole and empty. Other memory stays where gradients are placed whole."""
-        if self._own == self._full and self._main_is_free():
-            return self.main.open()
+        if self._own == self._full and (main := self._empty_main()) is not None:
+            return main
         if self._memory_of_local is not None:
             return self._memory_of_local
         made = self._full_size()
@@ -535,9 +557,12 @@ class Gradients:
         return buffer
 
     def close_main(self) -> None:
-        """A pass begins: give the memory of `main` back if it is empty and nobody keeps a gradient."""
+        """A pass begins: give the memory of `main` back if it is empty, or leave it to those who keep a gradient."""
         if self.is_open and self._main_is_free():
-            self.main.close()
+            if self.main.is_kept:
+                self._main = None
+            else:
+                self.main.close()
 
     def keep_main(self) -> list[Tensor]:
         """A copy of `main` before a replayed graph overwrites it; nothing where it is empty."""
@@ -626,7 +651,7 @@ class Gradients:
             return
         main = self.main.buffer
         if result is main or (main.extent == result.extent and self._main_is_free()):
-            self._partial = main
+            self._partial = main  # which was opened for this reduction
         else:
             self._partial = FlatBuffer.empty(self._layout, result.extent, self._dtype, self.device)
         if self._partial is not result:

@@ -55,6 +55,7 @@ class Root(Protocol):
 
     lane: GatherLane
     channels: Channels
+    known_writes: int
 
     @property
     def root(self) -> Callable[[], object]:
@@ -247,6 +248,12 @@ class ParameterGroup:
         assert context is not None, "a group in use belongs to a root"
         return context.channels.over_both_axes(self.mesh)
 
+    @property
+    def known_writes(self) -> int:
+        """How often main weights were written, as far as all ranks know."""
+        context = self.root()
+        return 0 if context is None else context.known_writes
+
     def note_write(self) -> None:
         """Main weights may have been written: forward must see it."""
         if (context := self.root()) is not None:
@@ -261,6 +268,10 @@ class ParameterGroup:
         """Make what is held back of a parameter zeros."""
         if (context := self.root()) is not None:
             context.zero_held_back(self, index)
+
+    def is_behind(self, index: int, gradient: Tensor) -> bool:
+        """Whether a gradient is what the `.grad` of a parameter was before it stood for what is held back."""
+        return self.gradients.is_behind(index, gradient)
 
     def use_outside(self, index: int) -> nn.Parameter | None:
         """A parameter is used outside of forwards in grad mode: the unsharded one, if it is there and stays until a backward has ended."""

@@ -20,7 +20,7 @@ from lightning_mfsdp.base.containers import map_tensors, tensors_in
 from lightning_mfsdp.engine.params.managed import ManagedGroup, ManagedParameter
 from lightning_mfsdp.engine.params.sharded_tensor import Rows
 
-__all__ = ["HeldBackGradient", "HeldBackRows", "stand_in"]
+__all__ = ["GradientRows", "HeldBackGradient", "HeldBackRows", "stand_in"]
 
 
 class HeldBackGradient(Tensor):
@@ -57,6 +57,40 @@ class HeldBackRows(Rows):
     def redistribute(self, *args: Any, **options: Any) -> Any:
         """See `DTensor.redistribute`. Collective."""
         return cast("Rows", _reduced(self)).redistribute(*args, **options)
+
+
+class GradientRows(Rows):
+    """A reduced gradient as a DTensor. Somebody may keep it while later gradients are held back, which are to be added to it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if not (name in _DESCRIBES or name.startswith("is_")):
+            for one in tensors_in((args, kwargs or {})):
+                if isinstance(one, GradientRows):
+                    one._have_all(zeroed=name in ("zero_", "_foreach_zero_"))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """See `DTensor.full_tensor`. Collective."""
+        self._have_all()
+        return super().full_tensor(grad_placements=grad_placements)
+
+    def to_local(self, **options: Any) -> Tensor:
+        """See `DTensor.to_local`. Collective where a later gradient is not reduced yet."""
+        self._have_all()
+        return super().to_local(**options)
+
+    def _have_all(self, *, zeroed: bool = False) -> None:
+        """Have what is held back in it, or zero both."""
+        group, index = self._owner[0](), self._owner[1]
+        if group is not None and group.is_behind(index, self._local_tensor):
+            if zeroed:
+                group.zero_held_back(index)
+            else:
+                group.reduce_held_back()
 
 
 def stand_in(group: ManagedGroup, index: int) -> HeldBackGradient:

@@ -92,6 +92,10 @@ class ManagedGroup(Protocol):
     def over_both_axes(self) -> dist.ProcessGroup:
         """The ranks of the shard axis and the outer one together. Collective, the first time."""
 
+    @property
+    def known_writes(self) -> int:
+        """How often main weights were written, as far as all ranks know."""
+
     def note_write(self) -> None:
         """Main weights may have been written: forward must see it."""
 
@@ -100,6 +104,9 @@ class ManagedGroup(Protocol):
 
     def zero_held_back(self, index: int) -> None:
         """Make what is held back of a parameter zeros."""
+
+    def is_behind(self, index: int, gradient: Tensor) -> bool:
+        """Whether a gradient is what the `.grad` of a parameter was before it stood for what is held back."""
 
     def add_gradient(self, index: int, gradient: Tensor) -> None:
         """Add to the whole gradient of a parameter."""

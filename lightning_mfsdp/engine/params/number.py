@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -34,7 +35,12 @@ class Number(Tensor):
         with compat.without_torch_function():
             return self.as_subclass(torch.Tensor)
 
-    to_local = full_tensor
+    def to_local(self) -> Tensor:
+        """See `full_tensor`."""
+        return self.full_tensor()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.full_tensor(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.full_tensor().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

@@ -25,51 +25,58 @@ from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.params.managed import ManagedGroup
 from lightning_mfsdp.engine.params.number import Number
 from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor
-from lightning_mfsdp.engine.params.whole_view import WholeView, in_memory_of, is_in_place
+from lightning_mfsdp.engine.params.sharded_arithmetic import refuse_gradient
+from lightning_mfsdp.engine.params.whole_view import Whole, WholeView, in_memory_of, is_in_place
 
-__all__ = ["computes", "needs_whole", "use_whole", "write_in_whole", "writes_by_position", "writes_in_place"]
+__all__ = ["computes", "copies", "needs_whole", "use_whole", "write_in_whole", "writes_by_position", "writes_in_place"]
 
 _WORTH_SAYING_BYTES = 1 << 20
 _VIEWS = frozenset((Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__))  # type: ignore[attr-defined]
+# Whose result is a copy, shared out as the parameter is.
+_COPIES = frozenset(
+    ("clone", "contiguous", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type_as", "type")
+)
 # Of which nothing can be differentiated, or whose result is shared out as the parameter is.
-_KEEPS_ROWS = frozenset(
-    (
-        *(
-            "__get__",
-            "__set__",
-            "__delete__",
-            "__len__",
-            "__hash__",
-            "__repr__",
-            "__str__",
-            "__format__",
-            "__contains__",
-        ),
-        *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr"),
-        *("storage", "untyped_storage", "get_device", "type", "is_same_size", "has_names", "result_type", "can_cast"),
-        *(
-            "detach",
-            "detach_",
-            "requires_grad_",
-            "retain_grad",
-            "register_hook",
-            "backward",
-            "to_local",
-            "_typed_storage",
-        ),
-        *("clone", "contiguous", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type_as"),
-        *(
-            "equal",
-            "allclose",
-            "isclose",
-            "numpy",
-            "__array__",
-            "tolist",
-            "pin_memory",
-            "share_memory_",
-            "_has_symbolic_sizes_strides",
-        ),
+_KEEPS_ROWS = (
+    frozenset(
+        (
+            *(
+                "__get__",
+                "__set__",
+                "__delete__",
+                "__len__",
+                "__hash__",
+                "__repr__",
+                "__str__",
+                "__format__",
+                "__contains__",
+            ),
+            *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr"),
+            *("storage", "untyped_storage", "get_device", "is_same_size", "has_names", "result_type", "can_cast"),
+            *(
+                "detach",
+                "detach_",
+                "requires_grad_",
+                "retain_grad",
+                "register_hook",
+                "backward",
+                "to_local",
+                "_typed_storage",
+            ),
+            *(
+                "equal",
+                "allclose",
+                "isclose",
+                "numpy",
+                "__array__",
+                "tolist",
+                "pin_memory",
+                "share_memory_",
+                "_has_symbolic_sizes_strides",
+            ),
+        )
     )
+    | _COPIES
 )
 # Where in the whole parameter they write is said by position.
 _BY_POSITION = frozenset(
@@ -88,6 +95,11 @@ def computes(function: Any) -> bool:
     return not (name.startswith(("is_", "_is_", "new_")) or name.endswith("_like"))
 
 
+def copies(function: Any) -> bool:
+    """Whether a torch function copies a sharded tensor, perhaps to another dtype, and leaves it shared out."""
+    return getattr(function, "__name__", "") in _COPIES
+
+
 def writes_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a torch function writes to its first argument or to `out`, a sharded tensor or a list that has some."""
     if not is_in_place(function, kwargs):
@@ -104,12 +116,12 @@ def writes_by_position(function: Any) -> bool:
 def needs_whole(tensors: list[Tensor]) -> bool:
     """Whether what is computed from these, sharded tensors among them, needs more than this rank's rows.
 
-    It does where a plain tensor takes part, such as an activation, and where autograd would have to lead back to a sharded parameter.
+    It does where a plain tensor takes part, such as an activation, and where autograd has to lead back to a sharded parameter.
     """
     records = torch.is_grad_enabled()
     for tensor in tensors:
         if isinstance(tensor, DTensor):
-            if records and tensor.is_leaf and tensor.requires_grad:
+            if records and tensor.requires_grad:
                 return True
         elif (tensor.dim() and not isinstance(tensor, Number)) or (records and tensor.requires_grad):
             return True
@@ -139,18 +151,24 @@ def use_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     args, kwargs = map_tensors(whole, (args, kwargs))
     result = function(*args, **kwargs)
     shown = [made for _, made in gathered if any(in_memory_of(one, made) for one in tensors_in(result))]
-    if any(made.is_leaf and made.requires_grad for made in shown):  # memory that other weights will lie in later
+    if any(
+        made.requires_grad for made in shown
+    ):  # other weights will lie in its memory, or its function forbids writes to views
         own = {id(made): made.clone() for made in shown}
         gathered = [(source, own.get(id(made), made)) for source, made in gathered]
         result = function(*map_tensors(lambda one: own.get(id(one), one), args), **kwargs)
+
+    wholes = [
+        Whole(source, made.detach(), source.known_writes if made.requires_grad else None) for source, made in gathered
+    ]
 
     def kept(tensor: Tensor) -> Tensor:
         if tensor.grad_fn is not None:
             for group in groups.values():
                 tensor.grad_fn.register_prehook(_beginning(group))
-        for source, made in gathered if shown else ():
-            if in_memory_of(tensor, made):
-                return WholeView.of(tensor, source, made.detach())
+        for one in wholes if shown else ():
+            if in_memory_of(tensor, one.memory):
+                return WholeView.of(tensor, one.source, one)
         return tensor
 
     return map_tensors(kept, result)
@@ -172,9 +190,13 @@ def _whole(tensor: PlacedTensor) -> tuple[Tensor, ManagedGroup | None]:
     """The whole of a sharded tensor; of a parameter that needs a gradient, one that leads to it, and whom its backward concerns."""
     group, index = tensor.place
     entry = group.entries[index]
-    records = torch.is_grad_enabled() and entry.full.requires_grad
-    if not records or not group.unit_name or tensor is not entry.sharded:
+    if not (torch.is_grad_enabled() and tensor.requires_grad) or not group.unit_name:
         return tensor.full_tensor(), None
+    if tensor is not entry.sharded:
+        copied = tensor.copied
+        if copied is None or copied.version != tensor._version:
+            refuse_gradient(tensor.described)
+        return use_whole(copied.function, copied.args, copied.kwargs), None
     if group.mesh.parts is not None:
         raise EngineStateError(
             f"parameter {tensor.described}: a loss was computed from it outside of its module's forward, and along the mesh's axis "

@@ -17,7 +17,7 @@ from lightning_mfsdp.engine.comm.collectives import Mesh
 from lightning_mfsdp.engine.params.managed import ManagedGroup
 from lightning_mfsdp.engine.params.rows import gather_rows
 
-__all__ = ["Lies", "PlacedTensor", "as_dtensor", "own_rows"]
+__all__ = ["Copied", "Lies", "PlacedTensor", "as_dtensor", "own_rows"]
 
 
 class Lies(NamedTuple):
@@ -38,6 +38,22 @@ class Lies(NamedTuple):
         return self
 
 
+class Copied(NamedTuple):
+    """Rows that are a copy of a parameter's, perhaps in another dtype, made in grad mode: the same copy can be made of the whole.
+
+    Attributes:
+        function: `clone`, `to`, ...
+        args: The parameter first.
+        kwargs: Of the function.
+        version: Of the rows when they were made; if they were written since, they are no copy.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    version: int
+
+
 class PlacedTensor(DTensor):
     """This rank's rows of a tensor with as many rows as a parameter. Rows are whole; ranks may have different numbers of them, or none."""
 
@@ -45,6 +61,7 @@ class PlacedTensor(DTensor):
     _rows: range  # of dim 0, that lie here
     lies: Lies
     shows_weight: bool = False  # in its memory is a main weight
+    copied: Copied | None = None  # how it was made, if autograd leads from it to a parameter
 
     @property
     def _derived(self) -> type[PlacedTensor]:
@@ -86,6 +103,12 @@ class PlacedTensor(DTensor):
     def is_divided(self) -> bool:
         """Whether ranks hold different rows; all ranks agree."""
         return any(placement.is_shard() for placement in self._spec.placements)
+
+    @property
+    def known_writes(self) -> int:
+        """How often main weights of its root were written, as far as all ranks know."""
+        group = self._owner[0]()
+        return 0 if group is None else group.known_writes
 
     def note_write(self) -> None:
         """Main weights may have been written: forward must see it."""

@@ -59,6 +59,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequ
     if torch.Tag.nondeterministic_seeded in func.tags:
         return _draw(func, name, args, kwargs, operands)
     first = next((operand for operand in operands if operand.is_divided), operands[0])
+    if name == "equal":  # which PyTorch tags as elementwise
+        return _equal(args[0], args[1], first) if first.is_divided else _on_whole(func, args, kwargs, operands)
     if _is_elementwise(func):
         return _elementwise(func, name, args, kwargs, first)
     if name == "_amp_foreach_non_finite_check_and_unscale_":
@@ -72,8 +74,6 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequ
         return [_number(norm) for norm in foreach_norms(*args, **kwargs)]
     if name == "is_same_size":
         return args[0].shape == args[1].shape
-    if name == "equal":
-        return _equal(args[0], args[1], first)
     return refuse_layout(name, first)
 
 
@@ -97,9 +97,10 @@ def assign_data(target: PlacedTensor, value: Any) -> None:
             f"parameter {target.described}: .data can only be set to a tensor of its own shape {tuple(target.shape)}, {target.dtype} on "
             f"{target.device.type}, because it is part of a buffer; got {got}"
         )
-    if isinstance(value, PlacedTensor) and value.shows_weight and value.place != target.place:
+    shown = value.source if isinstance(value, WholeView) else value
+    if isinstance(shown, PlacedTensor) and shown.shows_weight and shown.place != target.place:
         raise EngineStateError(
-            f"parameter {target.described}: .data = that of parameter {value.described} would make both one memory, and "
+            f"parameter {target.described}: .data = that of parameter {shown.described} would make both one memory, and "
             "each is part of its unit's buffer; copy the values (.data.copy_(other)), or tie the parameters before fully_shard"
         )
     with torch.no_grad():

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.params.gradient_hooks import add_gradient_hook
-from lightning_mfsdp.engine.params.held_back import HeldBackGradient, HeldBackRows
+from lightning_mfsdp.engine.params.held_back import GradientRows, HeldBackGradient, HeldBackRows
 from lightning_mfsdp.engine.params.managed import ManagedGroup
 from lightning_mfsdp.engine.params.placed_tensor import Lies, as_dtensor, own_rows
 from lightning_mfsdp.engine.params.rows import owned_rows, whole_shape
@@ -89,7 +89,7 @@ class ShardedParameter(Rows):
             return None
         if self.gradient_rows is None or self.gradient_rows._local_tensor is not grad:
             is_held_back = isinstance(grad, HeldBackGradient)
-            self.gradient_rows = Rows.over(grad, self, kind=HeldBackRows if is_held_back else Rows)
+            self.gradient_rows = Rows.over(grad, self, kind=HeldBackRows if is_held_back else GradientRows)
         return self.gradient_rows
 
     @grad.setter

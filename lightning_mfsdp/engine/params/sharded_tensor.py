@@ -9,7 +9,7 @@ runs: DTensor would silently take the wrong rows, or wait for ranks that have no
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -25,13 +25,14 @@ from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.params.number import Number
 from lightning_mfsdp.engine.params.outside import (
     computes,
+    copies,
     needs_whole,
     use_whole,
     write_in_whole,
     writes_by_position,
     writes_in_place,
 )
-from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor
+from lightning_mfsdp.engine.params.placed_tensor import Copied, PlacedTensor
 from lightning_mfsdp.engine.params.sharded_arithmetic import (
     LayoutError,
     assign_data,
@@ -40,6 +41,7 @@ from lightning_mfsdp.engine.params.sharded_arithmetic import (
     run,
 )
 from lightning_mfsdp.engine.params.stepping import OPTIMIZER_ADVICE, stepping_optimizer
+from lightning_mfsdp.engine.params.whole_view import WholeView, with_views
 
 __all__ = ["Rows"]
 
@@ -98,6 +100,16 @@ class Rows(PlacedTensor):
         """For torch.distributed.checkpoint: the memory it reads from and writes to."""
         return self._local_tensor
 
+    def apply_(self, function: Callable[[Any], Any]) -> Any:
+        """As of any tensor on CPU: `function` is called with every number of this rank's rows."""
+        self._local_tensor.apply_(function)
+        self.note_write()
+        return self
+
+    def map_(self, other: Tensor, function: Callable[[Any, Any], Any]) -> NoReturn:
+        """Refused: rows of another tensor would have to lie where these do."""
+        refuse_layout("map_", self)
+
     def data_ptr(self) -> int:
         """0: the memory is that of `to_local()`. PyTorch would say how far into it these rows begin."""
         return 0
@@ -143,6 +155,17 @@ class Rows(PlacedTensor):
         if compat.sets_data(func):
             return assign_data(args[0], args[1])
         kwargs = kwargs or {}
+        if any(issubclass(kind, WholeView) for kind in types):
+            with with_views(func, args, kwargs) as (_, args, kwargs):
+                return cls._called(func, args, kwargs)
+        return cls._called(func, args, kwargs)
+
+    @classmethod
+    def _called(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_inference_mode_enabled() and getattr(func, "__name__", "") in ("detach", "__getitem__"):
+            # PyTorch cannot give an inference tensor the version counter of what it shows.
+            with torch.inference_mode(False), torch.no_grad():
+                return cls._called(func, args, kwargs)
         if computes(func):
             in_place = writes_in_place(func, args, kwargs)
             if in_place and writes_by_position(func):
@@ -153,9 +176,11 @@ class Rows(PlacedTensor):
             with compat.without_torch_function(), _Checked():  # type: ignore[no-untyped-call]
                 result = func(*args, **kwargs)
         except LayoutError:
-            if not torch.is_grad_enabled() or writes_in_place(func, args, kwargs):
-                raise
-            return use_whole(func, args, kwargs)  # of frozen parameters, where others would be whole as well
+            if writes_in_place(func, args, kwargs) or stepping_optimizer() is not None:
+                raise  # an optimizer would gather whole weights in every step
+            return use_whole(func, args, kwargs)
+        if isinstance(result, Rows) and result.requires_grad and not result.is_leaf and copies(func):
+            result.copied = Copied(func, args, kwargs, result._version)
         if isinstance(result, Number) and result.requires_grad:
             described = next(one.described for one in tensors_in((args, kwargs)) if isinstance(one, Rows))
             result.register_hook(lambda _: refuse_gradient(described))  # type: ignore[no-untyped-call]

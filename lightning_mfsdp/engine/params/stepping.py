@@ -32,8 +32,11 @@ def stepping_optimizer() -> Optimizer | None:
     )  # the variables of its own frame would hold that, and all tensors of the callers
     del this
     while frame is not None and frame.f_code is not call_closure.__code__:
-        owner = frame.f_locals.get("self")
-        if frame.f_code.co_name == "step" and isinstance(owner, Optimizer):
-            return owner
+        if (
+            frame.f_code.co_name == "step"
+        ):  # a look at the variables of a frame keeps all of them until it ends (Python 3.11)
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, Optimizer):
+                return owner
         frame = frame.f_back
     return None

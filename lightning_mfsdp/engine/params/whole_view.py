@@ -1,17 +1,22 @@
-"""WholeView: part of a sharded tensor as indexing, `view`, `T` or `chunk` show it. What is written to it is written to the sharded tensor.
+"""WholeView: part of a sharded tensor as indexing, `view`, `T` or `chunk` show it. It reads and writes what the sharded tensor holds.
 
     p.data[0].zero_(), p.grad[:2].mul_(0), nn.init.orthogonal_(p.data), r = p[:2] and later r.clamp_(...) under no_grad
 
-Where ranks hold different rows, such a view lies in the whole tensor, gathered for this use. A write gathers anew, is done by every rank in
-the same way, and each keeps its rows. Where every rank has all rows, the view lies in the tensor itself, and whoever reads it is told.
+Where ranks hold different rows, such a view lies in the whole tensor, gathered for this use. Whatever is computed with it, the whole is
+gathered anew first, all ranks compute the same, and of what was written through the view each keeps its rows. Where every rank has all
+rows, the view lies in the tensor itself, and whoever reads it is told.
 
 Alternatives considered: refusing such writes (DDP and plain PyTorch do them, and a program that freezes rows of an embedding has no other
-way); functions told by name alone (`out=`, `foreach` and library code write without a name that says so: version counters tell).
+way); functions told by name alone (`out=`, `foreach` and library code write without a name that says so: version counters tell); gathering
+only if somebody has written in the meantime (a rank without rows may not know, and all ranks must gather or none).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,9 +25,38 @@ from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.containers import map_tensors, tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.params.number import Number
-from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor
+from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor, own_rows
 
-__all__ = ["WholeView", "in_memory_of", "is_in_place"]
+__all__ = ["Whole", "WholeView", "in_memory_of", "is_in_place", "with_views"]
+
+# What says something about a tensor and looks at no value.
+_DESCRIBES = frozenset(
+    (
+        *(
+            "__get__",
+            "__set__",
+            "__delete__",
+            "__len__",
+            "__hash__",
+            "size",
+            "dim",
+            "ndimension",
+            "numel",
+            "nelement",
+            "stride",
+        ),
+        *(
+            "storage_offset",
+            "element_size",
+            "data_ptr",
+            "untyped_storage",
+            "get_device",
+            "requires_grad_",
+            "retain_grad",
+        ),
+        *("register_hook", "has_names", "_has_symbolic_sizes_strides", "backward"),
+    )
+)
 
 
 def is_in_place(function: Any, kwargs: dict[str, Any]) -> bool:
@@ -38,14 +72,56 @@ def in_memory_of(tensor: Tensor, other: Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
+@dataclass(eq=False)
+class Whole:
+    """All of a sharded tensor, in memory that views show.
+
+    Attributes:
+        source: The sharded tensor.
+        memory: All of it, plain and contiguous.
+        writes: How often main weights had been written when it was gathered, if graphs may have saved it; else it is gathered anew for
+            each use. A graph that saved what is gathered anew raises in its backward, as one that saved a weight that was stepped.
+    """
+
+    source: PlacedTensor
+    memory: Tensor
+    writes: int | None
+
+    def refresh(self) -> None:
+        """Have the present values. Collective."""
+        writes = self.source.known_writes
+        if self.writes == writes:
+            return
+        if self.writes is not None:
+            self.writes = writes
+        with torch.no_grad():
+            self.memory.copy_(self.source.full_tensor())
+
+    def write_back(self, view: Tensor) -> None:
+        """Keep this rank's rows of what a view shows; other rows stay as they are."""
+        local = self.source._local_tensor
+        with torch.no_grad():
+            memory = torch.empty_like(self.memory)
+            rows = own_rows(memory, self.source)
+            rows.copy_(local)
+            self.as_in(memory, view).copy_(view)
+            local.copy_(rows)
+
+    def as_in(self, memory: Tensor, view: Tensor) -> Tensor:
+        """What a view of the whole is in other memory like it."""
+        start = view.storage_offset() * view.element_size() - self.memory.storage_offset() * self.memory.element_size()
+        found = torch.empty(0, dtype=view.dtype, device=view.device)
+        return found.set_(memory.untyped_storage(), start // view.element_size(), view.size(), view.stride())
+
+
 class WholeView(Number):
     """The same on every rank; what is computed from it is an ordinary tensor, what is viewed of it one of these."""
 
     _source: PlacedTensor
-    _whole: Tensor | None
+    _whole: Whole | None
 
     @staticmethod
-    def of(view: Tensor, source: PlacedTensor, whole: Tensor | None) -> WholeView:
+    def of(view: Tensor, source: PlacedTensor, whole: Whole | None) -> WholeView:
         """A plain tensor, with or without history, as a view of a sharded one.
 
         Args:
@@ -57,45 +133,35 @@ class WholeView(Number):
         made._source, made._whole = source, whole
         return made
 
+    @property
+    def source(self) -> PlacedTensor:
+        """What it shows a part of."""
+        return self._source
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        views = [one for one in tensors_in((args, kwargs)) if isinstance(one, WholeView)]
         if any(issubclass(kind, PlacedTensor) for kind in types):
-            args, kwargs = map_tensors(_whole, (args, kwargs))
-        with compat.without_torch_function():
-            if is_in_place(func, kwargs):
-                for view in _written(func, args, kwargs):
-                    view._prepare_write(func)
-            before = [None if view.is_inference() else view._version for view in views]
-            result = func(*args, **kwargs)
-            written = [view for view, version in zip(views, before, strict=True) if view._was_written(func, version)]
-            result = map_tensors(lambda one: _viewed(one, views), result)
-        for source, whole in {id(view._source): (view._source, view._whole) for view in written}.values():
-            if whole is None:
-                source.note_write()
-            else:
-                with torch.no_grad():
-                    source.copy_(whole)
-        return result
+            return NotImplemented  # sharded tensors know what to do, and call `with_views`
+        kwargs = kwargs or {}
+        with with_views(func, args, kwargs) as (views, args, kwargs), compat.without_torch_function():
+            return map_tensors(lambda one: _viewed(one, views), func(*args, **kwargs))
 
-    def _prepare_write(self, function: Any) -> None:
-        """A write comes: have the present values around it."""
-        if torch.is_grad_enabled() and self.requires_grad:
-            raise EngineStateError(
-                f"{function.__name__} on a view of parameter {self._source.described}: it needs a gradient, and autograd cannot follow a "
-                "write in place; write under torch.no_grad(), or to a view of its data"
-            )
+    def refresh(self) -> None:
+        """Have the present values. Collective where ranks hold different rows."""
         if self._whole is not None:
-            with torch.no_grad():
-                self._whole.copy_(self._source.full_tensor())
+            with compat.without_torch_function():
+                self._whole.refresh()
 
-    def _was_written(self, function: Any, version: int | None) -> bool:
-        if version is None:  # made in inference mode
-            return is_in_place(function, {})
-        return self._version != version
+    def full_tensor(self) -> Tensor:
+        """Itself, as an ordinary tensor. Collective where ranks hold different rows."""
+        self.refresh()
+        return super().full_tensor()
+
+    def to_local(self) -> Tensor:
+        """See `full_tensor`."""
+        return self.full_tensor()
 
     def numpy(self, *, force: bool = False) -> Any:
         """As of any tensor, to be read: what is written to an array is not seen."""
@@ -103,18 +169,85 @@ class WholeView(Number):
         found.setflags(write=False)
         return found
 
+    def __dlpack__(self, *args: Any, **options: Any) -> NoReturn:
+        raise EngineStateError(
+            f"a view of parameter {self._source.described} is handed to another library (DLPack), whose writes would not be seen; hand "
+            "over view.full_tensor().clone()"
+        )
 
-def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[WholeView]:
-    """Views that a function writes to: its first argument, or `out`."""
+
+@contextmanager
+def with_views(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[list[WholeView], tuple[Any, ...], dict[str, Any]]]:
+    """Around a torch function that is called with views: before it they have present values, after it what it wrote is kept. Collective.
+
+    Yields:
+        The views, and the arguments to call it with: views of one tensor lie in the same memory, as they may overlap.
+
+    Raises:
+        EngineStateError: It writes to a view that needs a gradient.
+    """
+    views = [one for one in tensors_in((args, kwargs)) if isinstance(one, WholeView)]
+    if _describes(function):
+        yield views, args, kwargs
+        return
+    for view in _written_by_name(function, args, kwargs):
+        if torch.is_grad_enabled() and view.requires_grad:
+            raise EngineStateError(
+                f"{function.__name__} on a view of parameter {view.source.described}: it needs a gradient, and autograd cannot follow a "
+                "write in place; write under torch.no_grad(), or to a view of its data"
+            )
+    with compat.without_torch_function():
+        for whole in {id(view._whole): view._whole for view in views}.values():
+            if whole is not None:
+                whole.refresh()
+        if len(views) > 1 and (moved := _in_one_memory(views)):
+            args, kwargs = map_tensors(lambda one: moved.get(id(one), one), (args, kwargs))
+            views = [moved.get(id(view), view) for view in views]
+        named = _written_by_name(function, args, kwargs)
+        before = [None if view.is_inference() else view._version for view in views]
+    yield views, args, kwargs
+    with compat.without_torch_function():
+        for view, version in zip(views, before, strict=True):
+            if any(view is one for one in named) or (version is not None and view._version != version):
+                if view._whole is not None:
+                    view._whole.write_back(view)
+                view.source.note_write()
+
+
+def _in_one_memory(views: Sequence[WholeView]) -> dict[int, WholeView]:
+    """Of views that show one tensor in several wholes the same views of the first, by identity.
+
+    A rank without rows of the tensor may not see that it is one. It keeps nothing of what is written.
+    """
+    first: dict[tuple[int, torch.dtype], Whole] = {}
+    moved: dict[int, WholeView] = {}
+    with compat.without_torch_function():
+        for view in views:
+            if view._whole is None or view.requires_grad:
+                continue
+            local = view._source._local_tensor
+            whole = first.setdefault((local.data_ptr(), local.dtype), view._whole)
+            if whole is not view._whole and local.numel():
+                moved[id(view)] = WholeView.of(view._whole.as_in(whole.memory, view), view._source, whole)
+    return moved
+
+
+def _describes(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    return name in _DESCRIBES or name.startswith(("is_", "_is_", "new_")) or name.endswith("_like")
+
+
+def _written_by_name(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[WholeView]:
+    """Views that a function surely writes to: its first argument, or `out`."""
+    if not is_in_place(function, kwargs):
+        return []
     target = kwargs["out"] if kwargs.get("out") is not None else args[:1]
     return [one for one in tensors_in(target) if isinstance(one, WholeView)]
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, PlacedTensor) else tensor
-
-
-def _viewed(one: Tensor, views: list[WholeView]) -> Tensor:
+def _viewed(one: Tensor, views: Sequence[WholeView]) -> Tensor:
     """What a function returned, as a view too if it shows the memory of one."""
     if isinstance(one, WholeView):
         return one

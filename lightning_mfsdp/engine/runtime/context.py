@@ -104,6 +104,7 @@ class Context:
         lane: Of all-gathers.
         root: The outermost unit, while it is there.
         needs_refresh: Main weights were written since `refresh`.
+        known_writes: How often main weights were written, as far as all ranks know: by an optimizer, a function, `load_state_dict`.
         ignored: Parameters that were to be left as they are, by identity.
         keeps_graph: The backward that runs, or ran last, leaves its graph for another one.
         shown_averages: That stand in for main weights at the moment (ema.py).
@@ -136,6 +137,7 @@ class Context:
         self._units: list[weakref.ref[Unit]] = []
         self._num_groups = 0
         self.needs_refresh = True
+        self.known_writes = 0
         self.schedule = Schedule()
         self._grouped: Run | None = None
         self._in_backward = self.keeps_graph = False
@@ -204,8 +206,12 @@ class Context:
 
     def weights_changed(self, groups: Iterable[ParameterGroup] | None = None) -> None:
         """Main weights (of all groups, or these) were written by somebody: compute shards are refreshed before the next all-gather."""
+        self.known_writes += 1
+        self._outdate(self.groups if groups is None else groups)
+
+    def _outdate(self, groups: Iterable[ParameterGroup]) -> None:
         self.needs_refresh = True
-        for group in groups if groups is not None else (group for unit in self.units for group in unit.groups):
+        for group in groups:
             group.weights.outdate(by_optimizer=False)
 
     def refresh(self) -> None:
@@ -260,6 +266,7 @@ class Context:
         self.schedule.forget_pass()  # also after a forward whose backward never came
         self.order.stepped()
         self._has_stepped = self.needs_refresh = True
+        self.known_writes += 1
         for group in groups:
             group.weights.outdate(by_optimizer=True)
         self.refresh_shown()
@@ -287,7 +294,7 @@ class Context:
         groups = [group for reference in self._watched_groups if (group := reference()) is not None]
         written = [group.weights.note_writes() and not group.weights.outdated for group in groups]
         if any(written):
-            self.weights_changed(groups)  # all of them, since a rank without rows of one may not have written to it
+            self._outdate(groups)  # all of them, since a rank without rows of one may not have written to it
 
     @property
     def has_optimizer(self) -> bool:
@@ -313,7 +320,7 @@ class Context:
                 for group in one.groups:
                     group.gradients.close_main()
             if not self.has_optimizer:
-                self.weights_changed()
+                self._outdate(self.groups)
             elif self._watched_groups:
                 self.note_writes()
         following = self.schedule.next_forward(unit.number)
