@@ -26,15 +26,22 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import lightning_mfsdp.te as te
 from lightning_mfsdp.base.containers import tensors_in
 from lightning_mfsdp.engine import EngineStateError, gather_again, is_sharded
-from lightning_mfsdp.recompute.arguments import filled, outlined
 from lightning_mfsdp.recompute.chunk import Chunk, Link, Linked, Results, handle
 from lightning_mfsdp.recompute.config import Recompute
-from lightning_mfsdp.recompute.draws import KeptDraws, cuda_position
-from lightning_mfsdp.recompute.offload import HostCopies, HostCopy
+from lightning_mfsdp.recompute.host_copies import HostCopies, HostCopy
 from lightning_mfsdp.recompute.operators import CHOICES, drawing, keeping
-from lightning_mfsdp.recompute.precision import PrecisionSnapshot, uncached_casts
-from lightning_mfsdp.recompute.routing import KeptChoices, routers_in
-from lightning_mfsdp.recompute.statistics import counted_once, keeps_statistics
+from lightning_mfsdp.recompute.replay import (
+    KeptChoices,
+    KeptDraws,
+    PrecisionSnapshot,
+    counted_once,
+    cuda_position,
+    filled,
+    keeps_statistics,
+    outlined,
+    routers_in,
+    uncached_casts,
+)
 
 __all__ = ["Region", "can_stop_early", "refuse_operators", "region_of"]
 
