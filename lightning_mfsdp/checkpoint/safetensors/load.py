@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.checkpoint.io.ranks import on_all_ranks
 from lightning_mfsdp.checkpoint.safetensors.files import Progress, StoredTensor, open_file, stored_tensors
-from lightning_mfsdp.checkpoint.state.sharded import ParameterIndex, check_names, check_restored, plain_name, tied_names
+from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
+from lightning_mfsdp.checkpoint.state.sharded import check_names, check_restored, tied_names
 from lightning_mfsdp.engine import ShardingError, refresh_weights
 
 __all__ = ["load_safetensors"]
@@ -59,7 +60,7 @@ def load_safetensors(
             "after fully_shard"
         )
     with on_all_ranks(f"load_safetensors: {path}, before anything was written"):
-        copies = _plan(path, module, index, strict=strict, rename=rename)
+        copies = _plan(path, index, strict=strict, rename=rename)
     with on_all_ranks(f"load_safetensors: {path}, with weights partly written"):
         _read(copies, progress)
     refresh_weights(module)
@@ -90,11 +91,11 @@ class _Copy:
 
 
 def _plan(
-    path: Path, module: nn.Module, index: ParameterIndex, *, strict: bool, rename: Callable[[str], str | None] | None
+    path: Path, index: ParameterIndex, *, strict: bool, rename: Callable[[str], str | None] | None
 ) -> list[_Copy]:
     """Compare files with the model; changes nothing."""
     stored = _renamed(path, stored_tensors(path), rename)
-    state = module.state_dict()
+    state = index.module.state_dict()
     present = {plain_name(name): value for name, value in state.items()}
     tied = {plain_name(name): plain_name(first) for name, first in tied_names(state).items()}
     given = {tied.get(name, name) for name in stored}
