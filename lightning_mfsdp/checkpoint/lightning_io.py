@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint.io.location import META_FILE, TIED_WEIGHTS, Location, check_files
-from lightning_mfsdp.checkpoint.io.opening import Plan, no_checkpoint_error, read, read_rows, recover
+from lightning_mfsdp.checkpoint.io.opening import ReadPlan, no_checkpoint_error, read, read_rows, recover
 from lightning_mfsdp.checkpoint.io.progress import CountingFile, CountingReads, Progress, SavePlanner
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks
 from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
@@ -184,7 +184,7 @@ def load(
             for number, optimizer in enumerate(optimizers)
         ]
         # All of it fits; from here on things change.
-        all_plans: list[Plan] = [model_plan, *(plan for plan in plans if plan is not None), *state_plans]
+        all_plans: list[ReadPlan] = [model_plan, *(plan for plan in plans if plan is not None), *state_plans]
         read_rows(location, metadata, all_plans, progress, trusted=trusted)
         sharded.finish_model(model_plan, module)
         for plan, optimizer in zip(plans, optimizers, strict=True):

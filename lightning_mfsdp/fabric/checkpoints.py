@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.io.location import META_FILE, Location, check_files
-from lightning_mfsdp.checkpoint.io.opening import Plan, no_checkpoint_error, read, read_rows, recover
+from lightning_mfsdp.checkpoint.io.opening import ReadPlan, no_checkpoint_error, read, read_rows, recover
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
 from lightning_mfsdp.checkpoint.state import full, sharded
@@ -139,7 +139,7 @@ def _load_rows(
         if isinstance(optimizer, Optimizer)
     }
     # All of it fits; from here on things change.
-    planned: list[Plan] = [*models.values(), *(plan for plan in optimizers.values() if plan is not None)]
+    planned: list[ReadPlan] = [*models.values(), *(plan for plan in optimizers.values() if plan is not None)]
     read_rows(path, metadata, planned, trusted=trusted)
     for key, model_plan in models.items():
         sharded.finish_model(model_plan, state[key])

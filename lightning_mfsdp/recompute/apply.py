@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 import lightning_mfsdp.te as te
-from lightning_mfsdp.recompute.chunk import Chunk, Order
+from lightning_mfsdp.recompute.chunk import LayerChunk, Order
 from lightning_mfsdp.recompute.config import Recompute
 from lightning_mfsdp.recompute.host_copies import HostCopies
 from lightning_mfsdp.recompute.operators import check_registered
@@ -54,7 +54,7 @@ def apply_recompute(root: nn.Module, config: Recompute) -> list[str]:
 
 
 def _apply_to(layers: Sequence[Layer], config: Recompute, copies: HostCopies | None, order: Order) -> None:
-    chunk = Chunk([name for name, _ in layers], order) if len(layers) > 1 else None
+    chunk = LayerChunk([name for name, _ in layers], order) if len(layers) > 1 else None
     for index, (name, module) in enumerate(layers):
         Region(name, module, config, copies=copies, chunk=chunk, index=index)
 

@@ -4,7 +4,7 @@ A region takes the place of the module's `forward`, so hooks stay outside and ru
 weights for the backward when its activations are computed again. Names of parameters and modules do not change.
 
 Computing again is PyTorch's non-reentrant checkpoint, or Transformer Engine's where its modules quantize. What neither knows comes
-from a `Run`: precision, routes, statistics of norms, kept operators, inputs that lie elsewhere, weights of units around.
+from a `RegionCall`: precision, routes, statistics of norms, kept operators, inputs that lie elsewhere, weights of units around.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import lightning_mfsdp.te as te
 from lightning_mfsdp.base.containers import tensors_in
 from lightning_mfsdp.engine import EngineStateError, gather_again, is_sharded
-from lightning_mfsdp.recompute.chunk import Chunk, Link, Linked, Results, handle
+from lightning_mfsdp.recompute.chunk import LayerChunk, Link, Linked, Results, handle
 from lightning_mfsdp.recompute.config import Recompute
 from lightning_mfsdp.recompute.host_copies import HostCopies, HostCopy
 from lightning_mfsdp.recompute.operators import CHOICES, drawing, keeping
@@ -94,7 +94,7 @@ class Region:
         config: Recompute,
         *,
         copies: HostCopies | None = None,
-        chunk: Chunk | None = None,
+        chunk: LayerChunk | None = None,
         index: int = 0,
         function: Callable[..., Any] | None = None,
         stops_early: bool | None = None,
@@ -186,21 +186,21 @@ class Region:
                     f"{self.name} was given {name}, a cache that its forward writes to, and would write to again in backward; call the "
                     "model with use_cache=False, or set model.config.use_cache = False"
                 )
-        run = Run(self, args, kwargs)
+        call = RegionCall(self, args, kwargs)
         if self.has_engine_modules and te.quantizes_now():
             self._check_scales()
-            output = te.checkpoint(run, *run.values)
+            output = te.checkpoint(call, *call.values)
             if te.scales_are_delayed():
                 te.keep_scales_in_backward(tensors_in(output))
         else:
             output = checkpoint(
-                run,
-                *run.values,
+                call,
+                *call.values,
                 use_reentrant=False,
-                preserve_rng_state=self._keeps_random_state(run.device),
+                preserve_rng_state=self._keeps_random_state(call.device),
                 early_stop=self.stops_early,
             )
-        run.end(output)
+        call.end(output)
         return output
 
     # -- how it is computed again --------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class Region:
         self._draws = before != cuda_position(device)
         return output
 
-    # -- what a run asks -----------------------------------------------------------------------------------------------
+    # -- what a call asks -----------------------------------------------------------------------------------------------
 
     def placed(self, tensors: list[Tensor]) -> tuple[Link | None, dict[int, Linked | HostCopy]]:
         """Inputs that are not simply kept, by position."""
@@ -302,7 +302,7 @@ class Region:
         return PrecisionSnapshot(with_engine=self.has_engine_modules)
 
 
-class Run:
+class RegionCall:
     """One call of a region: first in forward, then in each backward that needs it.
 
     Whoever computes again keeps it, so it keeps no tensor itself.

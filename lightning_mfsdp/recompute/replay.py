@@ -13,7 +13,7 @@ draws         what is kept is not run again, so it does not draw random numbers 
               Where the generators stood is read on the host: nobody waits for a device. A CUDA graph that is being recorded has nothing to
               read, and draws nothing in a region.
 
-Used by `region.Run` alone.
+Used by `region.RegionCall` alone.
 """
 
 from __future__ import annotations

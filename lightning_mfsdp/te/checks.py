@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_mfsdp.te import library
 from lightning_mfsdp.te.options import Fp8Options
-from lightning_mfsdp.te.weights import is_quantized, quantized_modules
+from lightning_mfsdp.te.quantized_weights import is_quantized, quantized_modules
 
 __all__ = [
     "Prepared",

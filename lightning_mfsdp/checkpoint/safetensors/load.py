@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.checkpoint.io.ranks import on_all_ranks
-from lightning_mfsdp.checkpoint.safetensors.files import Progress, StoredTensor, open_file, stored_tensors
+from lightning_mfsdp.checkpoint.safetensors.files import Progress, TensorInFile, open_file, stored_tensors
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.sharded import check_names, check_restored, tied_names
 from lightning_mfsdp.engine import ShardingError, refresh_weights
@@ -70,7 +70,7 @@ def load_safetensors(
 class _Copy:
     """From `rows` of a stored tensor to `target`, all of which they fill; `rows` is `None` for a tensor without dims."""
 
-    stored: StoredTensor
+    stored: TensorInFile
     target: Tensor
     rows: range | None
 
@@ -122,11 +122,11 @@ def _plan(
 
 
 def _renamed(
-    path: Path, stored: dict[str, StoredTensor], rename: Callable[[str], str | None] | None
-) -> dict[str, StoredTensor]:
+    path: Path, stored: dict[str, TensorInFile], rename: Callable[[str], str | None] | None
+) -> dict[str, TensorInFile]:
     if rename is None:
         return stored
-    renamed: dict[str, StoredTensor] = {}
+    renamed: dict[str, TensorInFile] = {}
     for name, item in stored.items():
         new = rename(name)
         if new is None:
@@ -137,7 +137,7 @@ def _renamed(
     return renamed
 
 
-def _check_kind(path: Path, name: str, item: StoredTensor, target: Tensor) -> None:
+def _check_kind(path: Path, name: str, item: TensorInFile, target: Tensor) -> None:
     """Integers that stand for packed or quantized weights are no weights."""
     if item.dtype is None or item.dtype.is_floating_point != target.is_floating_point():
         raise RuntimeError(
