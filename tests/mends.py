@@ -48,7 +48,12 @@ MENDS = (
         "self._take_over(index) if takes_over else entry.forget_writes()",
         "entry.forget_writes()",
     ),
-    Mend("2", "params/gradients.py", "        if self._behind is None:\n            return\n", "        return\n"),
+    Mend(
+        "2",
+        "params/gradients.py",
+        "        if self._behind is None:\n            return reached\n",
+        "        return reached\n",
+    ),
     Mend(
         "4",
         "runtime/reduction_schedule.py",
@@ -62,14 +67,13 @@ MENDS = (
         " and take what is written.\n",
     ),
     Mend("8", "runtime/call.py", "self.calls or self.spent or self._runs or self._forgotten_came", "self.calls"),
-    Mend("11a", "runtime/context.py", "        self.reductions.take_over(before.reductions, unit.groups)\n", ""),
     Mend(
         "11b",
         "params/gradients.py",
-        "            if local.grad is not face and (",
-        "            if local.numel() and local.grad is not face and (",
+        "            if local.grad is not shown and (",
+        "            if local.numel() and local.grad is not shown and (",
     ),
-    Mend("11b frozen", "runtime/reduction_schedule.py", " or (known is not None and known.frozen_since)", ""),
+    Mend("11b frozen", "runtime/reduction_schedule.py", " or group.gradients.frozen_since", ""),
     Mend(
         "11c",
         "runtime/call.py",

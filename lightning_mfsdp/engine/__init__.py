@@ -14,7 +14,8 @@ Words, and where they are made:
     pooled buffer, slot    memory for an unsharded weight that units take in turn (memory/storage)
     layout, segment, gap   addresses of a group's parameters; one flat address space; cells that belong to no parameter (layout/layout)
     axis, dim              of a mesh; of a tensor
-    call, pass, series     one forward of a unit and its backward; the forwards between two backwards; modules of one unit in a run
+    call, pass             one forward of a unit and its backward; the forwards between two backwards
+    grouped modules        several modules that are one unit and run one after the other
     held back              gradients that `no_sync` keeps, not reduced
     codec                  how quantized weights are stored (params/codec)
 """

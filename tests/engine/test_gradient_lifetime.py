@@ -125,9 +125,9 @@ def a_unit_whose_call_is_hidden_is_reduced_once(rank, world):
         plain = nn.Linear(8, 8)
         prepare, prepared = reduced.Gradients.prepare, []
 
-        def counted(reducer, prepare=prepare, prepared=prepared):
-            prepared.append(reducer)
-            return prepare(reducer)
+        def counted(gradients, prepare=prepare, prepared=prepared):
+            prepared.append(gradients)
+            return prepare(gradients)
 
         x = inputs(0)
         with mock.patch.object(reduced.Gradients, "prepare", counted):

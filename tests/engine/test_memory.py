@@ -62,9 +62,9 @@ def persistent_buffers_have_the_size_their_strategy_says(rank, world):
         # The same from the memory itself: whatever is reachable from the groups.
         tensors = []
         for group in groups_of(model):
-            reducer = context(model).reductions.known(group)
+            main = group.gradients.main
             held_segments = group.weights.shards[0].segments if group.weights.shards else []
-            tensors += [*group.main.segments, *held_segments, *reducer.main.segments, *reducer.exposed.segments]
+            tensors += [*group.main.segments, *held_segments, *main.buffer.segments, *main.of_optimizer.segments]
         views = units(model)
         expected = sum(view.main_bytes + view.held_bytes + view.gradient_bytes for view in views)
         assert storages(*tensors) == expected, sharding
@@ -104,8 +104,7 @@ def at_rest_no_full_parameter_has_memory(rank, world):
 
 
 def bucket_bytes(model: nn.Module) -> int:
-    reducers = [context(model).reductions.known(group) for group in groups_of(model)]
-    return sum(one._bucket_memory.allocated_bytes for one in reducers if one is not None and one._bucket_memory)
+    return sum(group.gradients.bucket_bytes for group in groups_of(model))
 
 
 def gradient_bytes(model: nn.Module) -> int:
@@ -189,9 +188,9 @@ def flat_memory(model: nn.Module) -> list[weakref.ref]:
         buffers = [group.main, *group.weights.shards]
         found += [weakref.ref(group), *(weakref.ref(buffer) for buffer in buffers)]
         found += [weakref.ref(segment.untyped_storage()) for buffer in buffers for segment in buffer.segments]
-        reducer = context(model).reductions.known(group)
-        if reducer is not None:
-            found += [weakref.ref(reducer), *(weakref.ref(s.untyped_storage()) for s in reducer.main.segments)]
+        if (gradients := group.gradients).was_needed:
+            segments = gradients.main.buffer.segments
+            found += [weakref.ref(gradients), *(weakref.ref(s.untyped_storage()) for s in segments)]
     for client in context(model).pool._clients:
         found += [weakref.ref(client), weakref.ref(client.private)]
         if client.planned is not None:

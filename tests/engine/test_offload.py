@@ -30,9 +30,9 @@ from lightning_mfsdp.engine import (
     sharded_parameters,
     unshard,
 )
+from lightning_mfsdp.engine.features.offload import staging
 from lightning_mfsdp.engine.features.offload import streamed_step as streaming
-from lightning_mfsdp.engine.features.offload import visit as visiting
-from lightning_mfsdp.engine.features.offload.resting_state import state_of
+from lightning_mfsdp.engine.features.offload.offloaded_state import state_of
 from lightning_mfsdp.engine.memory import host_memory
 from lightning_mfsdp.engine.runtime.inspect import context_of
 from lightning_mfsdp.optim import Muon
@@ -107,11 +107,11 @@ def assert_equal(found: object, expected: object, case: object) -> None:
 def rests(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     """Whether all main weights lie in host memory, and all state of each group in one piece of it."""
     groups = [group for unit in context_of(model).units for group in unit.groups if group.offloads]
-    homes = [group for group in groups if group.home is not None]
+    homes = [group for group in groups if group.host_buffer is not None]
     for group in homes:
-        start = group.home.host.data_ptr()
+        start = group.host_buffer.host.data_ptr()
         for entry in group.entries:
-            if entry.local.numel() and not start <= entry.local.data_ptr() < start + group.home.size_bytes:
+            if entry.local.numel() and not start <= entry.local.data_ptr() < start + group.host_buffer.size_bytes:
                 return False
     states = [found for group in groups if (found := state_of(optimizer, group))]
     pieces = {one.tensor.untyped_storage().data_ptr() for found in states for one in found}
@@ -451,7 +451,7 @@ def an_error_in_the_middle_of_a_step_leaves_everything_in_its_place(rank, world)
             train(model, optimizer, [4], rank)
 
 
-def areas_of(optimizer: torch.optim.Optimizer) -> list[visiting.Area]:
+def areas_of(optimizer: torch.optim.Optimizer) -> list[staging.Area]:
     """Staging areas of its last step, found through its hooks."""
     hooks = optimizer._optimizer_step_pre_hooks.values()
     drivers = [driver for hook in hooks for driver in vars(hook).get("_drivers", ())]
@@ -485,14 +485,14 @@ def little_is_on_the_device_at_a_time(rank, world):
             peak = max(peak, sum(resting.values()))
             return result
 
-    real = streaming.RestingState
+    real = streaming.OffloadedState
 
     def remember(tensors, device):
         made = real(tensors, device)
         homes.append(made.memory.host.untyped_storage().data_ptr())
         return made
 
-    with small_chunks(), mock.patch.object(streaming, "RestingState", remember):
+    with small_chunks(), mock.patch.object(streaming, "OffloadedState", remember):
         optimizer = fully_shard_optimizer(Watched(model.parameters(), lr=1e-2), elementwise=True)
         found = []
         for step in range(3):

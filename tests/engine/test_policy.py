@@ -438,8 +438,8 @@ def direct_gradients(rank: int, world: int) -> None:
         model = sharded(MixedPrecisionPolicy(direct_weight_gradients=direct))
         seen: list[int] = []
 
-        def taken(reducer: Gradients, seen: list[int] = seen) -> list[Tensor | None]:
-            grads = take(reducer)
+        def taken(gradients: Gradients, seen: list[int] = seen) -> list[Tensor | None]:
+            grads = take(gradients)
             seen.extend(grad.dim() for grad in grads if grad is not None)
             return grads
 

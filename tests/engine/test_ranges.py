@@ -42,7 +42,7 @@ def everything_has_its_name(rank, world):
     assert not recorded(model, rank)
 
 
-def a_series_is_one_range(rank, world):
+def grouped_modules_are_one_range(rank, world):
     model = plain_chain(layers=2)
     fully_shard(list(model.layers))
     record_ranges(fully_shard(model))
@@ -79,7 +79,12 @@ def failures_leave_no_range_open(rank, world):
 
 
 WORLDS = {
-    2: (nothing_is_named_by_default, everything_has_its_name, a_series_is_one_range, failures_leave_no_range_open)
+    2: (
+        nothing_is_named_by_default,
+        everything_has_its_name,
+        grouped_modules_are_one_range,
+        failures_leave_no_range_open,
+    )
 }
 
 

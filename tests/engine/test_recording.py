@@ -212,7 +212,7 @@ def a_step_that_fails_while_it_is_recorded_leaves_nothing_behind(rank: int, worl
         call(run, model, inputs(0, rank))
     with pytest.raises(KeyError, match="the step itself"):
         run(inputs(0, rank))
-    assert not any(reducer.main_memory.fixed for reducer in context_of(model).reductions.reducers)
+    assert not any(gradients.main.is_pinned for gradients in context_of(model).gradients)
     loss_of(model, inputs(0, rank)).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
@@ -272,13 +272,13 @@ def gradients_that_outlast_a_step_stay_where_replays_write_them(rank: int, world
     for index in range(4):
         plain_call(run, inputs(index, rank))
     assert run.is_captured
-    reducers = [one for one in context_of(model).reductions.reducers if any(face is not None for face in one.faces)]
+    each = context_of(model).gradients
     for closed in (False, True):
         optimizer.zero_grad()
         loss_of(model, inputs(0, rank)).backward()
         optimizer.zero_grad()
         loss_of(model, inputs(0, rank))
-        assert {reducer.is_open for reducer in reducers} == {not closed}
+        assert {gradients.is_open for gradients in each} == {not closed}
         run.close()
 
 
@@ -287,12 +287,13 @@ def closing_lets_gradients_go(rank: int, world: int) -> None:
     step = captured(lambda x: loss_of(model, x), model)
     for _ in range(4):
         call(step, model, inputs(0, rank))
-    reducers = context_of(model).reductions.reducers
-    assert all(reducer.main_memory.fixed and reducer.is_open for reducer in reducers)
+    each = context_of(model).gradients
+    assert each
+    assert all(gradients.main.is_pinned and gradients.is_open for gradients in each)
     step.close()
     call(step, model, inputs(0, rank))
     loss_of(model, inputs(0, rank))  # a new pass begins
-    assert not any(reducer.is_open for reducer in reducers)
+    assert not any(gradients.is_open for gradients in each)
 
 
 def graphs_go_at_once_when_they_are_given_up(rank: int, world: int) -> None:

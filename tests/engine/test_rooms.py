@@ -104,9 +104,9 @@ EXCEPTIONS = {"checkpoint/lightning_io.py": {"lightning", "lightning_utilities"}
 HOT = (
     *("base/streams", "engine/comm/collectives", "engine/features/offload/own_step"),
     *(
-        "engine/features/offload/resting_state",
+        "engine/features/offload/offloaded_state",
         "engine/features/offload/streamed_step",
-        "engine/features/offload/visit",
+        "engine/features/offload/staging",
     ),
     *("engine/memory/buffer", "engine/memory/storage", "engine/optimizer/adopt", "engine/optimizer/norm"),
     *("engine/params/group", "engine/params/gradients", "engine/params/weights"),
@@ -367,6 +367,13 @@ def missing_names(tree: ast.Module) -> set[str]:
     names = assigned_names(tree)
     offered = names.get("__all__")
     return set() if offered is None else set(ast.literal_eval(offered)) - names.keys()
+
+
+def test_the_package_contains_python_alone():
+    others = {
+        path.suffix or path.name for path in PACKAGE.rglob("*") if path.is_file() and path.parent.name != "__pycache__"
+    }
+    assert others == {".py", ".typed"}, others
 
 
 def test_every_engine_file_defines_what_it_offers():

@@ -13,7 +13,7 @@ from tests.helpers.chain import STRATEGIES, Chain, adamw, context, inputs, plain
 from tests.helpers.distributed import run_distributed
 
 STEPS = 4
-CASES = (*STRATEGIES, "series")
+CASES = (*STRATEGIES, "grouped modules")
 
 
 class Winding(nn.Module):
@@ -34,7 +34,7 @@ def step(model: Chain, x: Tensor) -> Tensor:
 
 def sharded(case: str) -> Chain:
     """A strategy, or two layers as one unit, which `Winding` calls out of turn."""
-    if case != "series":
+    if case != "grouped modules":
         return sharded_chain(sharding=case)
     model = plain_chain()
     fully_shard(list(model.layers[:2]))

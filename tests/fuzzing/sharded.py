@@ -120,8 +120,10 @@ class EngineRun(Run):
         holds_back = any(micro.sync != "all" for step in self.case.program.steps for micro in step.micros)
         if whole and (holds_back or configuration.late_root):
             return 0
-        waiting = context_of(self.model).reductions.reducers
-        return 0 if any(one.holds_back for one in waiting) else sum(unit.gradient_bytes for unit in units(self.model))
+        waiting = context_of(self.model).gradients
+        return (
+            0 if any(one.is_accumulating for one in waiting) else sum(unit.gradient_bytes for unit in units(self.model))
+        )
 
 
 def most_reductions(case: Description, group: ParameterGroup) -> int:

@@ -18,7 +18,7 @@ MODULES = (
         "recompute",
         "refusals",
         "schedule",
-        "series",
+        "grouped_modules",
         "sharded_arithmetic",
         "state_dicts",
         "storage",

@@ -19,7 +19,7 @@ from lightning_mfsdp import (
     unshard,
 )
 from lightning_mfsdp.engine.features.offload import streamed_step as streaming
-from lightning_mfsdp.engine.features.offload.resting_state import empty_at_rest, put_to_rest
+from lightning_mfsdp.engine.features.offload.offloaded_state import empty_at_rest, put_to_rest
 from lightning_mfsdp.engine.runtime.inspect import context_of
 from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.helpers.models import batch, build, loss_of
@@ -120,7 +120,7 @@ def only_the_compute_shard_stays_on_the_device(rank, world):
         one.numel() * one.element_size() for table in optimizer.state.values() for one in table.values() if one.dim()
     )
     assert state > 0.9 * 8 * total / world
-    homes = [group.home.host for unit in context_of(model).units for group in unit.groups if group.home]
+    homes = [group.host_buffer.host for unit in context_of(model).units for group in unit.groups if group.host_buffer]
     assert all(home.is_pinned() for home in homes)
     del model, optimizer
     gc.collect()

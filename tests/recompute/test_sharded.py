@@ -95,7 +95,7 @@ def a_unit_is_gathered_once_in_forward_and_once_in_backward(rank, world):
 
 
 def units_of_several_layers(rank, world):
-    """Series: regions inside make no other gathers than none, in numbers and to the bit."""
+    """Grouped modules: regions inside make no other gathers than none, in numbers and to the bit."""
     plain = sharded(None, together=2)
     losses = train(plain, rank)
     for name, config in CONFIGS.items():

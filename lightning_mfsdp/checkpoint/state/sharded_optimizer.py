@@ -19,7 +19,7 @@ from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.row_shard import RowShard
 from lightning_mfsdp.checkpoint.state.sharded import paths_of
 from lightning_mfsdp.engine import ParameterView
-from lightning_mfsdp.engine.features.offload.resting_state import empty_at_rest, put_to_rest
+from lightning_mfsdp.engine.features.offload.offloaded_state import empty_at_rest, put_to_rest
 from lightning_mfsdp.engine.params.group import owner_of
 from lightning_mfsdp.engine.params.rows import sharded_axes
 from lightning_mfsdp.engine.params.sharded_tensor import Rows

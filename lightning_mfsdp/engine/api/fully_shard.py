@@ -341,7 +341,7 @@ def _borrow(unit: Unit, shared: Sequence[Named]) -> None:
             )
         entry.sites.extend(sites)
         for table, key in sites:
-            table[key] = entry.resting
-        if group not in unit.borrowed:
-            unit.borrow(group)
+            table[key] = entry.at_rest
+        if group not in unit.shared_groups:
+            unit.share(group)
             owner.users.append(weakref.ref(unit))

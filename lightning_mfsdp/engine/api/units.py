@@ -35,11 +35,13 @@ def fully_shard_units(
     device = mesh_device(resolve_mesh(mesh))
     if options.get("ignored_parameters") is not None:
         options["ignored_parameters"] = list(options["ignored_parameters"])
-    series = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
-    unit_with = {id(member): members for members in series for member in members}
+    members_of_each = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
+    unit_with = {id(member): members for members in members_of_each for member in members}
     inside = {id(child) for child in module.modules() if child is not module}
-    if sum(map(len, series)) != len(unit_with) or not unit_with.keys() <= inside:
-        strange = [type(member).__name__ for members in series for member in members if id(member) not in inside]
+    if sum(map(len, members_of_each)) != len(unit_with) or not unit_with.keys() <= inside:
+        strange = [
+            type(member).__name__ for members in members_of_each for member in members if id(member) not in inside
+        ]
         raise ShardingError(
             f"fully_shard_units: units: expected different modules inside {type(module).__name__}, got "
             f"{f'{strange} from elsewhere' if strange else 'a module twice'}"

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.engine.params.gradients import gradient_dtype
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.parameter import Entry
-from lightning_mfsdp.engine.runtime.context import context_of_group
 
 __all__ = ["reads_decoupled_gradients", "show_gradients"]
 
@@ -52,7 +52,7 @@ def show_gradients(group: ParameterGroup, held: Sequence[Entry], *, decoupled: b
     """
     main = group.spec.main_dtype
     dtype = group.policy.sum_dtype(main) if decoupled and main.is_floating_point else main
-    if group.gradient_dtype is not dtype:
+    if gradient_dtype(group) is not dtype:
         _change_dtype(group, held, dtype)
     kind = _DecoupledRows if decoupled else nn.Parameter
     for entry in held:
@@ -69,7 +69,7 @@ def _change_dtype(group: ParameterGroup, held: Sequence[Entry], dtype: torch.dty
             f"{len(others)}), and another optimizer or none holds that: use_decoupled_grad needs one FusedAdam for all of {group.name}. "
             "Leave it out, or let main_grads_dtype be the dtype of the main weights"
         )
-    if (context := context_of_group(group)) is not None and not context.reductions.forget(group):
+    if not group.gradients.begin_anew():
         raise ShardingError(
             f"fully_shard_optimizer: {group.name} has gradients that wait for their reduction (no_sync), and the optimizer wants them in "
             f"{dtype} (use_decoupled_grad). Hand the optimizer over before the first backward, or after a step"

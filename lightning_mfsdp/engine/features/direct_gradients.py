@@ -137,7 +137,7 @@ def _write(weight: Tensor | None, left: Tensor, right: Tensor) -> bool:
     group, index = place
     if not (context.in_backward and group.entries[index].is_trained):
         return False
-    writes = context.reductions.writes(group)
+    writes = context.reductions.writes(group.gradients)
     if writes is None:
         return False
     writes.add(index, left, right)
@@ -171,4 +171,4 @@ def gradient_memory(weight: Tensor, *, overwrites: bool) -> tuple[Tensor, bool]:
             weight.shape, dtype=group.policy.sum_dtype(group.spec.main_dtype), device=group.device
         ), False  # nobody wants it
     context.begin_backward()
-    return context.reductions.required_writes(group).memory(index, overwrites=overwrites)
+    return context.reductions.required_writes(group.gradients).memory(index, overwrites=overwrites)

@@ -23,11 +23,11 @@ __all__ = ["AveragedWeights"]
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """What is averaged: a parameter's main weight, and the face that says whether it is trained."""
+    """What is averaged: a parameter's main weight, and the representation that says whether it is trained."""
 
     name: str
     main: Tensor
-    face: Tensor
+    shown: Tensor
 
 
 class AveragedWeights:
@@ -93,7 +93,7 @@ class AveragedWeights:
                 here.lerp_(main.to(self.dtype), 1.0 - decay)
                 if here is not average:
                     average.copy_(here, non_blocking=True)
-        trained = [source for source in self._waiting if source.face.requires_grad]
+        trained = [source for source in self._waiting if source.shown.requires_grad]
         if trained:
             for source in trained:
                 self._averages[source.name] = self._copy(source.main)
@@ -103,7 +103,7 @@ class AveragedWeights:
         if self._sources is None:
             self._find_sources()
         # All rows of a module go at once.
-        if not self._sources or is_left_behind(self._sources[0].face):
+        if not self._sources or is_left_behind(self._sources[0].shown):
             raise EngineStateError(
                 "AveragedWeights: the module is not sharded, or unshard_model made it plain, so there are no rows to average; shard the "
                 "module, and make a new AveragedWeights of it"

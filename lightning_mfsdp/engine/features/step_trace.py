@@ -1,6 +1,6 @@
 """What ranks do together in a forward-only step, in order, so that a rank without data can do it again without computing.
 
-Ranks issue the same collectives or wait for each other for ever. Which gathers a forward issues, also those in advance, follows from
+Ranks issue the same collectives or wait for each other for ever. Which gathers a forward issues, also prefetched ones, follows from
 the order in which units begin and end. A rank that has run out of batches goes through that order once for every step of the others.
 """
 

@@ -4,7 +4,7 @@ CUDA addresses page-locked host memory as it does its own, only slower: every ac
 therefore be a CUDA tensor. Whoever reads or writes it now and then (checkpoints, averages, `unshard`) need not know; whoever does so in
 every step copies it to the device and back, through `HostMemory.host`, with the copy engines.
 
-On CPU it is ordinary memory, and both faces are one tensor.
+On CPU it is ordinary memory, and both are one tensor.
 
 Alternatives considered: `pin_memory=True`, whose allocator rounds sizes up to powers of two, so that up to half of the memory is lost;
 managed memory, which moves pages when they are touched and stalls whoever touches them.

@@ -110,7 +110,7 @@ class Client:
     Attributes:
         name: For messages.
         size_bytes: How much.
-        evict: Called when another client must have the slot; gives it up if it only holds it in advance, and says
+        evict: Called when another client must have the slot; gives it up if it was only prefetched, and says
             whether it did.
         planned: Its fixed slot, if there is a plan.
         is_alone: It shares that with nobody.
@@ -143,7 +143,7 @@ class SlotPool:
         self._fixed: list[Slot] = []
         self._last_release: Event = None
         self._held: dict[Client, None] = {}
-        self._aside: dict[Slot, Client] = {}
+        self._reserved: dict[Slot, Client] = {}
         self._plan_users: weakref.WeakSet[object] = weakref.WeakSet()
         self._keeper = Client(name="a forward recomputed in this backward", size_bytes=0, evict=lambda: False)
 
@@ -187,8 +187,8 @@ class SlotPool:
             EngineStateError: `needed` is in use by somebody else.
         """
         slot = needed or (client.private if apart else client.planned) or client.private
-        if self._aside and self._aside.get(slot) is client:
-            slot.holder = client.reference  # its own weights, set aside
+        if self._reserved and self._reserved.get(slot) is client:
+            slot.holder = client.reference  # its own weights, reserved
         if slot.holder is not None and not slot.is_free_for(client) and (other := slot.holder()) and not other.evict():
             if needed is not None:
                 raise EngineStateError(
@@ -228,18 +228,18 @@ class SlotPool:
             slot.discard()
         self._held.pop(client, None)
 
-    def set_aside(self, client: Client, event: Event) -> None:
+    def reserve(self, client: Client, event: Event) -> None:
         """The client lets go of its slot, whose content stays as it is until `end_backward`."""
         slot = client.slot
         self._held.pop(client, None)
-        self._aside[slot] = client
+        self._reserved[slot] = client
         slot.holder = self._keeper.reference
         slot.released = self._last_release = event
 
     def end_backward(self) -> None:
-        """What was set aside is free again."""
-        while self._aside:
-            slot, _ = self._aside.popitem()
+        """What was reserved is free again."""
+        while self._reserved:
+            slot, _ = self._reserved.popitem()
             if slot.holder is self._keeper.reference:
                 slot.holder = None
                 slot.discard()
@@ -292,7 +292,7 @@ class SlotPool:
     def finish_step(self, event: Event, allocate: Callable[[int], Tensor] | None = None) -> None:
         """A training step is complete: plan fixed slots if it showed anything new and nobody holds the plan.
 
-        That happens once or twice in a training. What the caching allocator keeps of the unplanned step is given back then:
+        That happens once or twice in a training. What the caching allocator keeps of the unplanned step is freed then:
         it lies on the gather stream, of no use to anybody, and would split up what the optimizer's state is about to need.
 
         Args:

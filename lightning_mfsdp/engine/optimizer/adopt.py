@@ -103,7 +103,7 @@ class _ShardedStep:
         self._drivers = self._support.prepare(optimizer, found, local=local)
         for group, entries in found.items():
             if (context := context_of_group(group)) is not None:
-                context.cover(entries)
+                context.track(entries)
         # DTensors note what is written to them; local rows do not.
         self._is_watched = local and not writes_in_steps_alone
         if self._is_watched:
@@ -248,7 +248,7 @@ def _is_same(found: list[Tensor], expected: list[Tensor]) -> bool:
 def _adopt_parameters(
     optimizer: Optimizer, local: bool, grad_scaler: object | None
 ) -> dict[ParameterGroup, list[Entry]]:
-    """Replace parameters in place by the face the optimizer works on; returns those of each group, in order."""
+    """Replace parameters in place by the representation that the optimizer works on; returns those of each group, in order."""
     held: dict[ParameterGroup, list[Entry]] = {}
     seen: set[int] = set()
     for group in optimizer.param_groups:
@@ -276,10 +276,10 @@ def _adopt_parameters(
                     "such as torch.optim.AdamW, or pass elementwise=True if it does"
                 )
             held.setdefault(owner, []).append(entry)
-            face = entry.local if local else entry.sharded
-            group["params"][index] = face
-            if parameter in optimizer.state and parameter is not face:
-                optimizer.state[face] = _shard_state(optimizer.state.pop(parameter), owner, entry, local=local)
+            shown = entry.local if local else entry.sharded
+            group["params"][index] = shown
+            if parameter in optimizer.state and parameter is not shown:
+                optimizer.state[shown] = _shard_state(optimizer.state.pop(parameter), owner, entry, local=local)
     return held
 
 

@@ -47,7 +47,7 @@ class LocalRowsOptimizer(Optimizer):
 
 
 def row_placement(parameter: Tensor) -> RowPlacement | None:
-    """Where the rows of a parameter lie, whichever of its faces is given; `None` if it is not sharded by this engine.
+    """Where the rows of a parameter lie, whichever representation is given; `None` if it is not sharded by this engine.
 
     The first call for a parameter that is split over both axes of a mesh is collective: it may make a process group.
     """

@@ -109,10 +109,10 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
     axes_of: dict[ParameterGroup, tuple[Axis, ...]] = {}
     for parameter in parameters:
         place = place_of(parameter)
-        face = parameter if place is None else place[0].entries[place[1]].local
-        if id(face) in seen:
+        local = parameter if place is None else place[0].entries[place[1]].local
+        if id(local) in seen:
             continue
-        seen.add(id(face))
+        seen.add(id(local))
         if place is not None:
             group, index = place
             if group not in axes_of:
@@ -121,7 +121,7 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
             if axes_of[group]:
                 wanted.setdefault(group, []).append(index)
                 continue
-        if (grad := face.grad) is not None:
+        if (grad := local.grad) is not None:
             plain.tensors.append(grad)
             plain.device = grad.device
             if grad.dtype is torch.float64:

@@ -46,11 +46,11 @@ def take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     refuse_left_behind(optimizer, "load_state_dict")
     state = dict(state_dict["state"])
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-    faces = [face for group in optimizer.param_groups for face in group["params"]]
+    held = [shown for group in optimizer.param_groups for shown in group["params"]]
     # PyTorch refuses another number of them.
-    for key, face, entry in zip(saved, faces, _entries(optimizer), strict=False):
+    for key, shown, entry in zip(saved, held, _entries(optimizer), strict=False):
         if entry is not None and isinstance(state.get(key), Mapping):
-            state[key] = {name: _taken(name, value, face, entry) for name, value in state[key].items()}
+            state[key] = {name: _taken(name, value, shown, entry) for name, value in state[key].items()}
     return {**state_dict, "state": state}
 
 
@@ -87,7 +87,7 @@ def _shown(key: str, value: Any, entry: Entry) -> Any:
     return value if is_shown else Rows.over(value, entry.sharded)
 
 
-def _taken(key: str, value: Any, face: Tensor, entry: Entry) -> Any:
+def _taken(key: str, value: Any, shown: Tensor, entry: Entry) -> Any:
     """A loaded value as the optimizer has it: local rows, or a DTensor where it holds DTensors."""
     here, everywhere = entry.local.shape, entry.sharded.shape
     if isinstance(value, PlacedTensor) and lie_alike(value, entry.sharded):
@@ -96,4 +96,4 @@ def _taken(key: str, value: Any, face: Tensor, entry: Entry) -> Any:
         value = value.full_tensor()
     if here != everywhere and _has_shape(key, value, everywhere):
         value = own_rows(value, entry.sharded).clone()
-    return Rows.over(value, entry.sharded) if isinstance(face, Rows) and _has_shape(key, value, here) else value
+    return Rows.over(value, entry.sharded) if isinstance(shown, Rows) and _has_shape(key, value, here) else value

@@ -1,27 +1,35 @@
-"""The gradients of one group, from autograd to the optimizer.
+"""Gradients: those of one group, from what autograd left to what the optimizer steps with.
 
-    full gradients          compute dtype, left by autograd on the full parameters, unless layers write them below (direct_gradients.py)
-      | copied into the bucket (communication dtype, full size, a slot held around the reduction)
-      | or, without synchronisation, added to `unreduced` (main gradient dtype, full size)
-    reduced over the shard axis
-      | added to `partial` while the outer axis waits for the last microbatch
-    reduced over the outer axis
-      | copied to the main gradient, or added to it if one is there
-    main gradient           main gradient dtype, this rank's shard
+    cell      extent and dtype                                      full while
+    local     everything; main gradient dtype                       `no_sync` keeps microbatches that were not reduced
+    bucket    everything; communication dtype                       a reduction is under way
+    partial   the inner shard; main gradient dtype                  the outer axis waits for the last microbatch
+    main      this rank's rows; main gradient dtype                 some `.grad` is set: what that is made of
 
-What is there and what is not is known exactly: a reduced gradient is copied when the optimizer's gradient was cleared
-and added otherwise. Adding an accumulated gradient back to itself, or reducing a reduced one again, cannot happen.
+A backward moves gradients from autograd, and from layers that write them directly (`DirectWrites`), into the cells:
 
-Memory exists only while it is needed, the main gradient's from backward until the optimizer's gradients were cleared and the
-next forward begins. All of it is allocated on the compute stream, where activations have just made room: memory
-allocated on the reduce stream would be reserved for that stream alone.
+    synchronized     from                                  to
+    nothing          autograd                              local
+    shard axis       autograd + local                      bucket, reduced and added to partial
+    both axes        autograd + local                      bucket, reduced, with partial reduced over the outer axis, and added to main
+    one rank         autograd                              main, without a bucket
+
+All four may be full at once. A cell is copied to where it was empty and added to otherwise, and `.grad` alone says whether `main` is empty:
+so nothing is added to itself, and nothing is reduced twice. What the user cleared, replaced or wrote is read back from `.grad` before
+anything is added. `local` and `partial` may lie in the memory of `main` while that is empty; they leave it before it is filled.
+
+Memory exists only while it is needed, that of `main` from backward until all `.grad` were cleared and the next forward begins. All of it is
+allocated on the compute stream, where activations have just made room: memory allocated on the reduce stream would be reserved for that
+stream alone.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from enum import Enum
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,80 +37,282 @@ from torch import Tensor
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine.memory.buffer import FlatBuffer, transient
 from lightning_mfsdp.engine.memory.storage import Slot
-from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.held_back import HeldBackGradient, stand_in
+from lightning_mfsdp.engine.params.managed import ManagedGroup
+from lightning_mfsdp.engine.params.parameter import Entry
 
-__all__ = ["DirectWrites", "Filling", "Gradients"]
+__all__ = ["DirectWrites", "Filling", "Gradients", "MainGradient", "Sync", "gradient_dtype"]
+
+
+class Sync(Enum):
+    """How far gradients of a backward are reduced."""
+
+    NONE = "none"
+    SHARD = "shard"
+    ALL = "all"
+
+
+class Owner(ManagedGroup, Protocol):
+    """The group whose gradients these are: what they read of it. They do not keep it."""
+
+    name: str
+    full_extent: range
+    inner_extent: range
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Its parameters, in module order."""
+
+
+class MainGradient:
+    """The cell `main`: the reduced gradient, and `.grad` of local rows, which is a view of it.
+
+    Attributes:
+        buffer: Main gradient dtype, extent and position as the main weight. Cells that belong to no parameter are zero.
+        of_optimizer: What `.grad` shows: `buffer`, or a copy of it in the dtype that the optimizer wants where that differs.
+        is_news: Something was reduced into it since `convert`.
+
+    Alternatives considered: buffers and views made anew for each backward, so that no references are counted (8 more calls of C code for a
+    unit of four parameters, which makes 48 in its backward); the getter of `ShardedParameter.grad` noting that somebody looked (what
+    optimizers hold are plain parameters, whose `grad` has no getter).
+    """
+
+    def __init__(self, owner: Owner, dtype: torch.dtype) -> None:
+        layout, extent, device = owner.layout, owner.main_extent, owner.device
+        self._entries = owner.entries
+        self._locals = [entry.local for entry in owner.entries]
+        memory, self.buffer = transient(layout, extent, dtype, device)
+        self._slots = [memory]
+        self.of_optimizer = self.buffer
+        if dtype != (wanted := gradient_dtype(owner)):
+            memory, self.of_optimizer = transient(layout, extent, wanted, device)
+            self._slots.append(memory)
+        self.views = self.of_optimizer.views
+        self.is_news = False
+        self._own_references = self._references()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has memory."""
+        return self._slots[0].is_there
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether a reduced gradient is there that nobody has cleared, of any parameter."""
+        for local in self._locals:  # noqa: SIM110 - a generator costs host time, in every unit
+            if local.grad is not None:
+                return True
+        return False
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether its memory stays where it is."""
+        return self._slots[0].fixed
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Its memory at the moment."""
+        return sum(slot.allocated_bytes for slot in self._slots)
+
+    def open(self) -> FlatBuffer:
+        """Have memory for it; what it holds is undefined where there was none."""
+        if not self.is_open:
+            for slot in self._slots:
+                slot.materialize()
+        return self.buffer
+
+    def close(self) -> None:
+        """Every `.grad` was cleared: give the memory back, unless somebody kept one."""
+        for entry in self._entries:
+            if entry.sharded.gradient_rows is not None:
+                entry.sharded.forget_cleared_gradient()
+        if self._references() == self._own_references:
+            for slot in self._slots:
+                slot.discard()
+
+    def pin(self, pinned: bool) -> None:
+        """Keep the memory where it is, or stop doing so."""
+        if pinned:
+            self.open()
+        for slot in self._slots:
+            slot.fixed = pinned
+
+    def read_back(self) -> None:
+        """Make the buffer say what every `.grad` says: zero where cleared, the user's value where replaced or written."""
+        if (
+            self.of_optimizer is not self.buffer and not self.is_news
+        ):  # else what the optimizer sees is not converted yet
+            for main, seen in zip(self.buffer.segments, self.of_optimizer.segments, strict=True):
+                # Where it is still our rounded copy, keep what was rounded; elsewhere somebody wrote into it.
+                torch.where(seen == main.to(seen.dtype), main, seen.to(main.dtype), out=main)
+        if gaps := self.buffer.gaps:  # scaling by a NaN norm reaches them, clearing in place does not
+            compat.foreach_zero_(gaps)
+        for local, ours, view in zip(self._locals, self.views, self.buffer.views, strict=True):
+            grad = local.grad
+            if grad is ours:
+                continue
+            if grad is None:
+                view.zero_()
+            else:
+                view.copy_(grad)
+                local.grad = ours
+
+    def convert(self) -> None:
+        """After the last reduction of a backward, on the compute stream: give the optimizer its dtype."""
+        if self.of_optimizer is not self.buffer and self.is_news:
+            compat.foreach_copy_(self.of_optimizer.segments, self.buffer.segments)
+        self.is_news = False
+
+    def show(self, indices: Sequence[int]) -> None:
+        """Have `.grad` of some parameters show it."""
+        for index in indices:
+            self._locals[index].grad = self.views[index]
+
+    def _references(self) -> int:
+        """How many hold what `.grad` shows: Python objects, and tensors that share their memory."""
+        return sum(map(sys.getrefcount, self.views)) + compat.storage_users(self.of_optimizer.segments[0])
 
 
 class Gradients:
-    """Accumulates, reduces and exposes the gradients of one group.
+    """Accumulates and reduces the gradients of one group.
 
     Attributes:
-        main: The main gradient, extent and position as the main weight. Cells that belong to no parameter are zero.
+        name: Of the group.
+        mesh: Of the group.
+        axes: Of the group.
+        device: Of the group.
+        num_parameters: Of the group.
         is_alone: There is no other rank: nothing to communicate.
-        exposed: What the optimizer sees: `main`, or its copy in the dtype that the optimizer wants (decoupled.py) where that differs.
-        holds_bucket: Whether the bucket's memory is still needed.
-        undecided: Parameters that were reduced and that this rank did not use: other ranks say whether they have a gradient (usage.py).
-        filled: Parameters that this rank did not use and that got zeros in the last reduction, unless another rank used them.
-        writes: Gradients that layers write themselves (direct_gradients.py).
+        held_back: How far what earlier backwards left was reduced; `Sync.ALL` where nothing waits. The same on all ranks.
         frozen_since: Parameters of which a gradient was held back before they were frozen; it is reduced all the same. Known to all ranks.
+        undecided: Parameters that were reduced and that this rank did not use: other ranks say whether they have a gradient (usage.py).
+        zeroed: Parameters that this rank did not use and that got zeros in the last reduction, whatever other ranks did.
+        writes: Gradients that layers write themselves.
+        outside: Whole gradients, by index, of parameters that were used outside of a forward (outside.py).
     """
 
-    def __init__(self, group: ParameterGroup) -> None:
-        self.group = group
-        policy, layout, mesh = group.policy, group.layout, group.mesh
-        self.comm_dtype = policy.wire_dtype(group.spec.main_dtype)
-        self.main_dtype = policy.sum_dtype(group.spec.main_dtype)
-        self._factor = policy.reduction_factor(mesh.num_ranks)
-        self.is_alone = not mesh.axes
-        self.main_memory, self.main = transient(layout, group.main_extent, self.main_dtype, group.device)
-        self._exposed_memory, self.exposed = self.main_memory, self.main
-        exposed_dtype = group.gradient_dtype
-        if self.main_dtype != exposed_dtype:
-            exposed = transient(layout, group.main_extent, exposed_dtype, group.device)
-            self._exposed_memory, self.exposed = exposed
-        self.faces = self.exposed.views
-        self._locals = [entry.local for entry in group.entries]
-        self._own_references = self._references()
-        self._fresh = False
-        self._adds = False
-        self._unreduced: FlatBuffer | None = None
-        self._kept: FlatBuffer | None = None
-        self._partial: FlatBuffer | None = None
-        self._bucket_memory: Slot | None = None
-        self._bucket_buffer: FlatBuffer | None = None
-        self.holds_bucket = False
-        self.writes = DirectWrites()
-        self._stand_ins: list[HeldBackGradient] = []
-        self._behind: dict[int, Tensor | None] | None = None
-        self._unused: set[int] | None = None
-        self.undecided: list[int] = []
-        self.filled: frozenset[int] = frozenset()
+    def __init__(self, owner: Owner) -> None:
+        main_dtype, policy = owner.spec.main_dtype, owner.policy
+        self.name, self.device = owner.name, owner.device
+        self.mesh, self.axes = owner.mesh, owner.axes
+        self.is_alone = not owner.mesh.axes
+        self.held_back = Sync.ALL
         self.frozen_since: set[int] = set()
+        self.undecided: list[int] = []
+        self.zeroed: frozenset[int] = frozenset()
+        self.writes = DirectWrites()
+        self.outside: dict[int, Tensor] = {}
+        self._owner = weakref.ref(owner)
+        self._entries, self.num_parameters = owner.entries, len(owner.entries)
+        self._layout, self._placement = owner.layout, owner.placement
+        self._full, self._inner, self._own = owner.full_extent, owner.inner_extent, owner.main_extent
+        self._comm_dtype, self._dtype = policy.wire_dtype(main_dtype), policy.sum_dtype(main_dtype)
+        self._factor = policy.reduction_factor(owner.mesh.num_ranks)
+        self._precise = policy.high_precision_reduce
+        self._local: FlatBuffer | None = None
+        self._partial: FlatBuffer | None = None
+        self._main: MainGradient | None = None
+        self._bucket: tuple[Slot, FlatBuffer] | None = None
+        self._memory_of_local: FlatBuffer | None = None  # stays where gradients are placed whole
+        self._stand_ins: list[HeldBackGradient] = []
+        self._behind: dict[int, Tensor | None] | None = None  # what `.grad` was where a stand-in is shown
+        self._unused: set[int] | None = None  # by this rank since the last reduction; `None`: no backward has come
 
-    # -- on the compute stream -----------------------------------------------------------------------------------------
+    @property
+    def main(self) -> MainGradient:
+        """Made when the first gradient comes."""
+        if self._main is None:
+            owner = self._owner()
+            assert owner is not None, "gradients are those of a group"
+            self._main = MainGradient(owner, self._dtype)
+        return self._main
 
-    def show_held_back(self) -> None:
-        """A backward has ended: `.grad` stands for what is held back, so that clearing it is noticed (held_back.py)."""
-        if self.is_alone or self._behind is not None:
+    @property
+    def was_needed(self) -> bool:
+        """Whether there ever was a gradient."""
+        return self._main is not None or self.is_accumulating
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the main gradient has memory."""
+        return self._main is not None and self._main.is_open
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients are there that were not reduced over all axes."""
+        return self._local is not None or self._partial is not None
+
+    @property
+    def holds_bucket(self) -> bool:
+        """Whether the bucket has memory."""
+        return self._bucket is not None and self._bucket[0].is_there
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Memory of the bucket at the moment."""
+        return self._bucket[0].allocated_bytes if self._bucket is not None else 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Memory of all cells at the moment."""
+        main = self._main
+        buffers = {id(one): one for one in (self._memory_of_local, self._local, self._partial) if one is not None}
+        others = sum(one.size_bytes for one in buffers.values() if main is None or one is not main.buffer)
+        return self.bucket_bytes + others + (main.allocated_bytes if main is not None else 0)
+
+    @property
+    def _reduces_over_outer_axis(self) -> bool:
+        outer = self.axes.outer
+        return outer is not None and outer.size > 1
+
+    def communicates(self, sync: Sync) -> bool:
+        """Whether a backward that synchronizes so far reduces these gradients over ranks."""
+        return not self.is_alone and (sync is Sync.ALL or (sync is Sync.SHARD and self._placement.gradient))
+
+    def begin_anew(self) -> bool:
+        """Make `main` again when the next gradient comes, perhaps in another dtype. `False`: gradients wait, so it stays."""
+        if (
+            self.held_back is not Sync.ALL
+            or self.is_accumulating
+            or self.holds_bucket
+            or self.writes.target is not None
+        ):
+            return False
+        self._main = None
+        return True
+
+    # -- held back, between backwards ----------------------------------------------------------------------------------
+
+    def hold_back(self, sync: Sync) -> None:
+        """A backward has ended that reduced so far only: `.grad` stands for what waits, so that clearing it is noticed (held_back.py)."""
+        communicates = self.is_alone or self.communicates(sync)
+        if communicates and not self._reduces_over_outer_axis:
+            self.held_back = Sync.ALL
             return
-        entries = self.group.entries
+        self.held_back = Sync.SHARD if communicates else Sync.NONE
+        owner = self._owner()
+        if self.is_alone or self._behind is not None or owner is None:
+            return
         if not self._stand_ins:
-            self._stand_ins = [stand_in(self.group, index) for index in range(len(entries))]
-        self._behind = {index: entries[index].local.grad for index in sorted(self._wanted())}
+            self._stand_ins = [stand_in(owner, index) for index in range(len(self._entries))]
+        self._behind = {index: self._entries[index].local.grad for index in sorted(self._wanted())}
         for index in self._behind:
-            entries[index].local.grad = self._stand_ins[index]
+            self._entries[index].local.grad = self._stand_ins[index]
 
-    def settle_held_back(self) -> None:
-        """Something is about to be added: drop what is held back of parameters whose `.grad` was cleared or replaced meanwhile."""
+    def take_back(self) -> Sync:
+        """Something is about to be added: drop what is held back of parameters whose `.grad` was cleared or replaced meanwhile.
+
+        Returns:
+            How far the rest was reduced.
+        """
+        reached, self.held_back = self.held_back, Sync.ALL
         if self._behind is None:
-            return
+            return reached
         behind, self._behind = self._behind, None
         changed: list[int] = []
         self.frozen_since.clear()
         for index, before in behind.items():
-            entry = self.group.entries[index]
+            entry = self._entries[index]
             if entry.local.grad is not self._stand_ins[index]:
                 changed.append(index)
                 continue
@@ -110,122 +320,141 @@ class Gradients:
             if not entry.is_trained:
                 self.frozen_since.add(index)
         if len(changed) == len(behind):
-            self._unreduced = self._partial = self._unused = None
+            self._local = self._partial = self._unused = None
         elif self._unused is not None:
             self._unused.update(changed)
-        for buffer in (self._unreduced, self._partial):
-            if buffer is not None and changed:
-                compat.foreach_zero_([buffer.views[index] for index in changed])
+        for cell in (self._local, self._partial):
+            if cell is not None and changed:
+                compat.foreach_zero_([cell.views[index] for index in changed])
+        return reached
 
     def zero_held_back(self, index: int) -> None:
         """Make what is held back of a parameter zeros, and what its `.grad` was before. A rank that used nothing holds nothing."""
         before = self._behind[index] if self._behind is not None else None
-        for buffer in (self._unreduced, self._partial):
-            if buffer is not None:
-                buffer.views[index].zero_()
+        for cell in (self._local, self._partial):
+            if cell is not None:
+                cell.views[index].zero_()
         if before is not None:
             before.zero_()
 
+    # -- from autograd, on the compute stream --------------------------------------------------------------------------
+
+    def add_outside(self, index: int, gradient: Tensor) -> None:
+        """Add to the whole gradient of a parameter, in the main weight's dtype, beside what autograd leaves."""
+        if self._entries[index].is_trained:
+            known = self.outside.get(index)
+            self.outside[index] = gradient if known is None else known + gradient
+
+    def drop_news(self) -> None:
+        """Forget what autograd left: the backward failed, or nobody wants it."""
+        for entry in self._entries:
+            entry.full.grad = None
+        self.outside.clear()
+
     def drop(self) -> None:
-        """Forget everything that is not reduced: the backward it belongs to failed."""
-        self.settle_held_back()
+        """Forget everything that is not in `main`: the backward it belongs to failed. What nobody took stays, see `drop_news`."""
+        self.release_bucket()
+        self.take_back()
         self.frozen_since.clear()
-        self._unreduced = self._partial = self._unused = None
+        self._local = self._partial = self._unused = None
         self.undecided = []
         self.writes.end()
 
-    def begin_writes(self, *, communicates: bool, wanted: bool) -> None:
-        """Choose where layers write, if they did not begin to: what is unreduced, or the bucket if this backward `communicates`.
+    def begin_writes(self, sync: Sync, *, wanted: bool) -> None:
+        """Choose where layers write in this backward, if they did not begin to: `local`, or the bucket where that will be reduced as it is.
 
         What is not wanted goes to memory of its own.
         """
         if self.writes.target is not None:
             return
         if not wanted:
-            self.writes.begin(self._more_memory(), is_new=True)
-            return
-        if self.is_alone:
-            free = self._main_is_free()
-            self.writes.begin(self.open_main() if free else self._more_memory(), is_new=True)
-            return
-        is_new = self._unreduced is None
-        if is_new and communicates:
-            self.writes.begin(self._bucket(), is_new=True)
-            return
-        if self._unreduced is None:
-            self._unreduced = self._full_size_memory()
-        self.writes.begin(self._unreduced, is_new=is_new)
+            self.writes.begin(self._full_size(), is_new=True)
+        elif self.is_alone:
+            self.writes.begin(self.main.open() if self._main_is_free() else self._full_size(), is_new=True)
+        elif self._local is None and self.communicates(sync):
+            self.writes.begin(self._open_bucket(), is_new=True)
+        else:
+            is_new = self._local is None
+            if self._local is None:
+                self._local = self._open_local()
+            self.writes.begin(self._local, is_new=is_new)
 
-    def open_main(self) -> FlatBuffer:
-        """The main gradient with memory behind it; what it holds is undefined where there was none."""
-        if not self.main_memory.is_there:
-            self.main_memory.materialize()
-            if self._exposed_memory is not self.main_memory:
-                self._exposed_memory.materialize()
-        return self.main
+    def accumulate(self) -> None:
+        """Add the gradients of this backward to `local`."""
+        grads = self._take()
+        assert self.writes.target in (None, self._local), "layers write where this backward keeps its gradients"
+        first = self._local is None or self.writes.is_new
+        self._note_use(grads)
+        written = self.writes.end()
+        if self._local is None:
+            if all(grad is None for grad in grads):
+                return
+            self._local = self._open_local()
+        copy_or_add(self._local, grads, overwrite=first, written=written)
 
-    def _open_for_this_backward(self) -> None:
-        """Have memory for the main gradient, with what the parameters' `.grad` say in it if they say anything."""
-        was_open = self.is_open
-        self.open_main()
-        self._adds = self._has_main()
-        if self._adds:
-            if not was_open:  # the user's own gradients, set where there were none
-                compat.foreach_zero_(self.main.segments)
-            self._settle_main()
+    def collect_alone(self, *, zeros_unused: bool) -> None:
+        """One rank: no bucket and no communication. A parameter without a gradient keeps none, as in plain PyTorch, or gets zeros."""
+        main = self.main
+        grads = self.writes.with_those_of_autograd(self._take())
+        adds = self._open_main()
+        main.is_news = True
+        if not adds and (gaps := main.buffer.gaps):
+            compat.foreach_zero_(gaps)
+        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
+        added: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for entry, grad, view, shown in zip(self._entries, grads, main.buffer.views, main.views, strict=True):
+            if grad is None:
+                if zeros_unused and entry.is_trained and entry.local.grad is None:
+                    view.zero_()
+                    entry.local.grad = shown
+                continue
+            targets, sources = fresh if entry.local.grad is None else added
+            if grad is not view or self._factor != 1.0:
+                targets.append(view)
+                sources.append(grad if self._factor == 1.0 else grad * self._factor)
+            entry.local.grad = shown
+        if fresh[0]:
+            compat.foreach_copy_(*fresh)
+        if added[0]:
+            compat.foreach_add_(*added)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the main gradient has memory."""
-        return self.main_memory.is_there
+    def prepare(self) -> Filling:
+        """Take all gradients not yet reduced, and hold of the memory they will be reduced in."""
+        grads = self._take()
+        adds = self._open_main()
+        local, self._local = self._local, None
+        self._note_use(grads)
+        target, written = self.writes.target, self.writes.end()
+        if local is None and target is not None:
+            return Filling(grads, None, target, adds, written)
+        if local is not None and local.dtype == self._comm_dtype:
+            return Filling(grads, local, local, adds)
+        in_place = local is None and self._own == self._full and self._comm_dtype == self._dtype
+        if in_place and self._main_is_free():
+            return Filling(grads, None, self.main.buffer, adds)
+        return Filling(grads, local, self._open_bucket(), adds)
 
-    def pin_main(self, pinned: bool) -> None:
-        """Keep the main gradient's memory where it is, or stop doing so."""
-        if pinned:
-            self.open_main()
-        self.main_memory.fixed = self._exposed_memory.fixed = pinned
+    def prepare_partial(self) -> bool:
+        """Have memory for `reduce_partial`. What was cleared since counts as zero: the others reduce it as well.
 
-    @property
-    def waits_for_outer_axis(self) -> bool:
-        """Whether gradients that are reduced over the shard axis are not all there is."""
-        outer = self.group.axes.outer
-        return outer is not None and outer.size > 1
+        Returns:
+            Whether it is added to what is in `main`.
+        """
+        adds = self._open_main()
+        if self._partial is None:
+            self._unused = self._wanted()
+            with torch.inference_mode(False):
+                self._partial = FlatBuffer.zeros(self._layout, self._inner, self._dtype, self.device)
+        return adds
 
-    @property
-    def holds_back(self) -> bool:
-        """Whether gradients wait for a later reduction."""
-        return self._unreduced is not None or self._partial is not None
-
-    def keep_main(self) -> list[Tensor]:
-        """A copy of the main gradient before a replayed graph overwrites it; empty where the optimizer's gradients were cleared."""
-        if not self._has_main():
-            return []
-        self._settle_main()
-        kept = [segment.clone() for segment in self.main.segments]
-        compat.foreach_zero_(self.main.segments)  # one rank alone writes only gradients that are there
-        return kept
-
-    def add_to_main(self, kept: list[Tensor]) -> None:
-        """Add what `keep_main` returned to what was written since."""
-        compat.foreach_add_(self.main.segments, kept)
-        self._fresh = True
-        self.finish()
-
-    def close_main(self) -> None:
-        """Give the main gradient's memory back if the optimizer's gradients were cleared and nobody else kept one."""
-        if not (self.is_open and self._main_is_free()):
-            return
-        for entry in self.group.entries:
-            if entry.sharded._grad_face is not None:
-                entry.sharded.forget_grad_face()
-        if self._references() == self._own_references:
-            self.main_memory.discard()
-            if self._exposed_memory is not self.main_memory:
-                self._exposed_memory.discard()
+    def release_bucket(self) -> None:
+        """Give the bucket's memory back; the compute stream has waited for the reduction."""
+        if self._bucket is not None:
+            self._bucket[0].discard()
 
     def _take(self) -> list[Tensor | None]:
         taken: list[Tensor | None] = []
-        for entry in self.group.entries:
+        for entry in self._entries:
             full = entry.full
             grad = full.grad
             if grad is not None:
@@ -235,16 +464,16 @@ class Gradients:
                 elif grad.is_sparse:
                     grad = grad.to_dense()
             taken.append(grad)
-        if self.group.gradients_outside:
-            for index, outside in self.group.gradients_outside.items():
+        if self.outside:
+            for index, outside in self.outside.items():
                 grad = taken[index]
                 taken[index] = outside if grad is None else outside + grad
-            self.group.gradients_outside.clear()
+            self.outside.clear()
         return taken
 
     def _wanted(self) -> set[int]:
         """Parameters whose gradients are reduced: those that are trained, and those that were when a gradient was held back."""
-        return {index for index, entry in enumerate(self.group.entries) if entry.is_trained} | self.frozen_since
+        return {index for index, entry in enumerate(self._entries) if entry.is_trained} | self.frozen_since
 
     def _note_use(self, grads: list[Tensor | None]) -> None:
         """Remember which parameters this rank has not used since the last reduction."""
@@ -254,280 +483,199 @@ class Gradients:
             missing -= self.writes.written
         self._unused = missing if self._unused is None else self._unused & missing
 
-    def accumulate(self) -> None:
-        """Keep the gradients of this backward unreduced, in the main gradient dtype."""
-        grads = self._take()
-        assert self.writes.target in (None, self._unreduced), "layers write where this backward keeps its gradients"
-        first = self._unreduced is None or self.writes.is_new
-        self._note_use(grads)
-        written = self.writes.end()
-        if self._unreduced is None:
-            if all(grad is None for grad in grads):
-                return
-            self._unreduced = self._full_size_memory()
-        copy_or_add(self._unreduced, grads, overwrite=first, written=written)
+    # -- memory of the cells -------------------------------------------------------------------------------------------
 
-    def _full_size_memory(self) -> FlatBuffer:
-        """Where unreduced gradients go.
+    def _main_is_free(self) -> bool:
+        """Whether the memory of `main` holds nothing anybody still needs."""
+        main = self.main
+        return not main.is_shown and self._partial is not main.buffer and self._local is not main.buffer
 
-        The main gradient itself if it is whole and empty. Other memory stays where gradients are placed whole.
-        """
-        group = self.group
-        if group.main_extent == group.full_extent and self._main_is_free():
-            return self.open_main()
-        if self._kept is not None:
-            return self._kept
-        made = self._more_memory()
-        if not group.placement.gradient:
-            self._kept = made
+    def _open_main(self) -> bool:
+        """Have memory for `main`, with what the parameters' `.grad` say in it. Returns whether they say anything."""
+        main = self.main
+        was_open = main.is_open
+        main.open()
+        adds = main.is_shown
+        if adds:
+            if not was_open:  # the user's own gradients, set where there were none
+                compat.foreach_zero_(main.buffer.segments)
+            self._local, self._partial = self._moved_out(self._local), self._moved_out(self._partial)
+            main.read_back()
+        return adds
+
+    def _moved_out(self, cell: FlatBuffer | None) -> FlatBuffer | None:
+        """A cell out of the memory of `main`, in which it was while no `.grad` was set."""
+        if cell is not self.main.buffer:
+            return cell
+        copy = FlatBuffer.empty(self._layout, self._own, self._dtype, self.device)
+        compat.foreach_copy_(copy.segments, cell.segments)
+        return copy
+
+    def _open_local(self) -> FlatBuffer:
+        """Memory for `local`: that of `main` if it is whole and empty. Other memory stays where gradients are placed whole."""
+        if self._own == self._full and self._main_is_free():
+            return self.main.open()
+        if self._memory_of_local is not None:
+            return self._memory_of_local
+        made = self._full_size()
+        if not self._placement.gradient:
+            self._memory_of_local = made
         return made
 
-    def _more_memory(self) -> FlatBuffer:
+    def _full_size(self) -> FlatBuffer:
         with torch.inference_mode(False):
-            return FlatBuffer.empty(self.group.layout, self.group.full_extent, self.main_dtype, self.group.device)
+            return FlatBuffer.empty(self._layout, self._full, self._dtype, self.device)
 
-    def prepare(self) -> Filling:
-        """Take all gradients not yet reduced, and hold of the memory they will be reduced in."""
-        group = self.group
-        grads = self._take()
-        self._open_for_this_backward()
-        unreduced, self._unreduced = self._unreduced, None
-        self._note_use(grads)
-        target, written = self.writes.target, self.writes.end()
-        if unreduced is None and target is not None:
-            return Filling(grads, None, target, written)
-        if unreduced is not None and unreduced.dtype == self.comm_dtype:
-            return Filling(grads, unreduced, unreduced)
-        in_place = (
-            unreduced is None
-            and group.main_extent == group.full_extent
-            and self.comm_dtype == self.main_dtype
-            and self._main_is_free()
-        )
-        return Filling(grads, unreduced, self.main if in_place else self._bucket())
+    def _open_bucket(self) -> FlatBuffer:
+        """The bucket with memory, until `release_bucket`."""
+        if self._bucket is None:
+            self._bucket = transient(self._layout, self._full, self._comm_dtype, self.device)
+        memory, buffer = self._bucket
+        memory.materialize()
+        return buffer
 
-    def prepare_partial(self) -> None:
-        """Have memory for `reduce_partial`. What was cleared since counts as zero: the others reduce it as well."""
-        self._open_for_this_backward()
-        if self._partial is None:
-            self._unused = self._wanted()
-            with torch.inference_mode(False):
-                group = self.group
-                self._partial = FlatBuffer.zeros(group.layout, group.inner_extent, self.main_dtype, group.device)
+    def close_main(self) -> None:
+        """A pass begins: give the memory of `main` back if it is empty and nobody keeps a gradient."""
+        if self.is_open and self._main_is_free():
+            self.main.close()
 
-    def _bucket(self) -> FlatBuffer:
-        """Full-size memory in the communication dtype, until `release_bucket`."""
-        group = self.group
-        self.holds_bucket = True
-        if self._bucket_memory is None or self._bucket_buffer is None:
-            made = transient(group.layout, group.full_extent, self.comm_dtype, group.device)
-            self._bucket_memory, self._bucket_buffer = made
-        self._bucket_memory.materialize()
-        return self._bucket_buffer
+    def keep_main(self) -> list[Tensor]:
+        """A copy of `main` before a replayed graph overwrites it; nothing where it is empty."""
+        main = self.main
+        if not main.is_shown:
+            return []
+        self._local, self._partial = self._moved_out(self._local), self._moved_out(self._partial)
+        main.read_back()
+        kept = [segment.clone() for segment in main.buffer.segments]
+        compat.foreach_zero_(main.buffer.segments)  # one rank alone writes only gradients that are there
+        return kept
 
-    def release_bucket(self) -> None:
-        """Give the bucket's memory back; the compute stream has waited for the reduction."""
-        if self.holds_bucket and self._bucket_memory is not None:
-            self._bucket_memory.discard()
-        self.holds_bucket = False
+    def add_to_main(self, kept: list[Tensor]) -> None:
+        """Add what `keep_main` returned to what was written since."""
+        compat.foreach_add_(self.main.buffer.segments, kept)
+        self.main.is_news = True
+        self.main.convert()
 
-    def collect_alone(self, *, zeros_unused: bool) -> None:
-        """One rank: no bucket and no communication. A parameter without a gradient keeps none, as in plain PyTorch, or gets zeros."""
-        grads = self.writes.joined(self._take())
-        self._open_for_this_backward()
-        self._fresh = True
-        begins = not self._has_main()
-        if begins and (gaps := self.main.gaps):
-            compat.foreach_zero_(gaps)
-        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
-        added: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for entry, grad, view, face in zip(self.group.entries, grads, self.main.views, self.faces, strict=True):
-            if grad is None:
-                if zeros_unused and entry.is_trained and entry.local.grad is None:
-                    view.zero_()
-                    entry.local.grad = face
-                continue
-            targets, sources = fresh if entry.local.grad is None else added
-            if grad is not view or self._factor != 1.0:
-                targets.append(view)
-                sources.append(grad if self._factor == 1.0 else grad * self._factor)
-            entry.local.grad = face
-        if fresh[0]:
-            compat.foreach_copy_(*fresh)
-        if added[0]:
-            compat.foreach_add_(*added)
+    # -- reductions, on the reduce stream ------------------------------------------------------------------------------
 
-    # -- on the reduce stream ------------------------------------------------------------------------------------------
-
-    def reduce(self, source: FlatBuffer, *, outer_later: bool, zeros_unused: bool) -> bool:
-        """Reduce a full-size buffer into the main gradient, or as far as the shard axis with `outer_later`.
+    def reduce(self, filling: Filling, *, outer_later: bool, zeros_unused: bool) -> bool:
+        """Reduce what was prepared into `main`, or over the shard axis into `partial` with `outer_later`.
 
         Returns:
-            Whether it is in the main gradient. Then `undecided` are waiting, unless unused parameters get zeros.
+            Whether it is in `main`. Then `undecided` are waiting, unless unused parameters get zeros.
         """
-        shard, outer = self.group.axes.shard, self.group.axes.outer
-        outer_waits = self.waits_for_outer_axis
-        factor, result = self._factor, source
-        if shard.size > 1:
-            result = self._over_shard_axis(source, final=not outer_waits, factor=factor)
+        result, factor, last = filling.filled(), self._factor, not self._reduces_over_outer_axis
+        if self.axes.shard.size > 1:
+            result = self._over_shard_axis(result, factor, into_main=last and not filling.adds)
             factor = 1.0
-        if outer is not None and outer_waits:
+        if not last:
             if outer_later:
-                self._keep_partial(result)
+                self._add_to_partial(result)
                 return False
-            result = self._over_outer_axis(result, factor)
-        self._to_main(result, zeros_unused)
+            result = self._over_outer_axis(result, factor, into_main=not filling.adds)
+        self._to_main(result, adds=filling.adds, zeros_unused=zeros_unused)
         return True
 
-    def _over_shard_axis(self, source: FlatBuffer, *, final: bool, factor: float) -> FlatBuffer:
-        group, axis, precise = self.group, self.group.axes.shard, self.group.policy.high_precision_reduce
-        if not group.placement.main:
-            (axis.all_reduce_high_precision if precise else axis.all_reduce)(source.segments, factor)
-            return source
-        dtype = torch.float32 if precise else source.dtype
-        result = self._output(source, group.inner_extent, dtype, final=final)
-        (axis.sum_scatter_high_precision if precise else axis.reduce_scatter)(result.segments, source.segments, factor)
-        return result
-
-    def reduce_partial(self, *, zeros_unused: bool) -> None:
-        """Reduce over the outer axis what was reduced over the shard axis alone; `undecided` as for `reduce`."""
+    def reduce_partial(self, *, adds: bool, zeros_unused: bool) -> None:
+        """Reduce `partial` over the outer axis into `main`; `undecided` as for `reduce`."""
         partial, self._partial = self._partial, None
         assert partial is not None, "it was prepared"
-        self._to_main(self._over_outer_axis(partial, 1.0), zeros_unused)
+        self._to_main(self._over_outer_axis(partial, 1.0, into_main=not adds), adds=adds, zeros_unused=zeros_unused)
 
-    def _over_outer_axis(self, result: FlatBuffer, factor: float) -> FlatBuffer:
-        group, axis, precise = self.group, self.group.axes.outer, self.group.policy.high_precision_reduce
-        assert axis is not None
+    def _over_shard_axis(self, source: FlatBuffer, factor: float, *, into_main: bool) -> FlatBuffer:
+        axis = self.axes.shard
+        if not self._placement.main:
+            (axis.all_reduce_high_precision if self._precise else axis.all_reduce)(source.segments, factor)
+            return source
+        output = self._output(source, self._inner, into_main=into_main)
+        reduce = axis.sum_scatter_high_precision if self._precise else axis.reduce_scatter
+        reduce(output.segments, source.segments, factor)
+        return output
+
+    def _over_outer_axis(self, result: FlatBuffer, factor: float, *, into_main: bool) -> FlatBuffer:
+        axis = self.axes.outer
+        assert axis is not None, "there is one to reduce over"
         if self._partial is not None:
             accumulate_segments(self._partial, result)
             result, self._partial = self._partial, None
-        if result.dtype != self.comm_dtype:
-            converted = FlatBuffer.empty(group.layout, result.extent, self.comm_dtype, group.device)
+        if result.dtype != self._comm_dtype:
+            converted = FlatBuffer.empty(self._layout, result.extent, self._comm_dtype, self.device)
             compat.foreach_copy_(converted.segments, result.segments)
             result = converted
-        if not group.placement.outer_main:
-            (axis.all_reduce_high_precision if precise else axis.all_reduce)(result.segments, factor)
+        if not self._placement.outer_main:
+            (axis.all_reduce_high_precision if self._precise else axis.all_reduce)(result.segments, factor)
             return result
-        output = self._output(result, group.main_extent, torch.float32 if precise else result.dtype, final=True)
-        (axis.sum_scatter_high_precision if precise else axis.reduce_scatter)(output.segments, result.segments, factor)
+        output = self._output(result, self._own, into_main=into_main)
+        reduce = axis.sum_scatter_high_precision if self._precise else axis.reduce_scatter
+        reduce(output.segments, result.segments, factor)
         return output
 
-    def _keep_partial(self, result: FlatBuffer) -> None:
-        """Add a gradient reduced over the shard axis alone; in the main gradient's memory where that has the same extent and is empty."""
+    def _output(self, source: FlatBuffer, extent: range, *, into_main: bool) -> FlatBuffer:
+        """Where a reduce-scatter writes: straight into `main` if it may and that is like it, else in place."""
+        dtype = torch.float32 if self._precise else source.dtype
+        if into_main and extent == self._own and dtype == self._dtype:
+            return self.main.buffer
+        if dtype == source.dtype:
+            return source.part(extent)
+        return FlatBuffer.empty(self._layout, extent, dtype, self.device)
+
+    def _add_to_partial(self, result: FlatBuffer) -> None:
+        """Add a gradient reduced over the shard axis alone; in the memory of `main` where that has the same extent and is empty."""
         if self._partial is not None:
             accumulate_segments(self._partial, result)
             return
-        if result is self.main or (self.main.extent == result.extent and self._main_is_free()):
-            self._partial = self.main
+        main = self.main.buffer
+        if result is main or (main.extent == result.extent and self._main_is_free()):
+            self._partial = main
         else:
-            self._partial = FlatBuffer.empty(self.group.layout, result.extent, self.main_dtype, self.group.device)
+            self._partial = FlatBuffer.empty(self._layout, result.extent, self._dtype, self.device)
         if self._partial is not result:
             compat.foreach_copy_(self._partial.segments, result.segments)
 
-    def _output(self, source: FlatBuffer, extent: range, dtype: torch.dtype, *, final: bool) -> FlatBuffer:
-        """Where a reduce-scatter writes: straight into the main gradient where nothing is there yet, else in place."""
-        if final and extent == self.main.extent and dtype == self.main.dtype and not self._adds:
-            return self.main
-        if dtype == source.dtype:
-            return source.part(extent)
-        return FlatBuffer.empty(self.group.layout, extent, dtype, self.group.device)
-
-    def _to_main(self, result: FlatBuffer, zeros_unused: bool) -> None:
-        """Copy or add a reduced gradient to the main gradient, and show it to the optimizer."""
-        unused, self._unused = self._unused, None
-        waits = bool(unused) and not zeros_unused
-        self.filled = frozenset(unused or ()) if zeros_unused else frozenset()
-        self._fresh = True
-        if result is not self.main:
-            if self._adds:
-                accumulate_segments(self.main, result)
+    def _to_main(self, result: FlatBuffer, *, adds: bool, zeros_unused: bool) -> None:
+        """Copy or add a reduced gradient to `main`, and show it to the optimizer."""
+        main, frozen = self.main, self.frozen_since
+        unused, self._unused = self._unused or set(), None
+        self.zeroed = frozenset(unused) if zeros_unused else frozenset()
+        main.is_news = True
+        if result is not main.buffer:
+            if adds:
+                accumulate_segments(main.buffer, result)
             else:
-                compat.foreach_copy_(self.main.segments, result.segments)
+                compat.foreach_copy_(main.buffer.segments, result.segments)
         self.undecided = []
-        frozen = self.frozen_since
-        for index, (entry, local, face) in enumerate(zip(self.group.entries, self._locals, self.faces, strict=True)):
-            if local.grad is not face and ((entry.full.requires_grad and local.requires_grad) or index in frozen):
-                if waits and unused is not None and index in unused:
+        for index, (entry, shown) in enumerate(zip(self._entries, main.views, strict=True)):
+            local = entry.local
+            if local.grad is not shown and ((entry.full.requires_grad and local.requires_grad) or index in frozen):
+                if index in unused and not zeros_unused:
                     self.undecided.append(index)
                 else:
-                    local.grad = face
+                    local.grad = shown
         frozen.clear()
 
-    def show_used(self, used: Sequence[int]) -> None:
+    def decide(self, used: Sequence[int]) -> None:
         """Show gradients of undecided parameters that some rank has used; the others keep none.
 
         Args:
             used: One for each parameter, 0 where no rank has used it.
         """
-        for index in self.undecided:
-            if used[index]:
-                self._locals[index].grad = self.faces[index]
+        self.main.show([index for index in self.undecided if used[index]])
         self.undecided = []
 
-    # -- what the optimizer sees ---------------------------------------------------------------------------------------
-
-    def _has_main(self) -> bool:
-        """Whether a reduced gradient is there that the optimizer has not cleared, for any parameter."""
-        for local in self._locals:  # noqa: SIM110 - a generator costs host time, in every unit
-            if local.grad is not None:
-                return True
-        return False
-
-    def _main_is_free(self) -> bool:
-        """Whether the main gradient's memory holds nothing anybody still needs."""
-        return not self._has_main() and self._partial is not self.main and self._unreduced is not self.main
-
-    def _settle_main(self) -> None:
-        """Make the main gradient say what the parameters' `.grad` say: zero where cleared, the user's value where replaced."""
-        self._unreduced, self._partial = self._aside(self._unreduced), self._aside(self._partial)
-        if self.exposed is not self.main and not self._fresh:  # else what the optimizer sees is not converted yet
-            for main, exposed in zip(self.main.segments, self.exposed.segments, strict=True):
-                # Where it is still our rounded copy, keep what was rounded; elsewhere somebody wrote into it.
-                torch.where(exposed == main.to(exposed.dtype), main, exposed.to(main.dtype), out=main)
-        if gaps := self.main.gaps:  # scaling by a NaN norm reaches them, clearing in place does not
-            compat.foreach_zero_(gaps)
-        for entry, face, view in zip(self.group.entries, self.faces, self.main.views, strict=True):
-            grad = entry.local.grad
-            if grad is face:
-                continue
-            if grad is None:
-                view.zero_()
-            else:
-                view.copy_(grad)
-                entry.local.grad = face
-
-    def _aside(self, unfinished: FlatBuffer | None) -> FlatBuffer | None:
-        """Unfinished gradients out of the main gradient's memory, which they use while no `.grad` is set."""
-        if unfinished is not self.main:
-            return unfinished
-        copy = FlatBuffer.empty(self.group.layout, self.main.extent, self.main_dtype, self.group.device)
-        compat.foreach_copy_(copy.segments, self.main.segments)
-        return copy
+    @property
+    def has_reduced(self) -> bool:
+        """Whether something was reduced into `main` since `finish`."""
+        return self._main is not None and self._main.is_news
 
     def finish(self) -> None:
-        """After the last reduction of a backward, on the compute stream: convert what the optimizer sees where dtypes differ."""
-        if self.exposed is not self.main and self._fresh:
-            compat.foreach_copy_(self.exposed.segments, self.main.segments)
-        self._fresh = False
+        """After the last reduction of a backward, on the compute stream."""
+        if self._main is not None:
+            self._main.convert()
 
-    @property
-    def is_fresh(self) -> bool:
-        """Whether gradients were reduced since `finish`."""
-        return self._fresh
 
-    def _references(self) -> int:
-        """How many hold the optimizer's gradients: Python objects, and tensors that share their memory."""
-        return sum(map(sys.getrefcount, self.faces)) + compat.storage_users(self.exposed.segments[0])
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Memory of gradient buffers at the moment."""
-        slots = [self.main_memory, *([self._bucket_memory] if self._bucket_memory else [])]
-        if self._exposed_memory is not self.main_memory:
-            slots.append(self._exposed_memory)
-        buffers = {id(buffer): buffer for buffer in (self._kept, self._unreduced, self._partial) if buffer is not None}
-        others = sum(buffer.size_bytes for buffer in buffers.values() if buffer is not self.main)
-        return sum(slot.allocated_bytes for slot in slots) + others
+def gradient_dtype(owner: ManagedGroup) -> torch.dtype:
+    """What the gradients that an optimizer sees are in."""
+    return owner.entries[0].local.grad_dtype or owner.spec.main_dtype
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
@@ -540,14 +688,16 @@ class Filling(NamedTuple):
 
     Attributes:
         grads: One for each parameter, full shapes, where there is one.
-        unreduced: Those of earlier microbatches, full size.
+        local: Those of earlier microbatches, full size.
         target: Full size, in the communication dtype.
+        adds: The reduced gradient is added to what is in `main`.
         written: Which gradients are in the target already.
     """
 
     grads: list[Tensor | None]
-    unreduced: FlatBuffer | None
+    local: FlatBuffer | None
     target: FlatBuffer
+    adds: bool
     written: frozenset[int] = frozenset()
 
     def filled(self) -> FlatBuffer:
@@ -556,12 +706,12 @@ class Filling(NamedTuple):
         Parameters without a gradient count as zero, and so do gaps: every cell is defined. The copies run beside the rest of the
         backward, which is busy with matrix products and leaves memory bandwidth.
         """
-        if self.unreduced is None:
+        if self.local is None:
             copy_or_add(self.target, self.grads, overwrite=True, written=self.written)
             return self.target
-        copy_or_add(self.unreduced, self.grads, overwrite=False)
-        if self.target is not self.unreduced:
-            compat.foreach_copy_(self.target.segments, self.unreduced.segments)
+        copy_or_add(self.local, self.grads, overwrite=False)
+        if self.target is not self.local:
+            compat.foreach_copy_(self.target.segments, self.local.segments)
         return self.target
 
 
@@ -626,7 +776,7 @@ class DirectWrites:
         self.target: FlatBuffer | None = None
         self.is_new = False
         self.written: set[int] = set()
-        self._aside: list[tuple[Tensor, Tensor]] = []
+        self._beside: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, target: FlatBuffer, *, is_new: bool) -> None:
         """Gradients go to `target` from now on; with `is_new` it holds nothing yet."""
@@ -648,13 +798,13 @@ class DirectWrites:
         What is beside it is added later, so what overwrites never meets what is there already.
         """
         assert self.target is not None, "begin() comes first"
-        self._add_aside()
+        self._add_beside()
         view = self.target.views[index]
         is_first = self.is_new and index not in self.written
         self.written.add(index)
         if overwrites and not is_first:
-            self._aside.append((view, torch.empty_like(view)))
-            return self._aside[-1][1], True
+            self._beside.append((view, torch.empty_like(view)))
+            return self._beside[-1][1], True
         if is_first and not overwrites:
             view.zero_()
         return view, False
@@ -663,17 +813,17 @@ class DirectWrites:
         """What was written and is not reduced yet, by tensor of the layout."""
         if self.target is None:
             return {}
-        self._add_aside()
+        self._add_beside()
         views = self.target.views
         return {index: views[index] for index in sorted(self.written)}
 
-    def _add_aside(self) -> None:
+    def _add_beside(self) -> None:
         """Add what layers wrote beside the buffer since."""
-        for view, piece in self._aside:
+        for view, piece in self._beside:
             view.add_(piece)
-        self._aside.clear()
+        self._beside.clear()
 
-    def joined(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+    def with_those_of_autograd(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Forget the buffer; returns the gradients that autograd left along with those that layers wrote, in the buffer's memory."""
         target = self.target
         for index in sorted(self.end()):
@@ -684,8 +834,8 @@ class DirectWrites:
 
     def end(self) -> frozenset[int]:
         """Forget the buffer; returns which tensors' cells of a new one are defined."""
-        if self._aside:
-            self._add_aside()
+        if self._beside:
+            self._add_beside()
         written = frozenset(self.written) if self.is_new else frozenset()
         self.target, self.is_new = None, False
         if self.written:

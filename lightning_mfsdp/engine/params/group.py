@@ -27,6 +27,7 @@ from lightning_mfsdp.engine.layout.placement import Placement
 from lightning_mfsdp.engine.memory.buffer import FlatBuffer, buffer_numel
 from lightning_mfsdp.engine.memory.host_memory import HostMemory
 from lightning_mfsdp.engine.params.codec import marks_of
+from lightning_mfsdp.engine.params.gradients import Gradients
 from lightning_mfsdp.engine.params.group_spec import GroupSpec
 from lightning_mfsdp.engine.params.parameter import OWNER, Entry, UnshardedParameter, mark_owner
 from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
@@ -87,11 +88,11 @@ class ParameterGroup:
         layout: Where each lies.
         main: The main weight, extent `main_extent`.
         weights: What forward and backward read.
+        gradients: What backward leaves, from autograd to the optimizer.
         axes: Of the mesh.
         root: What the units of the root share, while it is there.
         offloads: State of its parameters rests in host memory, and their main weights if they were trained from the start.
-        home: Host memory of the main weight; `None` where it lies on the device.
-        gradients_outside: Whole gradients, by index, of parameters that were used outside of a forward (outside.py).
+        host_buffer: Host memory of the main weight; `None` where it lies on the device.
         advised: It was said that this costs a gather each time.
         moved: Entries that the module shows as a conversion left them (conversion.py).
     """
@@ -122,8 +123,8 @@ class ParameterGroup:
         shards, main_is_shard = self._allocate()
         self.entries = [self._entry(index, *item) for index, item in enumerate(named)]
         self.weights = Weights(self, shards, main_is_shard=main_is_shard)
+        self.gradients = Gradients(self)
         self._fill()
-        self.gradients_outside: dict[int, Tensor] = {}
         self.advised = False
         self.moved: set[Entry] = set()
 
@@ -146,19 +147,19 @@ class ParameterGroup:
         """Make the main weight; returns the compute shards, and whether the main weight is a part of one."""
         spec, placement = self.spec, self.placement
         extent = self.inner_extent if placement.weight else self.full_extent
-        self.home: HostMemory | None = None
+        self.host_buffer: HostMemory | None = None
         if self.offloads and spec.trainable and not spec.whole:
             main_bytes = buffer_numel(self.layout, self.main_extent) * spec.main_dtype.itemsize
-            self.home = HostMemory(main_bytes, self.device)
-        main_is_shard = spec.codec is None and self.home is None and spec.main_dtype == spec.compute_dtype
-        keeps = self.policy.keep_compute_shard or spec.codec is not None or self.home is not None
+            self.host_buffer = HostMemory(main_bytes, self.device)
+        main_is_shard = spec.codec is None and self.host_buffer is None and spec.main_dtype == spec.compute_dtype
+        keeps = self.policy.keep_compute_shard or spec.codec is not None or self.host_buffer is not None
         casts_for_gather = placement.weight and not (main_is_shard or placement.outer_main or keeps)
         shards: list[FlatBuffer] = []
         with torch.inference_mode(False):
             if not casts_for_gather:
                 shards += [FlatBuffer.zeros(self.layout, extent, spec.storage_dtype, self.device) for _ in spec.planes]
-            if self.home is not None:
-                self.main = FlatBuffer.over(self.layout, self.main_extent, self.home.seen.view(spec.main_dtype))
+            if self.host_buffer is not None:
+                self.main = FlatBuffer.over(self.layout, self.main_extent, self.host_buffer.seen.view(spec.main_dtype))
             elif main_is_shard:
                 self.main = shards[0].part(self.main_extent)
             else:
@@ -172,8 +173,8 @@ class ParameterGroup:
             local = nn.Parameter(self.main.view(index), requires_grad=self.spec.trainable)
             local.__dict__.update(marks_of(parameter, self.spec.codec))
             sharded = ShardedParameter.wrap(self, index, name, local, parameter)
-        for face in (parameter, sharded, local):
-            mark_owner(face, self, index)
+        for one in (parameter, sharded, local):
+            mark_owner(one, self, index)
         shape = whole_shape(parameter.shape, self.mesh)
         if type(parameter) is nn.Parameter:
             parameter.__class__ = UnshardedParameter
@@ -218,7 +219,7 @@ class ParameterGroup:
 
     def rename(self, name: str) -> None:
         """Its unit has another name."""
-        self.name = name
+        self.name = self.gradients.name = name
         self.weights.rename(name)
 
     # -- the unit and the root -----------------------------------------------------------------------------------------
@@ -276,32 +277,19 @@ class ParameterGroup:
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """What the optimizer's gradients are in."""
-        return self.entries[0].local.grad_dtype or self.spec.main_dtype
-
     def add_gradient(self, index: int, gradient: Tensor) -> None:
         """Add to the whole gradient of a parameter, in the main weight's dtype, beside what autograd leaves."""
-        if self.entries[index].is_trained:
-            known = self.gradients_outside.get(index)
-            self.gradients_outside[index] = gradient if known is None else known + gradient
-
-    def drop_full_gradients(self) -> None:
-        """Forget what autograd left: the backward failed, or nobody wants it."""
-        for entry in self.entries:
-            entry.full.grad = None
-        self.gradients_outside.clear()
+        self.gradients.add_outside(index, gradient)
 
 
 def place_of(parameter: Tensor) -> tuple[ParameterGroup, int] | None:
-    """Group of a parameter and its index in it, whichever of its faces is given; `None` if the engine does not manage it."""
+    """Group of a parameter and its index in it, whichever representation is given; `None` if the engine does not manage it."""
     reference, index = getattr(parameter, OWNER, (None, 0))
     group = reference() if reference is not None else None
     return None if group is None else (group, index)
 
 
 def owner_of(parameter: Tensor) -> tuple[ParameterGroup, Entry] | None:
-    """Group and entry of a parameter, whichever of its faces is given; `None` if the engine does not manage it."""
+    """Group and entry of a parameter, whichever representation is given; `None` if the engine does not manage it."""
     place = place_of(parameter)
     return None if place is None else (place[0], place[0].entries[place[1]])

@@ -135,5 +135,5 @@ def _reduced(tensor: Tensor) -> Tensor:
     group, entry = tensor._owner[0](), _entry(tensor)
     if isinstance(entry.local.grad, HeldBackGradient) and group is not None:
         group.reduce_held_back()
-    face: Tensor = entry.sharded if isinstance(tensor, HeldBackRows) else entry.local
-    return face.grad if face.grad is not None else torch.zeros_like(face.detach())
+    shown: Tensor = entry.sharded if isinstance(tensor, HeldBackRows) else entry.local
+    return shown.grad if shown.grad is not None else torch.zeros_like(shown.detach())

@@ -1,4 +1,4 @@
-"""The two faces of one parameter: full inside its unit, sharded everywhere else.
+"""The representations of one parameter: unsharded inside its unit, sharded everywhere else.
 
     full      the module's own `nn.Parameter` object, a view of gathered memory; forward and autograd see it
     sharded   a `DTensor` over this rank's rows of the main weight; `parameters()`, `state_dict()` and checkpoints see
@@ -69,7 +69,7 @@ class Entry:
         sharded: Rows of the main weight as a DTensor of the global shape.
         local: The same rows, plain.
         version: Of `full` when it was last looked at.
-        resting: What the module shows when its unit is not running: `sharded`, or a stand-in under `unshard`.
+        at_rest: What the module shows when its unit is not running: `sharded`, or a stand-in under `unshard`.
     """
 
     name: str
@@ -78,11 +78,11 @@ class Entry:
     shape: torch.Size
     sharded: ShardedParameter
     local: nn.Parameter
-    resting: Any = field(init=False)
+    at_rest: Any = field(init=False)
     version: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.resting = self.sharded
+        self.at_rest = self.sharded
         self.version = self.full._version
 
     @property
@@ -141,8 +141,8 @@ def leave_behind(entry: Entry) -> None:
     entry.local.grad = entry.sharded.grad = None
     compat.set_data(entry.local, nothing)
     entry.sharded._local_tensor = nothing
-    for face in (entry.local, entry.sharded):
-        setattr(face, _LEFT_BEHIND, True)
+    for one in (entry.local, entry.sharded):
+        setattr(one, _LEFT_BEHIND, True)
 
 
 def is_left_behind(parameter: Tensor) -> bool:

@@ -34,10 +34,10 @@ class ShardedParameter(Rows):
     """
 
     shows_weight = True
-    _local_face: nn.Parameter
-    _full_face: nn.Parameter
+    _local: nn.Parameter
+    _unsharded: nn.Parameter
     _name: str
-    _grad_face: Rows | None
+    gradient_rows: Rows | None
     # Whoever wants to put another tensor in its place (`module.half()`) finds that a weak reference forbids it.
     _unswappable: weakref.ref[ShardedParameter]
 
@@ -55,21 +55,21 @@ class ShardedParameter(Rows):
         made._rows = owned_rows(group, index)
         split = group.placement.main, group.placement.outer_main
         made.lies = Lies(group.layout.rows_by_shard[index], group.mesh, split)
-        made._local_face, made._full_face, made._name, made._grad_face = local, full, name, None
+        made._local, made._unsharded, made._name, made.gradient_rows = local, full, name, None
         made._unswappable = weakref.ref(made)
         if full.requires_grad:
             Tensor.register_hook(made, partial(_refuse_gradient, made._unswappable))  # type: ignore[no-untyped-call]
         return made
 
     def __hash__(self) -> int:
-        # Optimizers hold the local face, and others (torch.distributed.checkpoint) look for what the module shows.
-        return id(self._local_face)
+        # Optimizers hold the local one, and others (torch.distributed.checkpoint) look for what the module shows.
+        return id(self._local)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _EQUAL and _are_faces(*args):
+        if func in _EQUAL and _represent_one(*args):
             return True
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -83,22 +83,22 @@ class ShardedParameter(Rows):
     @property
     def grad(self) -> DTensor | None:
         """The reduced gradient of these rows; `None` until a synchronised backward. Empty, and not `None`, on a rank without rows."""
-        grad = self._local_face.grad
+        grad = self._local.grad
         if grad is None:
             self._refuse_in_recording()
             return None
-        if self._grad_face is None or self._grad_face._local_tensor is not grad:
+        if self.gradient_rows is None or self.gradient_rows._local_tensor is not grad:
             is_held_back = isinstance(grad, HeldBackGradient)
-            self._grad_face = Rows.over(grad, self, kind=HeldBackRows if is_held_back else Rows)
-        return self._grad_face
+            self.gradient_rows = Rows.over(grad, self, kind=HeldBackRows if is_held_back else Rows)
+        return self.gradient_rows
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         self._refuse_in_recording()
         if value is not None and not isinstance(value, Rows):
             value = self._rows_of(value)
-        self._local_face.grad = None if value is None else value._local_tensor
-        self._grad_face = value if isinstance(value, Rows) else None
+        self._local.grad = None if value is None else value._local_tensor
+        self.gradient_rows = value if isinstance(value, Rows) else None
 
     def _refuse_in_recording(self) -> None:
         """A graph of a forward knows no gradients: they are set aside while it is recorded, and replays would not look again."""
@@ -118,7 +118,7 @@ class ShardedParameter(Rows):
                 f"{self.described}: its gradient was set to a tensor of shape {tuple(value.shape)}; expected {tuple(self.shape)}, the "
                 "shape of the whole parameter, with the same values on every rank"
             )
-        made: Rows = Rows.over(own_rows(value, self).detach().to(self._local_face).clone(), self)
+        made: Rows = Rows.over(own_rows(value, self).detach().to(self._local).clone(), self)
         return made
 
     def note_write(self) -> None:
@@ -127,22 +127,22 @@ class ShardedParameter(Rows):
         group, index = self.place
         group.entries[index].outdate_graphs()
 
-    def forget_grad_face(self) -> None:
+    def forget_cleared_gradient(self) -> None:
         """Do not keep a cleared gradient's memory alive for its DTensor."""
-        if self._local_face.grad is None:
-            self._grad_face = None
+        if self._local.grad is None:
+            self.gradient_rows = None
 
     @property
     def requires_grad(self) -> bool:
         """Whether forward and backward compute a gradient."""
-        return self._full_face.requires_grad
+        return self._unsharded.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
-        """Turn gradients on or off for every face.
+        """Turn gradients on or off in every representation.
 
         Raises:
             EngineStateError: It was frozen when it was sharded, so it has no main weight of the policy's dtype.
@@ -159,8 +159,8 @@ class ShardedParameter(Rows):
                 f"{self.described}: it was frozen when fully_shard was called, so its main weight is {group.spec.main_dtype} "
                 f"and not {wanted}; unfreeze it before fully_shard, and freeze it afterwards if need be"
             )
-        self._full_face.requires_grad_(requires_grad)
-        self._local_face.requires_grad_(requires_grad)
+        self._unsharded.requires_grad_(requires_grad)
+        self._local.requires_grad_(requires_grad)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
@@ -197,10 +197,10 @@ class ShardedParameter(Rows):
         )
 
 
-def _are_faces(one: Any, other: Any) -> bool:
-    """Whether they are the sharded and the local face of one parameter: as keys of a dictionary they are the same."""
-    faces = (one, other) if isinstance(one, ShardedParameter) else (other, one)
-    return isinstance(faces[0], ShardedParameter) and faces[0]._local_face is faces[1]
+def _represent_one(one: Any, other: Any) -> bool:
+    """Whether they are the sharded and the local representation of one parameter: as keys of a dictionary they are the same."""
+    sharded, local = (one, other) if isinstance(one, ShardedParameter) else (other, one)
+    return isinstance(sharded, ShardedParameter) and sharded._local is local
 
 
 def _refuse_gradient(reference: weakref.ref[ShardedParameter], _: Tensor) -> NoReturn:

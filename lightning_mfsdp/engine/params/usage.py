@@ -34,47 +34,47 @@ class Usage:
         self._streams = streams
         self._ones: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
 
-    def settle(self, reducers: Sequence[Gradients]) -> None:
+    def exchange(self, reduced: Sequence[Gradients]) -> None:
         """Exchange what was used, and show the gradients of what was used somewhere. Collective.
 
         Args:
-            reducers: What was reduced, in an order that all ranks share.
+            reduced: What was reduced, in an order that all ranks share.
         """
         by_ranks: dict[tuple[dist.ProcessGroup, ...], list[Gradients]] = {}
-        for reducer in reducers:
-            by_ranks.setdefault(reducer.group.mesh.process_groups, []).append(reducer)
+        for one in reduced:
+            by_ranks.setdefault(one.mesh.process_groups, []).append(one)
         for key, members in by_ranks.items():
             with torch.no_grad(), self._streams.on(self._streams.reduce):
-                if any(reducer.undecided for reducer in members):
+                if any(one.undecided for one in members):
                     self._ask(members)
                 else:
                     self._answer(key, members)
 
     def _answer(self, key: tuple[dist.ProcessGroup, ...], members: list[Gradients]) -> None:
         """Say that everything was used here."""
-        numel = sum(len(reducer.faces) for reducer in members)
+        numel = sum(one.num_parameters for one in members)
         ones = self._ones.get(key)
         if ones is None or ones.numel() != numel:
-            ones = self._ones[key] = torch.ones(numel, dtype=torch.uint8, device=members[0].group.device)
+            ones = self._ones[key] = torch.ones(numel, dtype=torch.uint8, device=members[0].device)
         _maximum(ones, members[0])  # which leaves ones
 
     def _ask(self, members: list[Gradients]) -> None:
         """Say what was not used here, and wait for what others say."""
-        used = [int(index not in one.undecided) for one in members for index in range(len(one.faces))]
-        device = members[0].group.device
+        used = [int(index not in one.undecided) for one in members for index in range(one.num_parameters)]
+        device = members[0].device
         there = torch.tensor(used, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda").to(
             device, non_blocking=True
         )
         _maximum(there, members[0])
         self.waits += 1
         used = there.tolist()  # waits for the stream of the reductions alone
-        for reducer in members:
-            reducer.show_used(used[: len(reducer.faces)])
-            used = used[len(reducer.faces) :]
+        for one in members:
+            one.decide(used[: one.num_parameters])
+            used = used[one.num_parameters :]
 
 
 def _maximum(used: Tensor, one: Gradients) -> None:
     """Over all ranks that have the parameters of a group."""
-    for axis in (one.group.axes.shard, one.group.axes.outer):
+    for axis in (one.axes.shard, one.axes.outer):
         if axis is not None and axis.size > 1:
             dist.all_reduce(used, op=dist.ReduceOp.MAX, group=axis.reduce_group or axis.group)

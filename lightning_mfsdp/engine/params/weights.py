@@ -20,9 +20,9 @@ and memory changes by these moves alone:
     sharded                        unshard               gathering    the pooled buffer is taken and the all-gather starts
     sharded                        unshard ahead         sharded      if somebody else holds the buffer that saved tensors point into
     gathering, unsharded           unshard               the same     another form that a codec keeps is gathered beside the first
-    gathering, unsharded, in use   unshard elsewhere     gathering    given back and gathered where saved tensors point; never ahead
+    gathering, unsharded, in use   unshard elsewhere     gathering    resharded and gathered where saved tensors point; never ahead
     gathering                      wait                  unsharded    the current stream waits for the all-gather
-    gathering, unsharded           reshard               sharded      modules show sharded parameters, the buffer is given back
+    gathering, unsharded           reshard               sharded      modules show sharded parameters, the buffer is free again
     gathering, unsharded, unused   give up               sharded      another group wants the buffer
     any                            refill                the same     the main weight has changed while somebody reads the unsharded one
 
@@ -94,7 +94,7 @@ class Owner(Protocol):
     main_extent: range
     entries: list[Entry]
     main: FlatBuffer
-    home: HostMemory | None
+    host_buffer: HostMemory | None
 
 
 class Weights:
@@ -128,7 +128,7 @@ class Weights:
         self._axes, self._device = owner.axes, owner.device
         self._full, self._inner, self._own = owner.full_extent, owner.inner_extent, owner.main_extent
         self._entries = owner.entries
-        self._main, self._home, self._main_is_shard = owner.main, owner.home, main_is_shard
+        self._main, self._host_buffer, self._main_is_shard = owner.main, owner.host_buffer, main_is_shard
         self._codec = owner.spec.codec
         num_forms = len(owner.spec.planes)
         self._read_by_forward, self._read_by_backward = 1, 1 << (num_forms - 1)
@@ -199,7 +199,9 @@ class Weights:
         Where the main weight is in host memory, an optimizer casts what it wrote.
         """
         by_optimizer = not self.written_elsewhere
-        known = self._main_is_shard or (self._home is not None and not self._home.note_writes() and by_optimizer)
+        known = self._main_is_shard or (
+            self._host_buffer is not None and not self._host_buffer.note_writes() and by_optimizer
+        )
         self.outdated = self.written_elsewhere = False
         self.stale = True
         if known or not self.shards or self._codec is not None:
@@ -377,7 +379,7 @@ class Weights:
                 if self._event is not None:
                     self.wait()
                 lane = self._lane
-                give_back = lane.pool.set_aside if reserve else lane.pool.release
+                give_back = lane.pool.reserve if reserve else lane.pool.release
                 give_back(self.client, lane.streams.record())
 
     def refill(self) -> None:
@@ -414,14 +416,14 @@ class Weights:
         for entry in self._entries:
             sites = entry.sites
             table, key = sites[0]
-            if table.get(key) is not entry.resting:
+            if table.get(key) is not entry.at_rest:
                 self._refuse_replaced(entry, table.get(key))
             for table, key in sites:
                 table[key] = entry.full
 
     def _refuse_replaced(self, entry: Entry, found: object) -> NoReturn:
         for earlier in self._entries[: self._entries.index(entry)]:
-            earlier.install(earlier.resting)
+            earlier.install(earlier.at_rest)
         self.registered = False
         raise EngineStateError(
             f"{self.name}: parameter {entry.name} was replaced after fully_shard (expected its sharded DTensor, got "
@@ -441,9 +443,9 @@ class Weights:
         if self._codec is not None:
             self._codec.before_release([entry.full for entry in self._entries])
         for index, entry in enumerate(self._entries):
-            resting, full = entry.resting, entry.full
+            at_rest, full = entry.at_rest, entry.full
             for table, key in entry.sites:
-                table[key] = resting
+                table[key] = at_rest
             if full._version != entry.version or full.data_was_asked_for:
                 self._take_over(index) if takes_over else entry.forget_writes()
 
@@ -511,6 +513,6 @@ def _give_up(this: weakref.ref[Weights]) -> Callable[[], bool]:
 
 def _named(found: object, entry: Entry) -> str:
     """What stands where a module showed an entry, for messages."""
-    if isinstance(found, ShardedParameter) and found._local_face is entry.local:
+    if isinstance(found, ShardedParameter) and found._local is entry.local:
         return f"its rows in {str(found.dtype).removeprefix('torch.')} on {found.device}"
     return "somebody else's DTensor" if isinstance(found, DTensor) else type(found).__name__

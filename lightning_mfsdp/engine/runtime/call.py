@@ -10,7 +10,7 @@ not to wait. Everything is counted by the program and not by which graphs are al
 
     a call of this pass                        until the gradients of its inputs are there
     a call of an earlier backward              the same: the graph may have been retained, or have had another result
-    a module that ran in the forward of an     until it was computed again with gradients (reentrant checkpointing), and that call has ended
+    a module that ran in the forward of an     until it was recomputed with gradients (reentrant checkpointing), and that call has ended
     autograd function
     a call that was forgotten, and comes       until the backward ends
 
@@ -43,12 +43,12 @@ __all__ = [
     "UNIT",
     "Awaited",
     "Call",
+    "GroupedModules",
     "Hook",
     "HookedRoot",
     "HookedUnit",
     "Inputs",
     "Run",
-    "Series",
     "Shown",
     "attach",
     "attach_inside",
@@ -71,7 +71,7 @@ class Call:
         begun_in: The backward in which its own has begun and not ended, by `Context.backwards_finished`.
         ended_in: The backward whose gradients of all its inputs came last.
         reads_weights: Its backward needs the weights.
-        hides: A result had no tensors to listen to.
+        hides: A result had no tensors to hook.
         is_recomputed: Its forward ran inside a backward.
         is_inside_root: It ran in the forward of a root around its unit, or in a step of one.
         is_doubtful: Nobody knows whether its graph counts (`Awaited`), so it is not waited for.
@@ -147,7 +147,7 @@ class Awaited:
     Attributes:
         calls: Those that no backward has come through.
         spent: Those of earlier backwards that may come again: of this pass, or kept by `retain_graph=True`, or not reached then.
-        hides_calls: A result of one of `calls` had no tensors to listen to.
+        hides_calls: A result of one of `calls` had no tensors to hook.
         hooks: By which gradients of weights tell that a backward runs.
     """
 
@@ -159,9 +159,9 @@ class Awaited:
         self.hides_calls = False
         self.hooks: list[RemovableHandle] = []
         self._ended: list[Call] = []
-        self._runs = 0  # in forwards of autograd functions, and not computed again
+        self._runs = 0  # in forwards of autograd functions, and not recomputed
         self._new_runs = 0  # since the last backward
-        self._again = 0  # computed again in this backward
+        self._again = 0  # recomputed in this backward
         self._forgotten_came = False  # and perhaps others come after it
 
     def is_over(self) -> bool:
@@ -169,8 +169,8 @@ class Awaited:
         return not (self.calls or self.spent or self._runs or self._forgotten_came)
 
     @property
-    def will_be_computed_again(self) -> bool:
-        """Whether a module ran without gradients, to be computed again with them in a backward."""
+    def will_be_recomputed(self) -> bool:
+        """Whether a module ran without gradients, to be recomputed with them in a backward."""
         return self._runs > 0
 
     def note_run(self) -> None:
@@ -180,10 +180,10 @@ class Awaited:
             self._new_runs += 1
 
     def new_call(self) -> Call | None:
-        """For a forward in grad mode that begins; `None` where its graph will be thrown away, so that nothing may listen to it.
+        """For a forward in grad mode that begins; `None` where its graph will be thrown away, so that no hook may be put on it.
 
-        Inside a backward a forward is computed again. Under reentrant checkpointing the first one ran without gradients and the new graph
-        counts; otherwise a call waits. Where both are true nobody knows: the call is listened to and not waited for.
+        Inside a backward a forward is recomputed. Under reentrant checkpointing the first one ran without gradients and the new graph
+        counts; otherwise a call waits. Where both are true nobody knows: the call is hooked and not waited for.
         """
         if compat.backward_task() == -1:
             return Call()
@@ -195,10 +195,10 @@ class Awaited:
         call.is_recomputed = True
         call.is_doubtful = bool(self.spent) or any(not waiting.is_recomputed for waiting in self.calls)
         if not call.is_doubtful:
-            self._computed_again()
+            self._recomputed()
         return call
 
-    def _computed_again(self) -> None:
+    def _recomputed(self) -> None:
         if self._runs:
             self._runs -= 1
             self._again += 1
@@ -216,7 +216,7 @@ class Awaited:
     def ended(self, call: Call) -> bool:
         """The gradients of all inputs are there. Returns whether nothing comes any more in this backward."""
         if call.is_doubtful:
-            self._computed_again()
+            self._recomputed()
         else:
             for waiting in (self.calls, self.spent):
                 if call in waiting:
@@ -273,7 +273,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Run(Protocol):
-    """One after the other of several modules; see `Series`."""
+    """One after the other of several modules; see `GroupedModules`."""
 
     busy: bool
 
@@ -290,7 +290,7 @@ class HookedRoot(Protocol):
     def note_writes(self) -> None:
         """See what was written to local rows that are watched."""
 
-    def note_series(self, series: Run | None) -> None:
+    def note_grouped_modules(self, grouped: Run | None) -> None:
         """A run stands between two of its modules, or runs one; `None`: it has ended."""
 
     def weights_changed(self, groups: Iterable[ParameterGroup] | None = None) -> None:
@@ -302,7 +302,7 @@ class HookedUnit(Protocol):
 
     name: str
     uses_weights: bool
-    hears_end: bool
+    notices_end: bool
     leaf_hooks: list[RemovableHandle]
 
     policy: MixedPrecisionPolicy
@@ -397,23 +397,23 @@ def attach(unit: HookedUnit, modules: Sequence[nn.Module]) -> list[RemovableHand
 
     A compiler that looks into a module stops at them and goes on inside.
     """
-    series = Series(unit, len(modules)) if len(modules) > 1 else None
+    grouped = GroupedModules(unit, len(modules)) if len(modules) > 1 else None
     hooks: list[RemovableHandle] = []
     for index, module in enumerate(modules):
-        hooks += _attach_one(weakref.ref(unit), module, index, series)
+        hooks += _attach_one(weakref.ref(unit), module, index, grouped)
     return hooks
 
 
 def _attach_one(
-    this: weakref.ref[HookedUnit], module: nn.Module, index: int, series: Series | None
+    this: weakref.ref[HookedUnit], module: nn.Module, index: int, grouped: GroupedModules | None
 ) -> tuple[RemovableHandle, ...]:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = this()
         if unit is None:
             return None
-        if series is not None:
-            return series.pre_forward(unit, index, module, args, kwargs)
+        if grouped is not None:
+            return grouped.pre_forward(unit, index, module, args, kwargs)
         return unit.pre_forward(module, args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -421,8 +421,8 @@ def _attach_one(
         unit = this()
         if unit is None:
             return
-        if series is not None:
-            series.post_forward(unit, index, module, args, output)
+        if grouped is not None:
+            grouped.post_forward(unit, index, module, args, output)
         else:
             unit.post_forward(module, args, output)
 
@@ -538,17 +538,17 @@ def is_plain_lookup(module: nn.Embedding) -> bool:
     )
 
 
-class Series:
-    """Where a unit of several modules stands, which run one after the other, gathered once before the first and given back after the last.
+class GroupedModules:
+    """Where a unit of several modules stands, which run one after the other, unsharded once before the first and resharded after the last.
 
     Small blocks cost more to gather, reduce and wait for than their bytes do. As one unit, a few of them pay once. Their number in a
     unit is the user's choice; what follows here holds for any program that calls them:
 
-        the next module of the series is called     the unit stays as it is
-        anything else                               what was running is given back, and the call begins a run of its own
+        the next module of the group is called      the unit stays as it is
+        anything else                               what was running is resharded, and the call begins a run of its own
 
     so a skipped module, another order, a change of grad mode or a recomputation are never wrong, only gathered more often. Every
-    module's result is listened to: a backward may begin at any of them. Called by themselves, outside of the root's forward, modules run
+    module's result is hooked: a backward may begin at any of them. Called by themselves, outside of the root's forward, modules run
     one by one, so that nothing stays gathered afterwards.
 
     Source: `torch.distributed.fsdp.fully_shard` also takes a list of modules; its pre-forward runs before the first and its post-forward
@@ -580,7 +580,7 @@ class Series:
             args, kwargs = unit.pre_forward(module, args, kwargs)
             self._with_grad = torch.is_grad_enabled()
         self.busy = True
-        unit.context.note_series(self)
+        unit.context.note_grouped_modules(self)
         return args, kwargs
 
     def post_forward(self, unit: HookedUnit, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -589,11 +589,11 @@ class Series:
         failed = output is None and sys.exc_info()[0] is not None
         if failed or index == self._last or compat.backward_task() != -1 or not unit.is_inside_root:
             self._next = 0
-            unit.context.note_series(None)
+            unit.context.note_grouped_modules(None)
             unit.post_forward(module, args, output)
         else:
             self._next = index + 1
-            unit.context.note_series(self)
+            unit.context.note_grouped_modules(self)
             watch_result(unit, unit.open_call, output)
             if not unit.is_inside_forward_of_root:  # what comes next is code of a step, which sees sharded weights
                 unit.hide()
@@ -603,7 +603,7 @@ class Series:
         unit = self._unit()
         if self._next and unit is not None:
             self._next = 0
-            unit.context.note_series(None)
+            unit.context.note_grouped_modules(None)
             unit.close()
 
 
@@ -624,7 +624,7 @@ def begin_call(unit: HookedUnit, call: Call | None, args: tuple[Any, ...], kwarg
     if call is None or not watched:
         return args, kwargs
     this = weakref.ref(unit)
-    call.has_end = unit.hears_end = True
+    call.has_end = unit.notices_end = True
 
     def end(_: Any) -> None:
         unit = this()
@@ -745,7 +745,7 @@ def refuse_forgotten(unit: HookedUnit) -> NoReturn:
 
 
 def _refuse_own_weights(unit: HookedUnit, outputs: list[Tensor]) -> None:
-    """A result that lies in gathered memory would change or vanish once that memory is given back."""
+    """A result that lies in gathered memory would change or vanish once that memory is reused."""
     places = {one.client.slot.address for one in unit.weights if one.is_sharded and one.present}
     strided = [tensor for tensor in outputs if tensor.layout is torch.strided] if places else []
     if any(tensor.untyped_storage().data_ptr() in places for tensor in strided):

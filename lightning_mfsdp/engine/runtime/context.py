@@ -1,6 +1,6 @@
 """Context: what the units of one root share. Streams, slots, the recorded order, the microbatch, and the end of a backward.
 
-Gathers follow the program, in an order that all ranks share: a unit gathers when it runs, and what is gathered in advance is what
+Gathers follow the program, in an order that all ranks share: a unit gathers when it runs, and what is prefetched is what
 followed it last time. Reductions follow a list, see reduction_schedule.py.
 """
 
@@ -21,6 +21,7 @@ from lightning_mfsdp.engine.comm.gather_order import GatherOrder
 from lightning_mfsdp.engine.comm.ranges import Ranges
 from lightning_mfsdp.engine.memory.storage import SlotPool
 from lightning_mfsdp.engine.params.codec import quantize_all
+from lightning_mfsdp.engine.params.gradients import Gradients, Sync
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.parameter import Entry
 from lightning_mfsdp.engine.params.weights import GatherLane
@@ -29,19 +30,80 @@ from lightning_mfsdp.engine.runtime.planning import MemoryPlanner
 from lightning_mfsdp.engine.runtime.reduction_schedule import ReductionSchedule
 from lightning_mfsdp.engine.runtime.unit import Unit
 
-__all__ = ["Context", "context_of_group", "context_of_unit"]
+__all__ = ["Context", "Schedule", "context_of_group", "context_of_unit"]
+
+
+class Schedule:
+    """What follows what in a step, learnt while it runs. It is what gathers ahead go by, and never a script. Units are kept by number.
+
+    Attributes:
+        ran: Units whose forward ran in this pass, in the order in which they first did.
+        last_of_forward: The unit that ended the forward before the last backward: that needs it first.
+    """
+
+    def __init__(self) -> None:
+        self.ran: list[int] = []
+        self.last_of_forward: int | None = None
+        self._latest: int | None = None  # to run in this pass
+        self._latest_backward: int | None = None
+        self._after: dict[int, int] = {}
+        self._before: dict[int, int] = {}
+        self._after_in_backward: dict[int, int] = {}
+
+    def note_forward(self, unit: int) -> bool:
+        """A forward begins outside any backward. Returns whether a pass begins with it: it is the first one, or that comes again."""
+        begins = not self.ran or self.ran[0] == unit
+        if begins:
+            self.ran = [unit]
+            self._before.pop(unit, None)
+        else:
+            if unit not in self.ran:
+                self.ran.append(unit)
+            if self._latest is not None and self._latest != unit:
+                self._after[self._latest] = unit
+                self._before[unit] = self._latest
+        self._latest = unit
+        return begins
+
+    def note_backward(self, unit: int) -> None:
+        """The backward of a call begins."""
+        if self._latest_backward is not None and self._latest_backward != unit:
+            self._after_in_backward[self._latest_backward] = unit
+        self._latest_backward = unit
+
+    def next_forward(self, unit: int) -> int | None:
+        """What ran after a unit last time."""
+        return self._after.get(unit)
+
+    def next_backward(self, unit: int) -> int | None:
+        """Whose backward began after that of a unit last time; the first time, what ran before it."""
+        following = self._after_in_backward.get(unit)
+        return self._before.get(unit) if following is None else following
+
+    def begin_backward(self) -> None:
+        """A backward begins: the pass is over."""
+        self.last_of_forward = self._latest
+
+    def forget_pass(self) -> None:
+        """The next forward begins a pass, whichever it is."""
+        self.ran, self._latest = [], None
+
+    def end_backward(self) -> None:
+        """A backward has ended, or will not go on."""
+        self.forget_pass()
+        self._latest_backward = None
 
 
 class Context:
     """State shared by a root and the units below it.
 
     Attributes:
+        schedule: Of what follows what.
         reductions: Of gradients.
         order: Of gathers, which ranks have to share.
         lane: Of all-gathers.
         root: The outermost unit, while it is there.
         needs_refresh: Main weights were written since `refresh`.
-        last_of_forward: The unit that ended the forward before the last backward: that needs it first.
         ignored: Parameters that were to be left as they are, by identity.
         keeps_graph: The backward that runs, or ran last, leaves its graph for another one.
         shown_averages: That stand in for main weights at the moment (ema.py).
@@ -61,12 +123,12 @@ class Context:
         self.channels = Channels(device, symmetric=symmetric)
         self._planner = MemoryPlanner(self.pool, self.channels, mesh, device)
         self.reductions = ReductionSchedule(self.streams, self.ranges, self.order, zeros_unused=zeros_unused)
-        self._covered: set[int] = set()
+        self._tracked: set[int] = set()
         self._watched_groups: list[weakref.ref[ParameterGroup]] = []
         self.ignored: dict[int, weakref.ref[nn.Parameter]] = {}
         self.shown_averages: weakref.WeakSet[object] = weakref.WeakSet()
-        self._uncovered: list[weakref.ref[Entry]] = []
-        self._known_units = -1  # for which `_uncovered` holds
+        self._untracked: list[weakref.ref[Entry]] = []
+        self._known_units = -1  # for which `_untracked` holds
         self.trace: list[Callable[[], object]] | None = None
         self.backwards_finished = 0
         self._has_stepped = False
@@ -74,11 +136,8 @@ class Context:
         self._units: list[weakref.ref[Unit]] = []
         self._num_groups = 0
         self.needs_refresh = True
-        self._first_of_pass: weakref.ref[Unit] | None = None
-        self._last_forward: weakref.ref[Unit] | None = None
-        self.last_of_forward: Callable[[], Unit | None] | None = None
-        self._last_backward: weakref.ref[Unit] | None = None
-        self._series: Run | None = None
+        self.schedule = Schedule()
+        self._grouped: Run | None = None
         self._in_backward = self.keeps_graph = False
         # Nobody but the backward itself holds what it runs at its end: dead once it has raised.
         self._at_end: weakref.ref[Callable[[], None]] | None = None
@@ -91,13 +150,23 @@ class Context:
         return [unit for reference in self._units if (unit := reference()) is not None]
 
     @property
+    def groups(self) -> list[ParameterGroup]:
+        """Of all units."""
+        return [group for reference in self._units if (unit := reference()) is not None for group in unit.groups]
+
+    @property
+    def gradients(self) -> list[Gradients]:
+        """Of all groups that ever had one."""
+        return [group.gradients for group in self.groups if group.gradients.was_needed]
+
+    @property
     def units_in_backward_order(self) -> list[Unit]:
         """All units, in the order their gradients are reduced."""
         return self.reductions.in_order(self.units)
 
     def add(self, unit: Unit) -> None:
         """Take a unit in; it may come from a context of its own."""
-        unit.context = self
+        unit.context, unit.number = self, len(self._units)
         self._units.append(weakref.ref(unit))
         for group in unit.groups:
             self._num_groups += 1
@@ -110,12 +179,12 @@ class Context:
 
     def reduce_held_back(self) -> None:
         """Reduce what `no_sync` holds back, before anybody looks. Collective, and known to all ranks."""
-        if self.reductions.holds_back:
+        if any(group.gradients.held_back is not Sync.ALL for group in self.groups):
             self.reductions.reduce_pending(self.units)
 
     def zero_held_back(self, group: ParameterGroup, index: int) -> None:
         """Make what is held back of a parameter zeros."""
-        self.reductions.reducer(group).zero_held_back(index)
+        group.gradients.zero_held_back(index)
 
     def end(self) -> None:
         """The root is sharded no more."""
@@ -125,11 +194,10 @@ class Context:
     def take_over(self, unit: Unit) -> None:
         """Keep what is known about optimizers and gradients in the context of a unit that moves into this one."""
         before = context_of_unit(unit)
-        self._covered |= before._covered
+        self._tracked |= before._tracked
         self._watched_groups += before._watched_groups
         self.ignored.update(before.ignored)
         self.shown_averages.update(before.shown_averages)
-        self.reductions.take_over(before.reductions, unit.groups)
         self._known_units = -1
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -189,7 +257,7 @@ class Context:
 
     def optimizer_stepped(self, groups: Iterable[ParameterGroup]) -> None:
         """An optimizer wrote main weights of some groups; code may read them at once."""
-        self._first_of_pass = self._last_forward = None  # also after a forward whose backward never came
+        self.schedule.forget_pass()  # also after a forward whose backward never came
         self.order.stepped()
         self._has_stepped = self.needs_refresh = True
         for group in groups:
@@ -204,9 +272,9 @@ class Context:
         if any(unit.shown.now for unit in self.units):
             self.refresh()
 
-    def cover(self, entries: Iterable[Entry]) -> None:
+    def track(self, entries: Iterable[Entry]) -> None:
         """An optimizer that reports its steps holds these parameters."""
-        self._covered.update(id(entry) for entry in entries)
+        self._tracked.update(id(entry) for entry in entries)
         self._known_units = -1
 
     def watch(self, groups: Iterable[ParameterGroup]) -> None:
@@ -227,45 +295,40 @@ class Context:
         units = self.units
         if self._known_units != len(units):
             entries = [entry for unit in units for group in unit.groups for entry in group.entries]
-            self._uncovered = [weakref.ref(entry) for entry in entries if id(entry) not in self._covered]
+            self._untracked = [weakref.ref(entry) for entry in entries if id(entry) not in self._tracked]
             self._known_units = len(units)
-        return not any(entry.is_trained for reference in self._uncovered if (entry := reference()) is not None)
+        return not any(entry.is_trained for reference in self._untracked if (entry := reference()) is not None)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def note_forward(self, unit: Unit) -> None:
-        """A unit's forward begins outside any backward: learn what follows what."""
-        if self._series is not None:
+    def note_forward(self, unit: Unit) -> Unit | None:
+        """A unit's forward begins outside any backward. Returns which came next last time."""
+        if self._grouped is not None:
             self.interrupt()
         if self._in_backward:
             self.recover()
-        last = self._last_forward() if self._last_forward is not None else None
-        first = self._first_of_pass() if self._first_of_pass is not None else None
-        if first is None or unit is first:
-            self._first_of_pass = weakref.ref(unit)
-            unit.previous_forward = None
-            self.reductions.close()
+        if self.schedule.note_forward(unit.number):
             for one in self.units:
                 one.awaited.begin_pass()
+                for group in one.groups:
+                    group.gradients.close_main()
             if not self.has_optimizer:
                 self.weights_changed()
             elif self._watched_groups:
                 self.note_writes()
-        elif last is not None and last is not unit:
-            last.next_forward = weakref.ref(unit)
-            unit.previous_forward = weakref.ref(last)
-        self._last_forward = weakref.ref(unit)
+        following = self.schedule.next_forward(unit.number)
+        return None if following is None else self._units[following]()
 
-    def note_series(self, series: Run | None) -> None:
-        """A series stands between two of its modules, or runs one; `None`: it has ended."""
-        if self._series is not series:
+    def note_grouped_modules(self, grouped: Run | None) -> None:
+        """Grouped modules stand between two of them, or one runs; `None`: the run has ended."""
+        if self._grouped is not grouped:
             self.interrupt()
-            self._series = series
+            self._grouped = grouped
 
     def interrupt(self) -> None:
-        """Something else than the next module of a series comes: the series ends, unless this happens inside one of its modules."""
-        if self._series is not None and not self._series.busy:
-            self._series.stop()
+        """Something else than the next of grouped modules comes: their run ends, unless this happens inside one of them."""
+        if self._grouped is not None and not self._grouped.busy:
+            self._grouped.stop()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -281,11 +344,11 @@ class Context:
         end = self._end_backward
         self._at_end = self._watched(end)
         compat.on_backward_end(end)
-        self.last_of_forward = self._last_forward
+        self.schedule.begin_backward()
         self.reductions.is_idle = not self._trains()
-        if not (self.reductions.is_idle or self.reductions.begin()):
-            first = self._first_of_pass() if self._first_of_pass is not None else None
-            self.reductions.agree_on_order(self.units, first, self.mesh, self.device)
+        if not (self.reductions.is_idle or self.reductions.begin(self.groups)):
+            ran = [unit for number in self.schedule.ran if (unit := self._units[number]()) is not None]
+            self.reductions.agree_on_order(self.units, ran, self.mesh, self.device)
             self._separate_channels()
 
     def _trains(self) -> bool:
@@ -338,12 +401,11 @@ class Context:
         """Whether the engine knows of a backward that is running."""
         return self._in_backward
 
-    def note_backward(self, unit: Unit) -> None:
-        """Learn in which order backwards come."""
-        last = self._last_backward() if self._last_backward is not None else None
-        if last is not None and last is not unit:
-            last.next_backward = weakref.ref(unit)
-        self._last_backward = weakref.ref(unit)
+    def note_backward(self, unit: Unit) -> Unit | None:
+        """The backward of a call begins. Returns whose is expected next."""
+        self.schedule.note_backward(unit.number)
+        following = self.schedule.next_backward(unit.number)
+        return None if following is None else self._units[following]()
 
     def _separate_channels(self) -> None:
         """Where calls queue on a device, reductions and gathers of all groups get communicators of their own."""
@@ -374,12 +436,10 @@ class Context:
         for unit in units:
             unit.rest(keeps_graph=self.keeps_graph)
         if (root := self.root()) is not None and root.pinned:
-            root.use_borrowed()
+            root.use_shared()
         self.backwards_finished += 1
         self._in_backward = False
-        self._first_of_pass = None
-        self._last_forward = None
-        self._last_backward = None
+        self.schedule.end_backward()
 
     def forget_events(self) -> None:
         """Forget what work waits for, at rest and after a synchronisation: events do not cross the border of a CUDA graph."""
@@ -388,15 +448,12 @@ class Context:
         for unit in self.units:
             for group in unit.groups:
                 group.weights.forget_event()
+                group.gradients.close_main()
         self.reductions.forget_events()
-        self.reductions.close()
 
     def recover(self) -> None:
         """Forget a backward that raised: its gradients are incomplete, so those not yet reduced are dropped."""
-        self.reductions.drop()
-        for unit in self.units:
-            for group in unit.groups:
-                group.drop_full_gradients()
+        self.reductions.drop(self.groups)
         self._rest()
 
 

@@ -29,17 +29,17 @@ __all__ = ["bring_home", "follow_conversions", "refuse_moved", "unshard_model"]
 class MovedRows(ShardedParameter):
     """A sharded parameter whose rows are elsewhere or of another dtype than the main weight.
 
-    All else is the home parameter's, as a converted `nn.Parameter` is the same object: whether it is trained, its gradient (where and of
+    All else is the original parameter's: a converted `nn.Parameter` is the same object. Whether it is trained, its gradient (where and of
     the dtype that it has), what it is equal to, what users note on it.
     """
 
     shows_weight = False
 
     @classmethod
-    def of(cls, rows: Rows, home: ShardedParameter) -> MovedRows:
+    def of(cls, rows: Rows, original: ShardedParameter) -> MovedRows:
         """What a module shows of `home` after a conversion."""
         made = cls(rows._local_tensor.detach(), rows._spec, requires_grad=False)
-        made.__dict__ = home.__dict__
+        made.__dict__ = original.__dict__
         return made
 
 
@@ -119,7 +119,7 @@ def _write_home(group: ParameterGroup, entry: Entry, rows: Tensor) -> None:
     with torch.no_grad():
         entry.local.copy_(rows)
     entry.sharded.note_write()
-    entry.install(entry.resting)
+    entry.install(entry.at_rest)
     group.moved.discard(entry)
 
 
@@ -251,7 +251,7 @@ def _brought_to_rest(units: list[Unit]) -> list[Context]:
 
 
 def _is_shown_whole(entry: Entry) -> bool:
-    return entry.resting is not entry.sharded
+    return entry.at_rest is not entry.sharded
 
 
 def _end(unit: Unit, device: torch.device | str | None) -> None:
@@ -259,7 +259,7 @@ def _end(unit: Unit, device: torch.device | str | None) -> None:
     for group in unit.groups:
         for entry in group.entries:
             _make_plain(group, entry, device)
-    context_of_unit(unit).reductions.end(unit.groups)
+        group.gradients.drop()
     unit.end()
 
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.memory.buffer import FlatBuffer
+from lightning_mfsdp.engine.params.gradients import Sync
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.rows import gather_rows, join_parts, own_part
 from lightning_mfsdp.engine.runtime.context import context_of_unit
 from lightning_mfsdp.engine.runtime.conversion import refuse_moved
 from lightning_mfsdp.engine.runtime.inspect import context_of, units_in, units_of_own
-from lightning_mfsdp.engine.runtime.reduction_schedule import Sync
 from lightning_mfsdp.engine.runtime.unit import Unit, unit_of
 
 __all__ = [
@@ -93,7 +93,7 @@ def unshard(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
                 if writeback:
                     with torch.no_grad():
                         group.write(index, own_part(parameter.detach(), group.mesh))
-                entry.resting = entry.sharded
+                entry.at_rest = entry.sharded
                 entry.install(
                     entry.full if group.weights.registered else entry.sharded
                 )  # a forward inside may wait for its backward
@@ -110,7 +110,7 @@ def _show_full(group: ParameterGroup, indices: list[int]) -> list[nn.Parameter]:
             for entry, value in zip(entries, _gathered(group, indices), strict=True)
         ]
     for entry, parameter in zip(entries, parameters, strict=True):
-        entry.resting = parameter
+        entry.at_rest = parameter
         entry.install(parameter)
     return parameters
 
@@ -143,7 +143,7 @@ def gather_root(module: nn.Module) -> Iterator[None]:
     unit.enter(shows=False)
     unit.pinned = True
     if torch.is_grad_enabled():
-        unit.use_borrowed()
+        unit.use_shared()
     try:
         yield
     except BaseException:  # an interrupt, too, must not leave weights pinned; it goes on up
@@ -159,7 +159,7 @@ def gather_root(module: nn.Module) -> Iterator[None]:
 
 
 def gather_again(module: nn.Module) -> None:
-    """Inside a backward, have the weights of `module` there for a forward of it whose hooks do not run: its activations are computed again.
+    """Inside a backward, have the weights of `module` there for a forward of it whose hooks do not run: its activations are recomputed.
 
     They go when the backward of their unit has come through. Outside of a backward, and where nothing is sharded, nothing happens. Units
     inside `module` do as ever.

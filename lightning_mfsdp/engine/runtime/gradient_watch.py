@@ -217,7 +217,7 @@ class GradientWatch:
         host.copy_(table, non_blocking=True)
         self._pending.append(_Pending(step, self._places, host, self._context.streams.record()))
         # What is held back is part of a later step, and so is what was seen of it.
-        self._is_checked = not any(reducer.holds_back for reducer in self._context.reductions.reducers)
+        self._is_checked = not any(gradients.is_accumulating for gradients in self._context.gradients)
 
     def arrived(self, *, wait: bool = False) -> list[NonFiniteGradients]:
         """What earlier calls of `submit` found, in their order; each once. Not collective.
@@ -259,8 +259,7 @@ class GradientWatch:
                 if start is None:
                     continue
                 self._note(start, [_plain(entry.full.grad) if entry.is_trained else None for entry in group.entries])
-                reducer = self._context.reductions.known(group)
-                if reducer is not None and (written := reducer.writes.pieces()):
+                if written := group.gradients.writes.pieces():
                     self._note(start, [written.get(index) for index in range(len(group.entries))])
 
     def _note(self, start: int, grads: Sequence[Tensor | None]) -> None:

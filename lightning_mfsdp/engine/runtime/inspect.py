@@ -11,7 +11,7 @@ from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.params.group import ParameterGroup, place_of
 from lightning_mfsdp.engine.params.parameter import Entry
 from lightning_mfsdp.engine.params.rows import owned_rows
-from lightning_mfsdp.engine.runtime.context import Context, context_of_group, context_of_unit
+from lightning_mfsdp.engine.runtime.context import Context, context_of_unit
 from lightning_mfsdp.engine.runtime.unit import Unit, owner_of_group, unit_of
 
 __all__ = [
@@ -202,25 +202,24 @@ def local_gradients(group: ParameterGroup, entries: list[int] | None = None) -> 
     Whole flat segments if every parameter is wanted and has a gradient, else one tensor for each.
     Cells between parameters are zero in the segments, so norms and finite checks may read them.
     """
-    context = context_of_group(group)
     group.reduce_held_back()
-    reducer = context.reductions.known(group) if context is not None else None
     grads = [entry.local.grad for entry in group.entries]
     if entries is None:
         entries = list(range(len(grads)))
     present = [grad for index in entries if (grad := grads[index]) is not None and grad.numel()]
-    whole = len(entries) == len(grads) and bool(present) and reducer is not None and reducer.is_open
-    if whole and reducer is not None and all(grad is face for grad, face in zip(grads, reducer.faces, strict=True)):
-        return reducer.exposed.segments
+    if present and len(entries) == len(grads) and group.gradients.is_open:
+        main = group.gradients.main
+        if all(grad is view for grad, view in zip(grads, main.views, strict=True)):
+            return main.of_optimizer.segments
     return present
 
 
 def units_in(module: nn.Module) -> list[Unit]:
-    """Units whose parameters may show inside `module`: nested ones, those they borrow from, and those around it."""
+    """Units whose parameters may show inside `module`: nested ones, those they share parameters with, and those around it."""
     found: dict[int, Unit] = {}
     for child in module.modules():
         unit = unit_of(child)
-        groups = list(unit.borrowed) if unit is not None else []
+        groups = list(unit.shared_groups) if unit is not None else []
         if unit is not None:
             found.setdefault(id(unit), unit)
         places = (place_of(parameter) for parameter in child._parameters.values() if parameter is not None)
@@ -290,9 +289,6 @@ def _unit_view(unit: Unit, modules: list[nn.Module]) -> UnitView:
     layouts = [group.layout for group in unit.groups]
     total = sum(layout.numel_total for layout in layouts)
     padded = sum(layout.padded_numel for layout in layouts)
-    reducers = [
-        reducer for group in unit.groups if (reducer := context_of_unit(unit).reductions.known(group)) is not None
-    ]
     return UnitView(
         name=unit.name,
         module_class=kind if len(modules) == 1 else f"{len(modules)} x {kind}",
@@ -300,7 +296,7 @@ def _unit_view(unit: Unit, modules: list[nn.Module]) -> UnitView:
         padding_fraction=(padded - total) / total if total else 0.0,
         main_bytes=sum(group.main.size_bytes for group in unit.groups),
         held_bytes=sum(group.weights.extra_bytes for group in unit.groups),
-        gradient_bytes=sum(reducer.allocated_bytes for reducer in reducers),
+        gradient_bytes=sum(group.gradients.allocated_bytes for group in unit.groups),
         full_bytes=unit.full_bytes,
         stays_gathered=not unit.reshard_after_forward and unit.full_bytes > 0,
     )

@@ -10,7 +10,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -22,28 +21,20 @@ from lightning_mfsdp.engine.comm.collectives import Mesh
 from lightning_mfsdp.engine.comm.gather_order import REDUCTION, GatherOrder
 from lightning_mfsdp.engine.comm.ranges import Ranges
 from lightning_mfsdp.engine.params.gradient_hooks import has_gradient_hooks, run_gradient_hooks
-from lightning_mfsdp.engine.params.gradients import DirectWrites, Filling, Gradients
+from lightning_mfsdp.engine.params.gradients import DirectWrites, Filling, Gradients, Sync
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.usage import Usage
 from lightning_mfsdp.engine.runtime.unit import Unit, is_trained
 
-__all__ = ["ReductionSchedule", "Sync"]
+__all__ = ["ReductionSchedule"]
 
 _MAX_BUCKETS = 2
-
-
-class Sync(Enum):
-    """How far gradients of a backward are reduced."""
-
-    NONE = "none"
-    SHARD = "shard"
-    ALL = "all"
 
 
 class _InFlight(NamedTuple):
     """A unit's reduction that was issued. Until `done`, its buckets are held and what fills them is kept from the allocator."""
 
-    reducers: list[Gradients]
+    gradients: list[Gradients]
     fillings: list[Filling]
     done: Event
 
@@ -78,94 +69,47 @@ class ReductionSchedule:
         self._in_flight: deque[_InFlight] = deque()
         self._reduced: dict[Gradients, None] = {}  # in this backward, in an order that all ranks share
         self._usage = Usage(streams)
-        self._reducers: weakref.WeakKeyDictionary[ParameterGroup, Gradients] = weakref.WeakKeyDictionary()
-        # What the last backward left unreduced, and whether the outer axis alone waits: the same on all ranks, whatever they computed.
-        self._held_back: dict[Gradients, bool] = {}
 
-    def reducer(self, group: ParameterGroup) -> Gradients:
-        """The group's gradients; their buffers are made when the first gradient arrives."""
-        known = self._reducers.get(group)
-        if known is None:
-            known = self._reducers[group] = Gradients(group)
-        return known
-
-    def known(self, group: ParameterGroup) -> Gradients | None:
-        """The group's gradients, if there ever were any."""
-        return self._reducers.get(group)
-
-    @property
-    def holds_back(self) -> bool:
-        """Whether the last backward left gradients unreduced; the same on all ranks."""
-        return bool(self._held_back)
-
-    def take_over(self, other: ReductionSchedule, groups: Sequence[ParameterGroup]) -> None:
-        """Groups come from another root, with gradients that are held back there perhaps."""
-        for group in groups:
-            if (known := other._reducers.pop(group, None)) is not None:
-                self._reducers[group] = known
-                if known in other._held_back:
-                    self._held_back[known] = other._held_back.pop(known)
-
-    def forget(self, group: ParameterGroup) -> bool:
-        """Make another reducer for a group when it has a gradient again; `False` where the present one is in use."""
-        known = self._reducers.get(group)
-        if known is not None and (
-            known in self._held_back or known.holds_back or known.holds_bucket or known.writes.target is not None
-        ):
-            return False
-        self._reducers.pop(group, None)
-        return True
-
-    def end(self, groups: Sequence[ParameterGroup]) -> None:
-        """These groups are sharded no more: nothing is reduced for them, and what is held back of their gradients goes."""
-        for group in groups:
-            self._reducers.pop(group, None)
-
-    def writes(self, group: ParameterGroup) -> DirectWrites | None:
+    def writes(self, gradients: Gradients) -> DirectWrites | None:
         """Where a layer may write gradients of a group in this backward; `None`: leave them to autograd."""
-        return None if self.is_idle or self.reducer(group).is_alone else self.required_writes(group)
+        return None if self.is_idle or gradients.is_alone else self.required_writes(gradients)
 
-    def required_writes(self, group: ParameterGroup) -> DirectWrites:
+    def required_writes(self, gradients: Gradients) -> DirectWrites:
         """Where a layer writes gradients of a group in this backward that it cannot leave to autograd."""
-        reducer = self.reducer(group)
-        if reducer.writes.target is None:
-            while self._is_on_its_way(reducer):
+        if gradients.writes.target is None:
+            while self._is_on_its_way(gradients):
                 self._retire()
-            reducer.begin_writes(communicates=self._reduces(group), wanted=not self.is_idle)
-        return reducer.writes
+            gradients.begin_writes(self.sync, wanted=not self.is_idle)
+        return gradients.writes
 
     def in_order(self, units: Sequence[Unit]) -> list[Unit]:
         """A root's units in the order they are reduced."""
         ordered = [unit for reference in self._order if (unit := reference()) is not None]
         return ordered or list(units[::-1])
 
-    def begin(self) -> bool:
-        """A backward begins. Returns whether there is an order yet."""
+    def begin(self, groups: Sequence[ParameterGroup]) -> bool:
+        """A backward of a root with these groups begins. Returns whether there is an order yet."""
         self._turn = 0
-        for reducer in self._reducers.values():
-            reducer.settle_held_back()
+        for group in groups:
+            if group.gradients.held_back is not Sync.ALL:
+                group.gradients.take_back()
         return bool(self._order)
 
-    def agree_on_order(self, units: Sequence[Unit], first: Unit | None, mesh: Mesh, device: torch.device) -> None:
+    def agree_on_order(self, units: Sequence[Unit], ran: Sequence[Unit], mesh: Mesh, device: torch.device) -> None:
         """Fix the order of reductions: reverse of rank 0's first forward; then units that did not run.
 
-        Units that others borrow from come last (weights tied between the two ends of a model are done when all is), and
+        Units whose parameters others share come last (weights tied between the two ends of a model are done when all is), and
         so do those whose end nobody notices because no input of theirs needs a gradient. Collective.
 
         Args:
             units: Of the root, in the order they were sharded.
-            first: To run in this pass; what followed what is known to the units.
+            ran: Those whose forward ran in this pass, in their order.
             mesh: Whose first rank decides.
             device: Of the message.
         """
-        chain: list[Unit] = []
-        unit = first
-        while unit is not None and unit not in chain:
-            chain.append(unit)
-            unit = unit.next_forward() if unit.next_forward is not None else None
-        order = [units.index(unit) for unit in reversed(chain)]
-        order += [index for index in reversed(range(len(units))) if units[index] not in chain]
-        hears = {index for index in order if units[index].hears_end or units[index].awaited.will_be_computed_again}
+        order = [units.index(unit) for unit in reversed(ran)]
+        order += [index for index in reversed(range(len(units))) if units[index] not in ran]
+        hears = {index for index in order if units[index].notices_end or units[index].awaited.will_be_recomputed}
         order.sort(key=lambda index: len(units[index].users) > 1 or index not in hears)
         message = [order]
         for axis in mesh.all_axes:
@@ -196,13 +140,13 @@ class ReductionSchedule:
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             waiting = []
             for group in groups:
-                reducer = self.reducer(group)
-                if reducer.is_alone:
-                    reducer.collect_alone(zeros_unused=self.zeros_unused)
-                elif self._reduces(reducer.group):
-                    waiting.append(reducer)
+                gradients = group.gradients
+                if gradients.is_alone:
+                    gradients.collect_alone(zeros_unused=self.zeros_unused)
+                elif self.sync is Sync.ALL or gradients.communicates(self.sync):
+                    waiting.append(group)
                 else:
-                    reducer.accumulate()
+                    gradients.accumulate()
             if waiting:
                 self._reduce(waiting)
 
@@ -210,73 +154,69 @@ class ReductionSchedule:
         """Those whose gradients are wanted, or were when they were held back; what came for others is dropped."""
         trained = []
         for group in groups:
-            known = self._reducers.get(group)
-            if is_trained(group) or (known is not None and known.frozen_since):
+            if is_trained(group) or group.gradients.frozen_since:
                 trained.append(group)
             else:
-                group.drop_full_gradients()
+                group.gradients.drop_news()
         return trained
 
-    def _reduces(self, group: ParameterGroup) -> bool:
-        """Whether this backward communicates the group's gradients."""
-        return self.sync is Sync.ALL or (self.sync is Sync.SHARD and group.placement.gradient)
-
-    def _make_room(self, reducers: list[Gradients]) -> None:
+    def _make_room(self, groups: Sequence[ParameterGroup]) -> None:
         """Have the buckets of some reductions free, which come next on all ranks."""
-        if self._gather_order.has_reductions and (group := reducers[0].group).placement.weight:
-            self._gather_order.note(group.weights.number, group.name, REDUCTION)
-        while len(self._in_flight) >= _MAX_BUCKETS or any(map(self._is_on_its_way, reducers)):
+        if self._gather_order.has_reductions and (first := groups[0]).placement.weight:
+            self._gather_order.note(first.weights.number, first.name, REDUCTION)
+        while len(self._in_flight) >= _MAX_BUCKETS or any(self._is_on_its_way(group.gradients) for group in groups):
             self._retire()
 
-    def _is_on_its_way(self, reducer: Gradients) -> bool:
-        """Whether a bucket of its gradients is in flight."""
-        return any(reducer in sent.reducers for sent in self._in_flight)
+    def _is_on_its_way(self, gradients: Gradients) -> bool:
+        """Whether a bucket of them is in flight."""
+        return any(gradients in sent.gradients for sent in self._in_flight)
 
-    def _reduce(self, reducers: list[Gradients]) -> None:
-        self._make_room(reducers)
-        fillings = [reducer.prepare() for reducer in reducers]
+    def _reduce(self, groups: Sequence[ParameterGroup]) -> None:
+        self._make_room(groups)
+        each = [group.gradients for group in groups]
+        fillings = [gradients.prepare() for gradients in each]
         ready, zeros_unused = self._streams.record(), self.zeros_unused or self.recordings > 0
         with self._streams.on(self._streams.reduce):
             self._streams.wait(ready, self._streams.reduce)
-            for reducer, filling in zip(reducers, fillings, strict=True):
-                with self._ranges.around("reduce", reducer.group.name):
-                    is_done = reducer.reduce(
-                        filling.filled(), outer_later=self.sync is Sync.SHARD, zeros_unused=zeros_unused
-                    )
+            for gradients, filling in zip(each, fillings, strict=True):
+                with self._ranges.around("reduce", gradients.name):
+                    is_done = gradients.reduce(filling, outer_later=self.sync is Sync.SHARD, zeros_unused=zeros_unused)
                 if is_done and not zeros_unused:
-                    self._reduced[reducer] = None
+                    self._reduced[gradients] = None
                 self.started += 1
             done = self._streams.record()
-        self._in_flight.append(_InFlight(reducers, fillings, done))
+        self._in_flight.append(_InFlight(each, fillings, done))
 
-    def _reduce_over_outer_axis(self, reducer: Gradients) -> None:
+    def _reduce_over_outer_axis(self, group: ParameterGroup) -> None:
         """What was reduced over the shard axis and waits for the other."""
-        self._make_room([reducer])
-        reducer.prepare_partial()
+        self._make_room([group])
+        gradients = group.gradients
+        adds = gradients.prepare_partial()
         ready, zeros_unused = self._streams.record(), self.zeros_unused or self.recordings > 0
         with self._streams.on(self._streams.reduce):
             self._streams.wait(ready, self._streams.reduce)
-            with self._ranges.around("reduce", reducer.group.name):
-                reducer.reduce_partial(zeros_unused=zeros_unused)
+            with self._ranges.around("reduce", gradients.name):
+                gradients.reduce_partial(adds=adds, zeros_unused=zeros_unused)
             if not zeros_unused:
-                self._reduced[reducer] = None
+                self._reduced[gradients] = None
             self.started += 1
             done = self._streams.record()
-        self._in_flight.append(_InFlight([reducer], [], done))
+        self._in_flight.append(_InFlight([gradients], [], done))
 
     def _retire(self) -> None:
         """Wait, on the compute stream, for the oldest reduction and give its buckets back."""
         oldest = self._in_flight.popleft()
         if oldest.done is not None:
             self._streams.wait(oldest.done)
-        for reducer in oldest.reducers:
-            reducer.release_bucket()
+        for gradients in oldest.gradients:
+            gradients.release_bucket()
 
     def finish(self, units: Sequence[Unit]) -> None:
         """The last node of a backward has run: reduce what is missing, and wait on the compute stream."""
+        groups = [group for unit in units for group in unit.groups]
         if self.is_idle:
-            for reducer in self._reducers.values():
-                reducer.writes.end()  # what layers wrote that write in every backward
+            for group in groups:
+                group.gradients.writes.end()  # what layers wrote that write in every backward
             return
         for reference in self._order[self._turn :]:
             unit = reference()
@@ -289,9 +229,11 @@ class ReductionSchedule:
         for unit in late:
             if not self._communicates(unit):
                 self._collect(unit)
-        self._wait()
+        self._wait(groups)
         self._done.clear()
-        self._note_held_back()
+        if self.sync is not Sync.ALL:
+            for group in groups:
+                group.gradients.hold_back(self.sync)
         if reduced := [unit.name for unit in late if self._communicates(unit)]:
             raise EngineStateError(
                 f"{', '.join(reduced)}: on rank {dist.get_rank()} a gradient came after the gradients of this unit had been reduced, which "
@@ -300,51 +242,37 @@ class ReductionSchedule:
                 "reduce_pending(module) after it"
             )
 
-    def _note_held_back(self) -> None:
-        """A backward has ended: which gradients wait follows from the placement and from what is synchronised."""
-        self._held_back.clear()
-        if self.sync is Sync.ALL:
-            return
-        for reducer in self._reducers.values():
-            reduces = reducer.is_alone or self._reduces(reducer.group)
-            if not reduces or reducer.waits_for_outer_axis:
-                self._held_back[reducer] = reduces
-                reducer.show_held_back()
-
     def reduce_pending(self, units: Sequence[Unit]) -> None:
-        """Between backwards: reduce what was kept unreduced, as far as it is."""
-        for reducer in self._reducers.values():
-            reducer.settle_held_back()
-        held_back, self._held_back = self._held_back, {}
+        """Between backwards: reduce what is held back, over the axes that it waits for."""
+        groups = [group for unit in units for group in unit.groups]
+        reached = {group: group.gradients.take_back() for group in groups}
         with self.synchronizing(Sync.ALL), torch.no_grad():
             for unit in self.in_order(units):
-                known = [one for group in unit.groups if (one := self._reducers.get(group)) is not None]
-                waiting = [reducer for reducer in known if reducer in held_back]
+                waiting = [group for group in unit.groups if reached[group] is not Sync.ALL]
                 if not waiting:
                     continue
                 for watch in self.watches:
                     watch(unit)
-                trained = self._trained([reducer.group for reducer in waiting])
-                waiting = [reducer for reducer in waiting if reducer.group in trained]
-                for reducer in waiting:
-                    if held_back[reducer]:
-                        self._reduce_over_outer_axis(reducer)
-                if whole := [reducer for reducer in waiting if not held_back[reducer]]:
+                waiting = self._trained(waiting)
+                for group in waiting:
+                    if reached[group] is Sync.SHARD:
+                        self._reduce_over_outer_axis(group)
+                if whole := [group for group in waiting if reached[group] is Sync.NONE]:
                     self._reduce(whole)
-        self._wait()
+        self._wait(groups)
         self.run_hooks(units)
 
-    def _wait(self) -> None:
+    def _wait(self, groups: Sequence[ParameterGroup]) -> None:
         """Have the compute stream wait for all reductions, and show their results."""
         while self._in_flight:
             self._retire()
         if self._reduced:
-            self._usage.settle(list(self._reduced))
+            self._usage.exchange(list(self._reduced))
             self._reduced.clear()
         if has_gradient_hooks():
-            self._with_news = [reducer.group for reducer in self._reducers.values() if reducer.is_fresh]
-        for reducer in self._reducers.values():
-            reducer.finish()
+            self._with_news = [group for group in groups if group.gradients.has_reduced]
+        for group in groups:
+            group.gradients.finish()
 
     def run_hooks(self, units: Sequence[Unit]) -> None:
         """Those of parameters whose gradients were reduced last, in an order that all ranks share."""
@@ -356,49 +284,31 @@ class ReductionSchedule:
         """Whether gradients of a unit are there that nobody took; those that nobody wants are dropped."""
         found = False
         for group in unit.groups:
-            if self._is_unreduced(group):
+            if _has_news(group):
                 if is_trained(group):
                     found = True
                 else:
-                    group.drop_full_gradients()
+                    group.gradients.drop_news()
         return found
 
     def _communicates(self, unit: Unit) -> bool:
         """Whether this backward reduces the unit's gradients over ranks."""
-        return any(self._reduces(group) and not self.reducer(group).is_alone for group in unit.groups)
+        return any(group.gradients.communicates(self.sync) for group in unit.groups)
 
-    def _is_unreduced(self, group: ParameterGroup) -> bool:
-        """Whether autograd, code outside of forwards or a layer left gradients that nobody took."""
-        for entry in group.entries:
-            if entry.full.grad is not None:
-                return True
-        known = self._reducers.get(group)
-        return bool(group.gradients_outside) or (known is not None and known.writes.target is not None)
-
-    def drop(self) -> None:
+    def drop(self, groups: Sequence[ParameterGroup]) -> None:
         """A backward raised: what it left is forgotten."""
         while self._in_flight:
             self._retire()
-        for reducer in self._reducers.values():
-            reducer.release_bucket()
-            reducer.drop()
-            reducer.finish()
+        for group in groups:
+            group.gradients.drop_news()
+            group.gradients.drop()
+            group.gradients.finish()
         self._reduced.clear()
         self._done.clear()
 
     def forget_events(self) -> None:
         """Wait for nothing that was issued; see `Context.forget_events`."""
         self._in_flight = deque(sent._replace(done=None) for sent in self._in_flight)
-
-    def close(self) -> None:
-        """A new pass begins: gradients that were cleared give their memory back."""
-        for reducer in self._reducers.values():
-            reducer.close_main()
-
-    @property
-    def reducers(self) -> list[Gradients]:
-        """Of all groups that ever had a gradient."""
-        return list(self._reducers.values())
 
     @contextmanager
     def synchronizing(self, sync: Sync) -> Iterator[None]:
@@ -408,3 +318,11 @@ class ReductionSchedule:
             yield
         finally:
             self.sync = previous
+
+
+def _has_news(group: ParameterGroup) -> bool:
+    """Whether autograd, code outside of forwards or a layer left gradients that nobody took."""
+    for entry in group.entries:
+        if entry.full.grad is not None:
+            return True
+    return bool(group.gradients.outside) or group.gradients.writes.target is not None

@@ -69,13 +69,22 @@ class Reductions(Protocol):
         """All its gradients of this backward are there."""
 
 
+class Schedule(Protocol):
+    """What follows what in a step; see context.py.
+
+    Attributes:
+        last_of_forward: The number of the unit that ended the forward before the last backward.
+    """
+
+    last_of_forward: int | None
+
+
 class Root(HookedRoot, Protocol):
     """What a unit asks of the root it shares with others, and tells it; see `Context`.
 
     Attributes:
         root: The outermost unit, while it is there.
         needs_refresh: Main weights were written since `refresh`.
-        last_of_forward: The unit that ended the forward before the last backward.
         trace: Of the step that is running, if somebody will repeat its gathers.
     """
 
@@ -83,7 +92,6 @@ class Root(HookedRoot, Protocol):
     mesh: Mesh
     lane: GatherLane
     needs_refresh: bool
-    last_of_forward: Callable[[], Unit | None] | None
     trace: list[Callable[[], object]] | None
     backwards_finished: int
     keeps_graph: bool
@@ -93,6 +101,10 @@ class Root(HookedRoot, Protocol):
         """All units, in the order they were sharded."""
 
     @property
+    def schedule(self) -> Schedule:
+        """What follows what."""
+
+    @property
     def reductions(self) -> Reductions:
         """Of gradients."""
 
@@ -100,27 +112,28 @@ class Root(HookedRoot, Protocol):
         """Bring compute shards up to date with main weights."""
 
     def interrupt(self) -> None:
-        """Something else than the next module of a series comes."""
+        """Something else than the next of grouped modules comes."""
 
-    def note_forward(self, unit: Unit) -> None:
-        """A forward begins outside any backward."""
+    def note_forward(self, unit: Unit) -> Unit | None:
+        """A forward begins outside any backward. Returns which came next last time."""
 
-    def note_backward(self, unit: Unit) -> None:
-        """The backward of a call begins."""
+    def note_backward(self, unit: Unit) -> Unit | None:
+        """The backward of a call begins. Returns whose is expected next."""
 
 
 class Unit:
-    """The engine's side of one sharded module, or of several that run one after the other (`Series`).
+    """The engine's side of one sharded module, or of several that run one after the other (`GroupedModules`).
 
     Attributes:
         name: Class name of the module until a root knows it by its full name.
+        number: Among the units of its root.
         groups: Parameters it owns.
-        borrowed: Groups of other units whose parameters this module shares (tied weights).
+        shared_groups: Groups of other units whose parameters this module shares (tied weights).
         all_groups: Both.
         context: Shared by all units of a root.
         awaited: Calls from which gradients may still come.
         weights: Of all of these groups.
-        hears_end: Some call had an input that needs a gradient: the end of its backward is noticed.
+        notices_end: Some call had an input that needs a gradient: the end of its backward is noticed.
         leaf_hooks: On results that nothing computed; taken away when a backward has ended.
         uses_weights: It has a lease on each of them.
         shown: Whether its modules show them.
@@ -140,9 +153,9 @@ class Unit:
         *,
         reshard_after_forward: bool | Literal["auto"],
     ) -> None:
-        self.name = type(modules[0]).__name__
+        self.name, self.number = type(modules[0]).__name__, 0
         self.groups = groups
-        self.borrowed: list[ParameterGroup] = []
+        self.shared_groups: list[ParameterGroup] = []
         self.all_groups = list(groups)
         self.weights = [group.weights for group in groups]
         self.policy = policy
@@ -154,18 +167,15 @@ class Unit:
         self.outside_for = 0
         self.shown = Shown()
         self.step_slots: list[Slot | None] | None = None
-        self.next_forward: weakref.ref[Unit] | None = None
-        self.previous_forward: weakref.ref[Unit] | None = None
-        self.next_backward: weakref.ref[Unit] | None = None
         self.awaited = Awaited()
         self._open_calls: list[Call | None] = []
         self._running = 0
         self._recomputed = 0  # forwards that ran inside this backward, and whose own backward is not over
         self._runs_without_gradients = self._is_called_inside = False
-        self._is_series = len(modules) > 1
+        self._is_grouped = len(modules) > 1
         self.leaf_hooks: list[RemovableHandle] = []
         self.undo: list[Callable[[], None]] = []
-        self.hears_end = False
+        self.notices_end = False
         for module in modules:
             module.__dict__[UNIT] = self
         self._modules = [weakref.ref(module) for module in modules]
@@ -178,9 +188,9 @@ class Unit:
         for index, group in enumerate(self.groups):
             group.rename(f"{name}[{index}]")
 
-    def borrow(self, group: ParameterGroup) -> None:
+    def share(self, group: ParameterGroup) -> None:
         """Use a group that another unit owns."""
-        self.borrowed.append(group)
+        self.shared_groups.append(group)
         self.all_groups.append(group)
         self.weights.append(group.weights)
 
@@ -238,9 +248,9 @@ class Unit:
         """Parameters of it are used in grad mode where no call tells when gradients come: in the next two backwards, as those of calls."""
         self.outside_for = 2
 
-    def use_borrowed(self) -> None:
+    def use_shared(self) -> None:
         """A step of the root reads, or goes on reading, what other units own, which cannot know of it."""
-        for group in self.borrowed:
+        for group in self.shared_groups:
             if (owner := group.unit()) is not None:
                 owner.use_outside()
 
@@ -355,17 +365,17 @@ class Unit:
             shows: Modules show them; else each does during its own forward (`enter_inside`).
         """
         self._runs_without_gradients = not (torch.is_grad_enabled() or compat.in_function_forward())
-        if self.borrowed:
+        if self.shared_groups:
             self._check_owners()
-        context, in_backward = self.context, compat.backward_task() != -1
-        if in_backward:
+        context, following = self.context, None
+        if compat.backward_task() != -1:
             context.interrupt()
             context.begin_backward()  # and not in a backward inside this one, by which reentrant checkpointing goes on
             self._recomputed += 1
-            # Where a backward of this unit has them already, what is computed again reads them, too.
+            # Where a backward of this unit has them already, what is recomputed reads them, too.
             self.unshard(None if self.uses_weights else self._latest_buffers())
         else:
-            context.note_forward(self)
+            following = context.note_forward(self)
             awaited = self.awaited
             self.unshard(awaited.hidden_slots() if awaited.hides_calls or awaited.spent else None)
         if context.trace is not None:
@@ -374,8 +384,7 @@ class Unit:
             self.use()
         else:
             self.hold()
-        following = self.next_forward() if self.next_forward is not None else None
-        if following is not None and not in_backward:
+        if following is not None:
             following.unshard()
 
     def enter_inside(
@@ -402,7 +411,7 @@ class Unit:
             self.refuse_lost_writes()
 
     def enter_again(self) -> None:
-        """Have there what a forward reads: a part of it is computed again inside a backward, and no hook of it runs."""
+        """Have there what a forward reads: a part of it is recomputed inside a backward, and no hook of it runs."""
         if not self.uses_weights:
             self.enter()
             return
@@ -411,7 +420,7 @@ class Unit:
             weights.register()
 
     def _check_owners(self) -> None:
-        for group in self.borrowed:
+        for group in self.shared_groups:
             if cast("object", group.root()) is not self.context:
                 raise EngineStateError(
                     f"{self.name}: it shares a parameter with {group.name}, a unit of another root, so their gradients cannot "
@@ -427,13 +436,13 @@ class Unit:
         failed = output is None and sys.exc_info()[0] is not None
         if failed:
             if compat.backward_task() != -1:
-                return  # or stopped early, because all that is computed again is there; the backward goes on, or ends everything
+                return  # or stopped early, because all that is recomputed is there; the backward goes on, or ends everything
             if call is not None:
                 call.inputs = None  # hooks of the inputs hold the call, and it would hold the graph
             self.abandon()
             return
         if call is not None and isinstance(module, nn.Embedding):
-            call.reads_weights = self._is_series or not is_plain_lookup(module)
+            call.reads_weights = self._is_grouped or not is_plain_lookup(module)
         outputs = watch_result(self, call, output)
         self.leave(reshard=call is None or (bool(outputs) and not call.hides))
 
@@ -452,7 +461,7 @@ class Unit:
         """After forward: give weights back, unless they are needed again at once.
 
         Args:
-            reshard: False where a backward may come that nobody would notice: the module returned no tensor to listen to.
+            reshard: False where a backward may come that nobody would notice: the module returned no tensor to hook.
         """
         if compat.backward_task() != -1 or self._open_calls:
             return
@@ -460,8 +469,9 @@ class Unit:
         is_root = self is context.root()
         if is_root:
             context.interrupt()
-        last = context.last_of_forward
-        keeps = is_root or not (reshard and self.reshard_after_forward) or (last is not None and last() is self)
+        keeps = (
+            is_root or not (reshard and self.reshard_after_forward) or context.schedule.last_of_forward == self.number
+        )
         unnoticed = self.reads_unnoticed
         if not (unnoticed or (keeps and torch.is_grad_enabled())):
             self.reshard()
@@ -475,8 +485,7 @@ class Unit:
     @property
     def keeps_after_forward(self) -> bool:
         """Whether its weights stay between forward and backward whatever was asked for: the root's, and those that backward needs first."""
-        last = self.context.last_of_forward
-        return self is self.context.root() or (last is not None and last() is self)
+        return self is self.context.root() or self.context.schedule.last_of_forward == self.number
 
     def refuse_lost_writes(self) -> None:
         """Raise where a forward wrote to weights that cannot take it over; see `Weights.unregister`."""
@@ -519,7 +528,7 @@ class Unit:
         return sum(group.weights.client.size_bytes for group in self.groups if group.weights.is_sharded)
 
     def abandon(self) -> None:
-        """Forward raised: give back at once what it used, and at the root also what it had gathered in advance."""
+        """Forward raised: reshard at once what it used, and at the root also what was prefetched."""
         self.pinned = False
         self.reshard()
         if self is self.context.root():
@@ -536,7 +545,7 @@ class Unit:
         return call
 
     def note_run(self) -> None:
-        """One of its modules runs; without gradients it may be computed again with them, unless all of the root runs without."""
+        """One of its modules runs; without gradients it may be recomputed with them, unless all of the root runs without."""
         if compat.in_function_forward():
             root = self.context.root()
             if not (root and self.is_inside_root and root._runs_without_gradients):
@@ -561,12 +570,10 @@ class Unit:
         if context.lane.ranges.enabled:
             context.lane.ranges.begin("backward", self.name)
         self._running += call.has_end
-        context.note_backward(self)
+        following = context.note_backward(self)
         if call.reads_weights:
             self.unshard(call.slots, for_backward=True)
             self.use()
-        reference = self.next_backward or self.previous_forward
-        following = reference() if reference is not None else None
         if following is not None:
             following.prefetch_for_backward()
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_mfsdp.base.containers import map_tensors
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.features.graphs.recording import Recording
-from lightning_mfsdp.engine.params.gradients import Gradients
+from lightning_mfsdp.engine.params.gradients import MainGradient
 
 __all__ = ["CapturedStep", "capture_step"]
 
@@ -75,7 +75,7 @@ class CapturedStep(Recording):
         self._step = step
         self._replayable: torch.cuda.CUDAGraph | None = None
         self._outputs: Any = None
-        self._written: list[Gradients] = []
+        self._written: list[MainGradient] = []
 
     @property
     def device(self) -> torch.device:
@@ -104,8 +104,8 @@ class CapturedStep(Recording):
         self._end()
         self._replayable, self._outputs, self._inputs = None, None, None
         self._context.pool.let_go_of_plan(self)
-        for reducer in self._written:
-            reducer.pin_main(False)
+        for main in self._written:
+            main.pin(False)
         self._written = []
 
     def _run(self, inputs: Any) -> Any:
@@ -134,6 +134,6 @@ class CapturedStep(Recording):
         self._outputs = map_tensors(torch.Tensor.detach, outputs)
         self._replayable = graph
         # Gradients that outlast the step lie where replays write them, and ordinary calls in between must not give that memory back.
-        self._written = [reducer for reducer in self._context.reductions.reducers if reducer.is_open]
-        for reducer in self._written:
-            reducer.pin_main(True)
+        self._written = [gradients.main for gradients in self._context.gradients if gradients.is_open]
+        for main in self._written:
+            main.pin(True)

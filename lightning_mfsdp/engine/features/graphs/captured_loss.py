@@ -24,8 +24,8 @@ from torch.autograd.function import once_differentiable
 from lightning_mfsdp.base.containers import map_tensors, tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.features.graphs.recording import Recording
+from lightning_mfsdp.engine.params.gradients import Sync
 from lightning_mfsdp.engine.runtime.functions import watch_backward
-from lightning_mfsdp.engine.runtime.reduction_schedule import Sync
 
 __all__ = ["CapturedLoss", "capture_loss", "loss_in"]
 
@@ -115,8 +115,8 @@ class CapturedLoss(Recording):
 
     def _refuse_held_back(self) -> None:
         """What `no_sync` holds back would be reduced in the recording and never again."""
-        reductions = self._context.reductions
-        if reductions.sync is not Sync.ALL or any(reducer.holds_back for reducer in reductions.reducers):
+        context = self._context
+        if context.reductions.sync is not Sync.ALL or any(one.is_accumulating for one in context.gradients):
             raise EngineStateError(
                 f"{self._caller}: no_sync holds gradients back, but the graph of a backward reduces in every backward; leave no_sync out"
             )
@@ -129,8 +129,8 @@ class CapturedLoss(Recording):
 
     def _let_go(self) -> None:
         self._forget()
-        for reducer in self._context.reductions.reducers:
-            reducer.pin_main(False)
+        for gradients in self._context.gradients:
+            gradients.main.pin(False)
 
     def record_again(self) -> None:
         """Forget the graphs and record anew in the next call: memory that they use, and that is not the engine's, has moved."""
@@ -153,10 +153,10 @@ class CapturedLoss(Recording):
     def _record(self, inputs: Any) -> None:
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         reductions = self._context.reductions
-        for reducer in reductions.reducers:
-            reducer.pin_main(True)
+        for gradients in self._context.gradients:
+            gradients.main.pin(True)
         try:
-            with self._preparing(inputs), self._gradients_aside(), reductions.synchronizing(Sync.ALL):
+            with self._preparing(inputs), self._without_gradients(), reductions.synchronizing(Sync.ALL):
                 with self._graph(forward), self._same_state(), self._gradients_hidden():
                     outputs = self._step(*self._inputs)
                     loss = loss_in(outputs)
@@ -185,7 +185,7 @@ class CapturedLoss(Recording):
         return super()._described_state() + [parameter.requires_grad for parameter in self._whole()]
 
     @contextmanager
-    def _gradients_aside(self) -> Iterator[None]:
+    def _without_gradients(self) -> Iterator[None]:
         """Record as if the optimizer's gradients were cleared: the graph overwrites them. They are back afterwards."""
         put_back = self._gradients_now()
         for parameter in (*self._locals(), *self._whole()):
@@ -254,13 +254,11 @@ class CapturedLoss(Recording):
         self._awaited = None
         self._gradient.copy_(gradient)
         with torch.no_grad():
-            kept = [
-                (reducer, addend) for reducer in self._context.reductions.reducers if (addend := reducer.keep_main())
-            ]
+            kept = [(one, addend) for one in self._context.gradients if (addend := one.keep_main())]
             kept_whole = [(grad, one.grad.clone()) for one, grad in self._shown_whole if one.grad is not None]
             self._backward.replay()
-            for reducer, addend in kept:
-                reducer.add_to_main(addend)
+            for one, addend in kept:
+                one.add_to_main(addend)
             for grad, before in kept_whole:
                 grad.add_(before)
         for parameter, grad in (*self._shown, *self._shown_whole):

@@ -105,9 +105,10 @@ class Recording:
     def _say_what_is_unused(self) -> None:
         if self._context.reductions.zeros_unused:
             return
-        reducers = self._context.reductions.reducers
         names = [
-            reducer.group.entries[index].sharded.described for reducer in reducers for index in sorted(reducer.filled)
+            group.entries[index].sharded.described
+            for group in self._context.groups
+            for index in sorted(group.gradients.zeroed)
         ]
         if names:
             warnings.warn(

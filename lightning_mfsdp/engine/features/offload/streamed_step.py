@@ -32,9 +32,9 @@ from torch.optim import Optimizer
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError, ShardingError
 from lightning_mfsdp.base.streams import Streams
+from lightning_mfsdp.engine.features.offload.offloaded_state import OffloadedState, StateTensor, state_of
 from lightning_mfsdp.engine.features.offload.own_step import OwnStep
-from lightning_mfsdp.engine.features.offload.resting_state import RestingState, StateTensor, state_of
-from lightning_mfsdp.engine.features.offload.visit import Chunk, Visit
+from lightning_mfsdp.engine.features.offload.staging import Chunk, StagedGroup
 from lightning_mfsdp.engine.params.group import ParameterGroup, place_of
 from lightning_mfsdp.engine.params.stepping import call_closure
 
@@ -49,7 +49,7 @@ class StreamedStep:
     """Steps one optimizer, as far as its parameters' state rests in host memory. An `OptimizerDriver`."""
 
     def __init__(self) -> None:
-        self._states: weakref.WeakKeyDictionary[ParameterGroup, RestingState] = weakref.WeakKeyDictionary()
+        self._states: weakref.WeakKeyDictionary[ParameterGroup, OffloadedState] = weakref.WeakKeyDictionary()
         self._chunks: list[Chunk] = []
         self._gradients: dict[Tensor, Tensor | None] = {}
         self._is_running = False
@@ -65,7 +65,7 @@ class StreamedStep:
         groups = {place[0]: None for place in places if place is not None and place[0].offloads}
         _refuse_unfit(optimizer)
         for group in groups:
-            self._settle(optimizer, group)
+            self._offload_if_new(optimizer, group)
 
     def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before a step: its arguments with a closure that does the step; `None` for a part of one."""
@@ -120,7 +120,7 @@ class StreamedStep:
         self._is_running = True
         try:
             for group in by_group:
-                self._settle(own_step.optimizer, group)
+                self._offload_if_new(own_step.optimizer, group)
             self._stream(own_step, by_group)
             if others:
                 self._step(own_step, others)
@@ -161,11 +161,11 @@ class StreamedStep:
     def _plan(self, groups: list[ParameterGroup]) -> list[Chunk]:
         """Chunks of these groups, in this order; the same as in the last step if that can be."""
         wanted = [(group, self._states.get(group)) for group in groups]
-        known = [(visit.known_group, visit.state) for chunk in self._chunks for visit in chunk.visits]
+        known = [(staged.known_group, staged.state) for chunk in self._chunks for staged in chunk.staged_groups]
         if wanted != known:
-            visits = [Visit(group, state) for group, state in wanted]
+            staged_groups = [StagedGroup(group, state) for group, state in wanted]
             device = groups[0].device
-            self._chunks = Chunk.plan(visits, device, together_bytes=_TOGETHER_BYTES, areas=_AREAS)
+            self._chunks = Chunk.plan(staged_groups, device, together_bytes=_TOGETHER_BYTES, areas=_AREAS)
         return self._chunks
 
     def _bring(self, chunk: Chunk, streams: Streams) -> None:
@@ -176,8 +176,8 @@ class StreamedStep:
             area.kept.clear()
         with streams.on(streams.copy_in):
             streams.wait(area.left, streams.copy_in)
-            for visit in chunk.visits:
-                visit.bring()
+            for staged in chunk.staged_groups:
+                staged.bring()
             chunk.arrived = streams.record()
 
     def _visit(
@@ -186,39 +186,39 @@ class StreamedStep:
         """Step a chunk that has arrived, and start copying it out."""
         optimizer = own_step.optimizer
         try:
-            for visit in chunk.visits:
-                visit.show(optimizer)
-            self._step(own_step, [one for visit in chunk.visits for one in by_group[visit.group]])
-            new = {visit: tensors for visit in chunk.visits if (tensors := visit.finish(optimizer))}
+            for staged in chunk.staged_groups:
+                staged.show(optimizer)
+            self._step(own_step, [one for staged in chunk.staged_groups for one in by_group[staged.group]])
+            new = {staged: tensors for staged in chunk.staged_groups if (tensors := staged.finish(optimizer))}
             stepped = streams.record()
             with streams.on(streams.copy_out):
                 streams.wait(stepped, streams.copy_out)
-                for visit in chunk.visits:
-                    visit.take_back(with_state=visit not in new)
-                for visit, tensors in new.items():
-                    self._rest_anew(optimizer, visit.group, tensors)
+                for staged in chunk.staged_groups:
+                    staged.take_back(with_state=staged not in new)
+                for staged, tensors in new.items():
+                    self._offload(optimizer, staged.group, tensors)
                     chunk.area.kept += [one.tensor for one in tensors]
                 chunk.area.left = streams.record()
         finally:
-            for visit in chunk.visits:
-                visit.hide(optimizer)
+            for staged in chunk.staged_groups:
+                staged.hide(optimizer)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def _settle(self, optimizer: Optimizer, group: ParameterGroup) -> None:
+    def _offload_if_new(self, optimizer: Optimizer, group: ParameterGroup) -> None:
         """Bring state to host memory that somebody else put into the optimizer's table: `load_state_dict`, a restored checkpoint."""
         found, known = state_of(optimizer, group), self._states.get(group)
-        if known is not None and known.is_all(found, known.faces):
+        if known is not None and known.is_all(found, known.at_rest):
             return
         self._states.pop(group, None)
         if found:
-            self._rest_anew(optimizer, group, found)
+            self._offload(optimizer, group, found)
 
-    def _rest_anew(self, optimizer: Optimizer, group: ParameterGroup, tensors: list[StateTensor]) -> None:
+    def _offload(self, optimizer: Optimizer, group: ParameterGroup, tensors: list[StateTensor]) -> None:
         """Copy state tensors to host memory of their own, on the current stream, and show them there."""
-        state = RestingState(tensors, group.device)
+        state = OffloadedState(tensors, group.device)
         state.take(tensors)
-        state.show(optimizer, state.faces)
+        state.show(optimizer, state.at_rest)
         self._states[group] = state
 
     # -- gradients -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_mfsdp.engine.memory.host_memory import HostMemory, aligned
 from lightning_mfsdp.engine.params.group import ParameterGroup, place_of
 
-__all__ = ["RestingState", "StateTensor", "empty_at_rest", "put_to_rest", "state_of"]
+__all__ = ["OffloadedState", "StateTensor", "empty_at_rest", "put_to_rest", "state_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +35,12 @@ def state_of(optimizer: Optimizer, group: ParameterGroup) -> list[StateTensor]:
     return found
 
 
-class RestingState:
+class OffloadedState:
     """Room in host memory for state tensors of one group.
 
     Attributes:
         memory: All of it.
-        faces: How the optimizer's table shows them at rest: tensors of the device.
+        at_rest: How the optimizer's table shows them at rest: tensors of the device.
     """
 
     def __init__(self, tensors: list[StateTensor], device: torch.device) -> None:
@@ -48,7 +48,7 @@ class RestingState:
         self._kinds = [(one.tensor.dtype, one.tensor.shape) for one in tensors]
         size_bytes = sum(aligned(one.tensor.numel() * one.tensor.element_size()) for one in tensors)
         self.memory = HostMemory(size_bytes, device)
-        self.faces = self.views_in(self.memory.seen)
+        self.at_rest = self.views_in(self.memory.seen)
 
     def views_in(self, memory: Tensor) -> list[Tensor]:
         """The tensors in `memory`, `[size_bytes]` uint8, laid out as here."""
@@ -90,11 +90,11 @@ class RestingState:
                 table[key] = view.copy_(value)
 
     def replace(self, optimizer: Optimizer, views: list[Tensor]) -> None:
-        """Show the faces again where the table still shows `views`."""
-        for (local, key), view, face in zip(self._keys, views, self.faces, strict=True):
+        """Show the tensors at rest again where the table still shows `views`."""
+        for (local, key), view, tensor in zip(self._keys, views, self.at_rest, strict=True):
             table = optimizer.state.get(local, {})
             if table.get(key) is view:
-                table[key] = face
+                table[key] = tensor
 
 
 def empty_at_rest(local: Tensor, dtype: torch.dtype) -> Tensor:

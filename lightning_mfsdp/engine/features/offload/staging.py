@@ -1,8 +1,8 @@
-"""A visit: the main weight and the optimizer's state of one group on the device, for as long as it takes to step them.
+"""A staged group: the main weight and the optimizer's state of one group on the device, for as long as it takes to step them.
 
     host memory  --copy in-->  staging area  --the optimizer steps, the compute shard is cast-->  staging area  --copy out-->  host memory
 
-While a visit is shown, the optimizer finds the copies in the staging area under its own parameters and in its own table.
+While a staged group is shown, the optimizer finds the copies in the staging area under its own parameters and in its own table.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mfsdp.base.streams import Event
-from lightning_mfsdp.engine.features.offload.resting_state import RestingState, StateTensor, state_of
+from lightning_mfsdp.engine.features.offload.offloaded_state import OffloadedState, StateTensor, state_of
 from lightning_mfsdp.engine.memory.buffer import FlatBuffer
 from lightning_mfsdp.engine.memory.host_memory import aligned
 from lightning_mfsdp.engine.memory.storage import Slot
 from lightning_mfsdp.engine.params.group import ParameterGroup
 
-__all__ = ["Area", "Chunk", "Visit"]
+__all__ = ["Area", "Chunk", "StagedGroup"]
 
 
-class Visit:
+class StagedGroup:
     """One group's main weight and state in a staging area.
 
     Attributes:
@@ -32,10 +32,10 @@ class Visit:
         size_bytes: Room it needs.
     """
 
-    def __init__(self, group: ParameterGroup, state: RestingState | None) -> None:
+    def __init__(self, group: ParameterGroup, state: OffloadedState | None) -> None:
         self._group = weakref.ref(group)
         self.state = state
-        self._main_bytes = 0 if group.home is None else group.home.size_bytes
+        self._main_bytes = 0 if group.host_buffer is None else group.host_buffer.size_bytes
         self._state_bytes = 0 if state is None else state.memory.size_bytes
         self.size_bytes = aligned(self._main_bytes) + aligned(self._state_bytes)
         self._main: FlatBuffer | None = None
@@ -43,12 +43,12 @@ class Visit:
 
     @property
     def known_group(self) -> ParameterGroup | None:
-        """Whose visit it is; not kept alive by it."""
+        """Which group it is; not kept alive by it."""
         return self._group()
 
     @property
     def group(self) -> ParameterGroup:
-        """Whose visit it is, during a step."""
+        """Which group it is, during a step."""
         group = self._group()
         assert group is not None, "the step holds it"
         return group
@@ -57,7 +57,7 @@ class Visit:
         """Take `memory`, `[size_bytes]` uint8, as room."""
         group, start = self.group, aligned(self._main_bytes)
         self._main_room, self._state_room = memory[: self._main_bytes], memory[start : start + self._state_bytes]
-        if group.home is not None:
+        if group.host_buffer is not None:
             self._main = FlatBuffer.over(group.layout, group.main_extent, self._main_room.view(group.spec.main_dtype))
             _ = self._main.views  # made now, and not while the optimizer steps
         if self.state is not None:
@@ -65,9 +65,9 @@ class Visit:
 
     def bring(self) -> None:
         """Copy everything to the device, on the current stream."""
-        home = self.group.home
-        if home is not None:
-            self._main_room.copy_(home.host, non_blocking=True)
+        host_buffer = self.group.host_buffer
+        if host_buffer is not None:
+            self._main_room.copy_(host_buffer.host, non_blocking=True)
         if self.state is not None:
             self._state_room.copy_(self.state.memory.host, non_blocking=True)
 
@@ -93,18 +93,18 @@ class Visit:
 
     def take_back(self, *, with_state: bool) -> None:
         """Copy to host memory, on the current stream."""
-        home = self.group.home
-        if home is not None:
-            home.host.copy_(self._main_room, non_blocking=True)
+        host_buffer = self.group.host_buffer
+        if host_buffer is not None:
+            host_buffer.host.copy_(self._main_room, non_blocking=True)
         if self.state is not None and with_state:
             self.state.memory.host.copy_(self._state_room, non_blocking=True)
 
     def hide(self, optimizer: Optimizer) -> None:
         """Let the optimizer, and everybody else, find what is in host memory."""
-        home = self.group.home
-        if home is not None:
+        host_buffer = self.group.host_buffer
+        if host_buffer is not None:
             _point(self.group, self.group.main)
-            home.note_writes()  # by the step; the compute shard shows them
+            host_buffer.note_writes()  # by the step; the compute shard shows them
         if self.state is not None:
             self.state.replace(optimizer, self._views)
 
@@ -133,37 +133,37 @@ class Area:
 
 @dataclass(eq=False)
 class Chunk:
-    """Groups that visit together.
+    """Groups that are staged together.
 
     Attributes:
-        visits: Of each.
+        staged_groups: Of each.
         area: Where.
         arrived: After they were copied in.
     """
 
-    visits: list[Visit]
+    staged_groups: list[StagedGroup]
     area: Area
     arrived: Event = None
 
     @staticmethod
-    def plan(visits: list[Visit], device: torch.device, *, together_bytes: int, areas: int) -> list[Chunk]:
-        """Put neighbouring visits together up to `together_bytes`, and give the chunks `areas` staging areas in turn."""
-        together: list[list[Visit]] = []
+    def plan(staged_groups: list[StagedGroup], device: torch.device, *, together_bytes: int, areas: int) -> list[Chunk]:
+        """Put neighbouring groups together up to `together_bytes`, and give the chunks `areas` staging areas in turn."""
+        together: list[list[StagedGroup]] = []
         room = 0
-        for visit in visits:
-            room -= visit.size_bytes
+        for staged in staged_groups:
+            room -= staged.size_bytes
             if room < 0 or not together:
                 together.append([])
-                room = together_bytes - visit.size_bytes
-            together[-1].append(visit)
-        sizes = [sum(visit.size_bytes for visit in members) for members in together]
+                room = together_bytes - staged.size_bytes
+            together[-1].append(staged)
+        sizes = [sum(staged.size_bytes for staged in members) for members in together]
         made = [Area(Slot(max(sizes[turn::areas]), device, fixed=False)) for turn in range(min(areas, len(sizes)))]
         chunks = [Chunk(members, made[number % areas]) for number, members in enumerate(together)]
         for chunk in chunks:
             start = 0
-            for visit in chunk.visits:
-                visit.place(chunk.area.slot.memory[start : start + visit.size_bytes])
-                start += visit.size_bytes
+            for staged in chunk.staged_groups:
+                staged.place(chunk.area.slot.memory[start : start + staged.size_bytes])
+                start += staged.size_bytes
         for area in made:
             area.slot.discard()  # views stay valid
         return chunks

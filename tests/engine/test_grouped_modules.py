@@ -40,7 +40,7 @@ from tests.helpers.pairwise import in_world, pairwise
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
 
 
-def in_series(length: int = 2, layers: int = 4, **options) -> Chain:
+def grouped_chain(length: int = 2, layers: int = 4, **options) -> Chain:
     """The chain of the other tests, `length` layers a unit."""
     model = plain_chain(layers=layers)
     for start in range(0, layers, length):
@@ -56,7 +56,7 @@ def the_numbers_are_those_of_single_units(rank, world):
     for sharding, policy, length in pairwise(STRATEGIES, (None, BF16), (2, 3, 4)):
         case = f"{sharding} {policy} {length}"
         model, other = (
-            in_series(length, sharding=sharding, policy=policy),
+            grouped_chain(length, sharding=sharding, policy=policy),
             sharded_chain(sharding=sharding, policy=policy),
         )
         optimizers = adamw(model), adamw(other)
@@ -70,13 +70,13 @@ def the_numbers_are_those_of_single_units(rank, world):
         assert_same_weights(model, other, case)
 
 
-def collectives_are_issued_once_for_each_series(rank, world):
-    model = in_series(2, layers=6)
+def collectives_are_issued_once_for_each_group(rank, world):
+    model = grouped_chain(2, layers=6)
     optimizer = adamw(model)
     train(model, optimizer, range(3), rank)
     before = context(model).lane.started, context(model).reductions.started
     train(model, optimizer, [3], rank)
-    # Three series and the root forward; the root and the last series keep their weights for backward.
+    # Three groups and the root forward; the root and the last group keep their weights for backward.
     assert context(model).lane.started - before[0] == 4 + 2
     assert context(model).reductions.started - before[1] == 4
 
@@ -86,7 +86,7 @@ def recomputation_of_single_modules_is_bit_equal(rank, world):
         other = sharded_chain(sharding=sharding, policy=policy)
         expected = train(other, adamw(other), range(3), rank)
         for reentrant in (False, True):
-            model = in_series(sharding=sharding, policy=policy)
+            model = grouped_chain(sharding=sharding, policy=policy)
             model.wrap = lambda layer, x, reentrant=reentrant: checkpoint(layer, x, use_reentrant=reentrant)
             optimizer, losses = adamw(model), []
             for step in range(3):
@@ -162,7 +162,7 @@ def a_failure_inside_or_between_modules_does_no_harm(rank, world):
     expected_model = sharded_chain()
     expected = train(expected_model, adamw(expected_model), range(3), rank)
     for place in ("inside", "between"):
-        model = in_series()
+        model = grouped_chain()
         optimizer = adamw(model)
 
         def failing(layer: nn.Module, x: Tensor, model=model, place=place) -> Tensor:
@@ -261,7 +261,7 @@ def unusual_modules_train_like_plain_pytorch(rank, world):
 
 
 def modules_called_by_themselves_leave_nothing_gathered(rank, world):
-    model, alone = in_series(), sharded_chain()
+    model, alone = grouped_chain(), sharded_chain()
     with torch.no_grad():
         x = model.layers[0](inputs(0))
         assert not any(shown_full(model))
@@ -277,7 +277,7 @@ def modules_called_by_themselves_leave_nothing_gathered(rank, world):
 
 def a_step_sees_sharded_weights_after_every_module_of_a_run(rank, world):
     """A run may go on, and until then the step looks at weights and clears gradients."""
-    model, plain = in_series(), plain_chain()
+    model, plain = grouped_chain(), plain_chain()
     for step in range(3):
         with gather_root(model):
             x = model.layers[1](model.layers[0](inputs(step)))
@@ -315,7 +315,7 @@ def units_that_are_not_inside_are_refused(rank, world):
 
 
 class Holder(nn.Module):
-    """A module of a series, with a unit inside."""
+    """One of grouped modules, with a unit inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ class Holder(nn.Module):
         return self.own(torch.tanh(self.inner(x)))
 
 
-def units_inside_a_series_are_their_own(rank, world):
+def units_inside_grouped_modules_are_their_own(rank, world):
     models = []
     for together in (False, True):
         torch.manual_seed(0)
@@ -343,8 +343,8 @@ def units_inside_a_series_are_their_own(rank, world):
     assert [view.name for view in units(models[1])][1:] == ["layers.0..layers.1", "layers.0.inner", "layers.1.inner"]
 
 
-def a_series_keeps_names_and_shows_as_one_unit(rank, world):
-    model = in_series(2)
+def grouped_modules_keep_names_and_show_as_one_unit(rank, world):
+    model = grouped_chain(2)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain_chain().named_parameters()]
     assert [(view.name, view.module_class) for view in units(model)][1:] == [
         ("layers.0..layers.1", "2 x Linear"),
@@ -353,7 +353,7 @@ def a_series_keeps_names_and_shows_as_one_unit(rank, world):
     assert {view.unit for view in sharded_parameters(model.layers)} == {"layers.0..layers.1", "layers.2..layers.3"}
 
 
-def a_series_built_on_meta_equals_a_real_one(rank, world):
+def grouped_modules_built_on_meta_equal_real_ones(rank, world):
     torch.manual_seed(3)
     with torch.device("meta"):
         model = Chain()
@@ -361,7 +361,7 @@ def a_series_built_on_meta_equals_a_real_one(rank, world):
     assert_same_weights(model, sharded_chain(3))
 
 
-def what_is_no_series_is_refused(rank, world):
+def what_cannot_be_grouped_is_refused(rank, world):
     a, b = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))
     for wrong in ([], [a, a], [b, b[0]]):
         with pytest.raises(ShardingError, match="modules that run one after the other"):
@@ -381,9 +381,9 @@ CASES = (
     recomputation_of_single_modules_is_bit_equal,
     any_path_through_the_modules_trains_like_plain_pytorch,
     a_failure_inside_or_between_modules_does_no_harm,
-    units_inside_a_series_are_their_own,
-    a_series_keeps_names_and_shows_as_one_unit,
-    a_series_built_on_meta_equals_a_real_one,
+    units_inside_grouped_modules_are_their_own,
+    grouped_modules_keep_names_and_show_as_one_unit,
+    grouped_modules_built_on_meta_equal_real_ones,
     unusual_modules_train_like_plain_pytorch,
     a_step_sees_sharded_weights_after_every_module_of_a_run,
     modules_called_by_themselves_leave_nothing_gathered,
@@ -392,10 +392,10 @@ CASES = (
 )
 WORLDS = {
     1: (any_path_through_the_modules_trains_like_plain_pytorch,),
-    2: (*CASES, collectives_are_issued_once_for_each_series, what_is_no_series_is_refused),
+    2: (*CASES, collectives_are_issued_once_for_each_group, what_cannot_be_grouped_is_refused),
 }
 
 
 @by_world(WORLDS)
-def test_series(world, case):
+def test_grouped_modules(world, case):
     check(WORLDS, world, case)
