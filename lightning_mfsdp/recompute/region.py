@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -49,6 +49,10 @@ _REGION = "_mfsdp_recompute"
 # What decoders of Hugging Face call their cache of keys and values (`cache` since transformers 5.24). In training it is there, too, unless
 # somebody says otherwise.
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
+
+
+def _is_updated(given: Any) -> bool:
+    return callable(getattr(given, "update", None)) and not isinstance(given, Mapping)
 
 
 def region_of(module: nn.Module) -> Region | None:
@@ -178,10 +182,11 @@ class Region:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        named = {**dict(zip(self.__signature__.parameters, args, strict=False)), **kwargs}
         for name in _CACHES:
-            given = kwargs.get(name)
-            # Layers of others may call anything a cache; one that is written to can be updated.
-            if given is not None and (name != "cache" or callable(getattr(given, "update", None))):
+            given = named.get(name)
+            # Layers of others may call anything a cache; one that is written to can be updated, and is no dict of tables.
+            if given is not None and (name != "cache" or _is_updated(given)):
                 raise EngineStateError(
                     f"{self.name} was given {name}, a cache that its forward writes to, and would write to again in backward; call the "
                     "model with use_cache=False, or set model.config.use_cache = False"
