@@ -38,6 +38,7 @@ from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.io.background import BackgroundSaver
 from lightning_mfsdp.checkpoint.io.opening import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.staging import Staging
 
 STEPS_MEANWHILE = 8
@@ -117,8 +118,9 @@ def measure_mfsdp(size: str, folder: Path, device: torch.device, *, background: 
     location = locate(folder / "mfsdp")
 
     def content() -> lightning_io.ShardedContent:
-        parts = {"state_dict": model.state_dict(), "optimizer_states": [lightning_io.optimizer_state(model, optimizer)]}
-        return lightning_io.ShardedContent.of(model, parts, Ranks())
+        index = ParameterIndex(model)
+        parts = {"state_dict": model.state_dict(), "optimizer_states": [lightning_io.optimizer_state(index, optimizer)]}
+        return lightning_io.ShardedContent.of(index, parts, Ranks())
 
     def load() -> None:
         lightning_io.load(location, model, [optimizer], strict=True, weights_only=True)

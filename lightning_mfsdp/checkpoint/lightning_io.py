@@ -16,12 +16,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint.io.location import META_FILE, TIED_WEIGHTS, Location, check_files
-from lightning_mfsdp.checkpoint.io.opening import Plan, no_checkpoint_error, read, read_rows, recover
+from lightning_mfsdp.checkpoint.io.opening import ReadPlan, no_checkpoint_error, read, read_rows, recover
 from lightning_mfsdp.checkpoint.io.progress import CountingFile, CountingReads, Progress, SavePlanner
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks
 from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
 from lightning_mfsdp.checkpoint.state import full, sharded
-from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, plan_rows, rows_of_whole
+from lightning_mfsdp.checkpoint.state.index import ParameterIndex
+from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, plan_state, rows_of_whole
 from lightning_mfsdp.checkpoint.state.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
 from lightning_mfsdp.checkpoint.state.staging import Staging
 
@@ -49,7 +50,7 @@ class ShardedContent:
     on_host: bool = False
 
     @classmethod
-    def of(cls, module: nn.Module, checkpoint: dict[str, Any], ranks: Ranks) -> ShardedContent:
+    def of(cls, index: ParameterIndex, checkpoint: dict[str, Any], ranks: Ranks) -> ShardedContent:
         """From Lightning's dictionary. All ranks call it; tensors share memory with the module's.
 
         Raises:
@@ -58,7 +59,6 @@ class ShardedContent:
         rest = dict(checkpoint)
         if tied := sharded.tied_names(rest["state_dict"]):
             rest[TIED_WEIGHTS] = tied
-        index = sharded.ParameterIndex(module)
         rows = sharded.own_share(sharded.rows_by_name(rest.pop("state_dict"), index, "saving a checkpoint"), ranks)
         others = {key: sharded.own_share(value, ranks) for key, value in rest.pop(PARAMETER_STATES, {}).items()}
         states = [_own_state(state, index, ranks) for state in rest.pop("optimizer_states", [])]
@@ -123,7 +123,7 @@ def save(
     content.write(location, ranks, progress)
 
 
-def _own_state(state: dict[str, Any], index: sharded.ParameterIndex, ranks: Ranks) -> dict[str, Any]:
+def _own_state(state: dict[str, Any], index: ParameterIndex, ranks: Ranks) -> dict[str, Any]:
     """Of an optimizer; without parameters that are not sharded, except on rank 0, whose weights are saved for them too."""
     kept = {name: value for name, value in state["state"].items() if ranks.rank == 0 or name in index.views}
     return {**state, "state": kept}
@@ -166,7 +166,7 @@ def load(
         RuntimeError: The checkpoint does not fit, or is damaged.
         RefusedError: It holds a class that nobody has allowed; nothing was changed.
     """
-    ranks, states = Ranks(), parameter_states or {}
+    ranks, states, index = Ranks(), parameter_states or {}, ParameterIndex(module)
     recover(location, ranks)
     if location.is_sharded():
         trusted = is_trusted(weights_only)
@@ -174,17 +174,17 @@ def load(
         with on_all_ranks(f"reading {META_FILE} of {location}"):
             rest = read(location, META_FILE, weights_only)
         rest.pop(TIED_WEIGHTS, None)
-        model_plan = sharded.plan_model(location, metadata, module, strict=strict)
-        state_plans = [plan_rows(location, metadata, module, key, strict=strict) for key in states]
+        model_plan = sharded.plan_model(location, metadata, index, strict=strict)
+        state_plans = [plan_state(location, metadata, index, key, strict=strict) for key in states]
         if prepare is not None:
             prepare(rest)
         _check_number(location, metadata, optimizers)
         plans = [
-            plan_optimizer(location, metadata, module, optimizer, f"optimizer_{number}", trusted=trusted)
+            plan_optimizer(location, metadata, index, optimizer, f"optimizer_{number}", trusted=trusted)
             for number, optimizer in enumerate(optimizers)
         ]
         # All of it fits; from here on things change.
-        all_plans: list[Plan] = [model_plan, *(plan for plan in plans if plan is not None), *state_plans]
+        all_plans: list[ReadPlan] = [model_plan, *(plan for plan in plans if plan is not None), *state_plans]
         read_rows(location, metadata, all_plans, progress, trusted=trusted)
         sharded.finish_model(model_plan, module)
         for plan, optimizer in zip(plans, optimizers, strict=True):
@@ -198,16 +198,16 @@ def load(
         if "state_dict" not in rest:
             raise RuntimeError(f"{location} is no Lightning checkpoint: it has no 'state_dict', only {list(rest)[:8]}")
         saved_states = rest.pop(PARAMETER_STATES, {})
-        rows = {key: rows_of_whole(location, key, saved_states.get(key, {}), module, strict=strict) for key in states}
+        rows = {key: rows_of_whole(location, key, saved_states.get(key, {}), index, strict=strict) for key in states}
         if prepare is not None:
             prepare(rest)
         optimizer_states = rest.pop("optimizer_states", [])
-        full.check_optimizers(location, optimizer_states, module, optimizers)
+        full.check_optimizers(location, optimizer_states, index, optimizers)
         weights = rest.pop("state_dict")
         states_to_read = [state["state"] for state in optimizer_states] if optimizers else []
         reads = CountingReads(progress, [weights, states_to_read])
-        full.load_model(location, weights, module, strict=strict, reads=reads)
-        restored = full.load_optimizers(optimizer_states, module, optimizers, reads=reads)
+        full.load_model(location, weights, index, strict=strict, reads=reads)
+        restored = full.load_optimizers(optimizer_states, index, optimizers, reads=reads)
         for key, state in states.items():
             state.load_rows(rows[key])
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from lightning_mfsdp.base.tables import aligned, readable_bytes
+from lightning_mfsdp.base.tables import readable_bytes, table_lines
 from lightning_mfsdp.checkpoint.io.opened import LIGHTNING_VERSION
 from lightning_mfsdp.checkpoint.tools.contents import OptimizerSummary, Summary
 from lightning_mfsdp.checkpoint.tools.portable import Portable
@@ -37,7 +37,7 @@ def summary_lines(summary: Summary) -> list[str]:
         (tensor.name, _shape(tensor.shape), tensor.dtype, readable_bytes(tensor.size_bytes), str(tensor.pieces))
         for tensor in summary.largest
     ]
-    return [*aligned(rows), *(["", *aligned(largest)] if summary.largest else [])]
+    return [*table_lines(rows), *(["", *table_lines(largest)] if summary.largest else [])]
 
 
 def verification_lines(path: Path, found: Verification) -> list[str]:
@@ -47,7 +47,7 @@ def verification_lines(path: Path, found: Verification) -> list[str]:
     if found.nonfinite:
         rows = [("not finite", "NaN", "infinite")]
         rows += [(name, f"{count.nan:,}", f"{count.inf:,}") for name, count in found.nonfinite.items()]
-        lines += aligned(rows)
+        lines += table_lines(rows)
     if not found.problems:
         return [*lines, "no problems"]
     return [*lines, f"problems: {len(found.problems)}", *(f"  {problem}" for problem in found.problems)]

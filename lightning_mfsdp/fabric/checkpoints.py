@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.io.location import META_FILE, Location, check_files
-from lightning_mfsdp.checkpoint.io.opening import Plan, no_checkpoint_error, read, read_rows, recover
+from lightning_mfsdp.checkpoint.io.opening import ReadPlan, no_checkpoint_error, read, read_rows, recover
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
 from lightning_mfsdp.checkpoint.state import full, sharded
+from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
 from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 
@@ -43,7 +44,7 @@ def save(location: Location, state: Mapping[str, Any], filters: Filters, *, whol
         RuntimeError: On all ranks, if something failed on any. An older checkpoint is as it was.
         ValueError: An optimizer without its module.
     """
-    keep = ranks.rank == 0
+    keep, indices = ranks.rank == 0, _indices(state)
     tensors: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for key, value in state.items():
@@ -53,13 +54,11 @@ def save(location: Location, state: Mapping[str, Any], filters: Filters, *, whol
             tensors[key] = (
                 kept
                 if whole
-                else sharded.own_share(
-                    sharded.rows_by_name(kept, sharded.ParameterIndex(value), "saving a checkpoint"), ranks
-                )
+                else sharded.own_share(sharded.rows_by_name(kept, indices[key], "saving a checkpoint"), ranks)
             )
         elif isinstance(value, Optimizer):
-            module = _module_of(key, value, state)
-            found = whole_optimizer_state(value, keep=keep) if whole else optimizer_state(module, value)
+            index = _index_of(key, value, indices)
+            found = whole_optimizer_state(value, keep=keep) if whole else optimizer_state(index, value)
             tensors[key] = _filtered(key, found, filters)
         else:
             rest[key] = _filtered(key, value.state_dict() if isinstance(value, Stateful) else value, filters)
@@ -115,7 +114,7 @@ def load_raw(location: Location, module: nn.Module, *, strict: bool, weights_onl
     """Read a file that holds nothing but the state dict of a plain module. All ranks call it."""
     if not location.is_file():
         raise no_checkpoint_error(location)
-    full.load_model(location, read(location, None, weights_only), module, strict=strict)
+    full.load_model(location, read(location, None, weights_only), ParameterIndex(module), strict=strict)
 
 
 def _load_rows(
@@ -128,18 +127,19 @@ def _load_rows(
     trusted: bool,
 ) -> None:
     present = _present(path, state, {*(item[0] for item in sharded.paths_of(metadata).values()), *rest}, strict=strict)
+    indices = _indices(state)
     models = {
-        key: sharded.plan_model(path, metadata, module, strict=strict, key=key)
+        key: sharded.plan_model(path, metadata, indices[key], strict=strict, key=key)
         for key, module in present.items()
         if isinstance(module, nn.Module)
     }
     optimizers = {
-        key: plan_optimizer(path, metadata, _module_of(key, optimizer, state), optimizer, key, trusted=trusted)
+        key: plan_optimizer(path, metadata, _index_of(key, optimizer, indices), optimizer, key, trusted=trusted)
         for key, optimizer in present.items()
         if isinstance(optimizer, Optimizer)
     }
     # All of it fits; from here on things change.
-    planned: list[Plan] = [*models.values(), *(plan for plan in optimizers.values() if plan is not None)]
+    planned: list[ReadPlan] = [*models.values(), *(plan for plan in optimizers.values() if plan is not None)]
     read_rows(path, metadata, planned, trusted=trusted)
     for key, model_plan in models.items():
         sharded.finish_model(model_plan, state[key])
@@ -149,15 +149,15 @@ def _load_rows(
 
 
 def _load_whole(path: Location, state: Mapping[str, Any], saved: dict[str, Any], *, strict: bool) -> None:
-    present = _present(path, state, saved, strict=strict)
+    present, indices = _present(path, state, saved, strict=strict), _indices(state)
     optimizers = {key: value for key, value in present.items() if isinstance(value, Optimizer)}
     for key, optimizer in optimizers.items():
-        full.check_optimizers(path, [saved[key]], _module_of(key, optimizer, state), [optimizer])
+        full.check_optimizers(path, [saved[key]], _index_of(key, optimizer, indices), [optimizer])
     for key, module in present.items():
         if isinstance(module, nn.Module):
-            full.load_model(path, saved.pop(key), module, strict=strict)
+            full.load_model(path, saved.pop(key), indices[key], strict=strict)
     for key, optimizer in optimizers.items():
-        full.load_optimizers([saved.pop(key)], _module_of(key, optimizer, state), [optimizer])
+        full.load_optimizers([saved.pop(key)], _index_of(key, optimizer, indices), [optimizer])
 
 
 def _present(path: Location, state: Mapping[str, Any], saved: Iterable[str], *, strict: bool) -> dict[str, Any]:
@@ -179,13 +179,17 @@ def _filtered(key: str, value: Any, filters: Filters) -> Any:
     return {name: part for name, part in value.items() if filters[key](name, part)}
 
 
-def _module_of(key: str, optimizer: Optimizer, state: Mapping[str, Any]) -> nn.Module:
-    """The module in `state` that an optimizer trains: its state is saved by parameter name."""
-    modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
-    for module in modules.values():
-        if sharded.ParameterIndex(module).knows(optimizer):
-            return module
+def _indices(state: Mapping[str, Any]) -> dict[str, ParameterIndex]:
+    """Of all modules in a state, by its keys."""
+    return {key: ParameterIndex(value) for key, value in state.items() if isinstance(value, nn.Module)}
+
+
+def _index_of(key: str, optimizer: Optimizer, indices: Mapping[str, ParameterIndex]) -> ParameterIndex:
+    """Of the module that an optimizer trains: its state is saved by parameter name."""
+    for index in indices.values():
+        if index.knows(optimizer):
+            return index
     raise ValueError(
-        f"{key!r} is an optimizer, but no single module of the state holds all of its parameters (modules: {list(modules)}). Put the "
+        f"{key!r} is an optimizer, but no single module of the state holds all of its parameters (modules: {list(indices)}). Put the "
         "module that it trains, as fabric.setup returned it, into the same state"
     )

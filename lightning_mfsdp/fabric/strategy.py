@@ -44,10 +44,10 @@ from lightning_mfsdp.lightning_api import (
     FabricPrecision,
     sync_if_available,
 )
-from lightning_mfsdp.options.arguments import check_choice, check_device
+from lightning_mfsdp.options.arguments import check_device
 from lightning_mfsdp.options.dtypes import translate
 from lightning_mfsdp.options.foreign_options import answers_foreign_options
-from lightning_mfsdp.options.sharding import REGISTERED, ShardingOptions, move_rest_to_device
+from lightning_mfsdp.options.strategy_options import REGISTERED, StrategyOptions, move_rest_to_device
 from lightning_mfsdp.options.unit_selection import UnitsArgument
 from lightning_mfsdp.recompute import Recompute
 
@@ -65,15 +65,12 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
 
     Args:
         sharding, outer_sharding, policy, units, blocks_per_unit, data_parallel_size, outer_size, mesh, reshard_after_forward,
-            ignored_parameters, storage, symmetric_memory, offload, unused_parameters, compile, recompute: As in `MFSDPStrategy`.
+            ignored_parameters, storage, symmetric_memory, offload, unused_parameters, compile, recompute, state_dict_type, timeout,
+            process_group_backend: As in `MFSDPStrategy`.
         broadcast_buffers: Buffers take the values of rank 0 before a checkpoint, a state dict and the first forward in evaluation mode
             after one in training mode. `False` leaves those of each rank, and lets one rank evaluate alone where weights are whole.
         accumulation: Inside `fabric.no_backward_sync`, "local": no communication, for a full-size gradient in memory. "sharded":
             strategies with sharded gradients reduce each microbatch over the shard axis; the outer axis waits.
-        state_dict_type: Of saved checkpoints. "sharded": a directory, every rank writes its rows; "full": one file with whole tensors.
-            Both kinds are read, whatever this says.
-        timeout: Of collectives. `None`: PyTorch's own, 10 minutes for NCCL and 30 for gloo.
-        process_group_backend: `None`: NCCL for CUDA, gloo for CPU.
         accelerator, parallel_devices, cluster_environment: As for every Fabric strategy; Fabric sets them.
         precision: `MFSDPFabricPrecision`, or a plugin that can be translated into one.
 
@@ -111,38 +108,16 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         precision: FabricPrecision | None = None,
     ) -> None:
-        self._options = ShardingOptions(
-            sharding=sharding,
-            outer_sharding=outer_sharding,
-            policy=policy,
-            units=units,
-            blocks_per_unit=blocks_per_unit,
-            data_parallel_size=data_parallel_size,
-            outer_size=outer_size,
-            mesh=mesh,
-            reshard_after_forward=reshard_after_forward,
-            ignored_parameters=ignored_parameters,
-            storage=storage,
-            symmetric_memory=symmetric_memory,
-            offload=offload,
-            unused_parameters=unused_parameters,
-            compile=compile,
-            recompute=recompute,
-            broadcast_buffers=broadcast_buffers,
-        )
-        check_choice("accumulation", accumulation, ("local", "sharded"))
-        check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
+        self._options = options = StrategyOptions.among(locals())
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision)
-        self.sharding = sharding
-        self.outer_sharding = outer_sharding
-        self.state_dict_type = state_dict_type
+        self.sharding = options.sharding
+        self.outer_sharding = options.outer_sharding
+        self.state_dict_type = options.state_dict_type
         self._num_nodes = 1
-        self._timeout = timeout
-        self._process_group_backend = process_group_backend
         self._mesh: DeviceMesh | None = None
         self._saving_ranks: Ranks | None = None
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._backward_sync_control = _BackwardSync(keep_sharded=accumulation == "sharded")
+        self._backward_sync_control = _BackwardSync(keep_sharded=options.accumulation == "sharded")
 
     # -- processes -----------------------------------------------------------------------------------------------------
 
@@ -190,7 +165,8 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         super().setup_environment()
         self._set_world_ranks()
         assert self.cluster_environment is not None
-        communication.connect(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
+        backend, timeout = self._options.process_group_backend, self._options.timeout
+        communication.connect(self.cluster_environment, self.root_device, backend, timeout)
         communication.peers()  # so that a rank which waits for one that failed is released
         if self._mesh is None:
             self._mesh = self._options.mesh_of(self.root_device.type, self.world_size)

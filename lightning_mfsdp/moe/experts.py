@@ -14,8 +14,8 @@ from lightning_mfsdp.engine import EngineStateError
 from lightning_mfsdp.moe.activations import ACTIVATIONS, ActivationName
 from lightning_mfsdp.moe.capacity import CapacityWatch, rounded_up
 from lightning_mfsdp.moe.function import experts_mlp, no_choices
-from lightning_mfsdp.moe.products import compute_dtype
-from lightning_mfsdp.moe.rows import RowPlan, plan_rows
+from lightning_mfsdp.moe.products import product_dtype
+from lightning_mfsdp.moe.row_plan import RowPlan, plan_rows
 from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver
 
 __all__ = ["Dispatcher", "GroupedExperts"]
@@ -194,7 +194,7 @@ class GroupedExperts(nn.Module):
 
     def compute_dtype(self, hidden: Tensor) -> torch.dtype:
         """What products are computed in: what autocast says, else the dtype of the weights."""
-        return compute_dtype(hidden, self.weight_in)
+        return product_dtype(hidden, self.weight_in)
 
     def _planned(self, expert_index: Tensor, num_experts: int, average_rows: int | None) -> RowPlan:
         choices = expert_index.numel()

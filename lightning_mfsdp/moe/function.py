@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_mfsdp.moe.activations import Activation
 from lightning_mfsdp.moe.once import differentiable_once
 from lightning_mfsdp.moe.products import expert_products, outer_products, warn_where_it_waits
-from lightning_mfsdp.moe.rows import RowPlan, combined, gathered
+from lightning_mfsdp.moe.row_plan import RowPlan, combined, gathered
 from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver, PagedRows, lent, save_to_lend
 
 __all__ = ["experts_mlp", "no_choices"]

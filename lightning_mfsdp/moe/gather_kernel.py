@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["gather_rows"]
+__all__ = ["gather_live_rows"]
 
 _LARGEST_BLOCK = 1024
 
 
-def gather_rows(values: Tensor, index: Tensor, live: Tensor) -> Tensor:
-    """`rows.gathered` on a device."""
+def gather_live_rows(values: Tensor, index: Tensor, live: Tensor) -> Tensor:
+    """`row_plan.gathered` on a device."""
     values = values.contiguous()
     columns = values.shape[1]
     result = torch.empty(index.shape[0], columns, dtype=values.dtype, device=values.device)

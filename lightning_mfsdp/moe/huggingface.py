@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.moe.activations import ACTIVATIONS
 from lightning_mfsdp.moe.function import experts_mlp, no_choices
-from lightning_mfsdp.moe.products import compute_dtype
-from lightning_mfsdp.moe.rows import plan_rows
+from lightning_mfsdp.moe.products import product_dtype
+from lightning_mfsdp.moe.row_plan import plan_rows
 from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver, has_saver, wrong_saver_because
 
 __all__ = ["ExpertLayer", "ExpertsReport", "ModelWithExperts", "enable_grouped_experts", "models_with_experts"]
@@ -210,7 +210,7 @@ def _grouped(layer: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
         weight_in, weight_out = weight_in.transpose(1, 2), weight_out.transpose(1, 2)
     if not top_k_index.numel():
         return no_choices(hidden_states, top_k_weights, weight_in, weight_out)
-    dtype = compute_dtype(hidden_states, weight_in)
+    dtype = product_dtype(hidden_states, weight_in)
     output = experts_mlp(
         hidden_states.to(dtype),
         top_k_weights,

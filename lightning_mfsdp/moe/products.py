@@ -15,12 +15,12 @@ from torch import Tensor
 
 from lightning_mfsdp.base import compat
 
-__all__ = ["compute_dtype", "expert_products", "no_grouped_product_because", "outer_products", "warn_where_it_waits"]
+__all__ = ["expert_products", "no_grouped_product_because", "outer_products", "product_dtype", "warn_where_it_waits"]
 
 _ALIGNED_BYTES = 16  # of a row, for grouped products
 
 
-def compute_dtype(hidden: Tensor, weights: Tensor) -> torch.dtype:
+def product_dtype(hidden: Tensor, weights: Tensor) -> torch.dtype:
     """What products are computed in: what autocast says, else the dtype of the weights."""
     kind, dtype = hidden.device.type, weights.dtype
     if torch.is_autocast_enabled(kind) and dtype is not torch.float64:

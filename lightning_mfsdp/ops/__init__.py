@@ -3,10 +3,10 @@
 They know nothing of sharding. `LinearLossHead` makes a module of them that `fully_shard` can make a unit of.
 """
 
+from lightning_mfsdp.ops.collator import AlignedCollator, alignment_of
 from lightning_mfsdp.ops.cross_entropy import linear_cross_entropy
 from lightning_mfsdp.ops.head import LinearLossHead
 from lightning_mfsdp.ops.logprobs import chunked_logprobs, linear_logprobs
-from lightning_mfsdp.ops.packing import AlignedCollator, alignment_of
 from lightning_mfsdp.ops.padding import remove_left_padding, restore_left_padding
 
 __all__ = [

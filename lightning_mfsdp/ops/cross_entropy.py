@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_mfsdp.ops.arguments import (
+from lightning_mfsdp.ops.inputs import (
     SoftmaxOptions,
     check_choice,
     check_fraction,
@@ -26,8 +26,8 @@ from lightning_mfsdp.ops.arguments import (
     flat_target,
     uncompiled,
 )
-from lightning_mfsdp.ops.linear import Gradients, Projection, Tiling, Wanted
-from lightning_mfsdp.ops.statistics import counted, describe_linear, is_token, log_probability, wanted_by
+from lightning_mfsdp.ops.linear import Projection, ProjectionGradients, Tiling, Wanted
+from lightning_mfsdp.ops.softmax_statistics import counted, describe_linear, is_token, log_probability, wanted_by
 from lightning_mfsdp.ops.tiles import LSE, NUMBERS, TARGET, TOTAL, slices, wide_dtype
 
 __all__ = ["linear_cross_entropy"]
@@ -153,7 +153,7 @@ class _SumOfLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients: Gradients | None = ctx.gradients
+        gradients: ProjectionGradients | None = ctx.gradients
         ctx.gradients = None
         if gradients is not None:
             return *gradients.results(grad), None, None
@@ -166,13 +166,17 @@ class _SumOfLosses(torch.autograd.Function):
         return *again.results(), None, None
 
 
-def _forward_and_backward(projection: Projection, loss: _Loss, wanted: Wanted) -> tuple[Tensor, Gradients]:
+def _forward_and_backward(projection: Projection, loss: _Loss, wanted: Wanted) -> tuple[Tensor, ProjectionGradients]:
     """Statistics `[4, T]` and the gradients of the sum of losses, each tile of logits being made once."""
     hidden, weight = projection.hidden, projection.weight
     tiling = Tiling.for_statistics(hidden, weight, loss.options.token_chunk)
     found = hidden.new_empty(NUMBERS, hidden.shape[0], dtype=wide_dtype(hidden.dtype))
     factors = torch.empty_like(found)
-    gradients, memory, columns = Gradients(projection, tiling, wanted), projection.memory(tiling), slice(0, len(weight))
+    gradients, memory, columns = (
+        ProjectionGradients(projection, tiling, wanted),
+        projection.memory(tiling),
+        slice(0, len(weight)),
+    )
     for rows in slices(hidden.shape[0], tiling.tokens):
         tile = projection.logits(rows, columns, memory)
         projection.describe(rows, tile, found)

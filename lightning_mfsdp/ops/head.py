@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_mfsdp.ops.arguments import SoftmaxOptions, check_choice, check_fraction, check_not_negative
 from lightning_mfsdp.ops.cross_entropy import linear_cross_entropy
+from lightning_mfsdp.ops.inputs import SoftmaxOptions, check_choice, check_fraction, check_not_negative
 from lightning_mfsdp.ops.logprobs import linear_logprobs
 
 __all__ = ["LinearLossHead"]

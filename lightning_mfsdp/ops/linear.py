@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_mfsdp.ops.choice import math_for
 from lightning_mfsdp.ops.tiles import NUMBERS, Shaping, slices, wide_dtype
 
-__all__ = ["Gradients", "Projection", "Tiling", "Wanted"]
+__all__ = ["Projection", "ProjectionGradients", "Tiling", "Wanted"]
 
 # Dtypes of the gradients to hidden states, weight and bias; `None`: that one is not wanted.
 Wanted: TypeAlias = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]
@@ -132,10 +132,10 @@ class Projection:
             self.describe(rows, self.logits(rows, columns, memory), found)
         return found
 
-    def gradients(self, lse: Tensor, factors: Tensor, token_chunk: int | None, wanted: Wanted) -> Gradients:
+    def gradients(self, lse: Tensor, factors: Tensor, token_chunk: int | None, wanted: Wanted) -> ProjectionGradients:
         """To what is wanted, of what has gradients `factors` `[4, T]`; logits are computed again."""
         tiling = Tiling.for_gradients(self.hidden, self.weight, token_chunk)
-        found, memory = Gradients(self, tiling, wanted), self.memory(tiling)
+        found, memory = ProjectionGradients(self, tiling, wanted), self.memory(tiling)
         for rows in slices(self.hidden.shape[0], tiling.tokens):
             for columns in slices(self.weight.shape[0], tiling.vocabulary):
                 tile = self.logits(rows, columns, memory)
@@ -144,7 +144,7 @@ class Projection:
         return found
 
 
-class Gradients:
+class ProjectionGradients:
     """Gradients to hidden states, weight and bias, added up over tiles. It keeps no reference to any of the three.
 
     Args:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mfsdp.ops.arguments import SoftmaxOptions, flat_hidden, flat_target, refuse_integers, uncompiled
-from lightning_mfsdp.ops.statistics import describe_linear, describe_logits, entropy, log_probability
+from lightning_mfsdp.ops.inputs import SoftmaxOptions, flat_hidden, flat_target, refuse_integers, uncompiled
+from lightning_mfsdp.ops.softmax_statistics import describe_linear, describe_logits, entropy, log_probability
 
 __all__ = ["chunked_logprobs", "linear_logprobs"]
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_mfsdp.ops.packing import alignment_of
+from lightning_mfsdp.ops.collator import alignment_of
 
 __all__ = ["remove_left_padding", "restore_left_padding"]
 

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from torch import nn
 
-from lightning_mfsdp.base.tables import aligned, readable_bytes
+from lightning_mfsdp.base.tables import readable_bytes, table_lines
 from lightning_mfsdp.engine import UnitView
 
 __all__ = ["UnitsArgument", "describe_units", "join_blocks", "select_units", "validate_units"]
@@ -122,7 +122,7 @@ def describe_units(views: Sequence[UnitView], num_owned: int) -> str:
     total = sum(view.num_parameters for view in views)
     kept = readable_bytes(sum(view.main_bytes + view.held_bytes for view in views))
     head = f"mfsdp: {len(views)} units, {total:,} parameters, {num_owned:,} owned by this rank, {kept} of weights kept here"
-    return "\n".join([head, *aligned(rows)])
+    return "\n".join([head, *table_lines(rows)])
 
 
 def _select_by_class(root: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> list[nn.Module]:

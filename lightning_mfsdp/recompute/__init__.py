@@ -2,9 +2,8 @@
 
 from lightning_mfsdp.recompute.apply import apply_recompute, recomputed, remove_recompute
 from lightning_mfsdp.recompute.config import Recompute, as_recompute
-from lightning_mfsdp.recompute.memory import MemoryCounter
 from lightning_mfsdp.recompute.planner import LayerRecord, Part, Plan, PlanRow, StepRecord, plan_recompute
-from lightning_mfsdp.recompute.recorder import StepRecorder, record_step
+from lightning_mfsdp.recompute.recorder import MemoryCounter, StepRecorder, record_step
 
 __all__ = [
     "LayerRecord",

@@ -1,4 +1,4 @@
-"""Chunk: consecutive layers of which only the first one's input is kept.
+"""LayerChunk: consecutive layers of which only the first one's input is kept.
 
 Each layer is a region by itself, and its saved tensors are its own. But a layer whose input is what the layer before it returned
 keeps a link to that instead of a tensor. In backward the last layer comes first. It asks its link, which computes the layers before it
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Chunk", "Link", "Linked", "Order", "Results", "handle"]
+__all__ = ["LayerChunk", "Link", "Linked", "Order", "Results", "handle"]
 
 
 class Results:
@@ -93,7 +93,7 @@ class Order:
         self.last = ""
 
 
-class Chunk:
+class LayerChunk:
     """Where the layers of one chunk stand in a forward.
 
     Args:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_mfsdp.base.tables import aligned, readable_bytes
+from lightning_mfsdp.base.tables import readable_bytes, table_lines
 from lightning_mfsdp.recompute.config import Recompute
 
 __all__ = ["LayerRecord", "Part", "Plan", "PlanRow", "StepRecord", "plan_recompute"]
@@ -145,7 +145,7 @@ class Plan:
             )
             for row in self.rows
         ]
-        return "\n".join(aligned([head, *cells]))
+        return "\n".join(table_lines([head, *cells]))
 
 
 def plan_recompute(record: StepRecord, budget_bytes: int) -> Plan:

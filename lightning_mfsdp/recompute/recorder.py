@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import lightning_mfsdp.te as te
 from lightning_mfsdp.base.containers import tensors_in
 from lightning_mfsdp.engine.runtime.unit import unit_of
-from lightning_mfsdp.recompute.apply import recomputed
-from lightning_mfsdp.recompute.choice import find_stacks
-from lightning_mfsdp.recompute.memory import DeviceMemory, MemoryCounter, NoMemory
+from lightning_mfsdp.recompute.apply import find_stacks, recomputed
 from lightning_mfsdp.recompute.planner import LayerRecord, Part, StepRecord
 from lightning_mfsdp.recompute.region import can_stop_early
 
-__all__ = ["StepRecorder", "record_step"]
+__all__ = ["DeviceMemory", "MemoryCounter", "NoMemory", "StepRecorder", "record_step"]
 
 
 @contextmanager
@@ -256,3 +254,41 @@ def _weight_storages(root: nn.Module) -> set[int]:
     parameters: list[nn.Parameter] = [entry.full for unit in units for group in unit.groups for entry in group.entries]
     parameters += [one for module in root.modules() for one in module._parameters.values() if type(one) is nn.Parameter]
     return {parameter.untyped_storage().data_ptr() for parameter in parameters} - {0}
+
+
+class MemoryCounter(Protocol):
+    """Bytes in one part of a step after the other."""
+
+    def begin(self) -> int:
+        """A part begins; returns what is allocated."""
+
+    def peak(self) -> int:
+        """The most that was allocated since the part began."""
+
+
+class DeviceMemory:
+    """PyTorch's allocator of a CUDA device. Reading it waits for nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def begin(self) -> int:
+        """As of `MemoryCounter`."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        """As of `MemoryCounter`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+
+class NoMemory:
+    """Nobody counts, and every number is 0."""
+
+    def begin(self) -> int:
+        """As of `MemoryCounter`."""
+        return 0
+
+    def peak(self) -> int:
+        """As of `MemoryCounter`."""
+        return 0

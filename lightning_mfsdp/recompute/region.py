@@ -4,7 +4,7 @@ A region takes the place of the module's `forward`, so hooks stay outside and ru
 weights for the backward when its activations are computed again. Names of parameters and modules do not change.
 
 Computing again is PyTorch's non-reentrant checkpoint, or Transformer Engine's where its modules quantize. What neither knows comes
-from a `Run`: precision, routes, statistics of norms, kept operators, inputs that lie elsewhere, weights of units around.
+from a `RegionCall`: precision, routes, statistics of norms, kept operators, inputs that lie elsewhere, weights of units around.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,15 +26,22 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import lightning_mfsdp.te as te
 from lightning_mfsdp.base.containers import tensors_in
 from lightning_mfsdp.engine import EngineStateError, gather_again, is_sharded
-from lightning_mfsdp.recompute.arguments import filled, outlined
-from lightning_mfsdp.recompute.chunk import Chunk, Link, Linked, Results, handle
+from lightning_mfsdp.recompute.chunk import LayerChunk, Link, Linked, Results, handle
 from lightning_mfsdp.recompute.config import Recompute
-from lightning_mfsdp.recompute.draws import KeptDraws, cuda_position
-from lightning_mfsdp.recompute.offload import HostCopies, HostCopy
+from lightning_mfsdp.recompute.host_copies import HostCopies, HostCopy
 from lightning_mfsdp.recompute.operators import CHOICES, drawing, keeping
-from lightning_mfsdp.recompute.precision import PrecisionSnapshot, uncached_casts
-from lightning_mfsdp.recompute.routing import KeptChoices, routers_in
-from lightning_mfsdp.recompute.statistics import counted_once, keeps_statistics
+from lightning_mfsdp.recompute.replay import (
+    KeptChoices,
+    KeptDraws,
+    PrecisionSnapshot,
+    counted_once,
+    cuda_position,
+    filled,
+    keeps_statistics,
+    outlined,
+    routers_in,
+    uncached_casts,
+)
 
 __all__ = ["Region", "can_stop_early", "refuse_operators", "region_of"]
 
@@ -42,6 +49,10 @@ _REGION = "_mfsdp_recompute"
 # What decoders of Hugging Face call their cache of keys and values (`cache` since transformers 5.24). In training it is there, too, unless
 # somebody says otherwise.
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
+
+
+def _is_updated(given: Any) -> bool:
+    return callable(getattr(given, "update", None)) and not isinstance(given, Mapping)
 
 
 def region_of(module: nn.Module) -> Region | None:
@@ -87,7 +98,7 @@ class Region:
         config: Recompute,
         *,
         copies: HostCopies | None = None,
-        chunk: Chunk | None = None,
+        chunk: LayerChunk | None = None,
         index: int = 0,
         function: Callable[..., Any] | None = None,
         stops_early: bool | None = None,
@@ -171,29 +182,30 @@ class Region:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        named = {**dict(zip(self.__signature__.parameters, args, strict=False)), **kwargs}
         for name in _CACHES:
-            given = kwargs.get(name)
-            # Layers of others may call anything a cache; one that is written to can be updated.
-            if given is not None and (name != "cache" or callable(getattr(given, "update", None))):
+            given = named.get(name)
+            # Layers of others may call anything a cache; one that is written to can be updated, and is no dict of tables.
+            if given is not None and (name != "cache" or _is_updated(given)):
                 raise EngineStateError(
                     f"{self.name} was given {name}, a cache that its forward writes to, and would write to again in backward; call the "
                     "model with use_cache=False, or set model.config.use_cache = False"
                 )
-        run = Run(self, args, kwargs)
+        call = RegionCall(self, args, kwargs)
         if self.has_engine_modules and te.quantizes_now():
             self._check_scales()
-            output = te.checkpoint(run, *run.values)
+            output = te.checkpoint(call, *call.values)
             if te.scales_are_delayed():
                 te.keep_scales_in_backward(tensors_in(output))
         else:
             output = checkpoint(
-                run,
-                *run.values,
+                call,
+                *call.values,
                 use_reentrant=False,
-                preserve_rng_state=self._keeps_random_state(run.device),
+                preserve_rng_state=self._keeps_random_state(call.device),
                 early_stop=self.stops_early,
             )
-        run.end(output)
+        call.end(output)
         return output
 
     # -- how it is computed again --------------------------------------------------------------------------------------
@@ -248,7 +260,7 @@ class Region:
         self._draws = before != cuda_position(device)
         return output
 
-    # -- what a run asks -----------------------------------------------------------------------------------------------
+    # -- what a call asks -----------------------------------------------------------------------------------------------
 
     def placed(self, tensors: list[Tensor]) -> tuple[Link | None, dict[int, Linked | HostCopy]]:
         """Inputs that are not simply kept, by position."""
@@ -295,7 +307,7 @@ class Region:
         return PrecisionSnapshot(with_engine=self.has_engine_modules)
 
 
-class Run:
+class RegionCall:
     """One call of a region: first in forward, then in each backward that needs it.
 
     Whoever computes again keeps it, so it keeps no tensor itself.

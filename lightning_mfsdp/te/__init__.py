@@ -1,11 +1,9 @@
 """FP8 by Transformer Engine: the only room that knows the library, and it loads it when a run asks for it."""
 
+from lightning_mfsdp.te.checks import refuse_prepared
 from lightning_mfsdp.te.codec import weight_codecs
 from lightning_mfsdp.te.compute import Fp8Compute
-from lightning_mfsdp.te.options import Fp8Options
-from lightning_mfsdp.te.overrides import enter_around
-from lightning_mfsdp.te.prepared import refuse_prepared
-from lightning_mfsdp.te.recompute import (
+from lightning_mfsdp.te.library import (
     autocast_snapshot,
     checkpoint,
     has_engine_modules,
@@ -13,6 +11,8 @@ from lightning_mfsdp.te.recompute import (
     quantizes_now,
     scales_are_delayed,
 )
+from lightning_mfsdp.te.options import Fp8Options
+from lightning_mfsdp.te.recipes import enter_around
 from lightning_mfsdp.te.weight_gradients import fuse_weight_gradients
 
 __all__ = [

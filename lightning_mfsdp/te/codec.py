@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.engine.params.codec import Fragment, WeightCodec
 from lightning_mfsdp.te.library import is_a, load
-from lightning_mfsdp.te.weights import quantize_late
+from lightning_mfsdp.te.quantized_weights import quantize_late
 
 __all__ = ["weight_codecs"]
 

@@ -21,14 +21,13 @@ from torch import nn
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy, is_sharded
 from lightning_mfsdp.te import checks, extra_state, library
+from lightning_mfsdp.te.checks import Prepared
 from lightning_mfsdp.te.codec import weight_codecs
+from lightning_mfsdp.te.library import quantizes_now
 from lightning_mfsdp.te.options import Fp8Options
-from lightning_mfsdp.te.overrides import Overrides, enter_around, outermost
-from lightning_mfsdp.te.prepared import Prepared
-from lightning_mfsdp.te.recipes import make_recipe
-from lightning_mfsdp.te.recompute import quantizes_now
+from lightning_mfsdp.te.quantized_weights import quantize_again, quantized_init, quantized_modules
+from lightning_mfsdp.te.recipes import Overrides, enter_around, make_recipe, outermost
 from lightning_mfsdp.te.replace import replace, replaceable
-from lightning_mfsdp.te.weights import quantize_again, quantized_init, quantized_modules
 
 __all__ = ["Fp8Compute"]
 

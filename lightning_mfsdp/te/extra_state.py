@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.te import library
-from lightning_mfsdp.te.weights import has_quantized_weights
+from lightning_mfsdp.te.quantized_weights import has_quantized_weights
 
 __all__ = ["check_savable", "forget_present_amax", "keep_apart", "load_scaling", "scaling"]
 

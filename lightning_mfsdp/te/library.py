@@ -1,14 +1,33 @@
-"""The one door to Transformer Engine: nothing else imports it, and nothing imports it before a run needs it."""
+"""The one door to Transformer Engine: nothing else imports it, and nothing imports it before a run needs it.
+
+The second half is what the library needs where activations are computed again: its own checkpoint, and the recipe of the first time.
+"""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["is_a", "is_engine_module", "load"]
+from lightning_mfsdp.base import compat
+
+__all__ = [
+    "autocast_snapshot",
+    "checkpoint",
+    "has_engine_modules",
+    "is_a",
+    "is_engine_module",
+    "keep_scales_in_backward",
+    "load",
+    "quantizes_now",
+    "scales_are_delayed",
+]
+
 
 _PACKAGE = "transformer_engine"
 _INSTALL = 'pip install --no-build-isolation "lightning-mfsdp[te]"'
@@ -53,3 +72,67 @@ def is_engine_module(module: nn.Module) -> bool:
 def is_a(value: object, name: str) -> bool:
     """Whether a value is of a class of the library's with this name. Does not load it."""
     return any(base.__name__ == name and base.__module__.split(".")[0] == _PACKAGE for base in type(value).__mro__)
+
+
+def has_engine_modules(module: nn.Module) -> bool:
+    """Whether a module is, or has inside, one of the library's. Does not load it."""
+    return any(is_engine_module(part) for part in module.modules())
+
+
+def quantizes_now() -> bool:
+    """Whether modules of the library compute in 8 or 4 bits at the moment."""
+    return bool(_manager().is_fp8_enabled())
+
+
+def scales_are_delayed() -> bool:
+    """Whether they do so with scales from earlier steps, of which the library keeps those of each call."""
+    return quantizes_now() and bool(_manager().get_fp8_recipe().delayed())
+
+
+def autocast_snapshot() -> Callable[[], AbstractContextManager[Any]]:
+    """What makes the library compute as it does at the moment: on or off, the recipe, the ranks that share scales."""
+    manager, autocast = _manager(), load("pytorch").autocast
+    enabled, recipe, group = manager.is_fp8_enabled(), manager.get_fp8_recipe(), manager.get_fp8_group()
+    return lambda: autocast(enabled=enabled, recipe=recipe, amax_reduction_group=group)
+
+
+def checkpoint(function: Callable[..., Any], *values: Any) -> Any:
+    """Call `function`, keep its arguments alone, and call it again in backward: quantized modules then see the scales they saw.
+
+    PyTorch's own does not know these, and may find another number of saved tensors.
+    """
+    return load("pytorch").checkpoint(function, *values, use_reentrant=False)
+
+
+def keep_scales_in_backward(outputs: Sequence[Tensor]) -> None:
+    """Of what is computed again under delayed scaling: its backward sets no scales, also where it runs outside of every context.
+
+    The library enters one around what it computes again, and would take leaving the outermost for the end of a forward.
+    """
+    recipe = _manager().get_fp8_recipe()
+
+    def enter_around_the_backward(_: Tensor) -> None:
+        task = compat.backward_task()
+        if quantizes_now() or task in _HELD:
+            return
+        stack = ExitStack()
+        stack.enter_context(load("pytorch").autocast(enabled=False, recipe=recipe))
+        stack.callback(_HELD.discard, task)
+        _HELD.add(task)
+
+        def end() -> None:
+            stack.close()
+
+        weakref.finalize(end, stack.close)  # it goes without having been called where the backward raised
+        compat.on_backward_end(end)
+
+    for output in outputs:
+        if output.requires_grad:
+            output.register_hook(enter_around_the_backward)  # type: ignore[no-untyped-call]
+
+
+_HELD = set[int]()  # backwards with such a context around them
+
+
+def _manager() -> Any:
+    return load("pytorch.quantization").FP8GlobalStateManager

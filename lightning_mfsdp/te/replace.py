@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_mfsdp.te import library
+from lightning_mfsdp.te.quantized_weights import quantized_init, shared_weights
 from lightning_mfsdp.te.recipes import alignment
-from lightning_mfsdp.te.weights import quantized_init, shared_weights
 
 __all__ = ["replace", "replaceable"]
 

@@ -19,6 +19,7 @@ from lightning_mfsdp.checkpoint.io.background import BackgroundSaver
 from lightning_mfsdp.checkpoint.io.opening import locate
 from lightning_mfsdp.checkpoint.io.progress import Progress
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks
+from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, row_shards, whole_rows
 from lightning_mfsdp.checkpoint.state.staging import Staging
 from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
@@ -155,8 +156,8 @@ class CheckpointingStrategy(ProcessStrategy):
         if self._is_alone:
             return {}
         if self.state_dict_type == "full":
-            return whole_rows(self._module, state.rows(), keep=self.is_global_zero)
-        return row_shards(self._module, state.rows())
+            return whole_rows(ParameterIndex(self._module), state.rows(), keep=self.is_global_zero)
+        return row_shards(ParameterIndex(self._module), state.rows())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """What hooks of the module see before it is saved: sharded tensors, or whole ones on rank 0 and nothing elsewhere."""
@@ -172,7 +173,7 @@ class CheckpointingStrategy(ProcessStrategy):
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self.state_dict_type == "full":
             return whole_optimizer_state(plain, keep=self.is_global_zero)
-        return lightning_io.optimizer_state(self._module, plain)
+        return lightning_io.optimizer_state(ParameterIndex(self._module), plain)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -209,7 +210,7 @@ class CheckpointingStrategy(ProcessStrategy):
         if self.state_dict_type == "full":
             content = lightning_io.FullContent(checkpoint=checkpoint)
         else:
-            content = lightning_io.ShardedContent.of(self._module, checkpoint, ranks)
+            content = lightning_io.ShardedContent.of(ParameterIndex(self._module), checkpoint, ranks)
         if not self._saves_in_background:
             with self._progress(f"Saving {location}") as progress:
                 lightning_io.save(location, content, ranks=ranks, progress=progress)

@@ -35,16 +35,10 @@ from lightning_mfsdp.engine import (
 )
 from lightning_mfsdp.engine import broadcast_buffers as share_buffers
 from lightning_mfsdp.lightning_api import MockOptimizer, StrategyRegistry, TrainerFn, to_uncompiled
-from lightning_mfsdp.options.arguments import (
-    check_batch_norms,
-    check_choice,
-    check_cuda_graph,
-    check_device,
-    check_recompute_graph,
-)
+from lightning_mfsdp.options.arguments import check_batch_norms, check_device
 from lightning_mfsdp.options.compilation import compile_options
 from lightning_mfsdp.options.foreign_options import answers_foreign_options
-from lightning_mfsdp.options.sharding import REGISTERED, ShardingOptions, move_rest_to_device
+from lightning_mfsdp.options.strategy_options import REGISTERED, TrainerOptions, move_rest_to_device
 from lightning_mfsdp.options.unit_selection import UnitsArgument
 from lightning_mfsdp.recompute import Recompute
 from lightning_mfsdp.trainer.callback_hooks import (
@@ -150,49 +144,24 @@ class MFSDPStrategy(CheckpointingStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        self._options = ShardingOptions(
-            sharding=sharding,
-            outer_sharding=outer_sharding,
-            policy=policy,
-            units=units,
-            blocks_per_unit=blocks_per_unit,
-            data_parallel_size=data_parallel_size,
-            outer_size=outer_size,
-            mesh=mesh,
-            reshard_after_forward=reshard_after_forward,
-            ignored_parameters=ignored_parameters,
-            storage=storage,
-            symmetric_memory=symmetric_memory,
-            offload=offload,
-            unused_parameters=unused_parameters,
-            compile=compile,
-            recompute=recompute,
-            broadcast_buffers=broadcast_buffers,
-        )
-        check_choice("accumulation", accumulation, ("local", "sharded"))
-        check_cuda_graph(cuda_graph, storage, offload)
-        check_recompute_graph(cuda_graph, self._options.recompute)
-        check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
-        check_choice("async_save", async_save, (True, False))
+        self._options = options = TrainerOptions.among(locals())
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             precision_plugin=precision_plugin,
-            timeout=timeout,
-            process_group_backend=process_group_backend,
-            state_dict_type=state_dict_type,
-            async_save=async_save,
+            timeout=options.timeout,
+            process_group_backend=options.process_group_backend,
+            state_dict_type=options.state_dict_type,
+            async_save=options.async_save,
         )
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
-        self.sharding = sharding
-        self.outer_sharding = outer_sharding
-        self.accumulation = accumulation
-        self._mesh = mesh
-        self._cuda_graph = cuda_graph
+        self.sharding = options.sharding
+        self.outer_sharding = options.outer_sharding
+        self.accumulation = options.accumulation
+        self._mesh = options.mesh
         self._graphed: GraphedTrainingStep | None = None
-        self._free_gradients = free_gradients
         self._is_first_step = True
 
     # -- where we are --------------------------------------------------------------------------------------------------
@@ -214,7 +183,7 @@ class MFSDPStrategy(CheckpointingStrategy):
     @property
     def uses_cuda_graph(self) -> bool:
         """Whether CUDA graphs were asked for."""
-        return self._cuda_graph
+        return self._options.cuda_graph
 
     @property
     def graphed_step(self) -> GraphedTrainingStep | None:
@@ -279,7 +248,6 @@ class MFSDPStrategy(CheckpointingStrategy):
             check_background_saves(trainer.callbacks)  # type: ignore[attr-defined]
         self.model = self._module
         options = replace(self._options, recompute=recompute_option(self._options.recompute, trainer.callbacks))  # type: ignore[attr-defined]
-        check_recompute_graph(self._cuda_graph, options.recompute)
         if self._layer_sync is not None:
             check_batch_norms(self._module)
         options.shard(
@@ -299,7 +267,7 @@ class MFSDPStrategy(CheckpointingStrategy):
                     fully_shard_optimizer(optimizer, grad_scaler=self.precision_plugin.scaler)
         self._is_first_step = True
         self.can_read_checkpoints()
-        if fitting and self._cuda_graph:
+        if fitting and self._options.cuda_graph:
             self._graphed = graphed_training_step(self._run_training_step, self._module, trainer)
 
     def model_to_device(self) -> None:
@@ -399,14 +367,14 @@ class MFSDPStrategy(CheckpointingStrategy):
         """Lightning's step; gradients go at once if that was asked for."""
         with self._with_others():
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._free_gradients:
+        if self._options.free_gradients:
             optimizer.zero_grad()
         return output
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Backwards inside keep gradients local, or sharded with `accumulation="sharded"`; not with `cuda_graph`."""
-        if self._cuda_graph:  # also where a rank runs without: all must communicate alike
+        if self._options.cuda_graph:  # also where a rank runs without: all must communicate alike
             yield
             return
         with no_sync(self._module, keep_sharded=self.accumulation == "sharded"):

@@ -21,7 +21,7 @@ from torch.distributed.fsdp.api import (
 )
 from torch.distributed.tensor import DTensor
 
-from lightning_mfsdp.checkpoint.state.rows import RowShard
+from lightning_mfsdp.checkpoint.state.row_shard import RowShard
 from tests.lightning.models import Classifier, loader, make_trainer, seeded
 
 STEPS = 2

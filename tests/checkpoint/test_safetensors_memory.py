@@ -16,6 +16,7 @@ from torch import nn
 from lightning_mfsdp.checkpoint import export_checkpoint, export_model, lightning_io, load_safetensors
 from lightning_mfsdp.checkpoint.io.opening import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.engine import fully_shard, fully_shard_optimizer
 from tests.helpers.distributed import run_distributed
 from tests.helpers.host_memory import FREED_AT_ONCE, Meter
@@ -68,11 +69,12 @@ def measured(rank: int, world: int, folder: str) -> dict[str, int]:
     sharded(torch.randn(1, DIM)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+    index = ParameterIndex(sharded)
     checkpoint = {
         "state_dict": sharded.state_dict(),
-        "optimizer_states": [lightning_io.optimizer_state(sharded, optimizer)],
+        "optimizer_states": [lightning_io.optimizer_state(index, optimizer)],
     }
-    content = lightning_io.ShardedContent.of(sharded, checkpoint, Ranks())
+    content = lightning_io.ShardedContent.of(index, checkpoint, Ranks())
     lightning_io.save(locate(path / "saved.ckpt"), content, ranks=Ranks())
     dist.barrier()
     found["saved"] = sum(file.stat().st_size for file in (path / "saved.ckpt").iterdir())

@@ -29,7 +29,7 @@ INTERNAL = {
     "engine/layout/layout.py:Layout._check_tensor": _OWN_LAYOUT,
     "engine/layout/layout.py:Layout._check_span": _OWN_LAYOUT,
     "engine/layout/layout.py:_check_arguments": _OWN_LAYOUT,
-    "checkpoint/state/rows.py:RowShard.__get_tensor_shard__": "torch.distributed.checkpoint asks for the rows it was told of",
+    "checkpoint/state/row_shard.py:RowShard.__get_tensor_shard__": "torch.distributed.checkpoint asks for the rows it was told of",
     "checkpoint/io/location.py:Writer._write_file": "it says what the operating system said, in its words",
     "launch/stopping.py:Stopping._on_sigterm": "it is Lightning's exception, without words",
     "launch/stopping.py:Stopping._before_batch": "it is Lightning's exception, without words",

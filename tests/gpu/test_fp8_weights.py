@@ -26,7 +26,7 @@ from lightning_mfsdp import (
 )
 from lightning_mfsdp.engine.runtime.inspect import context_of
 from lightning_mfsdp.te import fuse_weight_gradients, weight_codecs
-from lightning_mfsdp.te.weights import quantize_again
+from lightning_mfsdp.te.quantized_weights import quantize_again
 from tests.engine.cases import run_cases
 from tests.engine.test_codec import watched
 from tests.gpu.test_nccl import STRATEGIES

@@ -19,7 +19,7 @@ from lightning_mfsdp import (
 )
 from lightning_mfsdp.moe import GroupedExperts, OrdinarySaver, TopKRouter, enable_grouped_experts
 from lightning_mfsdp.moe.activations import ACTIVATIONS
-from lightning_mfsdp.moe.rows import gathered
+from lightning_mfsdp.moe.row_plan import gathered
 from lightning_mfsdp.moe.stash import RowStash, StashConfig
 from tests.gpu.waiting import nothing_waits
 from tests.helpers.distributed import needs_gpus, run_distributed

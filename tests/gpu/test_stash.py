@@ -18,8 +18,8 @@ from lightning_mfsdp.callbacks import PagedStash
 from lightning_mfsdp.engine import EngineStateError
 from lightning_mfsdp.moe.activations import ACTIVATIONS, ActivationName
 from lightning_mfsdp.moe.stash import StashConfig, reference
-from lightning_mfsdp.moe.stash.choice import ops_for
 from lightning_mfsdp.moe.stash.pages import HEADER, PoolSize, Tier
+from lightning_mfsdp.moe.stash.stash import ops_for
 from tests.engine.cases import run_cases
 from tests.gpu.waiting import nothing_waits
 from tests.helpers.distributed import needs_gpus, run_distributed

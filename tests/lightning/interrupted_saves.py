@@ -23,6 +23,7 @@ from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.io import local
 from lightning_mfsdp.checkpoint.io.opening import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.unlink", "os.truncate")
@@ -57,9 +58,10 @@ def save(path: Path | str, kind: str, value: int) -> None:
         whole = {"state_dict": whole_model_state(model.state_dict(), keep=True), "optimizer_states": states, **rest}
         content = lightning_io.FullContent(checkpoint=whole)
     else:
-        states = [lightning_io.optimizer_state(model, optimizer)]
+        index = ParameterIndex(model)
+        states = [lightning_io.optimizer_state(index, optimizer)]
         parts = {"state_dict": model.state_dict(), "optimizer_states": states, **rest}
-        content = lightning_io.ShardedContent.of(model, parts, Ranks())
+        content = lightning_io.ShardedContent.of(index, parts, Ranks())
     lightning_io.save(locate(path), content, ranks=Ranks())
 
 

@@ -25,6 +25,7 @@ from lightning_mfsdp.checkpoint.io import local
 from lightning_mfsdp.checkpoint.io.background import BackgroundSaver
 from lightning_mfsdp.checkpoint.io.opening import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.staging import Staging
 from tests.lightning.interrupted_saves import fill, made
 
@@ -72,9 +73,10 @@ def train(pipe: int, path: Path, number: int, *, is_async: bool) -> None:
     ranks = Ranks(dist.new_group(backend="gloo"))
     while True:
         fill(optimizer, number)
+        index = ParameterIndex(model)
         parts = {"state_dict": model.state_dict(), "global_step": number}
-        parts["optimizer_states"] = [lightning_io.optimizer_state(model, optimizer)]
-        content = lightning_io.ShardedContent.of(model, parts, Ranks())
+        parts["optimizer_states"] = [lightning_io.optimizer_state(index, optimizer)]
+        content = lightning_io.ShardedContent.of(index, parts, Ranks())
         if is_async:
             if saver.is_saving:
                 saver.wait()

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_mfsdp import MFSDPStrategy, sharded_parameters
-from lightning_mfsdp.checkpoint.state.sharded import plain_name
+from lightning_mfsdp.checkpoint.state.index import plain_name
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import (
     FOREIGN_WARNINGS,

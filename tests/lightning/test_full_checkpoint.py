@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_mfsdp import MFSDPStrategy, fully_shard, fully_shard_optimizer
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.state.full import load_optimizers
+from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.sharded_optimizer import optimizer_state
 from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 from tests.engine.worlds import by_world, check
@@ -264,7 +265,7 @@ def state_of_rows_in_another_shape_is_refused_by_both_kinds(rank: int, world: in
     with pytest.raises(ValueError, match=r"mean_scale of parameter .* where its rows are"):
         whole_optimizer_state(optimizer, keep=rank == 0)
     with pytest.raises(ValueError, match=r'mean_scale: .* made of this rank\'s rows .*sharding="no_shard"'):
-        optimizer_state(model, optimizer)
+        optimizer_state(ParameterIndex(model), optimizer)
 
 
 class Packed(torch.Tensor):
@@ -293,17 +294,17 @@ def packed_state_is_kept_where_it_is_whole_and_refused_elsewhere(rank: int, worl
 
     state = whole_optimizer_state(made("no_shard", 3.0)[1], keep=True)
     model, optimizer = made("no_shard", 0.0)
-    assert load_optimizers([state], model, [optimizer]) == [True]
+    assert load_optimizers([state], ParameterIndex(model), [optimizer]) == [True]
     assert all(one["packed"].inner.unique().tolist() == [3.0] for one in optimizer.state.values())
     with pytest.raises(ValueError, match=r'packed: a Packed, whose numbers.*state_dict_type="full"'):
-        optimizer_state(model, optimizer)
+        optimizer_state(ParameterIndex(model), optimizer)
     model, optimizer = made("optim", 0.0)
     with pytest.raises(ValueError, match="packed: a Packed"):
-        optimizer_state(model, optimizer)
+        optimizer_state(ParameterIndex(model), optimizer)
     with pytest.raises(ValueError, match=r'packed of parameter .*: a Packed.*sharding="no_shard"'):
         whole_optimizer_state(optimizer, keep=True)
     with pytest.raises(RuntimeError, match=r'is a Packed, which cannot be divided; resume with sharding="no_shard"'):
-        load_optimizers([state], model, [optimizer])
+        load_optimizers([state], ParameterIndex(model), [optimizer])
 
 
 def tied_weights_stay_tied(rank: int, world: int) -> None:

@@ -14,6 +14,7 @@ from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optim
 from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.io.opening import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from tests.helpers.distributed import run_distributed
 
 MAX_WORLD = 4
@@ -101,8 +102,9 @@ def save(path: str, layout: dict[str, Any]) -> None:
             rows.copy_(rows_of(name, view).reshape(rows.shape))
         # Every rank has its own, and that of rank 0 is saved.
         model.count.fill_(5 + dist.get_rank())  # type: ignore[operator, union-attr]
-    parts = {"state_dict": model.state_dict(), "optimizer_states": [lightning_io.optimizer_state(model, optimizer)]}
-    content = lightning_io.ShardedContent.of(model, {**parts, "global_step": 1}, Ranks())
+    index = ParameterIndex(model)
+    parts = {"state_dict": model.state_dict(), "optimizer_states": [lightning_io.optimizer_state(index, optimizer)]}
+    content = lightning_io.ShardedContent.of(index, {**parts, "global_step": 1}, Ranks())
     lightning_io.save(locate(path), content, ranks=Ranks())
 
 

@@ -18,6 +18,7 @@ from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.io.location import Writer
 from lightning_mfsdp.checkpoint.io.opening import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 from tests.helpers.distributed import run_distributed
 
@@ -46,11 +47,12 @@ def save(path: Path, kind: str, value: float, **extra: Any) -> None:
         state = whole_model_state(model.state_dict(), keep=keep)
         content = lightning_io.FullContent(checkpoint={"state_dict": state, "optimizer_states": states, **parts})
     else:
+        index = ParameterIndex(model)
         parts |= {
             "state_dict": model.state_dict(),
-            "optimizer_states": [lightning_io.optimizer_state(model, optimizer)],
+            "optimizer_states": [lightning_io.optimizer_state(index, optimizer)],
         }
-        content = lightning_io.ShardedContent.of(model, parts, Ranks())
+        content = lightning_io.ShardedContent.of(index, parts, Ranks())
     lightning_io.save(locate(path), content, ranks=Ranks())
 
 

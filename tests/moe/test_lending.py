@@ -15,7 +15,7 @@ from lightning_mfsdp.moe.activations import ACTIVATIONS
 from lightning_mfsdp.moe.saving import LendingSaver, OrdinarySaver, PagedRows, lent, save_to_lend
 from lightning_mfsdp.moe.stash import RowStash, StashConfig, reference
 from lightning_mfsdp.moe.stash.pages import PoolSize, Tier
-from lightning_mfsdp.moe.stash.saver import LayerSaver
+from lightning_mfsdp.moe.stash.stash import LayerSaver
 from tests.moe.page_cases import in_pages
 from tests.moe.test_stash import assert_equal, finish, pages_in_use
 

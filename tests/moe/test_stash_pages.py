@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from lightning_mfsdp.engine import EngineStateError
 from lightning_mfsdp.moe.stash import StashConfig, reference
-from lightning_mfsdp.moe.stash.choice import ops_for
 from lightning_mfsdp.moe.stash.pages import Counter, PageKind, PoolSize, Tier, host_memory
 from lightning_mfsdp.moe.stash.sizing import Demand, grown, sized
+from lightning_mfsdp.moe.stash.stash import ops_for
 from tests.moe.page_cases import DTYPES, History, available, expected, make_pool, random_rows, run_history
 
 PAGE_ROWS = 4

@@ -21,6 +21,7 @@ from lightning_mfsdp import MixedPrecisionPolicy, ShardingError, fully_shard, fu
 from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.io.opening import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 from lightning_mfsdp.moe import GroupedExperts, expert_parallel
 from lightning_mfsdp.optim import Muon
@@ -342,8 +343,9 @@ def saved_and_gone_on(rank: int, world: int, folder: str) -> dict[str, Tensor]:
     model = made()
     optimizer = fully_shard_optimizer(Muon(groups(model), lr=0.05))
     train(model, optimizer, range(2))
-    parts = {"state_dict": model.state_dict(), "optimizer_states": [lightning_io.optimizer_state(model, optimizer)]}
-    content = lightning_io.ShardedContent.of(model, {**parts, "global_step": 2}, Ranks())
+    index = ParameterIndex(model)
+    parts = {"state_dict": model.state_dict(), "optimizer_states": [lightning_io.optimizer_state(index, optimizer)]}
+    content = lightning_io.ShardedContent.of(index, {**parts, "global_step": 2}, Ranks())
     lightning_io.save(locate(f"{folder}/sharded.ckpt"), content, ranks=Ranks())
     states = [whole_optimizer_state(optimizer, keep=rank == 0)]
     whole = {"state_dict": whole_model_state(model.state_dict(), keep=rank == 0), "optimizer_states": states}

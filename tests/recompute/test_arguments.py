@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.recompute import Recompute, apply_recompute
-from lightning_mfsdp.recompute.arguments import filled, outlined
+from lightning_mfsdp.recompute.replay import filled, outlined
 from tests.recompute.models import DIM, batch, equal, steps
 
 CONFIGS = (

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_mfsdp.callbacks import ActivationRecompute
 from lightning_mfsdp.recompute import Recompute, apply_recompute, as_recompute, recomputed, remove_recompute
-from lightning_mfsdp.recompute.choice import chunks_of, find_stacks
+from lightning_mfsdp.recompute.apply import chunks_of, find_stacks
 from tests.recompute.models import Layer, build
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lightning_mfsdp.recompute import Recompute, apply_recompute
 from tests.recompute.models import batch, build, equal, loss_of
@@ -65,3 +68,36 @@ def test_a_compiler_that_looks_into_a_model_computes_again_what_it_should() -> N
             found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other)
+
+
+class Decoder(nn.Module):
+    """Takes a cache as decoders do, and adds to it what it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, past_key_values: Any = None, cache: Any = None) -> Tensor:
+        if past_key_values is not None:
+            past_key_values.update(x)
+        return self.layer(x) * (1.0 if cache is None else cache["scale"])
+
+
+class Cache:
+    def update(self, x: Tensor) -> None:
+        raise AssertionError("it is refused first")
+
+
+def test_a_cache_is_refused_however_it_is_given_and_a_dict_is_none() -> None:
+    model = nn.ModuleList([Decoder()])
+    apply_recompute(model, Recompute(modules=["0"]))
+    x = torch.ones(2, 4, requires_grad=True)
+    for call in (
+        lambda: model[0](x, Cache()),
+        lambda: model[0](x, past_key_values=Cache()),
+        lambda: model[0](x, None, Cache()),
+    ):
+        with pytest.raises(RuntimeError, match="a cache that its forward writes to"):
+            call()
+    model[0](x, cache={"scale": 2.0}).sum().backward()
+    model[0](x, None, {"scale": 2.0}).sum().backward()

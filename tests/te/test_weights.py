@@ -17,7 +17,7 @@ from lightning_mfsdp.engine.params.group import owner_of
 from lightning_mfsdp.engine.runtime.inspect import context_of
 from lightning_mfsdp.fabric import MFSDPFabricPrecision, MFSDPFabricStrategy
 from lightning_mfsdp.te import Fp8Compute, Fp8Options, checks, weight_codecs
-from lightning_mfsdp.te.weights import is_quantized
+from lightning_mfsdp.te.quantized_weights import is_quantized
 from lightning_mfsdp.trainer.precision import translate_precision
 from tests.engine.cases import run_cases
 from tests.helpers.distributed import run_distributed

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_mfsdp.moe.huggingface import ModelWithExperts, models_with_experts
 from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver, has_saver, wrong_saver_because
 from lightning_mfsdp.moe.stash import RowStash
-from lightning_mfsdp.moe.stash.saver import LayerSaver
+from lightning_mfsdp.moe.stash.stash import LayerSaver
 
 __all__ = ["StashedLayers", "find_layers"]
 

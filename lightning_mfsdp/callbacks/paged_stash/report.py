@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_mfsdp.base.tables import aligned, readable_bytes
+from lightning_mfsdp.base.tables import readable_bytes, table_lines
 from lightning_mfsdp.callbacks.paged_stash.layers import StashedLayers
 from lightning_mfsdp.moe.stash import RowStash, StashStatistics
 
@@ -21,7 +21,9 @@ def report_layers(found: StashedLayers) -> None:
     """Layer by layer, what was enabled, and what was not and why."""
     rows = [["  " + name, type(layer).__name__] for name, layer in found.layers.items()]
     refused = [f"  {name}: left alone, {reason}" for name, reason in found.refused.items()]
-    rank_zero_info("\n".join([f"PagedStash: {len(rows)} layers save their rows in pages", *aligned(rows), *refused]))
+    rank_zero_info(
+        "\n".join([f"PagedStash: {len(rows)} layers save their rows in pages", *table_lines(rows), *refused])
+    )
 
 
 def report_sizes(stash: RowStash, recorded: StashStatistics | None) -> None:

@@ -27,7 +27,7 @@ from lightning_mfsdp.checkpoint.io.unpickling import (
     refused_class,
 )
 
-__all__ = ["Plan", "locate", "no_checkpoint_error", "read", "read_rows", "recover"]
+__all__ = ["ReadPlan", "locate", "no_checkpoint_error", "read", "read_rows", "recover"]
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
@@ -77,7 +77,7 @@ def read(location: Location, name: str | None, weights_only: bool | None) -> dic
         ) from error
 
 
-class Plan(Protocol):
+class ReadPlan(Protocol):
     """What will be read under one key of a directory."""
 
     @property
@@ -92,7 +92,7 @@ class Plan(Protocol):
 def read_rows(
     location: Location,
     metadata: Metadata,
-    plans: Sequence[Plan],
+    plans: Sequence[ReadPlan],
     progress: Progress | None = None,
     *,
     trusted: bool = False,

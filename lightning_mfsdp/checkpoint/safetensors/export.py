@@ -29,7 +29,8 @@ from lightning_mfsdp.checkpoint.safetensors.files import (
     Progress,
     plan_files,
 )
-from lightning_mfsdp.checkpoint.state.sharded import paths_of, plain_name, tied_names
+from lightning_mfsdp.checkpoint.state.index import plain_name
+from lightning_mfsdp.checkpoint.state.sharded import paths_of, tied_names
 from lightning_mfsdp.engine.params.group import owner_of
 from lightning_mfsdp.engine.params.parameter import Entry
 

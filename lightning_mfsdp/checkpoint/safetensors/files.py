@@ -26,7 +26,7 @@ __all__ = [
     "PlannedFile",
     "PlannedTensor",
     "Progress",
-    "StoredTensor",
+    "TensorInFile",
     "open_file",
     "plan_files",
     "stored_tensors",
@@ -230,7 +230,7 @@ class FolderWriter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredTensor:
+class TensorInFile:
     """A tensor in a file: its name there, shape and dtype (`None`: one that this PyTorch has no name for)."""
 
     file: Path
@@ -254,7 +254,7 @@ def open_file(path: Path) -> Any:
     return safe_open(path, framework="pt", device="cpu")
 
 
-def stored_tensors(source: Path) -> dict[str, StoredTensor]:
+def stored_tensors(source: Path) -> dict[str, TensorInFile]:
     """What a file, or the files of a folder, hold, by name; only their headers are read.
 
     Raises:
@@ -263,7 +263,7 @@ def stored_tensors(source: Path) -> dict[str, StoredTensor]:
         ImportError: `safetensors` is not installed.
     """
     places = _places(source)
-    stored: dict[str, StoredTensor] = {}
+    stored: dict[str, TensorInFile] = {}
     for file in dict.fromkeys(places.values()):
         found = _header(file)
         wanted = [name for name, place in places.items() if place == file and name]
@@ -277,7 +277,7 @@ def stored_tensors(source: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def _header(file: Path) -> dict[str, StoredTensor]:
+def _header(file: Path) -> dict[str, TensorInFile]:
     if not file.is_file():
         raise RuntimeError(f"{file} is missing; copy it from where the other files came from, to every node")
     found = {}
@@ -285,7 +285,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
         with open_file(file) as opened:
             for name in opened.keys():  # noqa: SIM118 - it cannot be iterated itself
                 part = opened.get_slice(name)
-                found[name] = StoredTensor(
+                found[name] = TensorInFile(
                     file=file, name=name, shape=torch.Size(part.get_shape()), dtype=_DTYPES.get(part.get_dtype())
                 )
     except ImportError:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.checkpoint.io.ranks import on_all_ranks
-from lightning_mfsdp.checkpoint.safetensors.files import Progress, StoredTensor, open_file, stored_tensors
-from lightning_mfsdp.checkpoint.state.sharded import ParameterIndex, check_names, check_restored, plain_name, tied_names
+from lightning_mfsdp.checkpoint.safetensors.files import Progress, TensorInFile, open_file, stored_tensors
+from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
+from lightning_mfsdp.checkpoint.state.sharded import check_names, check_restored, tied_names
 from lightning_mfsdp.engine import ShardingError, refresh_weights
 
 __all__ = ["load_safetensors"]
@@ -59,7 +60,7 @@ def load_safetensors(
             "after fully_shard"
         )
     with on_all_ranks(f"load_safetensors: {path}, before anything was written"):
-        copies = _plan(path, module, index, strict=strict, rename=rename)
+        copies = _plan(path, index, strict=strict, rename=rename)
     with on_all_ranks(f"load_safetensors: {path}, with weights partly written"):
         _read(copies, progress)
     refresh_weights(module)
@@ -69,7 +70,7 @@ def load_safetensors(
 class _Copy:
     """From `rows` of a stored tensor to `target`, all of which they fill; `rows` is `None` for a tensor without dims."""
 
-    stored: StoredTensor
+    stored: TensorInFile
     target: Tensor
     rows: range | None
 
@@ -90,11 +91,11 @@ class _Copy:
 
 
 def _plan(
-    path: Path, module: nn.Module, index: ParameterIndex, *, strict: bool, rename: Callable[[str], str | None] | None
+    path: Path, index: ParameterIndex, *, strict: bool, rename: Callable[[str], str | None] | None
 ) -> list[_Copy]:
     """Compare files with the model; changes nothing."""
     stored = _renamed(path, stored_tensors(path), rename)
-    state = module.state_dict()
+    state = index.module.state_dict()
     present = {plain_name(name): value for name, value in state.items()}
     tied = {plain_name(name): plain_name(first) for name, first in tied_names(state).items()}
     given = {tied.get(name, name) for name in stored}
@@ -121,11 +122,11 @@ def _plan(
 
 
 def _renamed(
-    path: Path, stored: dict[str, StoredTensor], rename: Callable[[str], str | None] | None
-) -> dict[str, StoredTensor]:
+    path: Path, stored: dict[str, TensorInFile], rename: Callable[[str], str | None] | None
+) -> dict[str, TensorInFile]:
     if rename is None:
         return stored
-    renamed: dict[str, StoredTensor] = {}
+    renamed: dict[str, TensorInFile] = {}
     for name, item in stored.items():
         new = rename(name)
         if new is None:
@@ -136,7 +137,7 @@ def _renamed(
     return renamed
 
 
-def _check_kind(path: Path, name: str, item: StoredTensor, target: Tensor) -> None:
+def _check_kind(path: Path, name: str, item: TensorInFile, target: Tensor) -> None:
     """Integers that stand for packed or quantized weights are no weights."""
     if item.dtype is None or item.dtype.is_floating_point != target.is_floating_point():
         raise RuntimeError(

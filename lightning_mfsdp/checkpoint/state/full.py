@@ -6,19 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint.io.location import Location
 from lightning_mfsdp.checkpoint.io.progress import CountingReads
-from lightning_mfsdp.checkpoint.state.sharded import (
-    ParameterIndex,
-    check_names,
-    check_restored,
-    drops_extra_state,
-    plain_name,
-    refresh,
-)
+from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
+from lightning_mfsdp.checkpoint.state.sharded import check_names, check_restored, drops_extra_state, refresh
 from lightning_mfsdp.checkpoint.state.sharded_optimizer import is_packed, restore_optimizer
 from lightning_mfsdp.engine import ParameterView
 
@@ -26,14 +20,14 @@ __all__ = ["check_optimizers", "load_model", "load_optimizers"]
 
 
 def load_model(
-    path: Location, saved: Mapping[str, Any], module: nn.Module, *, strict: bool, reads: CountingReads | None = None
+    path: Location, saved: Mapping[str, Any], index: ParameterIndex, *, strict: bool, reads: CountingReads | None = None
 ) -> None:
     """Copy whole tensors by name into the rows this rank owns, and tell `reads` of each.
 
     Raises:
         RuntimeError: Names or shapes differ; all of them are listed.
     """
-    index = ParameterIndex(module)
+    module = index.module
     state = module.state_dict()
     names = {plain_name(name): name for name in state}
     present = {plain_name(name): value for name, value in state.items()}
@@ -58,7 +52,7 @@ def load_model(
 
 def load_optimizers(
     saved: Sequence[Mapping[str, Any]],
-    module: nn.Module,
+    index: ParameterIndex,
     optimizers: Sequence[Optimizer],
     *,
     reads: CountingReads | None = None,
@@ -70,7 +64,6 @@ def load_optimizers(
     """
     if not saved or not optimizers:
         return [False] * len(optimizers)
-    index = ParameterIndex(module)
     for state, optimizer in zip(saved, optimizers, strict=True):
         names_by_group = index.names_by_group(optimizer)
         by_name: dict[str, dict[str, Any]] = {}
@@ -87,7 +80,7 @@ def load_optimizers(
 
 
 def check_optimizers(
-    path: Location, saved: Sequence[Mapping[str, Any]], module: nn.Module, optimizers: Sequence[Optimizer]
+    path: Location, saved: Sequence[Mapping[str, Any]], index: ParameterIndex, optimizers: Sequence[Optimizer]
 ) -> None:
     """Compare saved states with optimizers, before anything is changed.
 
@@ -100,7 +93,6 @@ def check_optimizers(
         raise RuntimeError(
             f"{path} holds {len(saved)} optimizer states but {len(optimizers)} optimizers are configured; make them agree"
         )
-    index = ParameterIndex(module)
     for number, (state, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
         theirs = [len(group["params"]) for group in state["param_groups"]]
         ours = [len(names) for names in index.names_by_group(optimizer)]

@@ -10,19 +10,20 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_mfsdp.checkpoint.io.location import Location
-from lightning_mfsdp.checkpoint.state.rows import RowShard
-from lightning_mfsdp.checkpoint.state.sharded import ParameterIndex, paths_of, plain_name
+from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
+from lightning_mfsdp.checkpoint.state.row_shard import RowShard
+from lightning_mfsdp.checkpoint.state.sharded import paths_of
 from lightning_mfsdp.engine.params.sharded_tensor import Rows
 
 __all__ = [
     "PARAMETER_STATES",
     "ParameterState",
     "StatePlan",
-    "plan_rows",
+    "plan_state",
     "row_shards",
     "rows_of_whole",
     "whole_rows",
@@ -43,9 +44,8 @@ class ParameterState(Protocol):
         ...
 
 
-def row_shards(module: nn.Module, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def row_shards(index: ParameterIndex, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a sharded checkpoint holds of it; shares memory with `rows`."""
-    index = ParameterIndex(module)
     found: dict[str, Tensor] = {}
     for name, value in rows.items():
         view = index.views.get(plain_name(name))
@@ -53,15 +53,14 @@ def row_shards(module: nn.Module, rows: Mapping[str, Tensor]) -> dict[str, Tenso
     return found
 
 
-def whole_rows(module: nn.Module, rows: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+def whole_rows(index: ParameterIndex, rows: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
     """What a full checkpoint holds of it: whole tensors on the CPU. All ranks call it.
 
     Args:
-        module: Sharded.
+        index: Of the sharded module.
         rows: Of the same parameters on all ranks, in the same order.
         keep: Whether this rank wants the result; else it is empty.
     """
-    index = ParameterIndex(module)
     found: dict[str, Tensor] = {}
     for name, value in rows.items():
         view = index.views.get(plain_name(name))
@@ -88,7 +87,7 @@ class StatePlan:
     rows: dict[str, Tensor]
 
 
-def plan_rows(path: Location, metadata: Metadata, module: nn.Module, key: str, *, strict: bool) -> StatePlan:
+def plan_state(path: Location, metadata: Metadata, index: ParameterIndex, key: str, *, strict: bool) -> StatePlan:
     """Find the tensors under `key` and check that they fit the module's parameters; changes nothing.
 
     Raises:
@@ -101,7 +100,7 @@ def plan_rows(path: Location, metadata: Metadata, module: nn.Module, key: str, *
             saved[str(item[1])] = (entry.size, entry.properties.dtype)
     wanted, rows = {}, {}
     shapes = {name: size for name, (size, _) in saved.items()}
-    for name, (here, like, view) in _targets(path, key, shapes, module, strict=strict).items():
+    for name, (here, like, view) in _targets(path, key, shapes, index, strict=strict).items():
         local = torch.empty_like(like, dtype=saved[name][1], device="cpu", requires_grad=False)
         rows[here] = local
         if local.numel():
@@ -110,16 +109,16 @@ def plan_rows(path: Location, metadata: Metadata, module: nn.Module, key: str, *
 
 
 def rows_of_whole(
-    path: Location, key: str, saved: Mapping[str, Tensor], module: nn.Module, *, strict: bool
+    path: Location, key: str, saved: Mapping[str, Tensor], index: ParameterIndex, *, strict: bool
 ) -> dict[str, Tensor]:
     """This rank's rows of whole tensors from a full checkpoint, by the names here.
 
     Raises:
-        RuntimeError: As `plan_rows`.
+        RuntimeError: As `plan_state`.
     """
     shapes = {name: value.shape for name, value in saved.items()}
     found = {}
-    for name, (here, like, view) in _targets(path, key, shapes, module, strict=strict).items():
+    for name, (here, like, view) in _targets(path, key, shapes, index, strict=strict).items():
         whole = saved[name]
         cut = whole[view.rows.start : view.rows.stop] if view is not None and whole.dim() else whole
         found[here] = cut.reshape(like.shape)
@@ -127,16 +126,14 @@ def rows_of_whole(
 
 
 def _targets(
-    path: Location, key: str, shapes: Mapping[str, torch.Size], module: nn.Module, *, strict: bool
+    path: Location, key: str, shapes: Mapping[str, torch.Size], index: ParameterIndex, *, strict: bool
 ) -> dict[str, tuple[str, Tensor, Any]]:
     """For each saved name: the name here, a tensor like the local one, and the view unless the parameter is not sharded."""
-    index = ParameterIndex(module)
-    others = {plain_name(name): (name, value) for name, value in module.named_parameters()}
     found: dict[str, tuple[str, Tensor, Any]] = {}
     problems = []
     for name, shape in shapes.items():
         view = index.views.get(plain_name(name))
-        here, like = (view.name, view.dtensor) if view is not None else others.get(plain_name(name), (name, None))
+        here, like = (view.name, view.dtensor) if view is not None else index.others.get(plain_name(name), (name, None))
         if like is None:
             problems += [f"missing in the model: {name}"] if strict else []
         elif like.shape != shape:

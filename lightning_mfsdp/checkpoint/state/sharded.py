@@ -9,8 +9,6 @@ Lightning's ModelParallelStrategy writes "state_dict" instead of "model"; both a
 
 Names, shapes and values do not depend on the number of ranks or on the sharding strategy, so neither does what can read it. Names are
 compared without what torch.compile and activation checkpointing put into them, so these may come and go.
-
-A parameter is known by its memory, never by its name: names in a state dict may have been changed by anybody's hook.
 """
 
 from __future__ import annotations
@@ -26,37 +24,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint.io.location import Location
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
-from lightning_mfsdp.checkpoint.state.rows import RowShard
-from lightning_mfsdp.engine import ParameterView, is_sharded, refresh_weights, sharded_parameters
+from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
+from lightning_mfsdp.checkpoint.state.row_shard import RowShard
+from lightning_mfsdp.engine import is_sharded, refresh_weights
 from lightning_mfsdp.engine.params.group import place_of
 
 __all__ = [
     "ModelPlan",
-    "ParameterIndex",
     "check_names",
     "check_restored",
     "drops_extra_state",
     "finish_model",
     "own_share",
     "paths_of",
-    "plain_name",
     "plan_model",
     "refresh",
     "rows_by_name",
     "tied_names",
 ]
-
-# Modules of these names wrap another one and add nothing of their own: activation checkpointing and torch.compile.
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
-
-
-def plain_name(name: str) -> str:
-    """The name a parameter has without wrappers around its modules."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def drops_extra_state(name: str, present: Mapping[str, Any]) -> bool:
@@ -67,70 +55,6 @@ def drops_extra_state(name: str, present: Mapping[str, Any]) -> bool:
     value = present.get(name)
     has_some = name in present and not (isinstance(value, Tensor) and not value.numel())
     return name.rpartition(".")[2] == "_extra_state" and not has_some
-
-
-class ParameterIndex:
-    """Finds the sharded parameter behind a name or behind memory, or the name behind whatever an optimizer holds. Names are plain."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.all = sharded_parameters(module)
-        by_face = {id(view.dtensor): view for view in self.all}
-        self.views: dict[str, ParameterView] = {}
-        self._names: dict[int, str] = {
-            id(face): plain_name(view.name) for view in self.all for face in (view.dtensor, view.local)
-        }
-        self._by_memory = {view.main.data_ptr(): view for view in self.all if view.main.numel()}
-        self._meshes = {view.dtensor.device_mesh for view in self.all if isinstance(view.dtensor, DTensor)}
-        # A module registered twice shows its parameters under names that nothing else lists, and hooks may rename.
-        in_state_dict = nn.Module.state_dict(module, keep_vars=True).items()
-        for name, parameter in (*module.named_parameters(remove_duplicate=False), *in_state_dict):
-            self._names.setdefault(id(parameter), plain_name(name))
-            if id(parameter) in by_face:
-                self.views[plain_name(name)] = by_face[id(parameter)]
-
-    def rows_of(self, value: Any) -> Any:
-        """What is saved of an entry of a state dict: sharded parameters as their rows, everything else as it is.
-
-        Returns:
-            `None` for a tensor that was computed from a sharded parameter: its rows are not where a DTensor's would be.
-        """
-        if not isinstance(value, DTensor) or value.device_mesh not in self._meshes:
-            return value
-        local = value.to_local().detach()
-        view = self._by_memory.get(local.data_ptr()) if local.numel() else None
-        if (
-            view is not None
-            and view.shape == value.shape
-            and view.main.shape == local.shape
-            and view.dtype == local.dtype
-        ):
-            return RowShard.of(view.main, view.shape, view.rows)
-        if not any(placement.is_shard() for placement in value.placements):
-            return value
-        # Of a tensor without rows here nothing is written or read, whatever it is.
-        return None if local.numel() else RowShard.of(local, value.shape, range(0))
-
-    def name_of(self, parameter: Tensor) -> str:
-        """Name of a parameter an optimizer holds.
-
-        Raises:
-            ValueError: It is not part of the module.
-        """
-        name = self._names.get(id(parameter))
-        if name is None:
-            raise ValueError(
-                f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the module; its state cannot be saved or "
-                "restored by name. Build optimizers from parameters of the LightningModule, or of the module that is saved along with them"
-            )
-        return name
-
-    def knows(self, optimizer: Optimizer) -> bool:
-        """Whether all that an optimizer holds is part of the module."""
-        return all(id(parameter) in self._names for group in optimizer.param_groups for parameter in group["params"])
-
-    def names_by_group(self, optimizer: Optimizer) -> list[list[str]]:
-        """Parameter names of each param_group, in order."""
-        return [[self.name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def rows_by_name(state: Mapping[str, Any], index: ParameterIndex, doing: str) -> dict[str, Any]:
@@ -195,15 +119,16 @@ class ModelPlan:
     others: dict[str, str]
 
 
-def plan_model(path: Location, metadata: Metadata, module: nn.Module, *, strict: bool, key: str = "model") -> ModelPlan:
+def plan_model(
+    path: Location, metadata: Metadata, index: ParameterIndex, *, strict: bool, key: str = "model"
+) -> ModelPlan:
     """Compare a checkpoint with a model; changes nothing. All ranks call it.
 
     Raises:
         RuntimeError: Names or shapes differ; all of them are listed. With `strict=False` only shapes count, and a warning says which
             parameters stay as they are.
     """
-    index = ParameterIndex(module)
-    rows = rows_by_name(module.state_dict(), index, f"loading {path}")
+    rows = rows_by_name(index.module.state_dict(), index, f"loading {path}")
     targets = {plain_name(name): (name, value) for name, value in rows.items()}
     saved: dict[str, str] = {}
     shapes: dict[str, torch.Size] = {}

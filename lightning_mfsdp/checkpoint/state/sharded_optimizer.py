@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint.io.location import Location
 from lightning_mfsdp.checkpoint.io.opening import read_rows
-from lightning_mfsdp.checkpoint.state.rows import RowShard
-from lightning_mfsdp.checkpoint.state.sharded import ParameterIndex, paths_of, plain_name
+from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
+from lightning_mfsdp.checkpoint.state.row_shard import RowShard
+from lightning_mfsdp.checkpoint.state.sharded import paths_of
 from lightning_mfsdp.engine import ParameterView
 from lightning_mfsdp.engine.features.offload.offloaded_state import empty_at_rest, put_to_rest
 from lightning_mfsdp.engine.params.group import owner_of
@@ -33,13 +34,12 @@ __all__ = [
 ]
 
 
-def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_state(index: ParameterIndex, optimizer: Optimizer) -> dict[str, Any]:
     """State of an optimizer by parameter name, for `save`; tensors share memory with the optimizer's.
 
     Raises:
         ValueError: A state tensor that is sharded in another way than its parameter, or has another shape than the rows that it is of.
     """
-    index = ParameterIndex(module)
     state: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
         name = index.name_of(parameter)
@@ -75,7 +75,7 @@ class _Groups:
 
 
 def plan_optimizer(
-    path: Location, metadata: Metadata, module: nn.Module, optimizer: Optimizer, key: str, *, trusted: bool = False
+    path: Location, metadata: Metadata, index: ParameterIndex, optimizer: Optimizer, key: str, *, trusted: bool = False
 ) -> OptimizerPlan | None:
     """Find the state of the optimizer saved as `key`, and check that it fits; changes nothing. All ranks call it.
 
@@ -86,7 +86,6 @@ def plan_optimizer(
         RuntimeError: The optimizer's parameter groups hold other parameters than the saved ones.
         RefusedError: An option is of a class that nobody has allowed, and not `trusted`.
     """
-    index = ParameterIndex(module)
     names_by_group = index.names_by_group(optimizer)
     known = {name for names in names_by_group for name in names}
     target: dict[str, Any] = {"state": {}, "param_groups": []}

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_mfsdp.engine import EngineStateError
 from lightning_mfsdp.moe.capacity import CapacityWatch
 from lightning_mfsdp.moe.stash.pages import PagePool
-from lightning_mfsdp.moe.stash.stream import Event, SideStream
+from lightning_mfsdp.moe.stash.side_stream import Event, SideStream
 
 __all__ = ["OverflowFlag"]
 

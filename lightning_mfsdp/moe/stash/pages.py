@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp.engine import EngineStateError
-from lightning_mfsdp.moe.stash.stream import SideStream
+from lightning_mfsdp.moe.stash.side_stream import SideStream
 
 __all__ = [
     "HEADER",

@@ -9,6 +9,8 @@ A layer whose originals are still there (the last ones of a forward) loads or le
 tells, is not copied at all, unless another follows; layers that are graphs of their own cannot know, so all of them are. The save
 before is the right one to fetch next for any number of microbatches in the orders forward-backward and forward-forward-backward-
 backward; for others it costs time, never correctness. Pages come back in any order.
+
+What happens to the rows of one save is `SavedRows`; when it does is here. A layer's function talks to its `LayerSaver` and keeps a `Claim`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,26 +28,111 @@ from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine import EngineStateError
 from lightning_mfsdp.moe.capacity import CapacityWatch
 from lightning_mfsdp.moe.experts import GroupedExperts
-from lightning_mfsdp.moe.saving import PagedRows
-from lightning_mfsdp.moe.stash.choice import ops_for
+from lightning_mfsdp.moe.saving import OrdinarySaver, PagedRows
+from lightning_mfsdp.moe.stash import reference
 from lightning_mfsdp.moe.stash.config import StashConfig
 from lightning_mfsdp.moe.stash.flag import OverflowFlag
-from lightning_mfsdp.moe.stash.held import Held, StashedRows, check_recomputed, check_save, warn_of_kept
-from lightning_mfsdp.moe.stash.observed import ObservedStash
-from lightning_mfsdp.moe.stash.pages import PageKind, PagePool, PoolSize, replace_pools
-from lightning_mfsdp.moe.stash.saver import LayerSaver
+from lightning_mfsdp.moe.stash.pages import PageKind, PageOps, PagePool, PoolSize, replace_pools
+from lightning_mfsdp.moe.stash.saved_rows import SavedRows, check_recomputed, check_save, warn_of_kept
+from lightning_mfsdp.moe.stash.side_stream import SideStream, is_capturing
 from lightning_mfsdp.moe.stash.sizing import Demand, everyones, grown, sized
-from lightning_mfsdp.moe.stash.statistics import HeldBytes, Snapshot
-from lightning_mfsdp.moe.stash.stream import SideStream, is_capturing
+from lightning_mfsdp.moe.stash.statistics import HeldBytes, Occupancy, Snapshot, StashStatistics, Trace
 
-__all__ = ["RowStash"]
+__all__ = ["Claim", "LayerSaver", "RowStash", "ops_for"]
 
 # Saves whose originals may be alive. "keep" lets the host see where rows went before it lets go of them; with two layers queued
 # behind, the device does not run dry meanwhile.
 _LOOKAHEAD = {"keep": 2, "skip": 1, "rerun": 1}
 
 
-class RowStash(ObservedStash):
+def ops_for(device: torch.device) -> PageOps:
+    """Who works on pages: Triton's kernels on CUDA, torch's reference on CPU.
+
+    Raises:
+        EngineStateError: Triton is needed and not installed, or the device is of another type.
+    """
+    if device.type == "cpu":
+        return reference
+    if device.type != "cuda":
+        raise EngineStateError(f"paged stash: works on cpu and cuda, got {device.type}; train without it there")
+    try:
+        from lightning_mfsdp.moe.stash import kernels
+    except ImportError as error:
+        raise EngineStateError(
+            f"paged stash: its kernels on CUDA are written in Triton, which cannot be imported ({error}); install triton"
+        ) from error
+    return kernels
+
+
+class Claim:
+    """The right to read the rows of one save, for whoever saved them.
+
+    When nobody holds it any more and the rows were not read, their pages come back at the end of the step.
+    """
+
+    def __init__(self, stash: RowStash, rows: SavedRows) -> None:
+        self._stash = stash
+        self._rows = rows
+        rows.reader = weakref.ref(self)
+
+    def load(self) -> list[Tensor]:
+        """The tensors that were saved; rows past the live ones are zero, unless the buffers never left. Once.
+
+        Raises:
+            EngineStateError: They were loaded before, or the step was given up.
+        """
+        return self._stash.load(self._rows)
+
+    def lend(self) -> AbstractContextManager[Sequence[Tensor | PagedRows]]:
+        """The tensors that were saved, or the pages they lie in, until the context ends; instead of `load`, and as often.
+
+        Raises:
+            EngineStateError: As `load`, when the context begins.
+        """
+        return self._stash.lend(self._rows)
+
+
+class LayerSaver:
+    """The stash, as the autograd function of one layer sees it."""
+
+    def __init__(self, stash: RowStash, layer: str) -> None:
+        self._stash = stash
+        self._layer = layer
+
+    def save(self, ctx: Any, tensors: Sequence[Tensor], live_rows: Tensor) -> Sequence[Tensor]:
+        """See `ActivationSaver.save`. Autograd keeps nothing, unless this is an ordinary save.
+
+        Raises:
+            EngineStateError: It was called with this `ctx` before, or see `RowStash.save`.
+        """
+        return self._save(ctx, tensors, live_rows, to_lend=False)
+
+    def save_to_lend(self, ctx: Any, tensors: Sequence[Tensor], live_rows: Tensor) -> Sequence[Tensor]:
+        """See `LendingSaver.save_to_lend`, and `save`."""
+        return self._save(ctx, tensors, live_rows, to_lend=True)
+
+    def load(self, ctx: Any, kept: Sequence[Tensor]) -> Sequence[Tensor]:
+        """See `ActivationSaver.load`."""
+        return kept if ctx.saved_rows is None else ctx.saved_rows.load()
+
+    def lend(self, ctx: Any, kept: Sequence[Tensor]) -> AbstractContextManager[Sequence[Tensor | PagedRows]]:
+        """See `LendingSaver.lend`."""
+        return nullcontext(kept) if ctx.saved_rows is None else ctx.saved_rows.lend()
+
+    def __deepcopy__(self, memo: Any) -> OrdinarySaver:
+        """A copy of the layer (averaged weights, say) is no layer of this stash."""
+        return OrdinarySaver()
+
+    def _save(self, ctx: Any, tensors: Sequence[Tensor], live_rows: Tensor, *, to_lend: bool) -> Sequence[Tensor]:
+        if getattr(ctx, "saved_rows", None) is not None:
+            raise EngineStateError(
+                f"paged stash: {self._layer} saves twice in one call of its autograd function, expected one save; give all tensors to it"
+            )
+        ctx.saved_rows = self._stash.save(self._layer, tensors, live_rows, to_lend=to_lend)
+        return tensors if ctx.saved_rows is None else ()
+
+
+class RowStash:
     """Keeps live rows in pages from forward to backward.
 
     Give each layer a `saver` of its own name. Between backward and `optimizer.step()` ask `overflowed()`, unless `overflow` is "keep";
@@ -63,19 +151,23 @@ class RowStash(ObservedStash):
     """
 
     def __init__(self, config: StashConfig, device: torch.device) -> None:
-        super().__init__(device, SideStream(device, is_own=config.own_stream))
+        self.device = device
         self.config = config
         self.is_recording = True
         self.is_paused = self.found_no_pages = False
         self.needed_capacity = 0.0
         self.growths = 0
+        self._side = SideStream(device, is_own=config.own_stream)
+        self._pools: dict[PageKind, PagePool] = {}
+        self._snapshot: Snapshot | None = None
+        self._trace: Trace | None = None
         self._ops = ops_for(device)
         self._flag = OverflowFlag()
         self._recorded: list[dict[PageKind, Demand]] = []
-        self._outstanding: dict[int, Held] = {}
-        self._pending: deque[Held] = deque()
-        self._late: Held | None = None
-        self._last: weakref.ref[Held] | None = None
+        self._outstanding: dict[int, SavedRows] = {}
+        self._pending: deque[SavedRows] = deque()
+        self._late: SavedRows | None = None
+        self._last: weakref.ref[SavedRows] | None = None
         self._must_grow = self._has_warned = False
         self._run = self._usual_run = 0
         self._bytes = HeldBytes()
@@ -109,9 +201,7 @@ class RowStash(ObservedStash):
 
     # -- in a step -----------------------------------------------------------------------------------------------------
 
-    def save(
-        self, layer: str, tensors: Sequence[Tensor], live_rows: Tensor, *, to_lend: bool = False
-    ) -> StashedRows | None:
+    def save(self, layer: str, tensors: Sequence[Tensor], live_rows: Tensor, *, to_lend: bool = False) -> Claim | None:
         """Take the tensors of one call of a layer.
 
         Args:
@@ -139,57 +229,57 @@ class RowStash(ObservedStash):
         else:
             self._drop_captured()
         pools = [self._pool(PageKind.of(tensor)) for tensor in tensors]
-        held = Held(layer, tensors, live_rows, pools, to_lend=to_lend, captured=captured)
-        held.question = self._flag.questions
-        rows = StashedRows(self, held)
-        held.previous, self._last = self._last, weakref.ref(held)
+        rows = SavedRows(layer, tensors, live_rows, pools, to_lend=to_lend, captured=captured)
+        rows.question = self._flag.questions
+        claim = Claim(self, rows)
+        rows.previous, self._last = self._last, weakref.ref(rows)
         late, self._late = self._late, None
         if late is not None:
             self._store(late)
         self._run += 1
         if self.config.own_stream and (self.is_recording or self._run == self._usual_run):
-            self._late = held
+            self._late = rows
         else:
-            self._store(held)
-        self._outstanding[id(held)] = held
-        self._bytes.add(held.nbytes)
+            self._store(rows)
+        self._outstanding[id(rows)] = rows
+        self._bytes.add(rows.nbytes)
         if not self.is_recording:
-            self._pending.append(held)
+            self._pending.append(rows)
             self._retire(_LOOKAHEAD[self.config.overflow])
         if captured and self._run == self._usual_run:  # the forward may be a graph by itself
             self._side.join(self._side.record())
-        return rows
+        return claim
 
-    def load(self, held: Held) -> list[Tensor]:
+    def load(self, rows: SavedRows) -> list[Tensor]:
         """The tensors of a save, and the beginning of the way back for those of the save before."""
-        with self._leaving(held):
-            return held.take(self._ops, self._side)
+        with self._leaving(rows):
+            return rows.take(self._ops, self._side)
 
     @contextmanager
-    def lend(self, held: Held) -> Iterator[Sequence[Tensor | PagedRows]]:
+    def lend(self, rows: SavedRows) -> Iterator[Sequence[Tensor | PagedRows]]:
         """As `load`; in pages, if they were saved to lend and are in pages of the device. For work on the current stream, until the end."""
-        with self._leaving(held), held.lend(self._ops, self._side) as tensors:
+        with self._leaving(rows), rows.lend(self._ops, self._side) as tensors:
             yield tensors
 
     @contextmanager
-    def _leaving(self, held: Held) -> Iterator[None]:
+    def _leaving(self, rows: SavedRows) -> Iterator[None]:
         """Around what gives the rows of a save to their reader."""
-        held.check()
+        rows.check()
         if self._bytes.has_grown:
             self._bytes.keep(sum(one.nbytes for one in self._staying()))
-        del self._outstanding[id(held)]
-        self._leave(held)
-        self._bytes.remove(held.nbytes)
+        del self._outstanding[id(rows)]
+        self._leave(rows)
+        self._bytes.remove(rows.nbytes)
         capacity = self._flag.capacity
-        is_asked_about = not held.has_originals or (capacity is not None and held.layer in capacity.names)
-        if is_asked_about and not held.captured:
-            self._flag.note_read(held.layer, held.question)
+        is_asked_about = not rows.has_originals or (capacity is not None and rows.layer in capacity.names)
+        if is_asked_about and not rows.captured:
+            self._flag.note_read(rows.layer, rows.question)
         self._usual_run, self._run = self._run or self._usual_run, 0
-        pools = held.pools
+        pools = rows.pools
         try:
             yield
-            self._note(held.layer, "load", pools)
-            before = held.previous() if held.previous is not None else None
+            self._note(rows.layer, "load", pools)
+            before = rows.previous() if rows.previous is not None else None
             if before is not None and before.needs_fetch and not before.is_abandoned:
                 before.fetch(self._ops, self._side)
                 self._note(before.layer, "fetch", before.pools)
@@ -244,8 +334,8 @@ class RowStash(ObservedStash):
     def abort(self) -> None:
         """Give a step up: all pages are free, and what was saved cannot be loaded any more."""
         self._side.join(self._side.record())
-        for held in self._outstanding.values():
-            held.forget("belong to a step that was given up; compute the forward again")
+        for rows in self._outstanding.values():
+            rows.forget("belong to a step that was given up; compute the forward again")
         self._outstanding.clear()
         self._pending.clear()
         self._late = None
@@ -289,6 +379,37 @@ class RowStash(ObservedStash):
         self._side.join(self._side.record())  # the next step may be a replay, which waits for the caller's stream alone
         return moved
 
+    # -- what it says of itself ----------------------------------------------------------------------------------------
+
+    def statistics(self, *, wait: bool = False) -> StashStatistics | None:
+        """Of the last step; `None` if there was none, or its numbers have not arrived and nobody is to wait."""
+        if self._snapshot is None or not (wait or self._snapshot.is_ready):
+            return None
+        return self._snapshot.statistics()
+
+    @property
+    def page_bytes(self) -> int:
+        """Memory of the pages on the device."""
+        return sum(pool.size_bytes for pool in self._pools.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of the pages on the host."""
+        return sum(pool.host_bytes for pool in self._pools.values())
+
+    def start_trace(self) -> None:
+        """Note the pages in use after every save and load from now on."""
+        self._trace = Trace()
+
+    def stop_trace(self) -> list[Occupancy]:
+        """What was noted since. Waits for the device."""
+        trace, self._trace = self._trace, None
+        return trace.read() if trace is not None else []
+
+    def _note(self, layer: str, event: str, pools: Sequence[PagePool]) -> None:
+        if self._trace is not None and not is_capturing(self.device):
+            self._trace.note(layer, event, pools, self._side)
+
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _pool(self, kind: PageKind) -> PagePool:
@@ -311,58 +432,57 @@ class RowStash(ObservedStash):
 
     def _drop_captured(self) -> None:
         """What was recorded and not loaded belongs to a recording that failed: it never ran, and has no pages."""
-        for key, held in list(self._outstanding.items()):
-            if held.captured:
+        for key, rows in list(self._outstanding.items()):
+            if rows.captured:
                 del self._outstanding[key]
-                self._bytes.remove(held.nbytes)
-                self._leave(held)
-                held.forget("belong to a CUDA graph that could not be recorded")
+                self._bytes.remove(rows.nbytes)
+                self._leave(rows)
+                rows.forget("belong to a CUDA graph that could not be recorded")
 
-    def _store(self, held: Held) -> None:
+    def _store(self, rows: SavedRows) -> None:
         """Put rows into pages, if there are any; while recording, only count what they would need."""
         keeps = self.config.overflow == "keep"
-        held.question = self._flag.questions
-        held.store(self._ops, self._side, copies=not self.is_recording, verdict=keeps and not self.is_recording)
-        self._note(held.layer, "save", held.pools)
+        rows.question = self._flag.questions
+        rows.store(self._ops, self._side, copies=not self.is_recording, verdict=keeps and not self.is_recording)
+        self._note(rows.layer, "save", rows.pools)
 
-    def _leave(self, held: Held) -> None:
+    def _leave(self, rows: SavedRows) -> None:
         """Keep the originals of a save where they are until it is loaded, or given up."""
-        if held in self._pending:
-            self._pending.remove(held)
-        if held is self._late:
+        if rows in self._pending:
+            self._pending.remove(rows)
+        if rows is self._late:
             self._late = None
 
-    def _staying(self) -> list[Held]:
+    def _staying(self) -> list[SavedRows]:
         """Saves whose originals are alive; while recording, those whose originals would be if there were pages."""
         saves = list(self._outstanding.values())
         if self.is_recording:
             return saves[-_LOOKAHEAD[self.config.overflow] :]
-        return [held for held in saves if held.has_originals]
+        return [rows for rows in saves if rows.has_originals]
 
     def _retire(self, remaining: int) -> None:
         """Let go of the originals of all but the last saves."""
         while len(self._pending) > remaining:
-            held = self._pending.popleft()
-            if self.config.overflow == "keep" and held.found_no_place():
+            rows = self._pending.popleft()
+            if self.config.overflow == "keep" and rows.found_no_place():
                 self._must_grow = True
                 if not self._has_warned:
-                    warn_of_kept(held.layer)
+                    warn_of_kept(rows.layer)
                 self._has_warned = True
             else:
-                held.let_go(self._side)
+                rows.let_go(self._side)
 
     def _reclaim(self) -> None:
         """Take pages back from saves that nobody can load any more, or may."""
         is_wrong = self._must_grow and self.config.overflow != "keep"
-        for key, held in list(self._outstanding.items()):
-            is_lost = is_wrong and held.question < self._flag.questions
-            if held.is_abandoned or is_lost:
+        for key, rows in list(self._outstanding.items()):
+            is_lost = is_wrong and rows.question < self._flag.questions
+            if rows.is_abandoned or is_lost:
                 del self._outstanding[key]
-                self._bytes.remove(held.nbytes)
-                held.joined(self._side)
-                if held.fetched is None:
-                    held.give_back(self._ops, self._side)
-                held.forget("belong to a step in which rows found no pages" if is_lost else "were given up")
+                self._bytes.remove(rows.nbytes)
+                rows.joined(self._side)
+                rows.give_back(self._ops, self._side)
+                rows.forget("belong to a step in which rows found no pages" if is_lost else "were given up")
         self._side.join(self._side.record())
 
     def _settle_pages(self) -> bool:

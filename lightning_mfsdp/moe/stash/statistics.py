@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp.moe.stash.pages import Counter, PageKind, PagePool
+from lightning_mfsdp.moe.stash.side_stream import Event, SideStream
 from lightning_mfsdp.moe.stash.sizing import Demand
-from lightning_mfsdp.moe.stash.stream import Event, SideStream
 
 __all__ = ["HeldBytes", "Occupancy", "Snapshot", "StashStatistics", "Trace"]
 

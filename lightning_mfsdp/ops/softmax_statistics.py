@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_mfsdp.ops.arguments import SoftmaxOptions
 from lightning_mfsdp.ops.choice import math_for
+from lightning_mfsdp.ops.inputs import SoftmaxOptions
 from lightning_mfsdp.ops.linear import Wanted
 from lightning_mfsdp.ops.tiles import LOWEST, LSE, MEAN, NUMBERS, TARGET, TOTAL, slices, wide_dtype
 from lightning_mfsdp.ops.vocabulary import add_over_parts, whole_vocabulary

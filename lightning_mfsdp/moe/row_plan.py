@@ -83,9 +83,9 @@ def plan_rows(expert_index: Tensor, num_experts: int, budget: int) -> RowPlan:
 def gathered(values: Tensor, token: Tensor, live: Tensor) -> Tensor:
     """The row of each choice's token, `[rows, width]` of `values` `[T, width]`. On CUDA dead rows cost nothing and hold anything."""
     if values.is_cuda:
-        from lightning_mfsdp.moe.gather_kernel import gather_rows
+        from lightning_mfsdp.moe.gather_kernel import gather_live_rows
 
-        return gather_rows(values, token, live)
+        return gather_live_rows(values, token, live)
     return values.index_select(0, token)
 
 

@@ -1,76 +1,68 @@
-"""One save of one layer, from forward to backward: as it was, in pages as well, in pages alone, on its way back, or gone."""
+"""SavedRows: the tensors of one save of one layer, from the forward that computed them to the backward that reads them.
+
+    WHOLE      as the forward computed them, where they were computed
+    COPIED     the same, and in pages as well (none, while pages are still to be allocated)
+    PAGED      in pages alone
+    FETCHED    whole again, in memory of their own; the pages are others'
+    GONE       read, or given up: there is nothing to load
+
+Each change is one method, in the order of a life: `store`, `let_go`, `fetch`, `take` or `lend`. Those that stay where they are skip what
+they do not need, and `forget` ends all of them. When each is called is `stash.py`'s.
+"""
 
 from __future__ import annotations
 
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from contextlib import contextmanager
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 from lightning_mfsdp.engine import EngineStateError
 from lightning_mfsdp.moe.saving import PagedRows
-from lightning_mfsdp.moe.stash.originals import Originals
 from lightning_mfsdp.moe.stash.pages import HEADER, Header, PageKind, PageOps, PagePool, Tier, pages_in
-from lightning_mfsdp.moe.stash.stream import Event, SideStream
+from lightning_mfsdp.moe.stash.side_stream import Event, SideStream
 
-__all__ = ["Held", "StashedRows", "check_recomputed", "check_save", "warn_of_kept"]
+__all__ = ["SavedRows", "Stage", "check_recomputed", "check_save", "warn_of_kept"]
 
 _LOADED = "were loaded before, and their pages belong to others now; call backward once (no retain_graph)"
 
 
-class Lender(Protocol):
-    """A stash, as what it handed out sees it; see `RowStash`."""
+class Stage(Enum):
+    """Where the rows of a save are; see the text of this file."""
 
-    def load(self, held: Held) -> list[Tensor]:
-        """The tensors of a save."""
-        ...
-
-    def lend(self, held: Held) -> AbstractContextManager[Sequence[Tensor | PagedRows]]:
-        """The same, until the context ends."""
-        ...
+    WHOLE = "whole"
+    COPIED = "copied"
+    PAGED = "paged"
+    FETCHED = "fetched"
+    GONE = "gone"
 
 
-class StashedRows:
-    """What a layer loads its buffers from. When nobody holds it any more without a load, the pages come back at the end of the step."""
-
-    def __init__(self, stash: Lender, held: Held) -> None:
-        self._stash = stash
-        self._held = held
-        held.owner = weakref.ref(self)
-
-    def load(self) -> list[Tensor]:
-        """The tensors that were saved; rows past the live ones are zero, unless the buffers never left. Once.
-
-        Raises:
-            EngineStateError: They were loaded before, or the step was given up.
-        """
-        return self._stash.load(self._held)
-
-    def lend(self) -> AbstractContextManager[Sequence[Tensor | PagedRows]]:
-        """The tensors that were saved, or the pages they lie in, until the context ends; instead of `load`, and as often.
-
-        Raises:
-            EngineStateError: As `load`, when the context begins.
-        """
-        return self._stash.lend(self._held)
-
-
-class Held:
+class SavedRows:
     """The tensors of one save, which share their live rows, and the record of each.
 
     Memory is allocated on the stream that uses it last, and given back after an event of the other one was waited for: originals and
     reloaded tensors on the caller's stream, records on the side.
 
+    Args:
+        layer: Its name, for messages.
+        tensors: `[capacity, ...]` each. Nobody writes to them while they are whole or copied.
+        live_rows: int64, one element, on the device.
+        pools: Of each tensor, where its pages will be.
+        to_lend: Whether the reader will come to the pages.
+        captured: As the attribute.
+
     Attributes:
-        gone: Why there is nothing to load any more; empty while there is.
+        stage: Where the rows are.
         question: How many questions all ranks were asked before it was stored, or saved if it was not.
         captured: Whether it exists in a CUDA graph only.
-        stored: After the copies into pages; `None` if somebody has waited for it.
-        fetched: Reloaded tensors that nobody has asked for yet.
+        nbytes: Of the tensors.
+        reader: Who may read the rows; set by the stash. Once it is gone, nobody will, and the pages come back at the end of the step.
+        previous: The save before this one, which is probably read after it.
+        pools: As given; none once the rows are gone.
     """
 
     def __init__(
@@ -84,23 +76,25 @@ class Held:
         captured: bool,
     ) -> None:
         self.layer = layer
+        self.stage = Stage.WHOLE
         self.question = 0
         self.captured = captured
-        self.gone = ""
         self.capacity = tensors[0].shape[0]
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self.owner: weakref.ref[StashedRows] | None = None
-        self.previous: weakref.ref[Held] | None = None
-        self.stored: Event = None
-        self.fetched: list[Tensor] | None = None
-        self._fetched_at: Event = None
-        self._to_lend = to_lend
-        self._originals: Originals | None = Originals(tensors)
-        self._live_rows: Tensor | None = live_rows
+        self.reader: weakref.ref[object] | None = None
+        self.previous: weakref.ref[SavedRows] | None = None
         self.pools = list(pools)
+        self._why_gone = ""
+        self._to_lend = to_lend
+        # Detached: the graph that made a tensor must not be kept alive by what it keeps alive.
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._live_rows: Tensor | None = live_rows
         self._kinds = [PageKind.of(tensor) for tensor in tensors]
         self._like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         self._headers = self._tables = self._verdict = torch.empty(0, device="cpu")
+        self._stored: Event = None  # after the copies into pages; `None` if somebody has waited for it
+        self._fetched: Event = None
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -113,7 +107,7 @@ class Held:
             copies: Whether there may be pages at all.
             verdict: Whether the host will ask `found_no_place`.
         """
-        assert self._originals is not None
+        assert self.stage is Stage.WHOLE
         assert self._live_rows is not None
         with side.fork():
             count = len(self.pools)
@@ -123,7 +117,7 @@ class Held:
             self._headers = torch.empty(count, HEADER, dtype=torch.int64, device=device)
             self._tables = torch.empty(count, most_pages, dtype=torch.int64, device=device)
             for tensor, kind, (pool, header, table) in zip(
-                self._originals.tensors(), self._kinds, self._records(), strict=True
+                self._unwritten(), self._kinds, self._records(), strict=True
             ):
                 ops.place(pool, header, table, self._live_rows, self.capacity)
                 if copies:
@@ -133,41 +127,39 @@ class Held:
                     count, HEADER, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
                 )
                 self._verdict.copy_(self._headers, non_blocking=True)
-            self.stored = side.record()
+            self._stored = side.record()
+        self.stage = Stage.COPIED
 
     def found_no_place(self) -> bool:
         """Whether some tensor is in no page. The host waits until the copies are done; see `store`."""
-        if self.stored is not None:
-            self.stored.synchronize()
+        if self._stored is not None:
+            self._stored.synchronize()
         return bool((self._verdict[:, Header.TIER] == Tier.NOWHERE).any())
 
     def let_go(self, side: SideStream) -> None:
         """The pages are enough: the originals' memory may be used again."""
+        assert self.has_originals
         self.joined(side)
-        assert self._originals is not None
-        self._originals.tensors()  # raises if the copies are of what was written later
-        self._originals = None
+        self._unwritten()  # raises if the copies are of what was written later
+        assert self.stage is Stage.COPIED
+        self.stage, self._tensors = Stage.PAGED, []
 
     def joined(self, side: SideStream) -> None:
         """The caller's stream goes on after the copies into pages."""
-        side.join(self.stored)
-        self.stored = self._live_rows = None
+        side.join(self._stored)
+        self._stored = self._live_rows = None
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     @property
     def needs_fetch(self) -> bool:
         """Whether rows are in pages, nobody has begun to bring them back, and their reader does not come to the pages."""
-        return self._is_in_pages and not self._is_read_in_pages
+        return self.stage is Stage.PAGED and not self._is_read_in_pages
 
     @property
     def has_originals(self) -> bool:
         """Whether the tensors are where they were."""
-        return self._originals is not None
-
-    @property
-    def _is_in_pages(self) -> bool:
-        return not self.gone and self._originals is None and self.fetched is None
+        return self.stage in (Stage.WHOLE, Stage.COPIED)
 
     @property
     def _is_read_in_pages(self) -> bool:
@@ -177,37 +169,38 @@ class Held:
     @property
     def is_abandoned(self) -> bool:
         """Whether nobody can load any more."""
-        return self.owner is None or self.owner() is None
+        return self.reader is None or self.reader() is None
 
     def fetch(self, ops: PageOps, side: SideStream) -> None:
         """Begin to bring rows back, and give the pages back after that."""
+        assert self.stage is Stage.PAGED
         self.joined(side)
-        self.fetched = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self._like]
+        self._tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self._like]
         with side.fork():
-            for tensor, kind, (pool, header, table) in zip(self.fetched, self._kinds, self._records(), strict=True):
+            for tensor, kind, (pool, header, table) in zip(self._tensors, self._kinds, self._records(), strict=True):
                 ops.copy_out(pool, header, table, kind.rows_of(tensor))
                 ops.give_back(pool, header, table)
-            self._fetched_at = side.record()
+            self._fetched = side.record()
+        self.stage = Stage.FETCHED
 
     def take(self, ops: PageOps, side: SideStream) -> list[Tensor]:
         """The tensors, wherever they are; the pages go back."""
         self.joined(side)
-        if self._originals is not None:
-            tensors = self._originals.tensors()
+        if self.has_originals:
+            tensors = self._unwritten()
             self.give_back(ops, side)
         else:
-            if self.fetched is None:
+            if self.stage is Stage.PAGED:
                 self.fetch(ops, side)
-            assert self.fetched is not None
-            tensors = self.fetched
-            side.join(self._fetched_at)
+            tensors = self._tensors
+            side.join(self._fetched)
         self.forget(_LOADED)
         return tensors
 
     @contextmanager
     def lend(self, ops: PageOps, side: SideStream) -> Iterator[Sequence[Tensor | PagedRows]]:
         """What `take` returns, or where it lies, until the context ends; then the pages go back, after what was issued inside."""
-        if not (self._is_in_pages and self._is_read_in_pages):
+        if not (self.stage is Stage.PAGED and self._is_read_in_pages):
             yield self.take(ops, side)
             return
         self.joined(side)
@@ -220,7 +213,7 @@ class Held:
 
     def give_back(self, ops: PageOps, side: SideStream) -> None:
         """Return pages, if it has any, without reading them."""
-        if not self._headers.numel():
+        if self.stage not in (Stage.COPIED, Stage.PAGED):
             return
         with side.fork():
             for pool, header, table in self._records():
@@ -228,15 +221,25 @@ class Held:
 
     def forget(self, why: str) -> None:
         """Nothing can be loaded any more."""
-        self.gone = why
-        self._originals = self._live_rows = self.fetched = None
+        self.stage, self._why_gone = Stage.GONE, why
+        self._live_rows, self._tensors = None, []
         self._headers = self._tables = self._verdict = torch.empty(0, device="cpu")
         self.pools = []
 
     def check(self) -> None:
         """Raise an EngineStateError if there is nothing to load."""
-        if self.gone:
-            raise EngineStateError(f"paged stash: rows of {self.layer} {self.gone}")
+        if self.stage is Stage.GONE:
+            raise EngineStateError(f"paged stash: rows of {self.layer} {self._why_gone}")
+
+    def _unwritten(self) -> list[Tensor]:
+        """The originals, if nobody wrote to one since it was saved."""
+        for tensor, version in zip(self._tensors, self._versions, strict=True):
+            if tensor._version != version:
+                raise EngineStateError(
+                    f"paged stash: a tensor of shape {list(tensor.shape)} that backward needs was written to in place after it was saved "
+                    f"(version {tensor._version}, expected {version}); clone it before writing"
+                )
+        return self._tensors
 
     def _in_pages(self) -> list[PagedRows]:
         return [
@@ -269,9 +272,9 @@ def check_save(layer: str, tensors: Sequence[Tensor], live_rows: Tensor, device:
         )
 
 
-def check_recomputed(layer: str, outstanding: Iterable[Held]) -> None:
+def check_recomputed(layer: str, outstanding: Iterable[SavedRows]) -> None:
     """Raise an EngineStateError if rows of a layer that a checkpoint computes again are in the stash as well."""
-    if any(held.layer == layer for held in outstanding):
+    if any(rows.layer == layer for rows in outstanding):
         raise EngineStateError(
             f"paged stash: {layer} is computed again in backward by an activation checkpoint while its rows are in the stash, so they "
             "cost both. Checkpoint only what is around the experts (modules= of ActivationRecompute), leave this layer out of the "

@@ -1,10 +1,11 @@
-"""ShardingOptions: what the Trainer's strategy and Fabric's are told alike, and what they do with it to a mesh and to a model."""
+"""StrategyOptions: what the Trainer's strategy and Fabric's are told alike, and what they do with it to a mesh and to a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -27,8 +28,10 @@ from lightning_mfsdp.options.arguments import (
     check_adapters,
     check_blocks_per_unit,
     check_choice,
+    check_cuda_graph,
     check_ignored,
     check_policy,
+    check_recompute_graph,
     check_sizes,
     check_world,
     ignored_parameters,
@@ -46,7 +49,9 @@ from lightning_mfsdp.options.unit_selection import (
 )
 from lightning_mfsdp.recompute import Recompute, apply_recompute, as_recompute
 
-__all__ = ["REGISTERED", "ShardingOptions", "move_rest_to_device"]
+__all__ = ["REGISTERED", "StrategyOptions", "TrainerOptions", "move_rest_to_device"]
+
+Options = TypeVar("Options", bound="StrategyOptions")
 
 # Names under which strategies are registered: what is sharded, in the words of the argument and in plain ones.
 REGISTERED = {
@@ -58,30 +63,41 @@ REGISTERED = {
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ShardingOptions:
-    """Arguments of a strategy that concern the engine, as `MFSDPStrategy` explains them.
+class StrategyOptions:
+    """What both strategies take, with defaults, as `MFSDPStrategy` explains it.
+
+    Each strategy spells them out in its signature, which users, type checkers and jsonargparse read; a test holds the three alike.
 
     Raises:
         ValueError, TypeError: An argument out of its range, of the wrong kind, or in contradiction to another.
     """
 
-    sharding: str | int
-    outer_sharding: str | int
-    policy: MixedPrecisionPolicy | None
-    units: UnitsArgument
-    blocks_per_unit: int | Literal["auto"]
-    data_parallel_size: int | Literal["auto"] | None
-    outer_size: int
-    mesh: DeviceMesh | None
-    reshard_after_forward: bool | Literal["auto"]
-    ignored_parameters: Sequence[str | nn.Parameter]
-    storage: Literal["pooled", "dynamic"]
-    symmetric_memory: bool
-    offload: Literal["optimizer"] | None
-    unused_parameters: Literal["none", "zero"]
-    compile: bool | Mapping[str, Any]
-    recompute: Recompute | Mapping[str, Any] | None
-    broadcast_buffers: bool
+    sharding: str | int = "optim_grads_params"
+    outer_sharding: str | int = "no_shard"
+    policy: MixedPrecisionPolicy | None = None
+    units: UnitsArgument = "auto"
+    blocks_per_unit: int | Literal["auto"] = "auto"
+    data_parallel_size: int | Literal["auto"] | None = "auto"
+    outer_size: int = 1
+    mesh: DeviceMesh | None = None
+    reshard_after_forward: bool | Literal["auto"] = True
+    ignored_parameters: Sequence[str | nn.Parameter] = ()
+    storage: Literal["pooled", "dynamic"] = "pooled"
+    symmetric_memory: bool = False
+    offload: Literal["optimizer"] | None = None
+    unused_parameters: Literal["none", "zero"] = "none"
+    compile: bool | Mapping[str, Any] = False
+    recompute: Recompute | Mapping[str, Any] | None = None
+    broadcast_buffers: bool = True
+    accumulation: Literal["local", "sharded"] = "local"
+    state_dict_type: Literal["sharded", "full"] = "sharded"
+    timeout: timedelta | None = None
+    process_group_backend: str | None = None
+
+    @classmethod
+    def among(cls: type[Options], arguments: Mapping[str, Any]) -> Options:
+        """The options among a constructor's arguments, by name."""
+        return cls(**{option.name: arguments[option.name] for option in fields(cls)})
 
     def __post_init__(self) -> None:
         resolve_placement(self.sharding, self.outer_sharding, 1, 1)
@@ -92,6 +108,8 @@ class ShardingOptions:
         check_choice("offload", self.offload, (None, "optimizer"))
         check_choice("unused_parameters", self.unused_parameters, ("none", "zero"))
         check_choice("broadcast_buffers", self.broadcast_buffers, (True, False))
+        check_choice("accumulation", self.accumulation, ("local", "sharded"))
+        check_choice("state_dict_type", self.state_dict_type, ("sharded", "full"))
         check_policy(self.policy)
         check_sizes(self.data_parallel_size, self.outer_size, self.mesh)
         check_ignored(self.ignored_parameters)
@@ -178,6 +196,25 @@ class ShardingOptions:
             rank_zero_info(
                 f"mfsdp: activations of {len(names)} modules are computed again in backward: {few or 'none'}"
             )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainerOptions(StrategyOptions):
+    """What the Trainer's strategy takes besides.
+
+    Raises:
+        ValueError, TypeError: As `StrategyOptions`.
+    """
+
+    cuda_graph: bool = False
+    free_gradients: bool = False
+    async_save: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_cuda_graph(self.cuda_graph, self.storage, self.offload)
+        check_recompute_graph(self.cuda_graph, self.recompute)
+        check_choice("async_save", self.async_save, (True, False))
 
 
 def move_rest_to_device(root: nn.Module, device: torch.device) -> None:
