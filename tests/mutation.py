@@ -88,12 +88,14 @@ class Check:
         return max(self.limit_s, TIMES * self.seconds.get(file, UNKNOWN_S))
 
     def files_for(self, fault: Fault, source: bytes) -> list[str]:
-        """Test files that execute the fault: first those that are named like the changed file, then short ones, the engine's first."""
-        words = {word for word in fault.file.removesuffix(".py").replace("/", "_").split("_") if len(word) > 3}
+        """Test files that execute the fault: first those that speak of what it changes, the engine's, and short ones."""
+        folder, _, module = fault.file.removesuffix(".py").rpartition("/")
+        names = {name for name in fault.function.split(".") if len(name) > 6}
+        words = {f"test_{module.rstrip('s')}", f"{folder}.{module}".replace("/", "."), *names}
 
         def cost(test: str) -> tuple[bool, float]:
-            alike = any(word.rstrip("s") in test.rpartition("/")[2] for word in words)
-            weight = (1.0 if test.startswith("tests/engine/") else 2.0) * (0.3 if alike else 1.0)
+            text = test + (ROOT / test).read_text()
+            weight = (1.0 if test.startswith("tests/engine/") else 5.0) / (1 + 4 * sum(word in text for word in words))
             return test.startswith(LATE), weight * (self.seconds.get(test, UNKNOWN_S) + 2)
 
         found = [

@@ -165,30 +165,38 @@ class _Maker:
             self._starts.append(self._starts[-1] + len(line))
 
     def made(self) -> Iterator[Fault]:
-        yield from self._in(self._tree, "", None)
+        yield from self._in(self._tree, "", None, inside=False)
 
     # -- where ---------------------------------------------------------------------------------------------------------
 
-    def _in(self, node: ast.AST, function: str, statement: int | None) -> Iterator[Fault]:
-        """Faults at a node and below it."""
+    def _in(self, node: ast.AST, function: str, statement: int | None, *, inside: bool) -> Iterator[Fault]:
+        """Faults at a node and below it.
+
+        Args:
+            node: Of the file.
+            function: The qualified name of the function or class around it.
+            statement: Where the innermost statement begins.
+            inside: It is in the body of a function, not of a class or the file.
+        """
         if _is_left_alone(node) or f"{self._file}:{function}" in NEEDS_GPU:
             return
-        if isinstance(node, ast.AnnAssign) and (node.value is None or not function):
+        if isinstance(node, ast.AnnAssign) and (node.value is None or not inside):
             return
-        if isinstance(node, ast.stmt) and function and not isinstance(node, _DEFINITIONS):
+        if isinstance(node, ast.stmt) and inside and not isinstance(node, _DEFINITIONS):
             statement = node.lineno
         for fault_of in (self._call, self._numbers, self._dtype, self._comparison, self._boundary, self._transition):
-            yield from (self._named(function, statement, *found) for found in fault_of(node, bool(function)))
+            yield from (self._named(function, statement, *found) for found in fault_of(node, inside))
         for body in _bodies(node):
-            for first, one, text, other in self._swaps(body, function):
+            for first, one, text, other in self._swaps(body, function) if inside else ():
                 yield self._named(function, first, "swap", one, text, other)
         for field, child in _children(node):
             if field in ("annotation", "returns", "decorator_list", "bases"):
                 continue
             if isinstance(child, _DEFINITIONS):
-                yield from self._in(child, f"{function}.{child.name}".lstrip("."), None)
+                name = f"{function}.{child.name}".lstrip(".")
+                yield from self._in(child, name, None, inside=not isinstance(child, ast.ClassDef))
             else:
-                yield from self._in(child, function, statement)
+                yield from self._in(child, function, statement, inside=inside)
 
     def _named(self, function: str, statement: int | None, kind: str, node: ast.AST, text: str, *end: ast.AST) -> Fault:
         start = self._offset(node)
@@ -222,7 +230,7 @@ class _Maker:
     def _swaps(self, body: list[ast.stmt], function: str) -> Iterator[tuple[int, ast.stmt, str, ast.stmt]]:
         """Neighbours change places, where the order may matter: one of them calls, and both speak of one thing."""
         for one, other in itertools.pairwise(body):
-            if not (function and isinstance(one, _SIMPLE) and isinstance(other, _SIMPLE)):
+            if not (isinstance(one, _SIMPLE) and isinstance(other, _SIMPLE)):
                 continue
             if _is_message(one) or _is_message(other) or _is_constant(one) or _is_constant(other):
                 continue
@@ -253,6 +261,8 @@ class _Maker:
     def _dtype(self, node: ast.AST, inside: bool) -> Iterator[tuple[str, ast.AST, str]]:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in _DTYPES and inside:
             is_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
+            if not is_torch and ast.unparse(node.value).endswith("codec"):
+                return  # has one dtype
             if is_torch == (node.attr.startswith(("float", "bfloat", "int"))):
                 yield "dtype", node, f"{ast.unparse(node.value)}.{_DTYPES[node.attr]}"
 
