@@ -10,7 +10,8 @@ boundary, a transition. They are drawn by a seed from all places of all files of
 A fault is caught by the first test that fails, if its file fails once more; by a test file that takes more than four times its time (at
 least a minute); or because the tests cannot be imported. With a map only those files run that execute the statement, and tests that fail
 without any fault are left out. The report is a file to which later calls add: those with the same report and seed go on where the last
-ended, so `--deadline` may cut a run into pieces. It needs Linux; no GPU is used.
+ended, so `--deadline` may cut a run into pieces. When tests or the engine have changed, begin another report. It needs Linux, and uses
+no GPU.
 """
 
 # ruff: noqa: E402 - the path is mended first
@@ -20,14 +21,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,7 @@ if __name__ == "__main__":
 
 from tests.mutating import maps
 from tests.mutating.faults import KINDS, Fault, draw
-from tests.mutating.runs import copy_tree, run_files
+from tests.mutating.runs import STOP, copy_tree, is_over, run_files
 
 ENGINE = "lightning_mfsdp/engine"
 LEAST_LIMIT_S, TIMES, UNKNOWN_S = 60.0, 4, 20.0
@@ -105,17 +106,13 @@ class Check:
         ]
         return sorted(found, key=cost)
 
-    def batches(self, files: Sequence[str]) -> Iterator[list[str]]:
-        """Files that share a process: few at first."""
-        batch: list[str] = []
-        room = FIRST_BATCH_S
-        for file in files:
-            batch.append(file)
-            if sum(self.seconds.get(one, UNKNOWN_S) for one in batch) >= room:
-                yield batch
-                batch, room = [], 2 * room
-        if batch:
-            yield batch
+    def batch_of(self, files: Sequence[str], room_s: float) -> list[str]:
+        """The first of the files, as many as take so long."""
+        total, count = 0.0, 0
+        while count < len(files) and total < room_s:
+            total += self.seconds.get(files[count], UNKNOWN_S)
+            count += 1
+        return list(files[:count])
 
     def entries(self) -> dict[str, dict[str, Any]]:
         """What is in the report."""
@@ -137,14 +134,18 @@ class Check:
         before = self.entries().get(key)
         if before is not None and all(before.get(name) == value for name, value in described(fault).items()):
             entry = before
-        if entry["verdict"] != "undecided" or time.monotonic() > self.deadline:
+        if entry["verdict"].startswith("caught") or is_over(self.deadline):
             return entry
         path = folder / "tree" / ENGINE / fault.file
         source = path.read_bytes()
+        files = self.files_for(fault, source)
+        if entry["verdict"] == "survived" and set(files) <= set(entry["passed"]):
+            return entry
+        entry["verdict"] = "undecided"
         path.write_bytes(fault.applied(source))
         began = time.monotonic()
         try:
-            self._run(folder, entry, self.files_for(fault, source))
+            self._run(folder, entry, files)
         finally:
             path.write_bytes(source)
         entry["seconds"] = round(entry["seconds"] + time.monotonic() - began, 1)
@@ -154,8 +155,9 @@ class Check:
     def _run(self, folder: Path, entry: dict[str, Any], files: list[str]) -> None:
         entry["files"] = len(files)
         left = [file for file in files if file not in entry["passed"]]
+        room_s = FIRST_BATCH_S
         while left:
-            batch = next(self.batches(left))
+            batch, room_s = self.batch_of(left, room_s), 2 * room_s
             outcome = run_files(
                 folder / "tree",
                 batch,
@@ -185,6 +187,7 @@ class Check:
                     deselected=self.deselected,
                 )
                 if again.kind == "stopped":
+                    entry["test"] = ""
                     return
                 if again.kind == "passed":
                     entry["unreliable"].append(outcome.test)
@@ -277,7 +280,7 @@ def usable(check: Check, folder: Path) -> None:
             first_failure=False,
             arguments=["--collect-only", "-q"],
         )
-        for file in {test.split("::")[0] for test in outcome.failed}:
+        for file in sorted({test.split("::")[0] for test in outcome.failed}):
             print(f"left out: {file} (cannot be imported here)", flush=True)
             check.tests.remove(file)
 
@@ -368,5 +371,6 @@ def tried(check: Check, work: Path, faults: list[tuple[int, Fault]], seed: int, 
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: STOP.set())
     sys.exit(main())

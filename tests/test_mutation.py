@@ -212,7 +212,7 @@ def check_of(folder: Path, tests: list[str]) -> mutation.Check:
     return mutation.Check(tests, seconds, maps.Map(), float("inf"), 60.0, folder / "report.json")
 
 
-def test_files_that_speak_of_the_changed_one_come_first_and_batches_grow(tmp_path, drawn):
+def test_files_that_speak_of_the_changed_one_come_first(tmp_path):
     tests = [
         "tests/test_fuzz.py",
         "tests/lightning/test_fit.py",
@@ -223,7 +223,7 @@ def test_files_that_speak_of_the_changed_one_come_first_and_batches_grow(tmp_pat
     fault = Fault("layout/layout.py", 1, "drop", "", None, 0, 1, "", "", "")
     files = check.files_for(fault, b"")
     assert files == tests[::-1]
-    assert list(check.batches(files)) == [files[:2], files[2:]]
+    assert [check.batch_of(files, room_s) for room_s in (5, 15, 1000)] == [files[:1], files[:2], files]
     assert [check.limit_of(file) for file in ("tests/engine/test_layout.py", "tests/test_new.py")] == [60.0, 80.0]
 
 

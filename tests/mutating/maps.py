@@ -7,7 +7,6 @@ import base64
 import hashlib
 import json
 import shutil
-import time
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from queue import Queue
 from typing import Any
 
 from tests.mutating import lines
-from tests.mutating.runs import Outcome, copy_tree, run_files
+from tests.mutating.runs import Outcome, copy_tree, is_over, run_files
 
 LIMIT_S = 400.0
 
@@ -125,7 +124,7 @@ def make(root: Path, work: Path, path: Path, tests: Sequence[str], jobs: int, de
         folders.put(folder)
 
     def run(test: str) -> None:
-        if time.monotonic() > deadline:
+        if is_over(deadline):
             return
         folder = folders.get()
         try:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,7 @@ NOT_COPIED = (
 )
 MARKER = "MUTATION_RUN"
 POLL_S = 0.3
+STOP = threading.Event()  # no run goes on: somebody ends this process
 _CURRENT = re.compile(r"^(tests/[\w/]+\.py)::", re.MULTILINE)
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?\.py(?:::.*?)?)(?: - .*)?$", re.MULTILINE)
 
@@ -54,6 +56,11 @@ class Outcome:
     failed: tuple[str, ...] = ()
     at: str = ""
     said: str = ""
+
+
+def is_over(deadline: float) -> bool:
+    """Whether runs stop now."""
+    return STOP.is_set() or time.monotonic() > deadline
 
 
 def copy_tree(root: Path, folder: Path) -> None:
@@ -90,7 +97,7 @@ def run_files(
     """
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    name = f"{uuid.uuid4().hex}"
+    name = uuid.uuid4().hex
     own = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
@@ -123,8 +130,8 @@ def run_files(
             current = _CURRENT.findall(_tail(log))
             if current and current[-1] != at:
                 at, since = current[-1], now
-            if now > deadline or now - since > limit_of(at or files[0]) + (0 if at else 60):
-                kind = "stopped" if now > deadline else "hung"
+            if is_over(deadline) or now - since > limit_of(at or files[0]) + (0 if at else 60):
+                kind = "stopped" if is_over(deadline) else "hung"
                 break
         end_all(name)
         process.wait()
@@ -132,7 +139,7 @@ def run_files(
     shutil.rmtree(scratch, ignore_errors=True)
     seconds = time.monotonic() - began
     if kind:
-        return Outcome(kind, seconds, at, at=at, said=said)
+        return Outcome(kind, seconds, at or files[0], at=at, said=said)
     at = next(reversed(_CURRENT.findall(said)), "")
     failed = tuple(match.strip() for match in _FAILED.findall(said))
     if process.returncode in (0, 5):
