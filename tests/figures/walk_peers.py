@@ -14,6 +14,7 @@ import tempfile
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,14 +78,16 @@ def without_cuda() -> None:
         "default_stream": lambda *_: stream,
         "stream": _nowhere,
         "device": _nowhere,
-        "current_device": lambda: 0,
+        "current_device": lambda: REAL_DEVICE("cpu"),
         "synchronize": lambda *_: None,
         "empty_cache": lambda: None,
         "is_current_stream_capturing": lambda: False,
     }
     for name, value in found.items():
         setattr(torch.cuda, name, value)
-    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
+    for name in ("range_push", "range_pop"):
+        setattr(torch.cuda.nvtx, name, lambda *_: None)
+    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     torch.device = _Device  # type: ignore[assignment,misc]
     for name in ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn"):
         setattr(torch, name, _on_the_cpu(getattr(torch, name)))
@@ -127,7 +130,7 @@ def megatron_v2(blocks: int) -> Any:
     return Subject(model, optimizer)
 
 
-def megatron_v1(blocks: int) -> Any:
+def megatron_v1(blocks: int, **options: Any) -> Any:
     """The chain under `megatron_fsdp.fully_shard`."""
     from megatron_fsdp import fully_shard
     from torch.distributed.device_mesh import init_device_mesh
@@ -143,6 +146,7 @@ def megatron_v1(blocks: int) -> Any:
         dp_shard_dim="fsdp",
         tp_dim="tp",
         fsdp_unit_modules=[Block],
+        **options,
     )
     return Subject(model, optimizer)
 
@@ -176,7 +180,7 @@ def parameter_v1(watching: Watching) -> None:
 
 def loop_v1(watching: Watching) -> None:
     """There is no Lightning strategy for Megatron-FSDP: what a Trainer does is written out."""
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     from tests.figures.subjects import batch
 
@@ -185,10 +189,10 @@ def loop_v1(watching: Watching) -> None:
     dist.broadcast_object_list(folder)
     x = batch()
     with watching("fit"):
-        subject = megatron_v1(4)
+        subject = megatron_v1(4, calculate_per_token_loss=True)  # gloo has no scaled sums
         subject.step(x)
         state = {"model": subject.model.state_dict(), "optimizer": subject.optimizer.state_dict()}
-        checkpoint.save(state, checkpoint_id=folder[0])
+        save(state, checkpoint_id=folder[0])
     dist.barrier()
     shutil.rmtree(folder[0], ignore_errors=True)
 
@@ -198,6 +202,7 @@ def loop_v1(watching: Watching) -> None:
 
 def experts_torchtitan(watching: Watching) -> None:
     """torchtitan's layer: its ExpertParallel along one axis, FSDP2 along the other, as its `apply_fsdp` does."""
+    import torch._dynamo  # looks for Triton when it is imported
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -208,14 +213,25 @@ def experts_torchtitan(watching: Watching) -> None:
     triton.language.constexpr = int
     triton.jit = lambda kernel: kernel
     sys.modules.update({"triton": triton, "triton.language": triton.language})
+    for name in ("", ".models", ".distributed"):  # without what these packages import for training
+        package = types.ModuleType(f"torchtitan{name}")
+        package.__path__ = [str(Path(at, "torchtitan", name[1:])) for at in sys.path]
+        sys.modules[package.__name__] = package
+    annotations: Any = types.ModuleType("annotations")
+    annotations.BaseModelArgs = annotations.StateDictAdapter = object
+    names = ("torchtitan.protocols", "torchtitan.protocols.model", "torchtitan.protocols.state_dict_adapter")
+    sys.modules.update(dict.fromkeys(names, annotations))
     from torchtitan.distributed.expert_parallel import ExpertParallel
     from torchtitan.models.moe import MoE, MoEArgs, kernels, utils
 
+    histogram = torch.histc
+    torch.histc = lambda x, *it, **how: histogram(x.float(), *it, **how).to(x.dtype)  # CPUs count no integers
     utils.generate_permute_indices = functools.partial(kernels.generate_permute_indices, use_cpu=True)
     arguments = MoEArgs(num_experts=EXPERTS, num_shared_experts=0, score_func="softmax", top_k=TOP_K)
     arguments.load_balance_coeff = None
     layer = MoE(arguments, DIM, WIDTH)
-    layer.init_weights(0.02, torch.device("cpu"))
+    with torch.no_grad():
+        layer.init_weights(0.02, torch.device("cpu"))
     dense, expert = meshes("efsdp", "ep")
     parallelize_module(layer.experts, expert["ep"], ExpertParallel())
     fully_shard(layer.experts, mesh=expert["efsdp"])
@@ -224,4 +240,74 @@ def experts_torchtitan(watching: Watching) -> None:
 
 
 def experts_megatron(watching: Watching) -> None:
-    raise NotImplementedError
+    """Megatron-Core's layer with local experts, by its default dispatcher, under Megatron-Core's adapter of Megatron-FSDP."""
+    import torch.nn.functional as F
+
+    from tests.figures.walks import DIM, EXPERTS, TOP_K, WIDTH, of_experts
+
+    without_cuda()
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    class Mesh(torch.distributed.device_mesh.DeviceMesh):
+        @classmethod
+        def from_group(cls, *arguments: Any, **options: Any) -> Any:
+            return torch.distributed.device_mesh.DeviceMesh.from_group(*arguments, **{**options, "device_type": "cpu"})
+
+    class Layer(torch.nn.Module):
+        """Without the bias."""
+
+        def __init__(self, layer: torch.nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layer(x)[0]
+
+    real = token_dispatcher.maybe_move_tensor_to_cpu
+
+    def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        """Sizes that are on the CPU already become NumPy's all the same."""
+        result = real(tensor, as_numpy, record_stream)
+        return result.numpy() if as_numpy and isinstance(result, Tensor) else result
+
+    token_dispatcher.maybe_move_tensor_to_cpu = moved
+    adapter.DeviceMesh = Mesh
+    moe_utils.te_general_gemm = None  # a name that is read where Transformer Engine is not there
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=DIM,
+        num_attention_heads=1,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOP_K,
+        moe_ffn_hidden_size=WIDTH,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none",
+        expert_model_parallel_size=2,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        bias_activation_fusion=False,
+        use_cpu_initialization=True,
+        calculate_per_token_loss=True,  # gloo has no scaled sums
+    )
+    spec = get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
+    layer = adapter.FullyShardedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            use_megatron_fsdp=True,
+            data_parallel_sharding_strategy="optim_grads_params",
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+        ),
+        Layer(MoELayer(config, spec.submodules)),
+        fsdp_unit_modules=[MoELayer],
+        device=torch.device("cpu"),
+    )
+    of_experts(layer, watching)

@@ -161,7 +161,7 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._is_on = False  # for threads that live on
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
 
     def _see(self, frame: FrameType, event: str, argument: Any) -> Any:
         one = frame.f_code

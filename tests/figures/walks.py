@@ -25,8 +25,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -137,7 +138,8 @@ def of_a_fit(watching: Watching, *, strategy: Callable[[], Any], shard: Callable
             self.chain = chain(4)
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
-            return self.chain(batch).square().mean()
+            loss: Tensor = self.chain(batch).square().mean()
+            return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters())
@@ -200,18 +202,47 @@ def of_experts(layer: nn.Module, watching: Watching) -> None:
             loss.backward()
 
 
-def experts_ours(watching: Watching) -> None:
-    """As examples/moe.py does it."""
-    from examples.moe import Mixture
+def experts_ours(watching: Watching, dispatcher: Literal["all_gather", "all_to_all"] = "all_gather") -> None:
+    """As examples/moe.py does it, without balancing."""
     from lightning_mfsdp import fully_shard
-    from lightning_mfsdp.moe import expert_parallel
+    from lightning_mfsdp.moe import GroupedExperts, TopKRouter, expert_parallel
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = TopKRouter(hidden_size=DIM, num_experts=EXPERTS, top_k=TOP_K, balancing=None)
+            self.experts = GroupedExperts(num_experts=EXPERTS, hidden_size=DIM, intermediate_size=WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = x.flatten(0, 1)
+            routes = self.router(tokens)
+            result: Tensor = self.experts(tokens, routes.expert_index, routes.probabilities)
+            return result.view_as(x)
 
     import_all("lightning_mfsdp")
     dense, expert = meshes("shard", "expert")
-    layer = Mixture(DIM, EXPERTS, TOP_K, WIDTH, None)
-    expert_parallel(layer.experts, expert)
+    layer = Layer()
+    expert_parallel(layer.experts, expert, dispatcher=dispatcher)
     fully_shard(layer.experts, expert)
     fully_shard(layer, dense)
+    of_experts(layer, watching)
+
+
+def experts_mixtral(watching: Watching) -> None:
+    """A layer of transformers' Mixtral under FSDP2, which does not divide experts: all ranks gather them whole."""
+    from torch.distributed.fsdp import fully_shard
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = MixtralConfig(
+        hidden_size=DIM, intermediate_size=WIDTH, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K
+    )
+    config._experts_implementation = "grouped_mm"
+    layer = MixtralSparseMoeBlock(config)  # type: ignore[no-untyped-call]
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    fully_shard(layer.experts)
+    fully_shard(layer)
     of_experts(layer, watching)
 
 
@@ -242,6 +273,10 @@ BELOW_FIT = {
     **BELOW,
 }
 MOE = {"lightning_mfsdp/moe": ROOT / "lightning_mfsdp/moe"}
+MIXTRAL = {
+    f"transformers/{one}": SITE / "transformers" / f"{one}.py"
+    for one in ("models/mixtral/modeling_mixtral", "integrations/moe")
+}
 
 
 @dataclass(frozen=True)
@@ -264,7 +299,9 @@ def columns(walk: str, peers: Path | None) -> dict[str, Column]:
     from tests.figures import walk_peers
 
     at = peers or Path()
-    megatron = {"": at / "megatron_fsdp"}
+    inside = ("transformer", "tensor_parallel", "typed_torch.py", "utils.py", "parallel_state.py")
+    megatron_core = [f"megatron/core/{one}" for one in inside]
+    megatron = {"megatron_fsdp": at / "megatron_fsdp"}
     every: dict[str, dict[str, Column]] = {
         "parameter": {
             "ours": Column(parameter_ours, {"all": OURS, **BELOW}),
@@ -279,17 +316,21 @@ def columns(walk: str, peers: Path | None) -> dict[str, Column]:
         },
         "experts": {
             "ours": Column(experts_ours, {"all": MOE, "with the engine": OURS, **BELOW}, 4),
-            "FSDP2": Column(
+            "ours, all_to_all": Column(
+                partial(experts_ours, dispatcher="all_to_all"), {"all": MOE, "with the engine": OURS, **BELOW}, 4
+            ),
+            "FSDP2, transformers": Column(experts_mixtral, {"all": MIXTRAL, "with the engine": FSDP2, **BELOW}, 4),
+            "FSDP2, torchtitan": Column(
                 walk_peers.experts_torchtitan,
                 {"all": {"torchtitan": at / "torchtitan"}, "with the engine": FSDP2, **BELOW},
                 4,
                 ("torchtitan",),
             ),
-            "Megatron-FSDP v1": Column(
+            "Megatron-FSDP v1, Megatron-Core": Column(
                 walk_peers.experts_megatron,
                 {
-                    "all": {"megatron/core": at / "megatron/core"},
-                    "with the engine": {"megatron_fsdp": at / "megatron/core/distributed/fsdp"},
+                    "all": {one: at / one for one in megatron_core},
+                    "with the engine": {"megatron/core/distributed": at / "megatron/core/distributed"},
                     **BELOW,
                 },
                 4,
@@ -363,7 +404,8 @@ def main() -> None:
     parser.add_argument("--inside", nargs=2, metavar=("WALK", "COLUMN"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:
-        inside(*arguments.inside, arguments.peers)
+        walk, name = arguments.inside
+        inside(walk, name, arguments.peers)
     found: dict[str, dict[str, dict[str, Figures]]] = {
         walk: {
             name: run(walk, name, arguments.peers, column.ranks)
