@@ -3,6 +3,10 @@
 Their Python runs as it is. What they find in the place of CUDA has no streams, events or ranges, "cuda" means the CPU, and Triton is a
 name: torchtitan sorts tokens by its own CPU function. Transformer Engine and apex are not there. Calls of a library's own functions are
 those of a GPU, but for kernels.
+
+    pip download --no-deps megatron-fsdp==0.6.1 megatron-core==0.16.1 torchtitan==0.2.2 einops
+    for wheel in *.whl; do unzip -qn $wheel -d peers; done
+    python tests/figures/walks.py --peers peers
 """
 
 from __future__ import annotations

@@ -154,14 +154,16 @@ class Watch:
 
     def __enter__(self) -> Walk:
         self._is_on = True
+        self._before = sys.gettrace(), threading.gettrace()
         threading.settrace(self._see)
         sys.settrace(self._see)
         return self.walk
 
     def __exit__(self, *_: object) -> None:
         self._is_on = False  # for threads that live on
-        sys.settrace(None)
-        threading.settrace(None)
+        here, in_threads = self._before
+        sys.settrace(here)
+        threading.settrace(in_threads)
 
     def _see(self, frame: FrameType, event: str, argument: Any) -> Any:
         one = frame.f_code

@@ -397,7 +397,9 @@ def table(found: Mapping[str, Figures]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("walks", nargs="*", help=f"{', '.join(WALKS)}; all if none is named")
-    parser.add_argument("--peers", type=Path, help="a folder with other libraries to walk through")
+    parser.add_argument(
+        "--peers", type=lambda given: Path(given).absolute(), help="a folder with other libraries to walk through"
+    )
     parser.add_argument(
         "--json", action="store_true", help="all that was counted, with files and functions in their order"
     )
