@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.figures import code, gpu_rows
+from tests.figures import code, gpu_rows, walked
 
 SMALL = {
     "__init__.py": '"""A package."""\n',
@@ -141,3 +142,87 @@ def test_rows_on_gpus_are_read_from_what_the_benchmark_prints(tmp_path: Path) ->
     assert line == "| 300m eager | 11.00 | 2.50 | 3.50 | 9.00 | 2.00 | 2.50 | 0.8182 | 1.2000 |"
     failed = gpu_rows.result_of(row, "RuntimeError: out of memory\n", tmp_path, 1)
     assert "out of memory" in gpu_rows.line(row, {"NEW": [failed]})
+
+
+TOY = {
+    "box.py": '''"""A box."""
+
+from toy.helper import helper
+
+
+def doubled(function):
+    def twice(self, value):
+        return function(self, 2 * value)
+
+    return twice
+
+
+class Box:
+    """Docstring of
+    two lines."""
+
+    def __init__(self) -> None:
+        self.value = 0  # not a line of its own
+
+    # a line of its own
+    @doubled
+    def put(
+        self, value: int
+    ) -> None:
+        """Docstring."""
+        if value < 0:
+            raise ValueError
+
+        self.value = helper(value)
+        self.value += helper(value)
+
+    def never(self) -> None:
+        pass
+''',
+    "helper.py": "def helper(value):\n    return (lambda one: one + 1)(value)\n",
+}
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a package."""
+    folder = tmp_path / "toy"
+    folder.mkdir()
+    for name, text in TOY.items():
+        (folder / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return folder
+
+
+def test_a_walk_is_counted_as_the_rules_say(toy: Path) -> None:
+    with walked.Watch([toy]) as walk:
+        box = importlib.import_module("toy.box").Box()  # what runs while a module is imported does not count
+        box.put(1)
+    box.put(2)
+    found = walk.figures({"toy": toy})
+    assert found.functions == {
+        "toy/box": {"Box.__init__": 1, "twice": 1, "Box.put": 1},
+        "toy/helper": {"helper": 2},
+    }
+    assert found.changes == 2  # to the first file, then to the other, where the second call stays
+    assert found.read == 2 + 2 + 8 + 2
+    assert found.run == 1 + 1 + 3 + 1
+    assert found.names == ["Box", "helper", "put", "twice"]
+    assert found.row == (2, 2, 4, 14, 6, 4)
+    assert walk.figures({"half": toy / "helper.py"}).row == (1, 1, 1, 2, 1, 1)
+
+
+def test_a_parameter_walks_through_the_engine_and_through_fsdp2() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("walks.py")), "parameter", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    columns = json.loads(done.stdout.splitlines()[-1])["parameter"]
+    for one, file in {"ours": "lightning_mfsdp/engine/params/weights", "FSDP2": "_fully_shard/_fsdp_param"}.items():
+        spans = columns[one]
+        assert file in spans["all"]["functions"]
+        assert 0 < spans["third step"]["run"] < spans["third step"]["read"] < spans["all"]["read"]
+        assert set(spans["third step"]["names"]) < set(spans["all"]["names"])
