@@ -36,7 +36,7 @@ from tests.fuzzing.shrinking import shrunk, smaller
 from tests.fuzzing.workers import Workers
 from tests.mends import MENDS, without
 
-CASES = 150  # tests/nightly.sh draws for many minutes
+CASES = 100  # tests/nightly.sh draws for many minutes
 GUARD_S = 200.0  # on a machine that is busy with other things, fewer cases are run
 
 
