@@ -63,7 +63,7 @@ MENDS = (
     Mend(
         "5",
         "runtime/unit.py",
-        " and take what is written.\n            self.hide()\n",
+        " and take what is written.\n            self.unregister()\n",
         " and take what is written.\n",
     ),
     Mend("8", "runtime/call.py", "self.calls or self.spent or self._runs or self._forgotten_came", "self.calls"),

@@ -200,7 +200,7 @@ class ParameterGroup:
                 broadcast_from_first(value, self.mesh)
                 self.write(index, value)
                 self.weights.leave_empty(index)
-                entry.install(entry.sharded)
+                entry.show(entry.sharded)
         self.weights.point_at_whole_shards()
 
     def write(self, index: int, value: Tensor) -> None:

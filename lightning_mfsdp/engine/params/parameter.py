@@ -117,7 +117,7 @@ class Entry:
                 full.__dict__.pop(mark, None)
             return cast("nn.Parameter", full)
 
-    def install(self, parameter: Any) -> None:
+    def show(self, parameter: Any) -> None:
         """Show `parameter` under all names."""
         for table, key in self.sites:
             table[key] = parameter

@@ -423,7 +423,7 @@ class Weights:
 
     def _refuse_replaced(self, entry: Entry, found: object) -> NoReturn:
         for earlier in self._entries[: self._entries.index(entry)]:
-            earlier.install(earlier.at_rest)
+            earlier.show(earlier.at_rest)
         self.registered = False
         raise EngineStateError(
             f"{self.name}: parameter {entry.name} was replaced after fully_shard (expected its sharded DTensor, got "

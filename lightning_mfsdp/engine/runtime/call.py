@@ -348,10 +348,10 @@ class HookedUnit(Protocol):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def use(self) -> None:
+    def register(self) -> None:
         """Wait for the all-gathers, and have modules show unsharded parameters."""
 
-    def hide(self) -> None:
+    def unregister(self) -> None:
         """Show sharded parameters; unsharded ones stay where they are."""
 
     def reshard(self) -> None:
@@ -572,7 +572,7 @@ class GroupedModules:
         expected = 0 < index == self._next and unit.uses_weights and compat.backward_task() == -1
         going_on = expected and self._with_grad == torch.is_grad_enabled()
         if going_on:
-            unit.use()
+            unit.register()
             args, kwargs = begin_call(unit, None, args, kwargs)
             unit.note_run()
         else:
@@ -596,7 +596,7 @@ class GroupedModules:
             unit.context.note_grouped_modules(self)
             watch_result(unit, unit.open_call, output)
             if not unit.is_inside_forward_of_root:  # what comes next is code of a step, which sees sharded weights
-                unit.hide()
+                unit.unregister()
 
     def stop(self) -> None:
         """The run ends here, before the last module, if there is one."""

@@ -384,7 +384,7 @@ class Context:
             if not unit.awaited.calls and (unit.uses_weights or unit.step_slots is not None):
                 # What was resharded since its step goes where autograd saved it; what stayed is there.
                 unit.unshard(None if unit.uses_weights else unit.step_slots, for_backward=True)
-                unit.use()
+                unit.register()
 
     def _watched(self, end: Callable[[], None]) -> weakref.ref[Callable[[], None]]:
         """A reference to what a backward calls at its end. If it goes without having been called, the backward raised."""
@@ -401,7 +401,7 @@ class Context:
         """No more of a backward comes, if one was running: code sees sharded weights."""
         if self._in_backward:
             for unit in self.units:
-                unit.hide()
+                unit.unregister()
 
     @property
     def in_backward(self) -> bool:

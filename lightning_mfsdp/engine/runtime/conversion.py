@@ -111,7 +111,7 @@ def _show_as(group: ParameterGroup, entry: Entry, value: Rows) -> None:
         _write_home(group, entry, rows)
     else:
         _refuse_shown_average(context_of_group(group), f"converting parameter {entry.name}")
-        entry.install(MovedRows.of(value, entry.sharded))
+        entry.show(MovedRows.of(value, entry.sharded))
         group.moved.add(entry)
 
 
@@ -119,7 +119,7 @@ def _write_home(group: ParameterGroup, entry: Entry, rows: Tensor) -> None:
     with torch.no_grad():
         entry.local.copy_(rows)
     entry.sharded.note_write()
-    entry.install(entry.at_rest)
+    entry.show(entry.at_rest)
     group.moved.discard(entry)
 
 

@@ -94,7 +94,7 @@ def unshard(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
                     with torch.no_grad():
                         group.write(index, own_part(parameter.detach(), group.mesh))
                 entry.at_rest = entry.sharded
-                entry.install(
+                entry.show(
                     entry.full if group.weights.registered else entry.sharded
                 )  # a forward inside may wait for its backward
         if writeback:
@@ -111,7 +111,7 @@ def _show_full(group: ParameterGroup, indices: list[int]) -> list[nn.Parameter]:
         ]
     for entry, parameter in zip(entries, parameters, strict=True):
         entry.at_rest = parameter
-        entry.install(parameter)
+        entry.show(parameter)
     return parameters
 
 

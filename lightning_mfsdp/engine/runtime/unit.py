@@ -276,15 +276,15 @@ class Unit:
         for weights, buffer in zip(self.weights, buffers, strict=True):
             weights.unshard(buffer, for_backward=for_backward, ahead=ahead, reserve=self._recomputed > 0)
 
-    def use(self) -> None:
+    def register(self) -> None:
         """Wait for the all-gathers, and have modules show unsharded parameters."""
         for weights in self.weights:
             weights.register()
         self.shown.now = True
         if not self.uses_weights:
-            self.hold()
+            self.lease()
 
-    def hold(self) -> None:
+    def lease(self) -> None:
         """Keep unsharded parameters in memory, shown or not."""
         if not self.uses_weights:
             self.uses_weights = True
@@ -301,7 +301,7 @@ class Unit:
         weights.wait()
         return True
 
-    def hide(self) -> None:
+    def unregister(self) -> None:
         """Have modules show sharded parameters; unsharded ones stay where they are."""
         self.shown.now, self.shown.by = False, None
         for group in self.all_groups:
@@ -320,7 +320,7 @@ class Unit:
         """Show sharded parameters and give memory back, unless code around it is still running or a unit that shares a group uses it."""
         if self.pinned:
             if self.shown.by is None:
-                self.hide()
+                self.unregister()
             return
         self.shown.now, self.shown.by = False, None
         reserve = False
@@ -381,9 +381,9 @@ class Unit:
         if context.trace is not None:
             context.trace.append(self.enter)
         if shows:
-            self.use()
+            self.register()
         else:
-            self.hold()
+            self.lease()
         if following is not None:
             following.unshard()
 
@@ -396,7 +396,7 @@ class Unit:
             args, kwargs = self.pre_forward(module, args, kwargs)
         else:
             self.unshard()  # takes in what was written since
-            self.use()
+            self.register()
         self.shown.by, self.shown.depth = module, 1
         return args, kwargs
 
@@ -407,7 +407,7 @@ class Unit:
             self._is_called_inside = False
             self.post_forward(module, args, output)
         else:
-            self.hide()
+            self.unregister()
             self.refuse_lost_writes()
 
     def enter_again(self) -> None:
@@ -477,7 +477,7 @@ class Unit:
             self.reshard()
         else:
             # Outside of forwards `parameters()` are those that have gradients and take what is written.
-            self.hide()
+            self.unregister()
             if not (is_root or unnoticed):
                 self._end_lease()
         self.refuse_lost_writes()
@@ -573,7 +573,7 @@ class Unit:
         following = context.note_backward(self)
         if call.reads_weights:
             self.unshard(call.slots, for_backward=True)
-            self.use()
+            self.register()
         if following is not None:
             following.prefetch_for_backward()
 
@@ -613,7 +613,7 @@ class Unit:
         if slots is not None:
             self._running += self.awaited.begin_hidden(self.context.backwards_finished)
             self.unshard(slots, for_backward=True)
-            self.use()
+            self.register()
 
     def rest(self, *, keeps_graph: bool) -> None:
         """After a backward, or after one that failed: nothing of it is waited for any more."""
@@ -624,4 +624,4 @@ class Unit:
         self.leaf_hooks.clear()
         self.outside_for = max(0, self.outside_for - (not keeps_graph))
         if not self._open_calls:  # else the backward ran inside its forward, which goes on
-            self.hide() if self.reads_unnoticed else self.reshard()
+            self.unregister() if self.reads_unnoticed else self.reshard()
