@@ -171,6 +171,25 @@ def a_kept_gradient_outlives_clearing_and_the_next_forward(rank, world):
             assert not any(unit.gradient_bytes for unit in units(model)), sharding
 
 
+def a_kept_gradient_stays_where_only_some_were_cleared(rank, world):
+    """As two optimizers do that each clear their own, and as gradients of several tasks are added up."""
+    for sharding in STRATEGIES:
+        model, plain = sharded_chain(sharding=sharding), plain_chain()
+        for one in (model, plain):
+            kept = []
+            for task in range(3):
+                loss_of(one, inputs(task)).backward()
+                kept.append(one.out.weight.grad)
+                one.out.weight.grad = None
+            loss_of(one, inputs(3)).backward()
+            kept[2].zero_()
+            one.out.weight.grad = kept[0] + kept[1] + kept[2] + one.out.weight.grad
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(
+                parameter.grad.full_tensor(), plain.get_parameter(name).grad, msg=f"{sharding} {name}"
+            )
+
+
 def a_kept_gradient_is_the_gradient_while_later_ones_are_held_back(rank, world):
     """As in plain PyTorch, where later backwards add to the tensor that somebody keeps."""
     for sharding, change in product(
@@ -465,6 +484,7 @@ def a_failure_while_a_bucket_is_filled_does_not_stop_later_steps(rank, world):
 
 WORLDS = {
     1: (
+        a_kept_gradient_stays_where_only_some_were_cleared,
         a_kept_gradient_is_the_gradient_while_later_ones_are_held_back,
         a_gradient_set_before_the_first_backward_is_added_to,
         a_kept_gradient_outlives_clearing_and_the_next_forward,
@@ -472,6 +492,7 @@ WORLDS = {
         small_gradients_add_up_where_the_optimizer_sees_rounded_ones,
     ),
     2: (
+        a_kept_gradient_stays_where_only_some_were_cleared,
         a_kept_gradient_is_the_gradient_while_later_ones_are_held_back,
         a_gradient_set_before_the_first_backward_is_added_to,
         a_gradient_set_while_others_wait_to_be_reduced_takes_their_place,

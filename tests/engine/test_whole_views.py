@@ -313,12 +313,67 @@ def a_copy_or_a_view_of_a_weight_leads_to_its_gradient(rank, world):
                     loss = use(one.first.weight, x).sum().float() + one(x).sum()
                 loss.backward()
             problems.close(whole(model.first.weight.grad), plain.first.weight.grad, f"{sharding} {name}")
-        copy = model.first.weight.clone()
-        with torch.no_grad():
-            copy.mul_(2.0)
+        leaf = model.first.weight.detach().clone().requires_grad_()
         with pytest.raises(EngineStateError, match="the gradient would be lost"):
-            nn.functional.linear(x, copy)
+            nn.functional.linear(x, leaf)
     problems.finish()
+
+
+def _two(weight: Tensor, bias: Tensor, x: Tensor, write: Callable[[Tensor, Tensor], object]) -> Tensor:
+    """A loss of a view, a copy and a detached view, all made before `write` and used after it, the last one twice."""
+    view, kept, seen = weight[:2], weight.clone(), weight.detach()[1:3]
+    saves = write not in (
+        CHANGES["it"],
+        CHANGES["itself"],
+    )  # else plain PyTorch raises, as what a graph saved was written
+    loss = (x @ seen.T).square().mean() + (x @ seen.T).mean() if saves else x.sum()
+    with torch.no_grad():
+        write(weight, bias)
+    return loss + view.sum() + ((weight - kept) * 3 + kept.float().double()).sum() + kept[:1].sum()
+
+
+CHANGES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "nothing": lambda w, b: None,
+    "another": lambda w, b: b.mul_(2.0),
+    "it": lambda w, b: w.mul_(2.0),
+    "its gradient": lambda w, b: None if w.grad is None else w.grad.mul_(2.0),
+    "a look": lambda w, b: w[:2].tolist(),
+    "itself": lambda w, b: setattr(w, "data", w.data[:]),
+}
+
+
+def what_was_made_before_a_write_is_right_after_it(rank, world):
+    """Views show what was written, copies do not, and both lead to the gradient; graphs keep what they saved."""
+    problems = Problems()
+    for sharding in STRATEGIES:
+        for name, write in CHANGES.items():
+            model, plain = pair(sharding)
+            for one in (model, plain):
+                one(torch.ones(2, 4)).sum().backward()
+                x = torch.tanh(one.first(torch.ones(2, 4))).T[:4].T.detach().requires_grad_()
+                with gather_root(model) if one is model else nullcontext():
+                    loss = _two(one.first.weight, one.first.bias, x, write)
+                loss.backward()
+                one.seen = [loss.detach(), x.grad]
+            for ours, theirs in zip(model.seen, plain.seen, strict=True):
+                problems.close(ours, theirs, f"{sharding} {name}")
+            problems.close(whole(model.first.weight.grad), plain.first.weight.grad, f"{sharding} {name}: gradient")
+            for one in (model, plain):
+                one.first.weight.grad = one.first.weight.grad[:] * 2
+                one(torch.ones(2, 4)).sum().backward()
+            problems.close(whole(model.first.weight.grad), plain.first.weight.grad, f"{sharding} {name}: next gradient")
+    problems.finish()
+
+
+def a_view_is_looked_at_by_one_rank(rank, world):
+    model, plain = pair("optim_grads_params")
+    row = model.first.weight.data[0]
+    if rank == 0:
+        assert str(row.tolist()) == str(plain.first.weight.data[0].tolist())
+        assert repr(row)
+    model.first.weight.data.mul_(2.0)
+    if rank == 0:
+        assert repr(row), "as it was"
 
 
 def values_are_compared_alike_on_all_ranks(rank, world):
@@ -364,6 +419,8 @@ CASES = (
     a_view_that_is_kept_shows_what_was_written_since,
     views_are_made_and_written_without_grad_mode,
     a_copy_or_a_view_of_a_weight_leads_to_its_gradient,
+    what_was_made_before_a_write_is_right_after_it,
+    a_view_is_looked_at_by_one_rank,
     values_are_compared_alike_on_all_ranks,
     a_view_keeps_nothing_of_its_callers,
     what_cannot_follow_a_view_is_refused_or_copies,

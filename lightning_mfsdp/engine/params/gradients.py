@@ -90,6 +90,7 @@ class MainGradient:
         self.views = self.of_optimizer.views
         self.is_news = False
         self._own_references = self._references()
+        self._own_counts = list(map(sys.getrefcount, self.views))
 
     @property
     def is_open(self) -> bool:
@@ -141,8 +142,22 @@ class MainGradient:
         for slot in self._slots:
             slot.fixed = pinned
 
+    def _leave_kept(self) -> None:
+        """Of gradients that were cleared while others were not: those that somebody keeps go on in memory of their own.
+
+        Views of them stay in this one.
+        """
+        for index, count in enumerate(list(map(sys.getrefcount, self.views))):
+            if count != self._own_counts[index] and self._locals[index].grad is None:
+                kept = self.views[index]
+                with torch.inference_mode(False), torch.no_grad():
+                    self.views[index] = self.of_optimizer.view(index)  # the list is that of the buffer
+                    compat.set_data(kept, kept.clone())
+
     def read_back(self) -> None:
         """Make the buffer say what every `.grad` says: zero where cleared, the user's value where replaced or written."""
+        if self.is_kept:
+            self._leave_kept()
         if (
             self.of_optimizer is not self.buffer and not self.is_news
         ):  # else what the optimizer sees is not converted yet

@@ -55,7 +55,8 @@ class Root(Protocol):
 
     lane: GatherLane
     channels: Channels
-    known_writes: int
+    weight_writes: int
+    gradient_writes: int
 
     @property
     def root(self) -> Callable[[], object]:
@@ -65,8 +66,8 @@ class Root(Protocol):
     def hides_gradients(self) -> bool:
         """A forward is being recorded, and gradients are set aside."""
 
-    def weights_changed(self, groups: Iterable[ParameterGroup] | None = None) -> None:
-        """Main weights were written by somebody."""
+    def rows_written(self, group: ParameterGroup, *, weights: bool) -> None:
+        """A function wrote to rows of a group: to main weights, or surely to something else, such as gradients."""
 
     def optimizer_stepped(self, groups: Iterable[ParameterGroup]) -> None:
         """An optimizer wrote main weights of some groups."""
@@ -248,16 +249,15 @@ class ParameterGroup:
         assert context is not None, "a group in use belongs to a root"
         return context.channels.over_both_axes(self.mesh)
 
-    @property
-    def known_writes(self) -> int:
-        """How often main weights were written, as far as all ranks know."""
+    def known_writes(self, *, weights: bool) -> int:
+        """How often main weights, or else gradients, were written, as far as all ranks know."""
         context = self.root()
-        return 0 if context is None else context.known_writes
+        return 0 if context is None else context.weight_writes if weights else context.gradient_writes
 
-    def note_write(self) -> None:
-        """Main weights may have been written: forward must see it."""
+    def note_write(self, *, weights: bool = True) -> None:
+        """Main weights may have been written, or gradients surely: forward must see it."""
         if (context := self.root()) is not None:
-            context.weights_changed([self])
+            context.rows_written(self, weights=weights)
 
     def reduce_held_back(self) -> None:
         """Reduce what `no_sync` holds back in the root, before anybody looks. Collective, and known to all ranks."""

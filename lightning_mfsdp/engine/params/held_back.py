@@ -70,20 +70,20 @@ class GradientRows(Rows):
         if not (name in _DESCRIBES or name.startswith("is_")):
             for one in tensors_in((args, kwargs or {})):
                 if isinstance(one, GradientRows):
-                    one._have_all(zeroed=name in ("zero_", "_foreach_zero_"))
+                    one.have_all(zeroed=name in ("zero_", "_foreach_zero_"))
         return super().__torch_function__(func, types, args, kwargs)
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """See `DTensor.full_tensor`. Collective."""
-        self._have_all()
+        self.have_all()
         return super().full_tensor(grad_placements=grad_placements)
 
     def to_local(self, **options: Any) -> Tensor:
         """See `DTensor.to_local`. Collective where a later gradient is not reduced yet."""
-        self._have_all()
+        self.have_all()
         return super().to_local(**options)
 
-    def _have_all(self, *, zeroed: bool = False) -> None:
+    def have_all(self, *, zeroed: bool = False) -> None:
         """Have what is held back in it, or zero both."""
         group, index = self._owner[0](), self._owner[1]
         if group is not None and group.is_behind(index, self._local_tensor):

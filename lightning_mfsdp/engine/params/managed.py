@@ -92,12 +92,11 @@ class ManagedGroup(Protocol):
     def over_both_axes(self) -> dist.ProcessGroup:
         """The ranks of the shard axis and the outer one together. Collective, the first time."""
 
-    @property
-    def known_writes(self) -> int:
-        """How often main weights were written, as far as all ranks know."""
+    def known_writes(self, *, weights: bool) -> int:
+        """How often main weights, or else gradients, were written, as far as all ranks know."""
 
-    def note_write(self) -> None:
-        """Main weights may have been written: forward must see it."""
+    def note_write(self, *, weights: bool = True) -> None:
+        """Main weights may have been written, or gradients surely: forward must see it."""
 
     def reduce_held_back(self) -> None:
         """Reduce what `no_sync` holds back in the root, before anybody looks. Collective, and known to all ranks."""

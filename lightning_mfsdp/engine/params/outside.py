@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,7 @@ from lightning_mfsdp.engine.params.managed import ManagedGroup
 from lightning_mfsdp.engine.params.number import Number
 from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor
 from lightning_mfsdp.engine.params.sharded_arithmetic import refuse_gradient
-from lightning_mfsdp.engine.params.whole_view import Whole, WholeView, in_memory_of, is_in_place
+from lightning_mfsdp.engine.params.whole_view import Whole, WholeView, in_memory_of, is_in_place, written_argument
 
 __all__ = ["computes", "copies", "needs_whole", "use_whole", "write_in_whole", "writes_by_position", "writes_in_place"]
 
@@ -104,8 +105,7 @@ def writes_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Whether a torch function writes to its first argument or to `out`, a sharded tensor or a list that has some."""
     if not is_in_place(function, kwargs):
         return False
-    target = kwargs["out"] if kwargs.get("out") is not None else args[:1]
-    return any(isinstance(one, DTensor) for one in tensors_in(target))
+    return any(isinstance(one, DTensor) for one in tensors_in(written_argument(args, kwargs)))
 
 
 def writes_by_position(function: Any) -> bool:
@@ -149,7 +149,12 @@ def use_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return made
 
     args, kwargs = map_tensors(whole, (args, kwargs))
+    before = [made._version for _, made in gathered if not made.is_inference()]
     result = function(*args, **kwargs)
+    if before != [made._version for _, made in gathered if not made.is_inference()]:  # `embedding(max_norm=...)` writes
+        with torch.no_grad():
+            for source, made in gathered:
+                source.copy_(made)
     shown = [made for _, made in gathered if any(in_memory_of(one, made) for one in tensors_in(result))]
     if any(
         made.requires_grad for made in shown
@@ -159,7 +164,8 @@ def use_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         result = function(*map_tensors(lambda one: own.get(id(one), one), args), **kwargs)
 
     wholes = [
-        Whole(source, made.detach(), source.known_writes if made.requires_grad else None) for source, made in gathered
+        Whole(source, made, partial(_again, source, groups, recorded=made.requires_grad), source.known_writes)
+        for source, made in gathered
     ]
 
     def kept(tensor: Tensor) -> Tensor:
@@ -194,9 +200,9 @@ def _whole(tensor: PlacedTensor) -> tuple[Tensor, ManagedGroup | None]:
         return tensor.full_tensor(), None
     if tensor is not entry.sharded:
         copied = tensor.copied
-        if copied is None or copied.version != tensor._version:
+        if copied is None or copied.node is not tensor.grad_fn:
             refuse_gradient(tensor.described)
-        return use_whole(copied.function, copied.args, copied.kwargs), None
+        return _Whole.apply(_anchor(), [copied.parameter, tensor.full_tensor()]), group  # type: ignore[no-untyped-call]
     if group.mesh.parts is not None:
         raise EngineStateError(
             f"parameter {tensor.described}: a loss was computed from it outside of its module's forward, and along the mesh's axis "
@@ -207,23 +213,36 @@ def _whole(tensor: PlacedTensor) -> tuple[Tensor, ManagedGroup | None]:
     if unsharded is not None:
         return unsharded, group
     _advise(tensor, group)
-    anchor = torch.zeros((), requires_grad=True, device="cpu")
-    return _Whole.apply(anchor, [tensor]), group  # type: ignore[no-untyped-call]
+    return _Whole.apply(_anchor(), [tensor, tensor.full_tensor()]), group  # type: ignore[no-untyped-call]
+
+
+def _anchor() -> Tensor:
+    return torch.zeros((), requires_grad=True, device="cpu")
+
+
+def _again(source: PlacedTensor, groups: dict[int, ManagedGroup], *, recorded: bool) -> Tensor:
+    """All of a sharded tensor, gathered anew, in memory of its own; with history if it had one and a graph is recorded. Collective."""
+    if not (recorded and torch.is_grad_enabled()):
+        return source.full_tensor()
+    made: Tensor = _Whole.apply(_anchor(), [source, source.full_tensor()]).clone()  # type: ignore[no-untyped-call]
+    for group in groups.values():
+        made.grad_fn.register_prehook(_beginning(group))  # type: ignore[union-attr]
+    return made
 
 
 class _Whole(torch.autograd.Function):
-    """The whole main weight of a sharded parameter, in memory of its own; its gradient waits for the reduction of the unit."""
+    """The whole of a sharded parameter or of a copy of it, in memory of its own; the gradient waits for the reduction of the unit."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, sharded: list[PlacedTensor]) -> Tensor:
-        (ctx.sharded,) = sharded  # in a list: autograd shall not lead to it
-        return ctx.sharded.full_tensor()  # type: ignore[no-any-return]
+    def forward(ctx: Any, anchor: Tensor, given: list[Any]) -> Tensor:
+        ctx.sharded, whole = given  # in a list: autograd shall not lead to it
+        return whole  # type: ignore[no-any-return]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         group, index = ctx.sharded.place
-        group.add_gradient(index, gradient)
+        group.add_gradient(index, gradient.to(ctx.sharded.dtype))
         return None, None
 
 

@@ -39,19 +39,15 @@ class Lies(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """Rows that are a copy of a parameter's, perhaps in another dtype, made in grad mode: the same copy can be made of the whole.
+    """Rows that are a copy of a parameter's, perhaps in another dtype, made in grad mode: their gradient is the parameter's.
 
     Attributes:
-        function: `clone`, `to`, ...
-        args: The parameter first.
-        kwargs: Of the function.
-        version: Of the rows when they were made; if they were written since, they are no copy.
+        parameter: The sharded one.
+        node: Of the copy in autograd's graph; if it has another one, it was computed from since.
     """
 
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    version: int
+    parameter: PlacedTensor
+    node: Any
 
 
 class PlacedTensor(DTensor):
@@ -106,15 +102,18 @@ class PlacedTensor(DTensor):
 
     @property
     def known_writes(self) -> int:
-        """How often main weights of its root were written, as far as all ranks know."""
+        """How often weights, or else gradients, of its root were written, as far as all ranks know."""
         group = self._owner[0]()
-        return 0 if group is None else group.known_writes
+        return 0 if group is None else group.known_writes(weights=self.shows_weight)
+
+    def have_all(self) -> None:
+        """Somebody looks at it, or writes to it: have everything in it that belongs to it."""
 
     def note_write(self) -> None:
         """Main weights may have been written: forward must see it."""
         group = self._owner[0]()
         if group is not None:
-            group.note_write()
+            group.note_write(weights=self.shows_weight)
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole tensor, plain and without history: a loss computed from it has no gradient. Collective."""

@@ -103,6 +103,8 @@ def assign_data(target: PlacedTensor, value: Any) -> None:
             f"parameter {target.described}: .data = that of parameter {shown.described} would make both one memory, and "
             "each is part of its unit's buffer; copy the values (.data.copy_(other)), or tie the parameters before fully_shard"
         )
+    if isinstance(value, WholeView):
+        value = value.full_tensor()
     with torch.no_grad():
         run(torch.ops.aten.copy_.default, (target, value), {}, [target])
 

@@ -15,6 +15,7 @@ from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.params.gradient_hooks import add_gradient_hook
 from lightning_mfsdp.engine.params.held_back import GradientRows, HeldBackGradient, HeldBackRows
 from lightning_mfsdp.engine.params.managed import ManagedGroup
+from lightning_mfsdp.engine.params.number import Number
 from lightning_mfsdp.engine.params.placed_tensor import Lies, as_dtensor, own_rows
 from lightning_mfsdp.engine.params.rows import owned_rows, whole_shape
 from lightning_mfsdp.engine.params.sharded_arithmetic import refuse_gradient
@@ -111,7 +112,7 @@ class ShardedParameter(Rows):
 
     def _rows_of(self, value: Tensor) -> Rows:
         """This rank's rows of a gradient that is whole on every rank."""
-        if isinstance(value, DTensor):
+        if isinstance(value, (DTensor, Number)):
             value = value.full_tensor()
         if value.shape != self.shape:
             raise EngineStateError(

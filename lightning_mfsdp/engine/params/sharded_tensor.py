@@ -179,8 +179,10 @@ class Rows(PlacedTensor):
             if writes_in_place(func, args, kwargs) or stepping_optimizer() is not None:
                 raise  # an optimizer would gather whole weights in every step
             return use_whole(func, args, kwargs)
-        if isinstance(result, Rows) and result.requires_grad and not result.is_leaf and copies(func):
-            result.copied = Copied(func, args, kwargs, result._version)
+        if isinstance(result, Rows) and result is not args[0] and result.requires_grad and copies(func):
+            given = args[0]
+            parameter = given.copied.parameter if given.copied is not None else given
+            result.copied = Copied(parameter, result.grad_fn)
         if isinstance(result, Number) and result.requires_grad:
             described = next(one.described for one in tensors_in((args, kwargs)) if isinstance(one, Rows))
             result.register_hook(lambda _: refuse_gradient(described))  # type: ignore[no-untyped-call]

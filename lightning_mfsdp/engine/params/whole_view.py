@@ -2,18 +2,19 @@
 
     p.data[0].zero_(), p.grad[:2].mul_(0), nn.init.orthogonal_(p.data), r = p[:2] and later r.clamp_(...) under no_grad
 
-Where ranks hold different rows, such a view lies in the whole tensor, gathered for this use. Whatever is computed with it, the whole is
-gathered anew first, all ranks compute the same, and of what was written through the view each keeps its rows. Where every rank has all
-rows, the view lies in the tensor itself, and whoever reads it is told.
+Where ranks hold different rows, such a view lies in the whole tensor, gathered for this use. If the tensor was written since, whatever is
+computed with the view gets a view of a whole that is gathered anew, with its history if it had one; graphs keep what they saved. All ranks
+compute the same, and of what was written through the view each keeps its rows. Where every rank has all rows, the view lies in the tensor
+itself, and whoever reads it is told.
 
 Alternatives considered: refusing such writes (DDP and plain PyTorch do them, and a program that freezes rows of an embedding has no other
 way); functions told by name alone (`out=`, `foreach` and library code write without a name that says so: version counters tell); gathering
-only if somebody has written in the meantime (a rank without rows may not know, and all ranks must gather or none).
+anew for every use (ranks that look at a view alone, for a log, would wait for the others, and a graph that saved it would be out of date).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -27,7 +28,7 @@ from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.params.number import Number
 from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor, own_rows
 
-__all__ = ["Whole", "WholeView", "in_memory_of", "is_in_place", "with_views"]
+__all__ = ["Whole", "WholeView", "in_memory_of", "is_in_place", "with_views", "written_argument"]
 
 # What says something about a tensor and looks at no value.
 _DESCRIBES = frozenset(
@@ -54,7 +55,7 @@ _DESCRIBES = frozenset(
             "requires_grad_",
             "retain_grad",
         ),
-        *("register_hook", "has_names", "_has_symbolic_sizes_strides", "backward"),
+        *("register_hook", "has_names", "_has_symbolic_sizes_strides", "backward", "__repr__", "__str__", "__format__"),
     )
 )
 
@@ -63,6 +64,13 @@ def is_in_place(function: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a torch function writes to an argument, as far as its name and `out=` tell."""
     name = getattr(function, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
+
+
+def written_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function that writes in place writes to."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    return args[:1] or [kwargs.get("input"), kwargs.get("self"), kwargs.get("tensor")]
 
 
 def in_memory_of(tensor: Tensor, other: Tensor) -> bool:
@@ -78,24 +86,20 @@ class Whole:
 
     Attributes:
         source: The sharded tensor.
-        memory: All of it, plain and contiguous.
-        writes: How often main weights had been written when it was gathered, if graphs may have saved it; else it is gathered anew for
-            each use. A graph that saved what is gathered anew raises in its backward, as one that saved a weight that was stepped.
+        memory: All of it, contiguous; with history where a loss may be computed from it.
+        again: Gathers all of it anew. Collective.
+        writes: How often the source had been written when it was gathered, as far as all ranks know.
     """
 
     source: PlacedTensor
     memory: Tensor
-    writes: int | None
+    again: Callable[[], Tensor]
+    writes: int
 
-    def refresh(self) -> None:
-        """Have the present values. Collective."""
+    def present(self) -> Whole:
+        """One with the present values: this one, or another in memory of its own, as graphs may have saved these. Collective if written."""
         writes = self.source.known_writes
-        if self.writes == writes:
-            return
-        if self.writes is not None:
-            self.writes = writes
-        with torch.no_grad():
-            self.memory.copy_(self.source.full_tensor())
+        return self if self.writes == writes else Whole(self.source, self.again(), self.again, writes)
 
     def write_back(self, view: Tensor) -> None:
         """Keep this rank's rows of what a view shows; other rows stay as they are."""
@@ -104,14 +108,15 @@ class Whole:
             memory = torch.empty_like(self.memory)
             rows = own_rows(memory, self.source)
             rows.copy_(local)
-            self.as_in(memory, view).copy_(view)
+            self.like(view, memory).copy_(view)
             local.copy_(rows)
 
-    def as_in(self, memory: Tensor, view: Tensor) -> Tensor:
+    def like(self, view: Tensor, memory: Tensor) -> Tensor:
         """What a view of the whole is in other memory like it."""
         start = view.storage_offset() * view.element_size() - self.memory.storage_offset() * self.memory.element_size()
-        found = torch.empty(0, dtype=view.dtype, device=view.device)
-        return found.set_(memory.untyped_storage(), start // view.element_size(), view.size(), view.stride())
+        start += memory.storage_offset() * memory.element_size()
+        typed = memory if memory.dtype == view.dtype else memory.view(-1).view(view.dtype)
+        return typed.as_strided(view.size(), view.stride(), start // view.element_size())
 
 
 class WholeView(Number):
@@ -148,20 +153,11 @@ class WholeView(Number):
         with with_views(func, args, kwargs) as (views, args, kwargs), compat.without_torch_function():
             return map_tensors(lambda one: _viewed(one, views), func(*args, **kwargs))
 
-    def refresh(self) -> None:
-        """Have the present values. Collective where ranks hold different rows."""
-        if self._whole is not None:
-            with compat.without_torch_function():
-                self._whole.refresh()
-
     def full_tensor(self) -> Tensor:
-        """Itself, as an ordinary tensor. Collective where ranks hold different rows."""
-        self.refresh()
-        return super().full_tensor()
-
-    def to_local(self) -> Tensor:
-        """See `full_tensor`."""
-        return self.full_tensor()
+        """Itself, as an ordinary tensor with the present values. Collective where ranks hold different rows."""
+        with compat.without_torch_function():
+            present = _present([self])
+        return super(WholeView, present.get(id(self), self)).full_tensor()
 
     def numpy(self, *, force: bool = False) -> Any:
         """As of any tensor, to be read: what is written to an array is not seen."""
@@ -198,11 +194,10 @@ def with_views(
                 f"{function.__name__} on a view of parameter {view.source.described}: it needs a gradient, and autograd cannot follow a "
                 "write in place; write under torch.no_grad(), or to a view of its data"
             )
+    for view in views:
+        view.source.have_all()
     with compat.without_torch_function():
-        for whole in {id(view._whole): view._whole for view in views}.values():
-            if whole is not None:
-                whole.refresh()
-        if len(views) > 1 and (moved := _in_one_memory(views)):
+        if moved := _present(views):
             args, kwargs = map_tensors(lambda one: moved.get(id(one), one), (args, kwargs))
             views = [moved.get(id(view), view) for view in views]
         named = _written_by_name(function, args, kwargs)
@@ -216,21 +211,25 @@ def with_views(
                 view.source.note_write()
 
 
-def _in_one_memory(views: Sequence[WholeView]) -> dict[int, WholeView]:
-    """Of views that show one tensor in several wholes the same views of the first, by identity.
+def _present(views: Sequence[WholeView]) -> dict[int, WholeView]:
+    """Of views that are out of date, or show one tensor in several wholes, the same views of one whole; by identity. Collective.
 
-    A rank without rows of the tensor may not see that it is one. It keeps nothing of what is written.
+    A rank without rows of a tensor may not see that two wholes are of one. It keeps nothing of what is written.
     """
-    first: dict[tuple[int, torch.dtype], Whole] = {}
+    wholes = {id(view._whole): view._whole for view in views if view._whole is not None}
+    present = {key: whole.present() for key, whole in wholes.items()}
+    if len(present) > 1:
+        first: dict[tuple[int, torch.dtype], Whole] = {}
+        for key, whole in present.items():
+            local = whole.source._local_tensor
+            if local.numel() and not whole.memory.requires_grad:
+                present[key] = first.setdefault((local.data_ptr(), local.dtype), whole)
     moved: dict[int, WholeView] = {}
-    with compat.without_torch_function():
-        for view in views:
-            if view._whole is None or view.requires_grad:
-                continue
-            local = view._source._local_tensor
-            whole = first.setdefault((local.data_ptr(), local.dtype), view._whole)
-            if whole is not view._whole and local.numel():
-                moved[id(view)] = WholeView.of(view._whole.as_in(whole.memory, view), view._source, whole)
+    for view in views:
+        before = view._whole
+        if before is not None and (now := present[id(before)]) is not before:
+            memory = now.memory if view.requires_grad else now.memory.detach()
+            moved[id(view)] = WholeView.of(before.like(view, memory), view._source, now)
     return moved
 
 
@@ -243,8 +242,7 @@ def _written_by_name(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """Views that a function surely writes to: its first argument, or `out`."""
     if not is_in_place(function, kwargs):
         return []
-    target = kwargs["out"] if kwargs.get("out") is not None else args[:1]
-    return [one for one in tensors_in(target) if isinstance(one, WholeView)]
+    return [one for one in tensors_in(written_argument(args, kwargs)) if isinstance(one, WholeView)]
 
 
 def _viewed(one: Tensor, views: Sequence[WholeView]) -> Tensor:

@@ -104,7 +104,8 @@ class Context:
         lane: Of all-gathers.
         root: The outermost unit, while it is there.
         needs_refresh: Main weights were written since `refresh`.
-        known_writes: How often main weights were written, as far as all ranks know: by an optimizer, a function, `load_state_dict`.
+        weight_writes: How often main weights were written, as far as all ranks know: by an optimizer, a function, `load_state_dict`.
+        gradient_writes: The same of gradients: by a backward, an optimizer, a function.
         ignored: Parameters that were to be left as they are, by identity.
         keeps_graph: The backward that runs, or ran last, leaves its graph for another one.
         shown_averages: That stand in for main weights at the moment (ema.py).
@@ -137,7 +138,7 @@ class Context:
         self._units: list[weakref.ref[Unit]] = []
         self._num_groups = 0
         self.needs_refresh = True
-        self.known_writes = 0
+        self.weight_writes = self.gradient_writes = 0
         self.schedule = Schedule()
         self._grouped: Run | None = None
         self._in_backward = self.keeps_graph = False
@@ -206,8 +207,16 @@ class Context:
 
     def weights_changed(self, groups: Iterable[ParameterGroup] | None = None) -> None:
         """Main weights (of all groups, or these) were written by somebody: compute shards are refreshed before the next all-gather."""
-        self.known_writes += 1
+        self.weight_writes += 1
         self._outdate(self.groups if groups is None else groups)
+
+    def rows_written(self, group: ParameterGroup, *, weights: bool) -> None:
+        """A function wrote to rows of a group: to main weights, or surely to something else, such as gradients."""
+        if weights:
+            self.weight_writes += 1
+        else:
+            self.gradient_writes += 1
+        self._outdate([group])
 
     def _outdate(self, groups: Iterable[ParameterGroup]) -> None:
         self.needs_refresh = True
@@ -266,7 +275,8 @@ class Context:
         self.schedule.forget_pass()  # also after a forward whose backward never came
         self.order.stepped()
         self._has_stepped = self.needs_refresh = True
-        self.known_writes += 1
+        self.weight_writes += 1
+        self.gradient_writes += 1
         for group in groups:
             group.weights.outdate(by_optimizer=True)
         self.refresh_shown()
@@ -445,6 +455,7 @@ class Context:
         if (root := self.root()) is not None and root.pinned:
             root.use_shared()
         self.backwards_finished += 1
+        self.gradient_writes += 1
         self._in_backward = False
         self.schedule.end_backward()
 
