@@ -179,7 +179,7 @@ class Rows(PlacedTensor):
             if writes_in_place(func, args, kwargs) or stepping_optimizer() is not None:
                 raise  # an optimizer would gather whole weights in every step
             return use_whole(func, args, kwargs)
-        if isinstance(result, Rows) and result is not args[0] and result.requires_grad and copies(func):
+        if copies(func) and isinstance(result, Rows) and result is not args[0] and result.requires_grad:
             given = args[0]
             parameter = given.copied.parameter if given.copied is not None else given
             result.copied = Copied(parameter, result.grad_fn)
