@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp.base import compat
+from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.memory.buffer import FlatBuffer, transient
 from lightning_mfsdp.engine.memory.storage import Slot
 from lightning_mfsdp.engine.params.held_back import HeldBackGradient, stand_in
@@ -623,14 +624,8 @@ class Gradients:
         self._to_main(self._over_outer_axis(partial, 1.0, into_main=not adds), adds=adds, zeros_unused=zeros_unused)
 
     def _over_shard_axis(self, source: FlatBuffer, factor: float, *, into_main: bool) -> FlatBuffer:
-        axis = self.axes.shard
-        if not self._placement.main:
-            (axis.all_reduce_high_precision if self._precise else axis.all_reduce)(source.segments, factor)
-            return source
-        output = self._output(source, self._inner, into_main=into_main)
-        reduce = axis.sum_scatter_high_precision if self._precise else axis.reduce_scatter
-        reduce(output.segments, source.segments, factor)
-        return output
+        extent = self._inner if self._placement.main else None
+        return self._over(self.axes.shard, source, extent, factor, into_main=into_main)
 
     def _over_outer_axis(self, result: FlatBuffer, factor: float, *, into_main: bool) -> FlatBuffer:
         axis = self.axes.outer
@@ -642,12 +637,18 @@ class Gradients:
             converted = FlatBuffer.empty(self._layout, result.extent, self._comm_dtype, self.device)
             compat.foreach_copy_(converted.segments, result.segments)
             result = converted
-        if not self._placement.outer_main:
-            (axis.all_reduce_high_precision if self._precise else axis.all_reduce)(result.segments, factor)
-            return result
-        output = self._output(result, self._own, into_main=into_main)
+        return self._over(axis, result, self._own if self._placement.outer_main else None, factor, into_main=into_main)
+
+    def _over(
+        self, axis: Axis, source: FlatBuffer, extent: range | None, factor: float, *, into_main: bool
+    ) -> FlatBuffer:
+        """Reduce over one axis: scattered, so that this rank has `extent` of it, or whole and in place with `None`."""
+        if extent is None:
+            (axis.all_reduce_high_precision if self._precise else axis.all_reduce)(source.segments, factor)
+            return source
+        output = self._output(source, extent, into_main=into_main)
         reduce = axis.sum_scatter_high_precision if self._precise else axis.reduce_scatter
-        reduce(output.segments, result.segments, factor)
+        reduce(output.segments, source.segments, factor)
         return output
 
     def _output(self, source: FlatBuffer, extent: range, *, into_main: bool) -> FlatBuffer:

@@ -149,11 +149,11 @@ def use_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return made
 
     args, kwargs = map_tensors(whole, (args, kwargs))
-    before = [made._version for _, made in gathered if not made.is_inference()]
+    before = [None if made.is_inference() else made._version for _, made in gathered]
     result = function(*args, **kwargs)
-    if before != [made._version for _, made in gathered if not made.is_inference()]:  # `embedding(max_norm=...)` writes
-        with torch.no_grad():
-            for source, made in gathered:
+    for (source, made), version in zip(gathered, before, strict=True):
+        if version is not None and version != made._version:  # `embedding(max_norm=...)` writes
+            with torch.no_grad():
                 source.copy_(made)
     shown = [made for _, made in gathered if any(in_memory_of(one, made) for one in tensors_in(result))]
     if any(
