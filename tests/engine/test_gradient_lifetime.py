@@ -64,6 +64,51 @@ def a_gradient_set_while_others_wait_to_be_reduced_takes_their_place(rank, world
             torch.testing.assert_close(found, expected + 1)
 
 
+def a_kept_gradient_stays_where_another_was_assigned(rank, world):
+    """Gradients of two losses, the second added up in a tensor that took the first one's place."""
+    assigned = {"zeros": torch.zeros_like, "scaled": lambda grad: grad * 0.5}
+    for (name, make), one, sharding in itertools.product(assigned.items(), (False, True), STRATEGIES):
+        case = (name, one, sharding)
+        model, other = sharded_chain(sharding=sharding), sharded_chain(sharding=sharding)
+        loss_of(other, inputs(1, rank)).backward()
+        second = [parameter.grad.full_tensor() for parameter in other.parameters()]
+        loss_of(model, inputs(0, rank)).backward()
+        kept = [parameter.grad for parameter in model.parameters()]
+        before = [grad.full_tensor().clone() for grad in kept]
+        replaced = list(model.parameters())[: 1 if one else None]
+        for parameter in replaced:
+            parameter.grad = make(parameter.grad)
+        start = [make(grad) if number < len(replaced) else grad for number, grad in enumerate(before)]
+        loss_of(model, inputs(1, rank)).backward()
+        for number, parameter in enumerate(model.parameters()):
+            torch.testing.assert_close(parameter.grad.full_tensor(), start[number] + second[number], msg=str(case))
+            if number < len(replaced):
+                assert torch.equal(kept[number].full_tensor(), before[number]), (case, number)
+
+
+def parameters_frozen_after_sharding_take_no_part_in_autograd(rank, world):
+    for sharding in STRATEGIES:
+        model, plain = sharded_chain(sharding=sharding), plain_chain()
+        for one in (model, plain):
+            for parameter in one.layers[0].parameters():
+                parameter.requires_grad_(False)
+        frozen = model.layers[0].weight
+        assert not (frozen * 2).requires_grad, sharding
+        assert not frozen[:2].requires_grad, sharding
+        for one in (model, plain):
+            (sum(parameter.pow(2).sum() for parameter in one.parameters())).backward()
+            for parameter in one.layers[0].parameters():
+                parameter.mul_(0.5)  # in grad mode: nobody follows it
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found.full_tensor(), expected.detach(), msg=sharding)
+            assert (found.grad is None) == (expected.grad is None), sharding
+            if expected.grad is not None:
+                torch.testing.assert_close(found.grad.full_tensor(), expected.grad, msg=sharding)
+        for parameter in model.layers[0].parameters():
+            parameter.requires_grad_(True)
+        assert (frozen[:2] * 2).requires_grad, sharding
+
+
 def a_gradient_held_back_of_a_parameter_that_was_frozen_since_is_reduced(rank, world):
     """As one process shows it; and only once. A whole unit is frozen, and one parameter of another."""
     for sharding, keeps, clears in pairwise(STRATEGIES, (False, True), (False, True)):
@@ -485,6 +530,8 @@ def a_failure_while_a_bucket_is_filled_does_not_stop_later_steps(rank, world):
 WORLDS = {
     1: (
         a_kept_gradient_stays_where_only_some_were_cleared,
+        a_kept_gradient_stays_where_another_was_assigned,
+        parameters_frozen_after_sharding_take_no_part_in_autograd,
         a_kept_gradient_is_the_gradient_while_later_ones_are_held_back,
         a_gradient_set_before_the_first_backward_is_added_to,
         a_kept_gradient_outlives_clearing_and_the_next_forward,
@@ -493,6 +540,8 @@ WORLDS = {
     ),
     2: (
         a_kept_gradient_stays_where_only_some_were_cleared,
+        a_kept_gradient_stays_where_another_was_assigned,
+        parameters_frozen_after_sharding_take_no_part_in_autograd,
         a_kept_gradient_is_the_gradient_while_later_ones_are_held_back,
         a_gradient_set_before_the_first_backward_is_added_to,
         a_gradient_set_while_others_wait_to_be_reduced_takes_their_place,

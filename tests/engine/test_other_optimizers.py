@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -305,6 +306,41 @@ def forward_sees_what_an_optimizer_writes_to_rows_outside_of_its_step(rank, worl
                     assert not torch.equal(loss_of(model, inputs(1)), before), case
 
 
+def halve_in_place(parameter: Tensor) -> None:
+    with torch.no_grad():
+        parameter.mul_(0.5)
+
+
+def halve_by_assignment(parameter: Tensor) -> None:
+    parameter.data = parameter.data * 0.5
+
+
+def forward_sees_what_somebody_writes_to_rows_that_an_optimizer_of_torch_holds(rank, world):
+    """Between two steps, over `optimizer.param_groups`; so do kept views, and whoever reads a parameter before the next forward."""
+    half = MixedPrecisionPolicy(main_params_dtype=torch.float32, compute_dtype=torch.bfloat16)
+    for sharding, policy, write in product(
+        STRATEGIES, (MixedPrecisionPolicy(), half), (halve_in_place, halve_by_assignment)
+    ):
+        case = (sharding, policy.compute_dtype, write.__name__)
+        model = sharded_chain(sharding=sharding, policy=policy)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        for _ in range(2):
+            loss_of(model, inputs(0, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for is_stepped in (True, False):
+                if not is_stepped:
+                    loss_of(model, inputs(1))
+                parameter = next(model.parameters())
+                view, before = parameter.data[:2], parameter.full_tensor().clone()
+                for group in optimizer.param_groups:
+                    for rows in group["params"]:
+                        write(rows)
+                assert torch.equal(parameter.detach().full_tensor(), before * 0.5), case
+                assert torch.equal(view.clone(), before[:2] * 0.5), case
+                assert_forward_sees(model, case)
+
+
 def sharpness_of_one_process(one_call: bool, world: int) -> dict[str, Tensor]:
     model = double_chain(plain_chain)
     sharpen(model, Sharpness(model.parameters()), list(range(world)), one_call)
@@ -385,6 +421,7 @@ def what_no_optimizer_wrote_is_not_gathered_again(rank, world):
 
 TWO = (
     forward_sees_what_an_optimizer_writes_to_rows_outside_of_its_step,
+    forward_sees_what_somebody_writes_to_rows_that_an_optimizer_of_torch_holds,
     an_optimizer_that_climbs_first_trains_rows_like_one_process,
     a_closure_finds_weights_that_a_step_wrote_before_it,
     what_no_optimizer_wrote_is_not_gathered_again,
@@ -401,6 +438,7 @@ WORLDS = {
     1: (
         on_one_rank_every_optimizer_works_under_every_sharding,
         forward_sees_what_an_optimizer_writes_to_rows_outside_of_its_step,
+        forward_sees_what_somebody_writes_to_rows_that_an_optimizer_of_torch_holds,
     ),
     2: TWO,
     3: (

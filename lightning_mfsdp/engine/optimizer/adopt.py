@@ -80,7 +80,7 @@ class _ShardedStep:
         self._grad_scaler: object | None = None
         self._groups: list[tuple[weakref.ref[ParameterGroup], list[int]]] = []
         self._held: list[Tensor] = []
-        self._is_watched = False
+        self._is_watched = self._writes_elsewhere = False
 
     def adopt(self, optimizer: Optimizer, elementwise: bool | None, grad_scaler: object | None) -> None:
         """Take over the parameters that the optimizer holds. `None` leaves what was said before."""
@@ -105,7 +105,7 @@ class _ShardedStep:
             if (context := context_of_group(group)) is not None:
                 context.track(entries)
         # DTensors note what is written to them; local rows do not.
-        self._is_watched = local and not writes_in_steps_alone
+        self._is_watched, self._writes_elsewhere = local, not writes_in_steps_alone
         if self._is_watched:
             for group in found:
                 if (context := context_of_group(group)) is not None:
@@ -144,7 +144,8 @@ class _ShardedStep:
         for driver in self._drivers:
             is_whole = driver.end(optimizer) and is_whole
         if is_whole:
-            self._was_written()  # which also puts rows back where they belong
+            if self._writes_elsewhere:
+                self._was_written()  # which also puts rows back where they belong
             self._note_write()
 
     def _note_write(self) -> None:
@@ -154,8 +155,11 @@ class _ShardedStep:
         """Whether rows that are watched were written since this was last asked, or compute shards refreshed."""
         if not self._is_watched:
             return False
-        written = [group.weights.note_writes() for reference, _ in self._groups if (group := reference()) is not None]
+        written = [group.weights.note_writes() for group in self._present_groups()]  # all of them, not up to the first
         return any(written)
+
+    def _present_groups(self) -> list[ParameterGroup]:
+        return [group for reference, _ in self._groups if (group := reference()) is not None]
 
     def _evaluating(self, closure: Callable[..., Any], roots: Sequence[Root]) -> Callable[..., Any]:
         """A closure that sees what was written since it was last called (LBFGS), or since the step began (SAM), and holds nothing back."""

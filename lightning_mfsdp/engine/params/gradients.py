@@ -144,13 +144,13 @@ class MainGradient:
             slot.fixed = pinned
 
     def _leave_kept(self) -> None:
-        """Of gradients that were cleared while others were not: those that somebody keeps go on in memory of their own.
+        """Of gradients that were cleared or replaced while others were not: those that somebody keeps go on in memory of their own.
 
         Views of them stay in this one.
         """
         for index, count in enumerate(list(map(sys.getrefcount, self.views))):
-            if count != self._own_counts[index] and self._locals[index].grad is None:
-                kept = self.views[index]
+            kept = self.views[index]
+            if count != self._own_counts[index] and self._locals[index].grad is not kept:
                 with torch.inference_mode(False), torch.no_grad():
                     self.views[index] = self.of_optimizer.view(index)  # the list is that of the buffer
                     compat.set_data(kept, kept.clone())

@@ -66,6 +66,9 @@ class Root(Protocol):
     def hides_gradients(self) -> bool:
         """A forward is being recorded, and gradients are set aside."""
 
+    def note_writes(self) -> None:
+        """See what was written to local rows of main weights."""
+
     def rows_written(self, group: ParameterGroup, *, weights: bool) -> None:
         """A function wrote to rows of a group: to main weights, or surely to something else, such as gradients."""
 
@@ -251,8 +254,11 @@ class ParameterGroup:
 
     def known_writes(self, *, weights: bool) -> int:
         """How often main weights, or else gradients, were written, as far as all ranks know."""
-        context = self.root()
-        return 0 if context is None else context.weight_writes if weights else context.gradient_writes
+        if (context := self.root()) is None:
+            return 0
+        if weights:
+            context.note_writes()
+        return context.weight_writes if weights else context.gradient_writes
 
     def note_write(self, *, weights: bool = True) -> None:
         """Main weights may have been written, or gradients surely: forward must see it."""

@@ -27,16 +27,33 @@ from lightning_mfsdp.engine.params.managed import ManagedGroup
 from lightning_mfsdp.engine.params.number import Number
 from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor
 from lightning_mfsdp.engine.params.sharded_arithmetic import refuse_gradient
-from lightning_mfsdp.engine.params.whole_view import Whole, WholeView, in_memory_of, is_in_place, written_argument
+from lightning_mfsdp.engine.params.whole_view import (
+    Whole,
+    WholeView,
+    in_memory_of,
+    is_in_place,
+    written_argument,
+)
 
-__all__ = ["computes", "copies", "needs_whole", "use_whole", "write_in_whole", "writes_by_position", "writes_in_place"]
+__all__ = [
+    "computes",
+    "copies",
+    "needs_whole",
+    "reads",
+    "use_whole",
+    "write_in_whole",
+    "writes_by_position",
+    "writes_in_place",
+]
 
 _WORTH_SAYING_BYTES = 1 << 20
 _VIEWS = frozenset((Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__))  # type: ignore[attr-defined]
+_SHOWS_MEMORY = _VIEWS | {Tensor.data.__get__}  # type: ignore[attr-defined]
 # Whose result is a copy, shared out as the parameter is.
 _COPIES = frozenset(
     ("clone", "contiguous", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type_as", "type")
 )
+_READS = _COPIES | {"detach", "to_local", "equal", "allclose", "isclose", "tolist"}
 # Of which nothing can be differentiated, or whose result is shared out as the parameter is.
 _KEEPS_ROWS = (
     frozenset(
@@ -94,6 +111,11 @@ def computes(function: Any) -> bool:
     if name in _KEEPS_ROWS:
         return function in _VIEWS
     return not (name.startswith(("is_", "_is_", "new_")) or name.endswith("_like"))
+
+
+def reads(function: Any) -> bool:
+    """Whether a torch function computes values from a tensor's, copies it or shows its memory, rather than describing it."""
+    return function in _SHOWS_MEMORY or getattr(function, "__name__", "") in _READS or computes(function)
 
 
 def copies(function: Any) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.params.gradient_hooks import add_gradient_hook
 from lightning_mfsdp.engine.params.held_back import GradientRows, HeldBackGradient, HeldBackRows
@@ -162,7 +163,15 @@ class ShardedParameter(Rows):
             )
         self._unsharded.requires_grad_(requires_grad)
         self._local.requires_grad_(requires_grad)
+        # Autograd asks the tensor itself, in arithmetic on rows.
+        with compat.without_torch_function():
+            Tensor.requires_grad_(self, requires_grad)
         return self
+
+    def take_assigned(self) -> None:
+        """Have what was assigned to the `data` of the local representation where the rows belong, before anybody reads them."""
+        if self._local.data_ptr() != self._local_tensor.data_ptr() and (group := self._owner[0]()) is not None:
+            group.known_writes(weights=True)  # which looks at all rows
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         raise EngineStateError(

@@ -27,6 +27,7 @@ from lightning_mfsdp.engine.params.outside import (
     computes,
     copies,
     needs_whole,
+    reads,
     use_whole,
     write_in_whole,
     writes_by_position,
@@ -100,6 +101,9 @@ class Rows(PlacedTensor):
         """For torch.distributed.checkpoint: the memory it reads from and writes to."""
         return self._local_tensor
 
+    def take_assigned(self) -> None:
+        """Copy what was assigned to the `data` of another representation; none has any but a parameter."""
+
     def apply_(self, function: Callable[[Any], Any]) -> Any:
         """As of any tensor on CPU: `function` is called with every number of this rank's rows."""
         self._local_tensor.apply_(function)
@@ -166,6 +170,10 @@ class Rows(PlacedTensor):
             # PyTorch cannot give an inference tensor the version counter of what it shows.
             with torch.inference_mode(False), torch.no_grad():
                 return cls._called(func, args, kwargs)
+        if reads(func):
+            for one in tensors_in((args, kwargs)):
+                if isinstance(one, Rows):
+                    one.take_assigned()
         if computes(func):
             in_place = writes_in_place(func, args, kwargs)
             if in_place and writes_by_position(func):

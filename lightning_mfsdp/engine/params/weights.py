@@ -109,6 +109,7 @@ class Weights:
         leases: How many units compute with them.
         outdated: The main weight was written since the compute shard was brought up to date with it.
         written_elsewhere: By somebody else than an optimizer that was taken over.
+        known_writes: The main weight's version counter when it was last looked at, or a step reported.
         stale: The compute shard was brought up to date since it was last gathered.
         lost_writes: Unsharded parameters that a forward wrote to, though main weights of another dtype cannot take that over.
         client: Holds pooled buffers for the unsharded weight.
@@ -133,7 +134,7 @@ class Weights:
         num_forms = len(owner.spec.planes)
         self._read_by_forward, self._read_by_backward = 1, 1 << (num_forms - 1)
         self._every_form = (1 << num_forms) - 1
-        self._known_writes = 0
+        self.known_writes = 0
         self._event: Event = None  # after the all-gather
         self._lane: GatherLane
         self._bound: Sequence[FlatBuffer] | None = None
@@ -172,7 +173,9 @@ class Weights:
     def outdate(self, *, by_optimizer: bool) -> None:
         """The main weight was written."""
         self.outdated = True
-        if not by_optimizer:
+        if by_optimizer:
+            self.forget_writes()
+        else:
             self.written_elsewhere = True
 
     def note_writes(self) -> bool:
@@ -185,13 +188,13 @@ class Weights:
                 with torch.no_grad():
                     rows.copy_(entry.local)
                 compat.set_data(entry.local, rows)
-        before = self._known_writes
+        before = self.known_writes
         self.forget_writes()
-        return self._known_writes != before
+        return self.known_writes != before
 
     def forget_writes(self) -> None:
         """What was written to the main weight until now is known, or was the engine."""
-        self._known_writes = self._main.segments[0]._version  # all views of a buffer have one counter
+        self.known_writes = self._main.segments[0]._version  # all views of a buffer have one counter
 
     def updates(self) -> tuple[list[Tensor], list[Tensor]]:
         """What to copy where (targets, sources) so that the own part of the compute shard equals the main weight; it counts as done.
@@ -204,6 +207,7 @@ class Weights:
         )
         self.outdated = self.written_elsewhere = False
         self.stale = True
+        self.forget_writes()
         if known or not self.shards or self._codec is not None:
             return [], []
         return self.shards[0].part(self._own).segments, self._main.segments
@@ -427,8 +431,8 @@ class Weights:
         self.registered = False
         raise EngineStateError(
             f"{self.name}: parameter {entry.name} was replaced after fully_shard (expected its sharded DTensor, got "
-            f"{_named(found, entry)}), by load_state_dict(assign=True), an assignment, or a conversion such as half() or cpu(). Assign "
-            "before fully_shard and copy values in place afterwards; convert it back, or call unshard_model(module) on the root"
+            f"{_named(found, entry)}), by load_state_dict(assign=True), functional_call, an assignment, "
+            "or a conversion such as half() or cpu(). Assign before fully_shard and copy values in place afterwards; convert it back, or call unshard_model(module) on the root"
         )
 
     def unregister(self, *, takes_over: bool = True) -> None:

@@ -239,8 +239,6 @@ class Context:
             copies = weights.updates()
             targets += copies[0]
             sources += copies[1]
-            if self._watched_groups:
-                weights.forget_writes()
             if weights.is_sharded and not (weights.registered or weights.leases):
                 weights.reshard()
         if targets:
@@ -302,8 +300,19 @@ class Context:
     def note_writes(self) -> None:
         """See what was written to local rows that are watched."""
         groups = [group for reference in self._watched_groups if (group := reference()) is not None]
-        written = [group.weights.note_writes() and not group.weights.outdated for group in groups]
-        if any(written):
+        # The counter and the addresses are looked at here, since this is done in every step.
+        written = [
+            group
+            for group in groups
+            if (
+                group.main.segments[0]._version != group.weights.known_writes
+                or [entry.local.data_ptr() for entry in group.entries] != [rows.data_ptr() for rows in group.main.views]
+            )
+            and group.weights.note_writes()
+        ]
+        if written:
+            self.weight_writes += 1
+        if any(not group.weights.outdated for group in written):
             self._outdate(groups)  # all of them, since a rank without rows of one may not have written to it
 
     @property
