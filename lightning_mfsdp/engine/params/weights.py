@@ -432,7 +432,8 @@ class Weights:
         raise EngineStateError(
             f"{self.name}: parameter {entry.name} was replaced after fully_shard (expected its sharded DTensor, got "
             f"{_named(found, entry)}), by load_state_dict(assign=True), functional_call, an assignment, "
-            "or a conversion such as half() or cpu(). Assign before fully_shard and copy values in place afterwards; convert it back, or call unshard_model(module) on the root"
+            "or a conversion such as half() or cpu(). Assign before fully_shard and copy values in place afterwards; convert it back, or "
+            "call unshard_model(module) on the root"
         )
 
     def unregister(self, *, takes_over: bool = True) -> None:
