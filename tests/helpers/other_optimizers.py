@@ -176,7 +176,8 @@ class SOAP(_Rule):
     """Adam in the eigenbasis of Shampoo's matrix, found anew every `every` steps (Vyas and others, 2024, the one-sided variant).
 
     The side is the shorter one: on the longer one many directions have no gradient, and their basis would be any. The first step finds
-    the basis and moves nothing, as the authors do it. Vectors take plain Adam.
+    the basis and moves nothing, as the authors do it. Vectors take plain Adam. Its state is in row-major order, as sharded checkpoints
+    give it back: products of the same numbers in another order differ in the last bit.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float = 1e-2, every: int = 2) -> None:
@@ -187,10 +188,12 @@ class SOAP(_Rule):
         is_tall = grad.dim() == 2 and grad.shape[0] > grad.shape[1]
         parameter, grad = (parameter.T, grad.T) if is_tall else (parameter, grad)
         if state["step"] == 1:
-            state["mean"], state["square"] = torch.zeros_like(grad), torch.zeros_like(grad)
+            state["mean"], state["square"] = (
+                torch.zeros_like(grad, memory_format=torch.contiguous_format) for _ in range(2)
+            )
             if grad.dim() == 2:
                 state["products"] = grad @ grad.T
-                state["basis"] = torch.linalg.eigh(state["products"])[1]
+                state["basis"] = torch.linalg.eigh(state["products"])[1].contiguous()
                 return
         basis = state.get("basis")
         turned = grad if basis is None else basis.T @ grad
@@ -203,4 +206,4 @@ class SOAP(_Rule):
         if grad.dim() == 2:
             state["products"].lerp_(grad @ grad.T, 1 - two)
             if state["step"] % group["every"] == 0:
-                state["basis"] = torch.linalg.eigh(state["products"])[1]
+                state["basis"] = torch.linalg.eigh(state["products"])[1].contiguous()
