@@ -122,6 +122,25 @@ def modules_may_read_weights_of_their_own(rank, world):
             assert_gradients(model, reference, (sharding, reshard, run.__name__))
 
 
+def weights_are_there_where_the_root_hides_its_result_too(rank, world):
+    """A backward that begins with what the root returned is noticed by nobody, also of a unit whose own result was used inside the root."""
+    for sharding, reshard in in_world(world, (1, 2), STRATEGIES, (True, False)):
+        torch.manual_seed(0)
+        inner = Hiding(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model = Hiding(nn.Linear(4, 4), inner[1], inner[0], Showing())
+        reference = copy.deepcopy(model)
+        for layer in inner:
+            fully_shard(layer, sharding=sharding, reshard_after_forward=reshard)
+        fully_shard(model, sharding=sharding)
+        for index in range(3):
+            hidden = model(batch(index))
+            model.zero_grad()
+            hidden.value.sum().backward()
+            reference.zero_grad()
+            reference(batch(index)).value.sum().backward()
+            assert_gradients(model, reference, (sharding, reshard))
+
+
 def evaluation_in_between(model, loss):
     y = by_method(model, batch(7))
     with torch.no_grad():
@@ -248,6 +267,7 @@ def after_a_backward_that_raised_gradients_can_be_cleared(rank, world):
 
 CASES = [
     modules_may_read_weights_of_their_own,
+    weights_are_there_where_the_root_hides_its_result_too,
     weights_that_went_away_are_there_again,
     backwards_inside_of_a_step_read_what_its_forward_read,
     both_planes_of_the_root_are_there,
