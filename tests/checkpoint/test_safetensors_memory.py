@@ -21,7 +21,7 @@ from lightning_mfsdp.engine import fully_shard, fully_shard_optimizer
 from tests.helpers.distributed import run_distributed
 from tests.helpers.host_memory import FREED_AT_ONCE, Meter
 
-WORLD = 4
+WORLD = 2
 LAYERS, DIM = 64, 512
 LAYER_BYTES = DIM * DIM * 4
 MODEL_BYTES = LAYERS * LAYER_BYTES  # 64 MiB

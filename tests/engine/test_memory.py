@@ -14,7 +14,7 @@ from lightning_mfsdp.engine import MixedPrecisionPolicy, sharded_parameters, uni
 from lightning_mfsdp.engine.runtime.unit import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, sharded_chain, train
-from tests.helpers.pairwise import pairwise
+from tests.helpers.pairwise import in_world, pairwise
 
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
 KEPT = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, keep_compute_shard=True)
@@ -38,7 +38,7 @@ def about(found: int, expected: float) -> bool:
 
 
 def persistent_buffers_have_the_size_their_strategy_says(rank, world):
-    for sharding, policy in product(STRATEGIES, (None, BF16, KEPT)):
+    for sharding, policy in in_world(world, (2, 4), STRATEGIES, (None, BF16, KEPT)):
         model = sharded_chain(sharding=sharding, policy=policy, dim=DIM)
         optimizer = adamw(model)
         train_wide(model, optimizer, 2, rank)

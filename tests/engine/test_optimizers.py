@@ -22,6 +22,7 @@ from lightning_mfsdp.engine import (
 )
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, Chain, inputs, loss_of, plain_chain, sharded_chain, weights
+from tests.helpers.pairwise import in_world
 
 STEPS = 4
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
@@ -76,7 +77,7 @@ def assert_like_plain(model: Chain, plain: Chain, case: str, world: int) -> None
 
 
 def elementwise_optimizers_hold_local_rows_and_train_like_plain_pytorch(rank, world):
-    for kind, sharding in product(ELEMENTWISE_OPTIMIZERS, ("optim_grads", "optim_grads_params")):
+    for kind, sharding in in_world(world, (2, 3), ELEMENTWISE_OPTIMIZERS, ("optim_grads", "optim_grads_params")):
         case = f"{kind.__name__} {sharding}"
         plain = plain_chain()
         losses = run(plain, kind(plain.parameters(), lr=1e-2))
@@ -152,7 +153,7 @@ def closures_work(rank, world):
 def zeroed_and_removed_gradients_train_alike(rank, world):
     grads16 = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)
     kinds = ((None, torch.optim.AdamW), (grads16, torch.optim.AdamW), (None, NormScaled))
-    for sharding, (policy, kind) in product(STRATEGIES, kinds):
+    for sharding, (policy, kind) in in_world(world, (2, 3), STRATEGIES, kinds):
         found = []
         for set_to_none in (False, True):
             model = sharded_chain(sharding=sharding, policy=policy)

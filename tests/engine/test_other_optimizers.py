@@ -23,6 +23,7 @@ from lightning_mfsdp.engine import (
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, Chain, context, inputs, loss_of, plain_chain, sharded_chain, weights
 from tests.helpers.other_optimizers import ADOPT, SOAP, Adan, LowBitAdam, Prodigy, Shampoo
+from tests.helpers.pairwise import in_world
 
 STEPS = 4
 DOUBLE = MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=None)
@@ -106,12 +107,10 @@ def torchs_muon_trains_matrices_where_they_are_whole(rank, world):
 
 
 def elementwise_optimizers_train_rows_and_dtensors_alike(rank, world):
-    for sharding in SHARDED:
-        for name, make in ELEMENTWISE.items():
-            for said in (None, True):
-                assert_as_plain(f"{name} {sharding} {said}", make, rank, world, said, sharding=sharding)
-        for name, make in BLOCKWISE.items():
-            assert_as_plain(f"{name} {sharding}", make, rank, world, True, sharding=sharding)
+    for sharding, (name, make), said in in_world(world, (2, 3), SHARDED, ELEMENTWISE.items(), (None, True)):
+        assert_as_plain(f"{name} {sharding} {said}", make, rank, world, said, sharding=sharding)
+    for sharding, (name, make) in in_world(world, (2, 3), SHARDED, BLOCKWISE.items()):
+        assert_as_plain(f"{name} {sharding}", make, rank, world, True, sharding=sharding)
 
 
 def a_closure_that_is_called_again_in_a_step_finds_the_weights_written_since(rank, world):

@@ -23,6 +23,7 @@ from lightning_mfsdp.engine import (
 from tests.engine.cases import Problems
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES
+from tests.helpers.pairwise import in_world
 
 # From a 2-D tensor of 5 x 4 and what takes part, to a view that is written. `t` is a parameter's data or a gradient.
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -87,12 +88,11 @@ def views_of_data(rank, world):
     problems, x = Problems(), torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     for sharding in STRATEGIES:
         model, plain = pair(sharding)
-        for view_name, view in VIEWS.items():
-            for write_name, write in WRITES.items():
-                for one in (model, plain):
-                    write(view(one.first.weight.data))
-                what = f"{sharding} {view_name} {write_name}"
-                problems.close(whole(model.first.weight), plain.first.weight.detach(), what)
+        for (view_name, view), (write_name, write) in in_world(world, (2, 3), VIEWS.items(), WRITES.items()):
+            for one in (model, plain):
+                write(view(one.first.weight.data))
+            what = f"{sharding} {view_name} {write_name}"
+            problems.close(whole(model.first.weight), plain.first.weight.detach(), what)
         problems.close(model(x), plain(x), f"{sharding}: forward sees it")
     problems.finish()
 
@@ -103,12 +103,11 @@ def views_of_gradients(rank, world):
         model, plain = pair(sharding)
         for one in (model, plain):
             one(x).square().sum().backward()
-        for view_name, view in VIEWS.items():
-            for write_name, write in WRITES.items():
-                for one in (model, plain):
-                    write(view(one.first.weight.grad))
-                what = f"{sharding} {view_name} {write_name}"
-                problems.close(whole(model.first.weight.grad), plain.first.weight.grad, what)
+        for (view_name, view), (write_name, write) in in_world(world, (2, 3), VIEWS.items(), WRITES.items()):
+            for one in (model, plain):
+                write(view(one.first.weight.grad))
+            what = f"{sharding} {view_name} {write_name}"
+            problems.close(whole(model.first.weight.grad), plain.first.weight.grad, what)
     problems.finish()
 
 
@@ -214,16 +213,14 @@ TOGETHER: dict[str, Callable[[Tensor, Tensor], object]] = {
 
 def views_and_sharded_tensors_are_written_in_one_call(rank, world):
     problems = Problems()
-    for sharding in STRATEGIES:
-        for name, write in TOGETHER.items():
-            for what in ("data", "grad"):
-                model, plain = pair(sharding)
-                for one in (model, plain):
-                    one(torch.ones(2, 4)).sum().backward()
-                    with torch.no_grad():
-                        write(getattr(one.first.weight, what), getattr(one.first.bias, what))
-                for ours, theirs in zip(weights(model), weights(plain), strict=True):
-                    problems.close(whole(getattr(ours, what)), getattr(theirs, what), f"{sharding} {name} {what}")
+    for sharding, (name, write), what in in_world(world, (2, 3), STRATEGIES, TOGETHER.items(), ("data", "grad")):
+        model, plain = pair(sharding)
+        for one in (model, plain):
+            one(torch.ones(2, 4)).sum().backward()
+            with torch.no_grad():
+                write(getattr(one.first.weight, what), getattr(one.first.bias, what))
+        for ours, theirs in zip(weights(model), weights(plain), strict=True):
+            problems.close(whole(getattr(ours, what)), getattr(theirs, what), f"{sharding} {name} {what}")
     problems.finish()
 
 
@@ -345,23 +342,22 @@ CHANGES: dict[str, Callable[[Tensor, Tensor], object]] = {
 def what_was_made_before_a_write_is_right_after_it(rank, world):
     """Views show what was written, copies do not, and both lead to the gradient; graphs keep what they saved."""
     problems = Problems()
-    for sharding in STRATEGIES:
-        for name, write in CHANGES.items():
-            model, plain = pair(sharding)
-            for one in (model, plain):
-                one(torch.ones(2, 4)).sum().backward()
-                x = torch.tanh(one.first(torch.ones(2, 4))).T[:4].T.detach().requires_grad_()
-                with gather_root(model) if one is model else nullcontext():
-                    loss = _two(one.first.weight, one.first.bias, x, write)
-                loss.backward()
-                one.seen = [loss.detach(), x.grad]
-            for ours, theirs in zip(model.seen, plain.seen, strict=True):
-                problems.close(ours, theirs, f"{sharding} {name}")
-            problems.close(whole(model.first.weight.grad), plain.first.weight.grad, f"{sharding} {name}: gradient")
-            for one in (model, plain):
-                one.first.weight.grad = one.first.weight.grad[:] * 2
-                one(torch.ones(2, 4)).sum().backward()
-            problems.close(whole(model.first.weight.grad), plain.first.weight.grad, f"{sharding} {name}: next gradient")
+    for sharding, (name, write) in in_world(world, (2, 3), STRATEGIES, CHANGES.items()):
+        model, plain = pair(sharding)
+        for one in (model, plain):
+            one(torch.ones(2, 4)).sum().backward()
+            x = torch.tanh(one.first(torch.ones(2, 4))).T[:4].T.detach().requires_grad_()
+            with gather_root(model) if one is model else nullcontext():
+                loss = _two(one.first.weight, one.first.bias, x, write)
+            loss.backward()
+            one.seen = [loss.detach(), x.grad]
+        for ours, theirs in zip(model.seen, plain.seen, strict=True):
+            problems.close(ours, theirs, f"{sharding} {name}")
+        problems.close(whole(model.first.weight.grad), plain.first.weight.grad, f"{sharding} {name}: gradient")
+        for one in (model, plain):
+            one.first.weight.grad = one.first.weight.grad[:] * 2
+            one(torch.ones(2, 4)).sum().backward()
+        problems.close(whole(model.first.weight.grad), plain.first.weight.grad, f"{sharding} {name}: next gradient")
     problems.finish()
 
 

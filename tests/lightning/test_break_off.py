@@ -124,49 +124,59 @@ def forked(arguments: tuple[str, ...], said: Path) -> None:
     os._exit(code)
 
 
-def run(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Exit code and what was said; by a Python of its own at night, which imports everything anew."""
-    if os.environ.get("MFSDP_NIGHTLY") == "1":
-        command = [sys.executable, "-c", PROGRAM, *arguments]
-        done = subprocess.run(
-            command, env=environment(RANK="0"), capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
-        )
-        return done.returncode, done.stderr
-    process = forking().Process(target=forked, args=(arguments, folder / "said"))
-    process.start()
-    process.join(50)
-    process.kill()
-    process.join()
-    return process.exitcode, (folder / "said").read_text()
-
-
 WHERE = ("in_a_fit", "in_two_threads", "without_output", "of_another_rank", "in_a_callback", "at_the_end")
+# In two threads somebody runs.
+ENDED = [pair for pair in product(("others run", "nobody runs"), WHERE) if pair != ("nobody runs", "in_two_threads")]
+GOING_ON = [
+    ("late", "caught"),
+    ("late", "in_a_callback", "4"),
+    ("others run", "of_another_rank_after_the_work"),
+    ("late", "of_another_rank_after_the_work"),
+]
 
 
-@pytest.mark.parametrize(
-    ("waits", "where"),
-    # In two threads somebody runs.
-    [pair for pair in product(("others run", "nobody runs"), WHERE) if pair != ("nobody runs", "in_two_threads")],
-)
-def test_a_process_ends_that_cannot_abort_its_communicators(waits, where, tmp_path):
-    code, said = run(tmp_path, waits, where)
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], tuple[int, str]]:
+    """Of each program the exit code and what it said. They wait most of the time, and run side by side.
+
+    At night each is run by a Python of its own, which imports everything anew.
+    """
+    folder = tmp_path_factory.mktemp("said")
+    if os.environ.get("MFSDP_NIGHTLY") == "1":
+        return {arguments: by_a_python_of_its_own(arguments) for arguments in (*ENDED, *GOING_ON)}
+    started = {}
+    for number, arguments in enumerate((*ENDED, *GOING_ON)):
+        process = forking().Process(target=forked, args=(arguments, folder / str(number)))
+        process.start()
+        started[arguments] = process, folder / str(number)
+    found = {}
+    for arguments, (process, said) in started.items():
+        process.join(50)
+        process.kill()
+        process.join()
+        found[arguments] = process.exitcode, said.read_text()
+    return found
+
+
+def by_a_python_of_its_own(arguments: tuple[str, ...]) -> tuple[int, str]:
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    done = subprocess.run(
+        command, env=environment(RANK="0"), capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("arguments", ENDED, ids="-".join)
+def test_a_process_ends_that_cannot_abort_its_communicators(arguments, outcomes):
+    code, said = outcomes[arguments]
     assert code == 1, said
     assert "of the program" in said
-    assert ("Timeout (0:00:02)!" in said) == (waits == "nobody runs")
-    assert ("rank 0 is ended" in said) == (waits == "others run")
+    assert ("Timeout (0:00:02)!" in said) == (arguments[0] == "nobody runs")
+    assert ("rank 0 is ended" in said) == (arguments[0] == "others run")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("late", "caught"),
-        ("late", "in_a_callback", "4"),
-        ("others run", "of_another_rank_after_the_work"),
-        ("late", "of_another_rank_after_the_work"),
-    ],
-    ids="-".join,
-)
-def test_a_program_that_goes_on_is_not_ended(arguments, tmp_path):
-    code, said = run(tmp_path, *arguments)
+@pytest.mark.parametrize("arguments", GOING_ON, ids="-".join)
+def test_a_program_that_goes_on_is_not_ended(arguments, outcomes):
+    code, said = outcomes[arguments]
     assert code == 0, said
     assert "is ended" not in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from tests.helpers.distributed import run_distributed
 
 MAX_WORLD = 4
+EVERY = 1 if os.environ.get("MFSDP_NIGHTLY") == "1" else 5  # the next layout begins one checkpoint later
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
 
 
@@ -143,7 +145,7 @@ def matrix(rank: int, world: int, folder: str) -> dict[str, list[str]]:
                 save(f"{folder}/{size} {name}.ckpt", layouts(size)[name])
         elif rank < size and saves is not None:
             for shift, (name, layout) in enumerate(layouts(size).items()):
-                for path in sorted(Path(folder).glob("*.ckpt"))[shift % 2 :: 2]:  # of each number of ranks
+                for path in sorted(Path(folder).glob("*.ckpt"))[shift % EVERY :: EVERY]:
                     found[f"{path.stem} -> {size} {name}"] = differences(str(path), layout)
         if saves is None:
             return found  # in a group of all, as the helper expects
@@ -159,7 +161,7 @@ def matrix(rank: int, world: int, folder: str) -> dict[str, list[str]]:
 def test_every_checkpoint_loads_into_every_layout_to_the_bit(tmp_path: Path) -> None:
     results = run_distributed(matrix, MAX_WORLD, str(tmp_path))
     cases = results[0]
-    assert len(cases) == 5 * sum(len(layouts(size)) for size in SAVED) == 135
+    assert len(cases) == sum(map(len, SAVED.values())) // EVERY * sum(len(layouts(size)) for size in SAVED)
     pairs = {(case[0], case.partition("-> ")[2][0]) for case in cases}
     assert len(pairs) == MAX_WORLD**2, "any number of ranks to any other"
     for rank, found in enumerate(results):

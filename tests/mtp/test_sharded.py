@@ -18,6 +18,7 @@ from lightning_mfsdp import (
 from lightning_mfsdp.engine.runtime.inspect import context_of
 from lightning_mfsdp.options.unit_selection import join_blocks, select_units
 from tests.engine.worlds import by_world, check
+from tests.helpers.pairwise import in_turn
 from tests.mtp.models import Model, batch, build
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -86,10 +87,10 @@ KINDS = (
 
 
 def every_strategy_trains_as_one_process_and_recompute_changes_no_bit(rank, world):
-    for tied, shared, choose in KINDS:
+    for number, (tied, shared, choose) in enumerate(KINDS):
         options = {"tied": tied, "shared": shared, "depth": 2}
         expected = plainly(world, **options)
-        for sharding in STRATEGIES:
+        for sharding in in_turn(number, STRATEGIES):
             (losses, weights, _), (again, same, _) = (
                 trained(rank, world, choose, sharding=sharding, recompute=recompute, **options)
                 for recompute in (False, True)

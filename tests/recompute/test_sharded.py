@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import warnings
 from contextlib import nullcontext
@@ -69,7 +70,8 @@ def every_method_is_bit_equal(rank, world):
         options = {"sharding": sharding, "policy": policy}
         plain = sharded(None, **options)
         losses = train(plain, rank, microbatches=2)
-        chosen = CONFIGS if sharding == STRATEGIES[-1] else {name: CONFIGS[name] for name in FEW}
+        every = sharding == STRATEGIES[-1] and (policy is None or os.environ.get("MFSDP_NIGHTLY") == "1")
+        chosen = CONFIGS if every else {name: CONFIGS[name] for name in FEW}
         for name, config in chosen.items():
             model = sharded(config, **options)
             assert torch.equal(train(model, rank, microbatches=2), losses), f"{name} {options}"
