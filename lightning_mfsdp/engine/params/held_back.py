@@ -19,6 +19,7 @@ from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.containers import map_tensors, tensors_in
 from lightning_mfsdp.engine.params.managed import ManagedGroup, ManagedParameter
 from lightning_mfsdp.engine.params.sharded_tensor import Rows
+from lightning_mfsdp.engine.params.torch_functions import describes
 
 __all__ = ["GradientRows", "HeldBackGradient", "HeldBackRows", "stand_in"]
 
@@ -67,7 +68,7 @@ class GradientRows(Rows):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if not (name in _DESCRIBES or name.startswith("is_")):
+        if not (describes(func) or name == "__get__"):
             for one in tensors_in((args, kwargs or {})):
                 if isinstance(one, GradientRows):
                     one.have_all(zeroed=name in ("zero_", "_foreach_zero_"))
@@ -112,38 +113,9 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], describe: An
             else:
                 tensor.zero_()
         return args[0]
-    looks = name == "__get__" and getattr(func.__self__, "__name__", "") in _VALUES
-    if (name in _DESCRIBES and not looks) or name.startswith("is_"):
+    if describes(func) or name == "detach_":  # a `zero_grad` or an optimizer asks for them first
         return describe(func, types, args, kwargs)
     return func(*map_tensors(_reduced, args), **map_tensors(_reduced, kwargs))
-
-
-# Which do not look at values: a `zero_grad` or an optimizer asks for them first.
-_DESCRIBES = frozenset(
-    (
-        *(
-            "__get__",
-            "__set__",
-            "requires_grad_",
-            "detach_",
-            "size",
-            "dim",
-            "numel",
-            "stride",
-            "element_size",
-            "__hash__",
-        ),
-        *(
-            "untyped_storage",
-            "storage_offset",
-            "get_device",
-            "_is_view",
-            "register_hook",
-            "register_post_accumulate_grad_hook",
-        ),
-    )
-)
-_VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 
 
 def _zero(tensor: HeldBackGradient | HeldBackRows) -> None:

@@ -27,100 +27,12 @@ from lightning_mfsdp.engine.params.managed import ManagedGroup
 from lightning_mfsdp.engine.params.number import Number
 from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor
 from lightning_mfsdp.engine.params.sharded_arithmetic import refuse_gradient
-from lightning_mfsdp.engine.params.whole_view import (
-    Whole,
-    WholeView,
-    in_memory_of,
-    is_in_place,
-    written_argument,
-)
+from lightning_mfsdp.engine.params.torch_functions import is_in_place, written_argument
+from lightning_mfsdp.engine.params.whole_view import Whole, WholeView, in_memory_of
 
-__all__ = [
-    "computes",
-    "copies",
-    "needs_whole",
-    "reads",
-    "use_whole",
-    "write_in_whole",
-    "writes_by_position",
-    "writes_in_place",
-]
+__all__ = ["needs_whole", "use_whole", "write_in_whole", "writes_in_place"]
 
 _WORTH_SAYING_BYTES = 1 << 20
-_VIEWS = frozenset((Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__))  # type: ignore[attr-defined]
-_SHOWS_MEMORY = _VIEWS | {Tensor.data.__get__}  # type: ignore[attr-defined]
-# Whose result is a copy, shared out as the parameter is.
-_COPIES = frozenset(
-    ("clone", "contiguous", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type_as", "type")
-)
-_READS = _COPIES | {"detach", "to_local", "equal", "allclose", "isclose", "tolist"}
-# Of which nothing can be differentiated, or whose result is shared out as the parameter is.
-_KEEPS_ROWS = (
-    frozenset(
-        (
-            *(
-                "__get__",
-                "__set__",
-                "__delete__",
-                "__len__",
-                "__hash__",
-                "__repr__",
-                "__str__",
-                "__format__",
-                "__contains__",
-            ),
-            *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr"),
-            *("storage", "untyped_storage", "get_device", "is_same_size", "has_names", "result_type", "can_cast"),
-            *(
-                "detach",
-                "detach_",
-                "requires_grad_",
-                "retain_grad",
-                "register_hook",
-                "backward",
-                "to_local",
-                "_typed_storage",
-            ),
-            *(
-                "equal",
-                "allclose",
-                "isclose",
-                "numpy",
-                "__array__",
-                "tolist",
-                "pin_memory",
-                "share_memory_",
-                "_has_symbolic_sizes_strides",
-            ),
-        )
-    )
-    | _COPIES
-)
-# Where in the whole parameter they write is said by position.
-_BY_POSITION = frozenset(
-    (
-        *("__setitem__", "index_add_", "index_copy_", "index_fill_", "index_put_", "scatter_", "scatter_add_", "put_"),
-        *("masked_scatter_", "fill_diagonal_", "triu_", "tril_"),
-    )
-)
-
-
-def computes(function: Any) -> bool:
-    """Whether a torch function computes values from a tensor's, rather than describing it or keeping it sharded as it is."""
-    name = getattr(function, "__name__", "")
-    if name in _KEEPS_ROWS:
-        return function in _VIEWS
-    return not (name.startswith(("is_", "_is_", "new_")) or name.endswith("_like"))
-
-
-def reads(function: Any) -> bool:
-    """Whether a torch function computes values from a tensor's, copies it or shows its memory, rather than describing it."""
-    return function in _SHOWS_MEMORY or getattr(function, "__name__", "") in _READS or computes(function)
-
-
-def copies(function: Any) -> bool:
-    """Whether a torch function copies a sharded tensor, perhaps to another dtype, and leaves it shared out."""
-    return getattr(function, "__name__", "") in _COPIES
 
 
 def writes_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -128,11 +40,6 @@ def writes_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not is_in_place(function, kwargs):
         return False
     return any(isinstance(one, DTensor) for one in tensors_in(written_argument(args, kwargs)))
-
-
-def writes_by_position(function: Any) -> bool:
-    """Whether a torch function needs all rows there are to write to some."""
-    return getattr(function, "__name__", "") in _BY_POSITION
 
 
 def needs_whole(tensors: list[Tensor]) -> bool:

@@ -23,16 +23,7 @@ from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.containers import tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.params.number import Number
-from lightning_mfsdp.engine.params.outside import (
-    computes,
-    copies,
-    needs_whole,
-    reads,
-    use_whole,
-    write_in_whole,
-    writes_by_position,
-    writes_in_place,
-)
+from lightning_mfsdp.engine.params.outside import needs_whole, use_whole, write_in_whole, writes_in_place
 from lightning_mfsdp.engine.params.placed_tensor import Copied, PlacedTensor
 from lightning_mfsdp.engine.params.sharded_arithmetic import (
     LayoutError,
@@ -42,6 +33,7 @@ from lightning_mfsdp.engine.params.sharded_arithmetic import (
     run,
 )
 from lightning_mfsdp.engine.params.stepping import OPTIMIZER_ADVICE, stepping_optimizer
+from lightning_mfsdp.engine.params.torch_functions import computes, copies, describes, makes_alike, writes_by_position
 from lightning_mfsdp.engine.params.whole_view import WholeView, with_views
 
 __all__ = ["Rows"]
@@ -159,6 +151,9 @@ class Rows(PlacedTensor):
         if compat.sets_data(func):
             return assign_data(args[0], args[1])
         kwargs = kwargs or {}
+        if describes(func):  # of every parameter in every step, so it does without the mode
+            with compat.without_torch_function():
+                return func(*args, **kwargs)
         if any(issubclass(kind, WholeView) for kind in types):
             with with_views(func, args, kwargs) as (_, args, kwargs):
                 return cls._called(func, args, kwargs)
@@ -170,7 +165,7 @@ class Rows(PlacedTensor):
             # PyTorch cannot give an inference tensor the version counter of what it shows.
             with torch.inference_mode(False), torch.no_grad():
                 return cls._called(func, args, kwargs)
-        if reads(func):
+        if not makes_alike(func):
             for one in tensors_in((args, kwargs)):
                 if isinstance(one, Rows):
                     one.take_assigned()

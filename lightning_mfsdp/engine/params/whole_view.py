@@ -27,50 +27,12 @@ from lightning_mfsdp.base.containers import map_tensors, tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.params.number import Number
 from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor, own_rows
+from lightning_mfsdp.engine.params.torch_functions import describes, is_in_place, makes_alike, written_argument
 
-__all__ = ["Whole", "WholeView", "in_memory_of", "is_in_place", "with_views", "written_argument"]
+__all__ = ["Whole", "WholeView", "in_memory_of", "with_views"]
 
-# What says something about a tensor and looks at no value.
-_DESCRIBES = frozenset(
-    (
-        *(
-            "__get__",
-            "__set__",
-            "__delete__",
-            "__len__",
-            "__hash__",
-            "size",
-            "dim",
-            "ndimension",
-            "numel",
-            "nelement",
-            "stride",
-        ),
-        *(
-            "storage_offset",
-            "element_size",
-            "data_ptr",
-            "untyped_storage",
-            "get_device",
-            "requires_grad_",
-            "retain_grad",
-        ),
-        *("register_hook", "has_names", "_has_symbolic_sizes_strides", "backward", "__repr__", "__str__", "__format__"),
-    )
-)
-
-
-def is_in_place(function: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a torch function writes to an argument, as far as its name and `out=` tell."""
-    name = getattr(function, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
-
-
-def written_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function that writes in place writes to."""
-    if kwargs.get("out") is not None:
-        return kwargs["out"]
-    return args[:1] or [kwargs.get("input"), kwargs.get("self"), kwargs.get("tensor")]
+# Ranks print a view, or ask where it lies, by themselves: it is not gathered for that.
+_BY_ONE_RANK = frozenset(("__repr__", "__str__", "__format__", "data_ptr", "backward"))
 
 
 def in_memory_of(tensor: Tensor, other: Tensor) -> bool:
@@ -185,7 +147,7 @@ def with_views(
         EngineStateError: It writes to a view that needs a gradient.
     """
     views = [one for one in tensors_in((args, kwargs)) if isinstance(one, WholeView)]
-    if _describes(function):
+    if describes(function) or makes_alike(function) or getattr(function, "__name__", "") in _BY_ONE_RANK:
         yield views, args, kwargs
         return
     for view in _written_by_name(function, args, kwargs):
@@ -231,11 +193,6 @@ def _present(views: Sequence[WholeView]) -> dict[int, WholeView]:
             memory = now.memory if view.requires_grad else now.memory.detach()
             moved[id(view)] = WholeView.of(before.like(view, memory), view._source, now)
     return moved
-
-
-def _describes(function: Any) -> bool:
-    name = getattr(function, "__name__", "")
-    return name in _DESCRIBES or name.startswith(("is_", "_is_", "new_")) or name.endswith("_like")
 
 
 def _written_by_name(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[WholeView]:

@@ -1,0 +1,111 @@
+"""What a torch function does with the tensors it is called with, told by its name: what `__torch_function__` of sharded tensors asks first.
+
+describes      p.shape, p.is_leaf, p.numel()        says something about a tensor and looks at no value
+makes_alike    torch.zeros_like(p), p.new_empty(3)  makes another tensor of its shape, dtype or device
+copies         p.clone(), p.to(dtype)               the same values in other memory, sharded as they were
+computes       p * 2, p.norm(), p[:2], p.T          everything else, but for a few that show a tensor as it is
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+__all__ = [
+    "computes",
+    "copies",
+    "describes",
+    "is_in_place",
+    "makes_alike",
+    "writes_by_position",
+    "written_argument",
+]
+
+_DESCRIBES = frozenset(
+    (
+        *("__set__", "__delete__", "__len__", "__hash__", "size", "dim", "ndimension", "numel", "nelement", "stride"),
+        *(
+            "storage_offset",
+            "element_size",
+            "untyped_storage",
+            "get_device",
+            "has_names",
+            "_has_symbolic_sizes_strides",
+        ),
+        *(
+            "result_type",
+            "can_cast",
+            "requires_grad_",
+            "retain_grad",
+            "register_hook",
+            "register_post_accumulate_grad_hook",
+        ),
+    )
+)
+# Attributes that show values.
+_VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+_TRANSPOSED = frozenset((Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__))  # type: ignore[attr-defined]
+_COPIES = frozenset(
+    ("clone", "contiguous", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type_as", "type")
+)
+# Of which nothing can be differentiated, or whose result is sharded as the tensor is.
+_SHOWS = frozenset(
+    (
+        *("__repr__", "__str__", "__format__", "__contains__", "__array__", "numpy", "tolist", "equal", "allclose"),
+        *("isclose", "detach", "detach_", "backward", "to_local", "data_ptr", "storage", "_typed_storage"),
+        *("pin_memory", "share_memory_"),
+    )
+)
+# Where in a tensor they write is said by position.
+_BY_POSITION = frozenset(
+    (
+        *("__setitem__", "index_add_", "index_copy_", "index_fill_", "index_put_", "scatter_", "scatter_add_", "put_"),
+        *("masked_scatter_", "fill_diagonal_", "triu_", "tril_"),
+    )
+)
+
+
+def describes(function: Any) -> bool:
+    """Whether it says something about a tensor and looks at no value."""
+    name = getattr(function, "__name__", "")
+    if name == "__get__":
+        return getattr(function.__self__, "__name__", "") not in _VALUES
+    return name in _DESCRIBES or (name.startswith(("is_", "_is_")) and name != "is_nonzero")
+
+
+def makes_alike(function: Any) -> bool:
+    """Whether it makes another tensor like one, of whatever values."""
+    name = getattr(function, "__name__", "")
+    return name.startswith("new_") or name.endswith("_like")
+
+
+def copies(function: Any) -> bool:
+    """Whether it copies a tensor, perhaps to another dtype, and leaves it sharded as it was."""
+    return getattr(function, "__name__", "") in _COPIES
+
+
+def computes(function: Any) -> bool:
+    """Whether it computes values from a tensor's, or shows some of them."""
+    name = getattr(function, "__name__", "")
+    if name == "__get__":
+        return function in _TRANSPOSED
+    return not (name in _SHOWS or name in _COPIES or describes(function) or makes_alike(function))
+
+
+def writes_by_position(function: Any) -> bool:
+    """Whether it needs all rows there are to write to some."""
+    return getattr(function, "__name__", "") in _BY_POSITION
+
+
+def is_in_place(function: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether it writes to an argument, as far as its name and `out=` tell."""
+    name = getattr(function, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
+
+
+def written_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function that writes in place writes to."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    return args[:1] or [kwargs.get("input"), kwargs.get("self"), kwargs.get("tensor")]
