@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import inspect
 import re
 import sys
 import threading
@@ -87,6 +88,7 @@ __all__ = [
     "step_pre_hooks",
     "storage_users",
     "symmetric_memory",
+    "takes_closure",
     "undecorated_step",
     "uses_nccl",
     "without_torch_function",
@@ -416,6 +418,12 @@ def undecorated_step(kind: type[Optimizer]) -> Callable[..., Any] | None:
     """
     step = kind.step
     return getattr(step, "__wrapped__", None) if getattr(step, "hooked", False) else None
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's own `step` has a closure among its arguments; also no where `undecorated_step` finds none."""
+    step = undecorated_step(type(optimizer))
+    return step is not None and "closure" in inspect.signature(step).parameters
 
 
 def step_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:

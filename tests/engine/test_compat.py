@@ -190,9 +190,16 @@ def test_the_step_between_the_hooks_of_an_optimizer_is_found():
         optimizer.register_step_pre_hook(lambda *_: calls.append("hook"))
         loss = compat.undecorated_step(kind)(optimizer, lambda: torch.is_grad_enabled())
         assert loss is (kind is not Own), "decorators of the class's own are kept"
+        assert compat.takes_closure(optimizer)
         optimizer.step(lambda: 1.0)
     assert calls == ["hook"] * 3
     assert compat.undecorated_step(torch.optim.Optimizer) is None
+
+    class Without(torch.optim.SGD):
+        def step(self):
+            pass
+
+    assert not compat.takes_closure(Without([weight]))
 
 
 def test_a_hook_can_be_put_before_earlier_ones():

@@ -254,8 +254,9 @@ def parameters_put_in_the_place_of_others_are_taken_over(rank, world):
         optimizer.param_groups[0]["params"] = [*third.parameters(), *second.parameters()]
         model.zero_grad()
         losses += train(model, optimizer, range(2, 4), rank)
-        faces = {id(view.local) for view in sharded_parameters(model)}
-        assert all(id(one) in faces for one in (*optimizer.state, *optimizer.param_groups[0]["params"]))
+        rows = {id(view.local) for view in sharded_parameters(model)}
+        assert all(id(one) in rows for one in optimizer.state)
+        assert optimizer.param_groups[0]["params"] == [*third.parameters(), *second.parameters()]
         outcomes.append([losses, weights(model), state_by_name(model, optimizer)])
         assert rests(model, optimizer) == (offload is not None)
     assert_equal(outcomes[1], outcomes[0], "replaced")

@@ -167,9 +167,9 @@ def plain_and_sharded(rank: int, world_size: int) -> dict[str, Any]:
         state = trainer.optimizers[0].state
         found[name, "sharded"] = described(trainer, model) | {
             "weights": full_state(model),
-            "local": all(
-                type(face) is nn.Parameter for group in trainer.optimizers[0].param_groups for face in group["params"]
-            ),
+            "local": all(type(stepped) is nn.Parameter for stepped in state),
+            "shown": {id(one) for group in trainer.optimizers[0].param_groups for one in group["params"]}
+            <= {id(one) for one in model.parameters()},
             "state": {view.name for view in sharded_parameters(model) if view.local in state},
         }
     return found
@@ -221,6 +221,7 @@ def test_what_is_added_later_is_stepped_as_plain_rows_and_what_is_frozen_has_no_
 ) -> None:
     sharded = on_one[case, "sharded"]
     assert sharded["local"]
+    assert sharded["shown"]
     never = {"inputs.layers.0.weight"} if case == "module.freeze" else set()
     assert not sharded["state"] & never
     if case == "base":

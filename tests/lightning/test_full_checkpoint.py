@@ -20,6 +20,7 @@ from lightning_mfsdp.checkpoint.state.full import load_optimizers
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.sharded_optimizer import optimizer_state
 from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
+from lightning_mfsdp.engine import sharded_parameters
 from tests.engine.worlds import by_world, check
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import batch, build
@@ -288,7 +289,8 @@ def packed_state_is_kept_where_it_is_whole_and_refused_elsewhere(rank: int, worl
     def made(sharding: str, value: float) -> tuple[Any, Any]:
         model = fully_shard(build(), sharding=sharding)
         optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        for one in optimizer.param_groups[0]["params"]:
+        for view in sharded_parameters(model):
+            one = view.local
             optimizer.state[one]["packed"] = Packed(torch.full_like(one, value))
         return model, optimizer
 

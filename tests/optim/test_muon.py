@@ -172,7 +172,10 @@ def two_exchanges_a_batch_and_bounded_bytes(rank, world):
             continue
         assert len(calls) == 4 if limit == 10**9 else len(calls) > 8
         own = sum(
-            2 * one.numel() for group in optimizer.param_groups for one in group["params"] if one.grad is not None
+            2 * one.to_local().numel()
+            for group in optimizer.param_groups
+            for one in group["params"]
+            if one.grad is not None
         )
         assert sum(sent for sent, _ in calls) == sum(received for _, received in calls)
         everyones = [torch.zeros((), dtype=torch.int64) for _ in range(world)]

@@ -20,7 +20,7 @@ from lightning_mfsdp.checkpoint.state.row_shard import RowShard
 from lightning_mfsdp.checkpoint.state.sharded import paths_of
 from lightning_mfsdp.engine import ParameterView
 from lightning_mfsdp.engine.features.offload.offloaded_state import empty_at_rest, put_to_rest
-from lightning_mfsdp.engine.params.group import owner_of
+from lightning_mfsdp.engine.params.group import as_local, owner_of
 from lightning_mfsdp.engine.params.rows import sharded_axes
 from lightning_mfsdp.engine.params.sharded_tensor import Rows
 
@@ -127,21 +127,19 @@ def restore_optimizer(
     groups = []
     for present, saved, names in zip(optimizer.param_groups, param_groups, names_by_group, strict=True):
         groups.append({**present, **saved, "params": [numbers[name] for name in names]})
-    faces = [face for group in optimizer.param_groups for face in group["params"]]
+    held = [as_local(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     state = {
-        numbers[name]: {key: _like_its_parameter(value, faces[numbers[name]]) for key, value in values.items()}
+        numbers[name]: {key: _at_rest(value, held[numbers[name]]) for key, value in values.items()}
         for name, values in state_by_name.items()
         if name in numbers
     }
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _like_its_parameter(value: Any, face: Tensor) -> Any:
-    """State as the optimizer made it, where it would have it: of rows where it holds rows, of a DTensor where it holds one."""
-    local = value.piece if isinstance(value, RowShard) else value
-    if isinstance(face, Rows) and isinstance(local, Tensor) and local.dim() and local.shape == face.to_local().shape:
-        return Rows.over(local.to(face.to_local().device), face)
-    return put_to_rest(local, face) if isinstance(local, Tensor) and local.dim() else local
+def _at_rest(value: Any, local: Tensor) -> Any:
+    """State of local rows where the optimizer would have it. Its `load_state_dict` makes it a DTensor if need be."""
+    rows = value.piece if isinstance(value, RowShard) else value
+    return put_to_rest(rows, local) if isinstance(rows, Tensor) and rows.dim() else rows
 
 
 def _state_value(name: str, value: Any, view: ParameterView | None, face: Tensor) -> Any:

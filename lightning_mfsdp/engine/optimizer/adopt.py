@@ -5,6 +5,14 @@ rows: no DTensor dispatch, and fused kernels. So can one that fetches by itself 
 any optimizer at all where every rank has all rows (`no_shard`, one rank). Others (LARS, LAMB: norms of the whole tensor) keep DTensors
 of divided parameters; those that need whole matrices (torch's Muon, Shampoo, Adafactor) are refused there, by name or by the operation.
 
+What `param_groups` hold is seen by the program, too: it takes norms of it, clips it, sets it to None. So an optimizer that is known to use
+its parameters in `step` alone has rows in `param_groups` for as long as its own code runs there; at all other times, the closure's
+included, they hold what the module shows. Of another optimizer nobody knows which of its methods read `param_groups`, so one that works
+on rows always has them there. The optimizer's own code begins where its closure has been called: all of PyTorch's call it first.
+
+Alternatives considered: rows at all times, which made `clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)` scale every rank's
+gradients by another number.
+
 Source of the list: the update rules in `torch.optim`; a class is taken only if it is exactly one of these, since a
 subclass may do anything. Of other optimizers, and of steps that need more, `OptimizerSupport` knows (driver.py).
 """
@@ -26,9 +34,10 @@ from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.optimizer.driver import OptimizerDriver, OptimizerSupport
 from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.optimizer.state import refuse_left_behind, show_state, take_state
-from lightning_mfsdp.engine.params.group import ParameterGroup, Root, owner_of
+from lightning_mfsdp.engine.params.group import ParameterGroup, Root, as_local, owner_of
 from lightning_mfsdp.engine.params.parameter import Entry, outdate_graphs
 from lightning_mfsdp.engine.params.rows import sharded_axes
+from lightning_mfsdp.engine.params.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.params.stepping import call_closure
 from lightning_mfsdp.engine.runtime.context import context_of_group
 from lightning_mfsdp.engine.runtime.conversion import refuse_moved
@@ -63,8 +72,10 @@ def adopt_optimizer(
         return
     step = _ShardedStep(support())
     step.adopt(optimizer, elementwise, grad_scaler)
-    optimizer.register_state_dict_post_hook(show_state)
-    optimizer.register_load_state_dict_pre_hook(take_state)
+    optimizer.register_state_dict_pre_hook(step.begin_state)
+    optimizer.register_state_dict_post_hook(step.end_state)
+    optimizer.register_load_state_dict_pre_hook(step.begin_load)
+    optimizer.register_load_state_dict_post_hook(step.end_load)
     optimizer.register_step_pre_hook(step)
     # They find weights and gradients as after any step.
     compat.before_other_hooks(optimizer.register_step_post_hook(step.end))
@@ -79,7 +90,8 @@ class _ShardedStep:
         self._elementwise: bool | None = None
         self._grad_scaler: object | None = None
         self._groups: list[tuple[weakref.ref[ParameterGroup], list[int]]] = []
-        self._held: list[Tensor] = []
+        self._shown: list[Tensor] = []  # what `param_groups` hold, in order
+        self._stepped: list[Tensor] = []  # what they hold while the optimizer's own code runs
         self._is_watched = self._writes_elsewhere = False
 
     def adopt(self, optimizer: Optimizer, elementwise: bool | None, grad_scaler: object | None) -> None:
@@ -97,15 +109,20 @@ class _ShardedStep:
             )
 
     def _take_over(self, optimizer: Optimizer) -> None:
-        writes_in_steps_alone = _writes_in_steps_alone(optimizer) or self._support.writes_in_steps_alone(optimizer)
+        has_known_steps = type(optimizer) in ELEMENTWISE_OPTIMIZERS or isinstance(optimizer, LocalRowsOptimizer)
+        uses_in_steps_alone = has_known_steps and compat.takes_closure(optimizer)
+        writes_in_steps_alone = has_known_steps or self._support.writes_in_steps_alone(optimizer)
         local = _works_on_rows(optimizer, self._elementwise, known=writes_in_steps_alone)
         found = _adopt_parameters(optimizer, local, self._grad_scaler)
         self._drivers = self._support.prepare(optimizer, found, local=local)
         for group, entries in found.items():
             if (context := context_of_group(group)) is not None:
                 context.track(entries)
+        self._stepped = _parameters(optimizer)
+        self._shown = [_as_shown(one) for one in self._stepped] if local and uses_in_steps_alone else self._stepped
+        self._put(optimizer, self._shown)
         # DTensors note what is written to them; local rows do not.
-        self._is_watched, self._writes_elsewhere = local, not writes_in_steps_alone
+        self._is_watched, self._writes_elsewhere = self._shown is self._stepped and local, not writes_in_steps_alone
         if self._is_watched:
             for group in found:
                 if (context := context_of_group(group)) is not None:
@@ -113,12 +130,37 @@ class _ShardedStep:
         self._groups = [
             (weakref.ref(group), [group.entries.index(entry) for entry in entries]) for group, entries in found.items()
         ]
-        self._held = _parameters(optimizer)
+
+    def _take_over_new(self, optimizer: Optimizer) -> None:
+        """Take over what came into `param_groups` since, and have them as they are between steps, also after a step that raised."""
+        if not _is_same(self._shown, _parameters(optimizer)):
+            self._take_over(optimizer)
+
+    def _take_over_state(self, optimizer: Optimizer) -> None:
+        """State that was put in for a parameter that the module shows becomes that of its local rows."""
+        if self._shown is self._stepped:
+            return
+        state = optimizer.state
+        for key in [key for key in state if isinstance(key, ShardedParameter)]:
+            state[as_local(key)] = state.pop(key)  # the same key to a dictionary, and another object
+        for values in state.values():
+            for name, value in values.items():
+                if isinstance(value, DTensor):
+                    values[name] = value.to_local()
+
+    def _put(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
+        """Have `param_groups` hold the other representation of what they hold."""
+        if self._shown is not self._stepped:
+            first = 0
+            for group in optimizer.param_groups:
+                held = group["params"]
+                held[:] = parameters[first : first + len(held)]
+                first += len(held)
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before a step."""
-        if not _is_same(self._held, _parameters(optimizer)):
-            self._take_over(optimizer)
+        self._take_over_new(optimizer)
+        self._take_over_state(optimizer)
         roots: dict[Root, None] = {}
         for reference, _ in self._groups:
             group = reference()
@@ -131,9 +173,12 @@ class _ShardedStep:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         changed: Any = None
         if closure is not None and callable(closure):
-            changed = args, kwargs = self._with_closure(self._evaluating(closure, list(roots)), args, kwargs)
+            evaluate = self._evaluating(optimizer, closure, list(roots))
+            changed = args, kwargs = self._with_closure(evaluate, args, kwargs)
         else:
             _reduce_held_back(roots)
+            if self._shown is not self._stepped:
+                changed = args, kwargs = self._with_closure(self._beginning(optimizer), args, kwargs)
         for driver in self._drivers:
             changed = driver.begin(optimizer, args, kwargs) or changed
         return changed
@@ -144,9 +189,32 @@ class _ShardedStep:
         for driver in self._drivers:
             is_whole = driver.end(optimizer) and is_whole
         if is_whole:
+            self._put(optimizer, self._shown)
             if self._writes_elsewhere:
                 self._was_written()  # which also puts rows back where they belong
             self._note_write()
+
+    def begin_state(self, optimizer: Optimizer) -> None:
+        """Hook for the beginning of `state_dict()`, which numbers parameters as keys of the state: those that are stepped."""
+        refuse_left_behind(optimizer, "state_dict")
+        self._take_over_new(optimizer)
+        self._take_over_state(optimizer)
+        self._put(optimizer, self._stepped)
+
+    def end_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Hook for the end of `state_dict()`."""
+        self._put(optimizer, self._shown)
+        return show_state(optimizer, state_dict)
+
+    def begin_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Hook for the beginning of `load_state_dict()`."""
+        refuse_left_behind(optimizer, "load_state_dict")
+        self._take_over_new(optimizer)
+        return take_state(state_dict, self._stepped)
+
+    def end_load(self, optimizer: Optimizer) -> None:
+        """Hook for the end of `load_state_dict()`, which keyed the state by what it found."""
+        self._take_over_state(optimizer)
 
     def _note_write(self) -> None:
         _note_step((group, indices) for reference, indices in self._groups if (group := reference()) is not None)
@@ -161,7 +229,9 @@ class _ShardedStep:
     def _present_groups(self) -> list[ParameterGroup]:
         return [group for reference, _ in self._groups if (group := reference()) is not None]
 
-    def _evaluating(self, closure: Callable[..., Any], roots: Sequence[Root]) -> Callable[..., Any]:
+    def _evaluating(
+        self, optimizer: Optimizer, closure: Callable[..., Any], roots: Sequence[Root]
+    ) -> Callable[..., Any]:
         """A closure that sees what was written since it was last called (LBFGS), or since the step began (SAM), and holds nothing back."""
         was_called = False
         if self._was_written():  # between the last pass and this step
@@ -174,9 +244,19 @@ class _ShardedStep:
             was_called = True
             result = call_closure(closure, *given, **named)
             _reduce_held_back(roots)
+            self._take_over_new(optimizer)
+            self._put(optimizer, self._stepped)
             return result
 
         return evaluate
+
+    def _beginning(self, optimizer: Optimizer) -> Callable[[], None]:
+        """A closure that computes nothing. Not done before the step, since hooks of the user's may come after ours."""
+
+        def begin() -> None:
+            self._put(optimizer, self._stepped)
+
+        return begin
 
     @staticmethod
     def _with_closure(closure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -217,11 +297,6 @@ def _works_on_rows(optimizer: Optimizer, said: bool | None, *, known: bool) -> b
     return known if said is None else said
 
 
-def _writes_in_steps_alone(optimizer: Optimizer) -> bool:
-    """Whether it is known to work on rows, and to write to them nowhere but in `step`, after its closure."""
-    return type(optimizer) in ELEMENTWISE_OPTIMIZERS or isinstance(optimizer, LocalRowsOptimizer)
-
-
 def _is_whole(group: ParameterGroup) -> bool:
     """Whether every rank has all rows of the main weights, all of the time."""
     return not sharded_axes(group) and not group.offloads
@@ -241,6 +316,12 @@ def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:
         root.optimizer_stepped(groups)
 
 
+def _as_shown(parameter: Tensor) -> Tensor:
+    """What the module shows of local rows."""
+    owner = owner_of(parameter)
+    return parameter if owner is None else owner[1].sharded
+
+
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -252,7 +333,11 @@ def _is_same(found: list[Tensor], expected: list[Tensor]) -> bool:
 def _adopt_parameters(
     optimizer: Optimizer, local: bool, grad_scaler: object | None
 ) -> dict[ParameterGroup, list[Entry]]:
-    """Replace parameters in place by the representation that the optimizer works on; returns those of each group, in order."""
+    """Replace parameters in place by the representation that the optimizer works on, also as keys of its state.
+
+    Returns:
+        Those of each group, in order.
+    """
     held: dict[ParameterGroup, list[Entry]] = {}
     seen: set[int] = set()
     for group in optimizer.param_groups:
@@ -280,10 +365,10 @@ def _adopt_parameters(
                     "such as torch.optim.AdamW, or pass elementwise=True if it does"
                 )
             held.setdefault(owner, []).append(entry)
-            shown = entry.local if local else entry.sharded
-            group["params"][index] = shown
-            if parameter in optimizer.state and parameter is not shown:
-                optimizer.state[shown] = _shard_state(optimizer.state.pop(parameter), owner, entry, local=local)
+            stepped = entry.local if local else entry.sharded
+            group["params"][index] = stepped
+            if parameter in optimizer.state and parameter is not stepped:
+                optimizer.state[stepped] = _shard_state(optimizer.state.pop(parameter), owner, entry, local=local)
     return held
 
 

@@ -39,7 +39,10 @@ class RowPlacement:
 
 
 class LocalRowsOptimizer(Optimizer):
-    """Base of optimizers that hold plain local rows and exchange what else their rule needs; see `row_placement` and `has_gradient`.
+    """Base of optimizers that step plain local rows and exchange what else their rule needs; see `row_placement` and `has_gradient`.
+
+    Its `step(closure=None)` calls the closure first, as PyTorch's optimizers do, and finds local rows in `param_groups` from then on. At
+    other times they hold what the module shows. One whose `step` takes no closure has local rows there at all times.
 
     A rank without rows of a parameter has an empty gradient of it. Such an optimizer makes the same state there as elsewhere, over no
     rows: `state_dict()` has to show the same on all ranks.

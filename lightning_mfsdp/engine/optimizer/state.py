@@ -7,7 +7,7 @@ has an empty gradient of it, steps that as any other, and so has its state, over
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,28 +29,31 @@ _NUMBERS = frozenset(("step", "eta", "mu", "mu_product"))
 
 
 def show_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Hook for the end of `state_dict()`."""
-    refuse_left_behind(optimizer, "state_dict")
-    numbered = dict(enumerate(_entries(optimizer)))
+    """What `state_dict()` gives, as users see it."""
+    held = [owner_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    owners = dict(enumerate(held))
     state = {
-        number: {key: _shown(key, value, entry) for key, value in values.items()}
-        if (entry := numbered.get(number)) is not None
+        number: {key: _shown(key, value, owner[1]) for key, value in values.items()}
+        if (owner := owners.get(number)) is not None
         else values
         for number, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
 
 
-def take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Hook for the beginning of `load_state_dict()`. Collective for DTensors whose rows are not where the layout has them."""
-    refuse_left_behind(optimizer, "load_state_dict")
+def take_state(state_dict: dict[str, Any], stepped: Sequence[Tensor]) -> dict[str, Any]:
+    """What `load_state_dict()` takes, as the optimizer keeps it. Collective for DTensors whose rows are not where the layout has them.
+
+    Args:
+        state_dict: The user's.
+        stepped: What the optimizer steps, in order: local rows, or DTensors.
+    """
     state = dict(state_dict["state"])
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-    held = [shown for group in optimizer.param_groups for shown in group["params"]]
     # PyTorch refuses another number of them.
-    for key, shown, entry in zip(saved, held, _entries(optimizer), strict=False):
-        if entry is not None and isinstance(state.get(key), Mapping):
-            state[key] = {name: _taken(name, value, shown, entry) for name, value in state[key].items()}
+    for key, parameter in zip(saved, stepped, strict=False):
+        if (owner := owner_of(parameter)) is not None and isinstance(state.get(key), Mapping):
+            state[key] = {name: _taken(name, value, parameter, owner[1]) for name, value in state[key].items()}
     return {**state_dict, "state": state}
 
 
@@ -69,14 +72,6 @@ def refuse_left_behind(optimizer: Optimizer, what: str) -> None:
         )
 
 
-def _entries(optimizer: Optimizer) -> Iterator[Entry | None]:
-    """Of what an optimizer holds, in the order of `state_dict`; `None` for what the engine does not manage."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            owner = owner_of(parameter)
-            yield owner[1] if owner is not None else None
-
-
 def _has_shape(key: str, value: Any, shape: torch.Size) -> bool:
     """Whether state has the shape that a parameter has, whole or here, because it has a number for each of its numbers."""
     return isinstance(value, Tensor) and value.shape == shape and (value.dim() > 0 or key not in _NUMBERS)
@@ -87,7 +82,7 @@ def _shown(key: str, value: Any, entry: Entry) -> Any:
     return value if is_shown else Rows.over(value, entry.sharded)
 
 
-def _taken(key: str, value: Any, shown: Tensor, entry: Entry) -> Any:
+def _taken(key: str, value: Any, stepped: Tensor, entry: Entry) -> Any:
     """A loaded value as the optimizer has it: local rows, or a DTensor where it holds DTensors."""
     here, everywhere = entry.local.shape, entry.sharded.shape
     if isinstance(value, PlacedTensor) and lie_alike(value, entry.sharded):
@@ -96,4 +91,4 @@ def _taken(key: str, value: Any, shown: Tensor, entry: Entry) -> Any:
         value = value.full_tensor()
     if here != everywhere and _has_shape(key, value, everywhere):
         value = own_rows(value, entry.sharded).clone()
-    return Rows.over(value, entry.sharded) if isinstance(shown, Rows) and _has_shape(key, value, here) else value
+    return Rows.over(value, entry.sharded) if isinstance(stepped, Rows) and _has_shape(key, value, here) else value

@@ -35,7 +35,7 @@ from lightning_mfsdp.engine.params.rows import whole_shape
 from lightning_mfsdp.engine.params.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.params.weights import GatherLane, Weights
 
-__all__ = ["OwningUnit", "ParameterGroup", "Root", "owner_of", "place_of"]
+__all__ = ["OwningUnit", "ParameterGroup", "Root", "as_local", "owner_of", "place_of"]
 
 
 class OwningUnit(Protocol):
@@ -310,3 +310,9 @@ def owner_of(parameter: Tensor) -> tuple[ParameterGroup, Entry] | None:
     """Group and entry of a parameter, whichever representation is given; `None` if the engine does not manage it."""
     place = place_of(parameter)
     return None if place is None else (place[0], place[0].entries[place[1]])
+
+
+def as_local(parameter: Tensor) -> Tensor:
+    """The local rows of a parameter, whichever representation is given; itself if the engine does not manage it."""
+    owner = owner_of(parameter)
+    return parameter if owner is None else owner[1].local

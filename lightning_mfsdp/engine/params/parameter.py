@@ -139,6 +139,7 @@ def leave_behind(entry: Entry) -> None:
     """Note on what optimizers hold that the module has another parameter now, and let it hold no memory."""
     nothing = entry.local.detach().new_empty(0)
     entry.local.grad = entry.sharded.grad = None
+    entry.sharded.let_go_of_unsharded()
     compat.set_data(entry.local, nothing)
     entry.sharded._local_tensor = nothing
     for one in (entry.local, entry.sharded):

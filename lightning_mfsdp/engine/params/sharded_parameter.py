@@ -37,7 +37,7 @@ class ShardedParameter(Rows):
 
     shows_weight = True
     _local: nn.Parameter
-    _unsharded: nn.Parameter
+    _unsharded: Callable[[], nn.Parameter | None]  # an optimizer that outlives the module is to keep no whole weights
     _name: str
     gradient_rows: Rows | None
     # Whoever wants to put another tensor in its place (`module.half()`) finds that a weak reference forbids it.
@@ -57,7 +57,7 @@ class ShardedParameter(Rows):
         made._rows = owned_rows(group, index)
         split = group.placement.main, group.placement.outer_main
         made.lies = Lies(group.layout.rows_by_shard[index], group.mesh, split)
-        made._local, made._unsharded, made._name, made.gradient_rows = local, full, name, None
+        made._local, made._unsharded, made._name, made.gradient_rows = local, weakref.ref(full), name, None
         made._unswappable = weakref.ref(made)
         if full.requires_grad:
             Tensor.register_hook(made, partial(_refuse_gradient, made._unswappable))  # type: ignore[no-untyped-call]
@@ -90,17 +90,27 @@ class ShardedParameter(Rows):
             self._refuse_in_recording()
             return None
         if self.gradient_rows is None or self.gradient_rows._local_tensor is not grad:
-            is_held_back = isinstance(grad, HeldBackGradient)
-            self.gradient_rows = Rows.over(grad, self, kind=HeldBackRows if is_held_back else GradientRows)
+            self.gradient_rows = self._as_rows(grad)
         return self.gradient_rows
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self._refuse_in_recording()
+        if self._local.grad is None:  # as all are while a forward is recorded
+            self._refuse_in_recording()
         if value is not None and not isinstance(value, Rows):
             value = self._rows_of(value)
         self._local.grad = None if value is None else value._local_tensor
         self.gradient_rows = value if isinstance(value, Rows) else None
+
+    def _as_rows(self, grad: Tensor) -> Rows:
+        made: Rows
+        if isinstance(grad, HeldBackGradient) or grad.dtype is not self._local_tensor.dtype:
+            made = Rows.over(grad, self, kind=HeldBackRows if isinstance(grad, HeldBackGradient) else GradientRows)
+        else:
+            # What describes the parameter describes its gradient. `zero_grad` asks for each, and `over` takes ten times as long.
+            made = GradientRows(grad, self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            made._owner, made._rows, made.lies = self._owner, self._rows, self.lies
+        return made
 
     def _refuse_in_recording(self) -> None:
         """A graph of a forward knows no gradients: they are set aside while it is recorded, and replays would not look again."""
@@ -137,7 +147,8 @@ class ShardedParameter(Rows):
     @property
     def requires_grad(self) -> bool:
         """Whether forward and backward compute a gradient."""
-        return self._unsharded.requires_grad
+        full = self._unsharded()
+        return self._local.requires_grad if full is None else full.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -161,12 +172,17 @@ class ShardedParameter(Rows):
                 f"{self.described}: it was frozen when fully_shard was called, so its main weight is {group.spec.main_dtype} "
                 f"and not {wanted}; unfreeze it before fully_shard, and freeze it afterwards if need be"
             )
-        self._unsharded.requires_grad_(requires_grad)
+        if (full := self._unsharded()) is not None:
+            full.requires_grad_(requires_grad)
         self._local.requires_grad_(requires_grad)
         # Autograd asks the tensor itself, in arithmetic on rows.
         with compat.without_torch_function():
             Tensor.requires_grad_(self, requires_grad)
         return self
+
+    def let_go_of_unsharded(self) -> None:
+        """The module's own parameter is plain again. PyTorch would not let anybody replace it while there is a weak reference."""
+        self._unsharded = _nothing
 
     def take_assigned(self) -> None:
         """Have what was assigned to the `data` of the local representation where the rows belong, before anybody reads them."""
@@ -207,10 +223,14 @@ class ShardedParameter(Rows):
         )
 
 
+def _nothing() -> None:
+    return None
+
+
 def _represent_one(one: Any, other: Any) -> bool:
-    """Whether they are the sharded and the local representation of one parameter: as keys of a dictionary they are the same."""
-    sharded, local = (one, other) if isinstance(one, ShardedParameter) else (other, one)
-    return isinstance(sharded, ShardedParameter) and sharded._local is local
+    """Whether they are representations of one parameter, none of them unsharded: as keys of a dictionary they are the same."""
+    one, other = (tensor._local if isinstance(tensor, ShardedParameter) else tensor for tensor in (one, other))
+    return one is other
 
 
 def _refuse_gradient(reference: weakref.ref[ShardedParameter], _: Tensor) -> NoReturn:

@@ -20,9 +20,8 @@ an optimizer of our own in the backward, group by group, which would know nothin
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -266,8 +265,7 @@ def _with_gradients(optimizer: Optimizer) -> tuple[dict[ParameterGroup, list[Ten
 
 def _refuse_unfit(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
-    step: Callable[..., Any] | None = compat.undecorated_step(type(optimizer))
-    if step is None or "closure" not in inspect.signature(step).parameters:
+    if not compat.takes_closure(optimizer):
         raise ShardingError(
             f'fully_shard_optimizer: offload="optimizer" steps {name} chunk by chunk from inside its closure; expected a subclass of '
             "torch.optim.Optimizer with step(self, closure=None), which calls the closure first. Write it so, or leave offload out"
