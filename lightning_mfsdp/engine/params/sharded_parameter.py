@@ -39,7 +39,8 @@ class ShardedParameter(Rows):
     _local: nn.Parameter
     _unsharded: Callable[[], nn.Parameter | None]  # an optimizer that outlives the module is to keep no whole weights
     _name: str
-    gradient_rows: Rows | None
+    gradient_rows: Rows | None  # over a gradient that is not the engine's: assigned by the user, or held back
+    _shown_gradient: Callable[[], Rows | None]  # over the engine's, which keeps it
     # Whoever wants to put another tensor in its place (`module.half()`) finds that a weak reference forbids it.
     _unswappable: weakref.ref[ShardedParameter]
 
@@ -57,7 +58,8 @@ class ShardedParameter(Rows):
         made._rows = owned_rows(group, index)
         split = group.placement.main, group.placement.outer_main
         made.lies = Lies(group.layout.rows_by_shard[index], group.mesh, split)
-        made._local, made._unsharded, made._name, made.gradient_rows = local, weakref.ref(full), name, None
+        made._local, made._unsharded, made._name = local, weakref.ref(full), name
+        made.gradient_rows, made._shown_gradient = None, _nothing
         made._unswappable = weakref.ref(made)
         if full.requires_grad:
             Tensor.register_hook(made, partial(_refuse_gradient, made._unswappable))  # type: ignore[no-untyped-call]
@@ -89,8 +91,12 @@ class ShardedParameter(Rows):
         if grad is None:
             self._refuse_in_recording()
             return None
+        shown = self._shown_gradient()
+        if shown is not None and shown._local_tensor is grad:
+            return shown
         if self.gradient_rows is None or self.gradient_rows._local_tensor is not grad:
-            self.gradient_rows = self._as_rows(grad)
+            is_held_back = isinstance(grad, HeldBackGradient)
+            self.gradient_rows = Rows.over(grad, self, kind=HeldBackRows if is_held_back else GradientRows)
         return self.gradient_rows
 
     @grad.setter
@@ -100,16 +106,12 @@ class ShardedParameter(Rows):
         if value is not None and not isinstance(value, Rows):
             value = self._rows_of(value)
         self._local.grad = None if value is None else value._local_tensor
-        self.gradient_rows = value if isinstance(value, Rows) else None
+        self.gradient_rows = value if isinstance(value, Rows) and value is not self._shown_gradient() else None
 
-    def _as_rows(self, grad: Tensor) -> Rows:
-        made: Rows
-        if isinstance(grad, HeldBackGradient) or grad.dtype is not self._local_tensor.dtype:
-            made = Rows.over(grad, self, kind=HeldBackRows if isinstance(grad, HeldBackGradient) else GradientRows)
-        else:
-            # What describes the parameter describes its gradient. `zero_grad` asks for each, and `over` takes ten times as long.
-            made = GradientRows(grad, self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-            made._owner, made._rows, made.lies = self._owner, self._rows, self.lies
+    def show_gradient(self, rows: Tensor) -> Rows:
+        """From now on `.grad` is the result where the local representation's is `rows`. Whoever keeps that keeps this."""
+        made: Rows = Rows.over(rows, self, kind=GradientRows)
+        self._shown_gradient = weakref.ref(made)
         return made
 
     def _refuse_in_recording(self) -> None:
