@@ -304,6 +304,34 @@ def interleaved(model: nn.Module, x: Tensor) -> None:
         loss.backward()
 
 
+class HidingStemAlone(Hiders):
+    """Hides its result as its units do; its own layer comes first, so that a backward reads a unit's weight before anybody hears of it."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.stem = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Hidden:
+        return Hidden(super().forward(self.stem(x)))
+
+
+def units_inside_a_root_that_hides_its_result_keep_their_weights_for_a_retained_graph(rank, world):
+    for storage in ("dynamic", "pooled"):
+        torch.manual_seed(0)
+        plain, model = HidingStemAlone(), HidingStemAlone()
+        model.load_state_dict(plain.state_dict())
+        for layer in model.layers:
+            fully_shard(layer, storage=storage)
+        fully_shard(model, storage=storage)
+        for one in (plain, model):
+            loss = one(inputs(0)).value.square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        for name, parameter in model.named_parameters():
+            expected = plain.get_parameter(name).grad
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected, rtol=1e-4, atol=1e-5)
+
+
 def a_root_that_hides_its_result_has_its_weights_in_every_backward(rank, world):
     for hides_all, backwards in product((False, True), (retained, after_its_inputs, interleaved)):
         torch.manual_seed(0)
@@ -492,6 +520,7 @@ COMMON = (
     units_that_hide_their_tensors_may_be_called_more_than_once,
     gradients_held_back_stay_when_the_module_around_is_sharded,
     a_root_that_hides_its_result_has_its_weights_in_every_backward,
+    units_inside_a_root_that_hides_its_result_keep_their_weights_for_a_retained_graph,
     weights_used_outside_of_forwards_are_awaited_in_later_backwards,
     a_weight_tied_to_the_root_is_awaited_where_no_forward_of_the_root_runs,
     a_step_may_go_back_several_times,

@@ -38,6 +38,13 @@ def test_learning_rates_become_tensors_that_schedulers_write_to():
     assert optimizer.state[weight]["step"].device.type == "cpu"
 
 
+def test_learning_rates_are_as_exact_as_float32():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=1e-3)
+    make_capturable(optimizer, torch.device("cpu"))
+    assert optimizer.param_groups[0]["lr"].item() == pytest.approx(1e-3, rel=1e-6)
+
+
 def test_an_optimizer_that_cannot_be_captured_is_named():
     with pytest.raises(EngineStateError, match="SGD has no option `capturable`"):
         make_capturable(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), torch.device("cpu"))

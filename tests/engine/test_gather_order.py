@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine import CollectiveError, EngineStateError
+from lightning_mfsdp.engine.comm import gather_order
 from lightning_mfsdp.engine.comm.gather_order import BACKWARD, REDUCTION, GatherOrder, History
 from tests.engine.test_different_blocks import built
 from tests.helpers.chain import adamw, context, inputs, loss_of
@@ -231,6 +233,53 @@ def test_the_error_names_units_and_ranks():
     assert any(way in one for one in said for way in ways), said
 
 
+def test_a_step_is_not_taken_for_a_gather():
+    alike = [*microbatch(1, 2), STEP] * 2
+    raised, wire, _ = run([[*alike, 0, 3], [*alike, 0, STEP, 3]])
+    (said,) = {str(error) for error in raised if isinstance(error, EngineStateError)}
+    assert said.startswith(
+        "rank 10 comes to the step of an optimizer, and rank 0 has come to the gather of blocks.1 in forward."
+    )
+    assert not wire.differ
+
+
+class Clock:
+    """Time passes where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.pauses: list[float] = []
+
+    def monotonic(self) -> float:
+        return sum(self.pauses)
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+
+class LateStore:
+    """The other rank has come after so many questions."""
+
+    def __init__(self, questions: int) -> None:
+        self.left = questions
+
+    def add(self, key: str, amount: int) -> int:
+        self.left -= 1
+        return 1 if self.left > 0 else 2
+
+    def delete_key(self, key: str) -> bool:
+        return True
+
+
+def test_a_rank_that_waits_asks_the_store_less_and_less_often():
+    clock = Clock()
+    with mock.patch.object(gather_order, "time", clock):
+        GatherOrder([0, 1], 0, LateStore(20), "here").note(1, "blocks.1", 0)
+    assert len(clock.pauses) == 19
+    assert clock.pauses == sorted(clock.pauses)
+    assert 0 < clock.pauses[0] < 0.001
+    assert clock.pauses[-1] == 0.02
+
+
 def test_a_rank_that_came_late_is_not_taken_for_one_that_has_gone_on():
     """The last to come goes on, and stands still in the gather, before the first looks for it."""
     store, ranks = dist.HashStore(), [0, 1]
@@ -263,8 +312,8 @@ def test_nothing_is_checked_once_an_order_was_stopped():
 # -- processes -------------------------------------------------------------------------------------------------------------
 
 
-def train(rank: int, world: int) -> dict[str, str]:
-    """Two steps alike, in which nobody is asked any more in the second; then one rank leaves a block out."""
+def train(rank: int, world: int, *paths: list[int]) -> dict[str, str]:
+    """Steps alike, in which nobody is asked any more in the end; then each rank goes its own path."""
     found = {}
     model = built(1)
     optimizer, order = adamw(model), context(model).order
@@ -274,7 +323,7 @@ def train(rank: int, world: int) -> dict[str, str]:
         optimizer.step()
         optimizer.zero_grad()
     assert order.asked == asked, "a step that repeats"
-    model.path = [0, 1, 2, 3, 4, 5] if rank == 0 else [0, 1, 3, 4, 5]
+    model.path = paths[rank]
     try:
         loss_of(model, inputs(0, rank)).backward()
     except (EngineStateError, CollectiveError) as error:
@@ -284,10 +333,19 @@ def train(rank: int, world: int) -> dict[str, str]:
 
 
 def test_a_rank_that_leaves_a_block_out_ends_all_ranks_with_an_error():
-    errors = [result["error"] for result in run_distributed(train, 2)]
+    errors = [result["error"] for result in run_distributed(train, 2, [0, 1, 2, 3, 4, 5], [0, 1, 3, 4, 5])]
     for error in errors:
         assert (
             "rank 1 comes to the reduction of layers.3[0], and rank 0 has come to the gather of layers.2[0] in backward"
             in error
         ), errors
     assert errors[1].startswith("EngineStateError: rank 1")
+
+
+def test_ranks_that_run_equally_many_blocks_of_one_size_end_with_an_error_where_these_differ():
+    errors = [result["error"] for result in run_distributed(train, 2, [0, 2], [0, 3])]
+    for error in errors:
+        assert (
+            "rank 1 comes to the gather of layers.3[0] in forward, and rank 0 has come to the gather of layers.2[0] in forward"
+            in error
+        ), errors

@@ -38,6 +38,20 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [view.grad.clone() for view in sharded_parameters(model) if view.grad is not None]
 
 
+def a_gradient_from_before_sharding_is_forgotten(rank, world):
+    for sharding in STRATEGIES:
+        expected_model = sharded_chain(sharding=sharding)
+        loss_of(expected_model, inputs(1, rank)).backward()
+        model = plain_chain()
+        loss_of(model, inputs(0, rank)).backward()
+        for layer in model.layers:
+            fully_shard(layer, sharding=sharding)
+        fully_shard(model, sharding=sharding)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        loss_of(model, inputs(1, rank)).backward()
+        assert all(map(torch.equal, gradients(model), gradients(expected_model)))
+
+
 def a_gradient_set_before_the_first_backward_is_added_to(rank, world):
     for sharding in STRATEGIES:
         expected_model = sharded_chain(sharding=sharding)
@@ -533,6 +547,7 @@ WORLDS = {
         a_kept_gradient_stays_where_another_was_assigned,
         parameters_frozen_after_sharding_take_no_part_in_autograd,
         a_kept_gradient_is_the_gradient_while_later_ones_are_held_back,
+        a_gradient_from_before_sharding_is_forgotten,
         a_gradient_set_before_the_first_backward_is_added_to,
         a_kept_gradient_outlives_clearing_and_the_next_forward,
         gradients_put_back_by_hand_are_clipped,
@@ -543,6 +558,7 @@ WORLDS = {
         a_kept_gradient_stays_where_another_was_assigned,
         parameters_frozen_after_sharding_take_no_part_in_autograd,
         a_kept_gradient_is_the_gradient_while_later_ones_are_held_back,
+        a_gradient_from_before_sharding_is_forgotten,
         a_gradient_set_before_the_first_backward_is_added_to,
         a_gradient_set_while_others_wait_to_be_reduced_takes_their_place,
         a_gradient_held_back_of_a_parameter_that_was_frozen_since_is_reduced,

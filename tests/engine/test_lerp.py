@@ -45,6 +45,7 @@ class Collectives:
 
     def __enter__(self) -> Collectives:
         self.calls: list[str] = []
+        self.received = 0  # elements, in exchanges of rows
         self._patches = [
             mock.patch.object(place, name, self._counting(name, getattr(place, name)))
             for place, names in (
@@ -60,6 +61,7 @@ class Collectives:
     def _counting(self, name, original):
         def call(*args, **kwargs):
             self.calls.append(name)
+            self.received += args[0].numel() if name == "all_to_all_single" else 0
             return original(*args, **kwargs)
 
         return call
@@ -96,6 +98,18 @@ def models_sharded_differently_need_one_exchange(rank, world):
             found = [name for name in seen.calls if name != "foreach_lerp_"]
             problems.expect(found == ["all_to_all_single"] * (exchanges if world > 1 else 0), f"{what}: {found}")
         close(problems, target, moved(0.25, times=2), what)
+    problems.finish()
+
+
+def rows_that_lie_elsewhere_travel_once(rank, world):
+    """A rank receives as many numbers as it has of the teacher's parameter, or none where both lie alike."""
+    problems = Problems()
+    teacher, student = sharded(1, units=False), sharded(2, extra=True)
+    for name, target in teacher.named_parameters():
+        with Collectives() as seen:
+            lerp_([target], [student.get_parameter(name)], 0.25)
+        own = target.to_local().numel()
+        problems.expect(seen.received in (0, own), f"{name}: {seen.received} numbers came for {own}")
     problems.finish()
 
 
@@ -167,6 +181,7 @@ CASES = (
     a_small_weight_moves_a_float32_teacher_of_a_bfloat16_student,
     models_sharded_alike_communicate_nothing,
     models_sharded_differently_need_one_exchange,
+    rows_that_lie_elsewhere_travel_once,
     sharded_and_plain_models_meet,
     what_does_not_correspond_is_named,
 )

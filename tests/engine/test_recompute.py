@@ -98,6 +98,22 @@ def several_units_in_one_region_are_bit_equal(rank, world):
             assert_same_weights(recomputing, model, f"{sharding} {storage} {reentrant=}")
 
 
+def twice(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(torch.tanh(layer(x)))
+
+
+def a_unit_that_runs_twice_in_one_region_is_bit_equal(rank, world):
+    """Its two forwards read weights in different slots, and both are computed again in one of them."""
+    model = sharded_chain()
+    model.wrap = twice
+    losses = run(model, rank)
+    for reentrant in (False, True):
+        recomputing = sharded_chain()
+        recomputing.wrap = lambda layer, x, reentrant=reentrant: checkpoint(twice, layer, x, use_reentrant=reentrant)
+        assert torch.equal(run(recomputing, rank), losses), f"{reentrant=}"
+        assert_same_weights(recomputing, model, f"{reentrant=}")
+
+
 def a_call_that_nobody_uses_does_not_mislead_recomputation(rank, world):
     """Its weights lie elsewhere, and it never ends: what is recomputed first goes there, and must stay until it was used."""
     found = []
@@ -215,6 +231,7 @@ def recompute_after_validation_and_a_lost_forward(rank, world):
 ALL = (
     every_unit_checkpointed_is_bit_equal,
     several_units_in_one_region_are_bit_equal,
+    a_unit_that_runs_twice_in_one_region_is_bit_equal,
     a_call_that_nobody_uses_does_not_mislead_recomputation,
     early_stop_makes_no_difference,
     some_units_checkpointed_and_changing_between_steps,

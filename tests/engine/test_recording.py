@@ -332,6 +332,20 @@ def gradients_that_were_there_are_back_after_a_recording(rank: int, world: int) 
     assert all(parameter.grad is not None for parameter, _ in before)
 
 
+def a_replayed_backward_leaves_the_gradients_that_were_recorded(rank: int, world: int) -> None:
+    model = sharded_chain()
+    step = captured(lambda x: loss_of(model, x), model)
+    loss_of(model, inputs(0, rank)).backward()
+    expected = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    model.zero_grad()
+    for _ in range(4):
+        call(step, model, inputs(0, rank))
+    step(inputs(0, rank)).backward()
+    assert step.replayed
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad.to_local(), grad)
+
+
 CASES = [
     the_call_that_is_recorded_is_like_the_one_before,
     batches_with_other_keys_or_order_are_not_replayed,
@@ -345,6 +359,7 @@ CASES = [
     closing_lets_gradients_go,
     graphs_go_at_once_when_they_are_given_up,
     gradients_that_were_there_are_back_after_a_recording,
+    a_replayed_backward_leaves_the_gradients_that_were_recorded,
 ]
 
 

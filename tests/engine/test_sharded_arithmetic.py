@@ -184,6 +184,8 @@ REDUCTIONS = {
     "aminmax": lambda t: t.aminmax().max,
     "in float64": lambda t: t.mean(dtype=torch.float64),
     "count": lambda t: (t > 0).sum() + t.count_nonzero() + (t > 0).all(1).sum(),
+    "sum of booleans": lambda t: (t > 0).sum(),
+    "sum of integers": lambda t: ((t > 0).int() * 2**30).sum(0),
     "any all": lambda t: (t > 1).any(0, keepdim=True) & (t > -1).all(),
 }
 

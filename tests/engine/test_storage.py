@@ -139,6 +139,17 @@ def addresses_never_change_after_the_first_step(rank, world):
             assert pool.allocated_bytes == fixed, "all gathered weights are in fixed slots"
 
 
+def slots_are_there_before_hooks_of_gradients_run(rank, world):
+    """Hooks step optimizers, whose state is to find the memory that the first step no longer needs."""
+    model, seen = sharded_chain(), []
+    pool = context(model).pool
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: seen.append(pool.fixed_bytes))
+    loss_of(model, inputs(0, rank)).backward()
+    assert seen == [pool.fixed_bytes] * len(list(model.parameters()))
+    assert pool.fixed_bytes > 0
+
+
 def neighbours_share_few_slots(rank, world):
     model = sharded_chain(layers=9)
     optimizer = adamw(model)
@@ -342,6 +353,7 @@ WORLDS = {
     2: (
         addresses_never_change_after_the_first_step,
         neighbours_share_few_slots,
+        slots_are_there_before_hooks_of_gradients_run,
         pooled_equals_dynamic_bit_for_bit,
         dynamic_storage_holds_nothing_between_steps,
         two_models_in_one_loop_do_not_meet,

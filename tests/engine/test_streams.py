@@ -19,8 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import lightning_mfsdp.engine as engine
+from lightning_mfsdp import Recompute, apply_recompute
 from lightning_mfsdp.engine import MixedPrecisionPolicy, clip_grad_norm_, no_sync, reduce_pending, unshard
 from lightning_mfsdp.engine.features.offload import streamed_step
+from tests.engine import test_codec as quantized
+from tests.engine.int8_codec import Int8Codec
 from tests.helpers.chain import STRATEGIES, adamw, inputs, loss_of, sharded_chain, train
 from tests.helpers.stream_checker import STEP, CheckedStreams, Checker, checked_streams, place_of
 
@@ -83,6 +86,14 @@ def recomputed(*, reentrant: bool) -> None:
         loss_of(model, inputs(step).requires_grad_()).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def recomputed_from_other_bytes() -> None:
+    """Of a codec that keeps other bytes for forward than for backward, those of the forward are gathered in the backward, too."""
+    model = quantized.build(planes=2)
+    apply_recompute(model, Recompute(modules=["blocks.*"]))
+    quantized.shard(model, Int8Codec(planes=2))
+    quantized.train(model, adamw(model), STEPS)
 
 
 def two_graphs() -> None:
@@ -186,6 +197,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "accumulation": accumulation,
     "recomputed": partial(recomputed, reentrant=False),
     "recomputed, reentrant": partial(recomputed, reentrant=True),
+    "recomputed from other bytes": recomputed_from_other_bytes,
     "two graphs": two_graphs,
     "evaluation between": evaluation_between,
     "failures": failures,
