@@ -22,6 +22,7 @@ from lightning_mfsdp.engine import (
     reduce_pending,
     watch_backward,
 )
+from lightning_mfsdp.engine.runtime.unit import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, Chain, adamw, assert_same_weights, context, inputs, loss_of, weights
 from tests.helpers.hidden import Hidden
@@ -273,7 +274,9 @@ def units_that_hide_their_tensors_may_be_called_more_than_once(rank, world):
         with torch.no_grad():
             torch.testing.assert_close(model(inputs(1)), plain(inputs(1)), rtol=1e-4, atol=1e-5)
         if world > 1:
-            assert context(model).pool.allocated_bytes == context(model).pool.fixed_bytes
+            # The first unit's input needs no gradient, and the root has no parameters: its graph may come again, for all they know.
+            kept = context(model).pool.allocated_bytes - context(model).pool.fixed_bytes
+            assert kept in (0, unit_of(model.layers[0]).full_bytes)
 
 
 class HidingStem(Stem):
@@ -315,10 +318,20 @@ class HidingStemAlone(Hiders):
         return Hidden(super().forward(self.stem(x)))
 
 
-def units_inside_a_root_that_hides_its_result_keep_their_weights_for_a_retained_graph(rank, world):
-    for storage in ("dynamic", "pooled"):
+class HidersAlone(Hiders):
+    """A root without parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def forward(self, x: Tensor) -> Hidden:
+        return Hidden(super().forward(x))
+
+
+def units_inside_a_root_that_hears_nothing_keep_their_weights_for_a_retained_graph(rank, world):
+    for kind, storage in product((HidingStemAlone, HidersAlone), ("dynamic", "pooled")):
         torch.manual_seed(0)
-        plain, model = HidingStemAlone(), HidingStemAlone()
+        plain, model = kind(), kind()
         model.load_state_dict(plain.state_dict())
         for layer in model.layers:
             fully_shard(layer, storage=storage)
@@ -520,7 +533,7 @@ COMMON = (
     units_that_hide_their_tensors_may_be_called_more_than_once,
     gradients_held_back_stay_when_the_module_around_is_sharded,
     a_root_that_hides_its_result_has_its_weights_in_every_backward,
-    units_inside_a_root_that_hides_its_result_keep_their_weights_for_a_retained_graph,
+    units_inside_a_root_that_hears_nothing_keep_their_weights_for_a_retained_graph,
     weights_used_outside_of_forwards_are_awaited_in_later_backwards,
     a_weight_tied_to_the_root_is_awaited_where_no_forward_of_the_root_runs,
     a_step_may_go_back_several_times,

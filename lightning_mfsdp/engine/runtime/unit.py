@@ -502,7 +502,7 @@ class Unit:
             return awaited.hides_calls
         root = self.context.root()
         is_heard = root is not None and root is not self and not root.reads_unnoticed
-        return self.awaited.hides_calls or not (is_heard and all(call.is_inside_root for call in hidden))
+        return self.awaited.hides_calls or not (is_heard and all(call.is_heard_by_root for call in hidden))
 
     def share_no_memory(self) -> None:
         """Nobody knows when its weights are read."""
@@ -541,7 +541,9 @@ class Unit:
             return None
         call = self.awaited.new_call() if self.all_groups else None
         if call is not None:
-            call.is_inside_root = self.is_inside_root
+            root = self.context.root()
+            # A root without parameters makes no calls, so nothing tells it of a backward but a step (`watch_backward`).
+            call.is_heard_by_root = self.is_inside_root and root is not None and (root.pinned or bool(root.all_groups))
         return call
 
     def note_run(self) -> None:
