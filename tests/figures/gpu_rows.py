@@ -5,7 +5,8 @@
 
 Each row runs in processes of its own with a time limit, by its checkout's own `examples/benchmark`; two checkouts as OLD NEW NEW OLD.
 A line is printed as soon as it is there: medians of rank 0 in ms, memory in GiB, the highest of all runs. `NEW / OLD` is of the means of
-both runs; `again / OLD` is the second run of OLD against its first: a ratio closer to 1 than that says nothing. No row starts that has not
+all runs; `again / OLD` is the last run of OLD against its first, and `spread` the slowest run of OLD against its fastest: a ratio closer
+to 1 than these says nothing, and `--rounds` is for such rows. No row starts that has not
 a third of its time limit left of the budget; `--rows` and `--from` run the rest in another visit. What did not run says why in its line;
 its whole output is under `--out`.
 """
@@ -97,7 +98,8 @@ def run(row: Row, checkout: Path, gpus: int, out: Path, timeout_s: float) -> Res
     """One run; nothing it started is left."""
     shutil.rmtree(out, ignore_errors=True)  # of an earlier visit
     out.mkdir(parents=True)
-    environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "4"}
+    path = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])  # Transformer Engine's place
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "4"}
     with open(out / "log", "w") as log:
         process = subprocess.Popen(
             command_of(row, gpus, out),
@@ -156,6 +158,8 @@ def line(row: Row, results: dict[str, list[Result]]) -> str:
     if "OLD" in results:
         first, last = results["OLD"][0], results["OLD"][-1]
         cells += [f"{ms['NEW'] / ms['OLD']:.4f}", f"{last.ms / first.ms:.4f}" if last is not first else "-"]
+        times = [one.ms for one in results["OLD"]]
+        cells.append(f"{max(times) / min(times):.4f}")
     return f"| {row.name} | {' | '.join(cells)} |"
 
 
@@ -166,6 +170,7 @@ def main() -> None:
     parser.add_argument("--from", dest="first", default="", help="name of the first row to run")
     parser.add_argument("--gpus", type=int, default=0, help="processes (as many as there are GPUs)")
     parser.add_argument("--once", action="store_true", help="two checkouts as OLD NEW, without the second half")
+    parser.add_argument("--rounds", type=int, default=1, help="how often OLD NEW NEW OLD")
     parser.add_argument("--budget", type=float, default=560.0, help="seconds for the whole visit")
     parser.add_argument("--out", type=Path, default=HERE / "mfsdp-runs" / "rows")
     parser.add_argument("--list", action="store_true", help="commands, without running them")
@@ -186,9 +191,9 @@ def main() -> None:
             print(f"{row.name}: {' '.join(command_of(row, arguments.gpus, arguments.out)[1:])}")
         return
     labels = dict(zip(("OLD", "NEW") if len(paths) == 2 else ("NEW",), paths, strict=True))
-    order = [*labels, *([] if arguments.once or len(paths) == 1 else ["NEW", "OLD"])]
+    order = [*labels, *([] if arguments.once or len(paths) == 1 else ["NEW", "OLD"])] * arguments.rounds
     columns = [f"{label} {what}" for label in labels for what in ("ms", "peak", "reserved")]
-    columns += ["NEW / OLD", "again / OLD"] if len(paths) == 2 else []
+    columns += ["NEW / OLD", "again / OLD", "spread"] if len(paths) == 2 else []
     print(f"| {arguments.gpus} GPUs | {' | '.join(columns)} |\n|---|{'--:|' * len(columns)}", flush=True)
     end = time.monotonic() + arguments.budget
     for row in rows:

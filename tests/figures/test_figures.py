@@ -139,7 +139,7 @@ def test_rows_on_gpus_are_read_from_what_the_benchmark_prints(tmp_path: Path) ->
     new = gpu_rows.Result(9.0, 2.0, 2.5)
     slower = gpu_rows.Result(12.0, 2.5, 3.5)
     line = gpu_rows.line(row, {"OLD": [old, slower], "NEW": [new, new]})
-    assert line == "| 300m eager | 11.00 | 2.50 | 3.50 | 9.00 | 2.00 | 2.50 | 0.8182 | 1.2000 |"
+    assert line == "| 300m eager | 11.00 | 2.50 | 3.50 | 9.00 | 2.00 | 2.50 | 0.8182 | 1.2000 | 1.2000 |"
     failed = gpu_rows.result_of(row, "RuntimeError: out of memory\n", tmp_path, 1)
     assert "out of memory" in gpu_rows.line(row, {"NEW": [failed]})
 
