@@ -115,7 +115,7 @@ class ShardedBackboneFinetuning(ShardedFinetuning, BackboneFinetuning):
 
 
 def _identity(parameter: Tensor) -> int:
-    """The same for all faces of a parameter."""
+    """The same for all representations of a parameter."""
     found = owner_of(parameter)
     return id(parameter if found is None else found[1])
 

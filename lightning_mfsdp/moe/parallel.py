@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_mfsdp.engine import ShardingError, note_collective
-from lightning_mfsdp.engine.comm.collectives import PARTS, Axis, axis_of
+from lightning_mfsdp.engine.comm.collectives import EXPERT, Axis, axis_of
 from lightning_mfsdp.engine.params.group import owner_of
 from lightning_mfsdp.moe.experts import GroupedExperts
 from lightning_mfsdp.moe.once import differentiable_once
@@ -77,11 +77,11 @@ def expert_parallel(
 
 def _expert_axis(mesh: DeviceMesh) -> Axis:
     names = mesh.mesh_dim_names or ()
-    if PARTS not in names and mesh.ndim != 1:
+    if EXPERT not in names and mesh.ndim != 1:
         raise ShardingError(
-            f'expert_parallel: expected a mesh with an axis named "{PARTS}", or with one axis, got {mesh}'
+            f'expert_parallel: expected a mesh with an axis named "{EXPERT}", or with one axis, got {mesh}'
         )
-    return axis_of(mesh, names.index(PARTS) if PARTS in names else 0, PARTS)
+    return axis_of(mesh, names.index(EXPERT) if EXPERT in names else 0, EXPERT)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine import MixedPrecisionPolicy
-from lightning_mfsdp.engine.comm.collectives import PARTS
+from lightning_mfsdp.engine.comm.collectives import EXPERT
 from lightning_mfsdp.engine.comm.process_groups import kept
 from lightning_mfsdp.engine.layout.placement import resolve_placement
 from lightning_mfsdp.engine.runtime.context import context_of_unit
@@ -128,9 +128,9 @@ def check_sizes(data_parallel_size: int | str | None, outer_size: int, mesh: Dev
         raise ValueError(f"outer_size={outer_size} and mesh={mesh}: a mesh already has its axes; give one of the two")
     if mesh is not None and mesh.ndim not in (1, 2):
         raise ValueError(f"mesh={mesh}: expected one axis (shard) or two (outer, shard), got {mesh.ndim}")
-    if mesh is not None and PARTS in (mesh.mesh_dim_names or ()):
+    if mesh is not None and EXPERT in (mesh.mesh_dim_names or ()):
         raise ValueError(
-            f'mesh={mesh}: its axis "{PARTS}" is for modules of experts, whose parameters differ along it; give the strategy a mesh '
+            f'mesh={mesh}: its axis "{EXPERT}" is for modules of experts, whose parameters differ along it; give the strategy a mesh '
             "over the same ranks without it, and this one to fully_shard(experts, mesh) in configure_model"
         )
 

@@ -55,7 +55,7 @@ def fuse_weight_gradients(module: nn.Module) -> list[str]:
 
 
 def _matrices(layer: nn.Module) -> list[nn.Parameter]:
-    """What products are made with, in whatever face it is."""
+    """What products are made with, in whatever representation it is."""
     found = []
     for parameter in layer.parameters(recurse=False):
         owned = owner_of(parameter)
@@ -65,7 +65,7 @@ def _matrices(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def _weights_of(layer: nn.Module) -> list[nn.Parameter]:
-    """The full faces of a layer's matrices."""
+    """The unsharded matrices of a layer."""
     return [owned[1].full for weight in _matrices(layer) if (owned := owner_of(weight)) is not None]
 
 

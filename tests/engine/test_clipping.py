@@ -107,7 +107,7 @@ def subsets(strategy: str, rank: int, world: int) -> None:
 
 
 def named_twice(strategy: str, rank: int, world: int) -> None:
-    """A parameter given twice, or by both of its faces, counts once."""
+    """A parameter given twice, or by both of its representations, counts once."""
     reference, model = pair(rank, world, sharding=strategy)
     once = grad_norm(model.first.weight)
     view = next(view for view in sharded_parameters(model) if view.name == "first.weight")

@@ -87,7 +87,7 @@ def main_weight_is_the_held_weight_where_dtypes_match(rank, world):
                 == group.weights.shards[0].segments[0].untyped_storage().data_ptr()
             )
             assert same is aliased, f"{sharding} {policy}"
-        # All faces of a parameter are one memory.
+        # All representations of a parameter are one memory.
         for view in sharded_parameters(model):
             if view.local.numel():
                 assert view.local.data_ptr() == view.main.data_ptr() == view.dtensor.to_local().data_ptr()
@@ -254,7 +254,7 @@ def an_optimizer_keeps_its_rows_and_nothing_else(rank, world):
         gc.enable()
 
 
-def clearing_gradients_clears_every_face(rank, world):
+def clearing_gradients_clears_every_representation(rank, world):
     for sharding in STRATEGIES:
         model = sharded_chain(sharding=sharding)
         optimizer = adamw(model)
@@ -297,7 +297,7 @@ WORLDS = {
         frozen_units_are_given_back_after_forward,
         deletion_frees_everything_without_the_cycle_collector,
         an_optimizer_keeps_its_rows_and_nothing_else,
-        clearing_gradients_clears_every_face,
+        clearing_gradients_clears_every_representation,
         whole_step_is_balanced_over_ranks,
     ),
     4: (persistent_buffers_have_the_size_their_strategy_says,),

@@ -217,7 +217,7 @@ def writes_from_elsewhere_are_seen(rank, world):
 
 
 def what_a_hook_or_the_loop_writes_after_a_step_is_seen(rank, world):
-    """Through any face, also those the engine does not watch. The step itself wrote the compute weights already."""
+    """Through any representation, also those the engine does not watch. The step itself wrote the compute weights already."""
     ways: list[Callable[[nn.Module, torch.optim.Optimizer], list[Tensor]]] = [
         lambda model, optimizer: optimizer.param_groups[0]["params"],
         lambda model, optimizer: [view.main for view in sharded_parameters(model)],

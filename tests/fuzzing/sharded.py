@@ -93,7 +93,7 @@ class EngineRun(Run):
         with unshard(self.model):
             whole = {name: (0, p.detach().clone()) for name, p in self.model.named_parameters()}
         self.events.append(Event("whole weights", whole))
-        rows = {id(face): view for view in views for face in (view.local, view.dtensor)}
+        rows = {id(one): view for view in views for one in (view.local, view.dtensor)}
         state = {}
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         for parameter, values in optimizer.state.items():

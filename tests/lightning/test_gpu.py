@@ -1,4 +1,4 @@
-"""The Lightning face on CUDA with NCCL."""
+"""The strategy under the Trainer on CUDA with NCCL."""
 
 from __future__ import annotations
 

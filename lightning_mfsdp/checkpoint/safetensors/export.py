@@ -252,11 +252,11 @@ def _file_source(path: Location, weights_only: bool | None) -> tuple[_Described,
 
 
 def _entry(value: Any) -> Entry | None:
-    """The parameter that a value of a state dict is, whatever face it shows; `None` for what was computed from one."""
+    """The parameter that a value of a state dict is, in whatever representation; `None` for what was computed from one."""
     owner = owner_of(value) if isinstance(value, Tensor) else None
     if owner is None:
         return None
-    return owner[1] if any(value is face for face in (owner[1].full, owner[1].sharded, owner[1].local)) else None
+    return owner[1] if any(value is one for one in (owner[1].full, owner[1].sharded, owner[1].local)) else None
 
 
 def _describe(value: Any) -> tuple[torch.Size, torch.dtype] | None:

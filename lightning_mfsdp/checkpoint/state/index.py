@@ -40,11 +40,11 @@ class ParameterIndex:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.all = sharded_parameters(module)
-        by_face = {id(view.dtensor): view for view in self.all}
+        by_identity = {id(view.dtensor): view for view in self.all}
         self.views: dict[str, ParameterView] = {}
         self.others: dict[str, tuple[str, Tensor]] = {}
         self._names: dict[int, str] = {
-            id(face): plain_name(view.name) for view in self.all for face in (view.dtensor, view.local)
+            id(one): plain_name(view.name) for view in self.all for one in (view.dtensor, view.local)
         }
         self._by_memory = {view.main.data_ptr(): view for view in self.all if view.main.numel()}
         self._meshes = {view.dtensor.device_mesh for view in self.all if isinstance(view.dtensor, DTensor)}
@@ -57,8 +57,8 @@ class ParameterIndex:
         in_state_dict = nn.Module.state_dict(module, keep_vars=True).items()
         for name, parameter in (*named, *in_state_dict):
             self._names.setdefault(id(parameter), plain_name(name))
-            if id(parameter) in by_face:
-                self.views[plain_name(name)] = by_face[id(parameter)]
+            if id(parameter) in by_identity:
+                self.views[plain_name(name)] = by_identity[id(parameter)]
 
     def rows_of(self, value: Any) -> Any:
         """What is saved of an entry of a state dict: sharded parameters as their rows, everything else as it is.

@@ -142,7 +142,7 @@ def _at_rest(value: Any, local: Tensor) -> Any:
     return put_to_rest(rows, local) if isinstance(rows, Tensor) and rows.dim() else rows
 
 
-def _state_value(name: str, value: Any, view: ParameterView | None, face: Tensor) -> Any:
+def _state_value(name: str, value: Any, view: ParameterView | None, parameter: Tensor) -> Any:
     if view is None or not isinstance(value, Tensor):
         return value
     local = value.to_local() if isinstance(value, DTensor) else value
@@ -160,11 +160,11 @@ def _state_value(name: str, value: Any, view: ParameterView | None, face: Tensor
                 f"{tuple(view.shape)}; a sharded checkpoint can hold state shaped like its parameter, or the same on all ranks"
             )
         return local
-    owner = owner_of(face)
-    if value.numel() > 1 and not isinstance(face, Rows) and owner is not None and sharded_axes(owner[0]):
+    owner = owner_of(parameter)
+    if value.numel() > 1 and not isinstance(parameter, Rows) and owner is not None and sharded_axes(owner[0]):
         raise ValueError(
-            f"optimizer state {name}: a tensor of shape {tuple(value.shape)} was made of this rank's rows of shape {tuple(face.shape)}, "
-            "so each rank has another one; a sharded checkpoint can hold state shaped like its parameter, or one for all ranks. Train "
+            f"optimizer state {name}: a tensor of shape {tuple(value.shape)} was made of this rank's rows of shape "
+            f"{tuple(parameter.shape)}, so each rank has another one; a sharded checkpoint can hold state shaped like its parameter, or one for all ranks. Train "
             'with sharding="no_shard", where every rank has all rows, or save weights only'
         )
     return value

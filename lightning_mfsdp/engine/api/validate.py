@@ -99,10 +99,10 @@ def refuse_parts(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> None:
         ShardingError: With the name of the first one.
     """
     scalars = [name for name, parameter, _ in named if not parameter.dim()]
-    if mesh.parts is not None and scalars:
+    if mesh.expert is not None and scalars:
         raise ShardingError(
             f"fully_shard: parameter {scalars[0]} of {type(module).__name__} is a single number, and along the mesh's axis "
-            f'"{mesh.parts.name}" every rank holds other rows of each parameter; put it into a module around the experts'
+            f'"{mesh.expert.name}" every rank holds other rows of each parameter; put it into a module around the experts'
         )
 
 
@@ -113,10 +113,10 @@ def refuse_other_mesh(nested: Unit, context: Context) -> None:
         ShardingError: With its name and both meshes' sizes.
     """
     for group in nested.groups:
-        if context.mesh.parts is not None and group.mesh.parts is None:
+        if context.mesh.expert is not None and group.mesh.expert is None:
             raise ShardingError(
                 f"fully_shard: unit {nested.name} has the same parameters on all ranks, and the module around it was given a mesh with the "
-                f'axis "{context.mesh.parts.name}", along which all parameters would differ; leave that axis to the experts'
+                f'axis "{context.mesh.expert.name}", along which all parameters would differ; leave that axis to the experts'
             )
         if group.mesh.num_ranks != context.mesh.num_ranks:
             raise ShardingError(

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
 
-__all__ = ["PARTS", "Axes", "Axis", "Mesh", "axis_of", "broadcast_from_first", "resolve_mesh"]
+__all__ = ["EXPERT", "Axes", "Axis", "Mesh", "axis_of", "broadcast_from_first", "resolve_mesh"]
 
-PARTS = "expert"  # the name of the axis of parts
+EXPERT = "expert"  # the name of the expert axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,14 +136,14 @@ class Mesh:
     """The data-parallel mesh of a sharded module.
 
     Attributes:
-        device_mesh: As given by the user: with a shard axis, and perhaps an outer axis and one of parts.
+        device_mesh: As given by the user: with a shard axis, and perhaps an outer axis and an expert axis.
         shard_dim: Which of its dims is the shard axis.
         outer_dim: Which is the outer axis; `None` without one.
         shard: The shard axis as this rank sees it.
         outer: The outer axis; `None` without one.
-        parts_dim: Which is the axis of parts; `None` without one, and for one rank along it.
-        parts: The axis along which parameters are different parts of one larger parameter (experts); `None` where they are whole. Every
-            part is used for the data of all its ranks.
+        expert_dim: Which is the expert axis; `None` without one, and for one rank along it.
+        expert: The axis along which parameters are different parts of one larger parameter (each rank's experts); `None` where they are
+            whole. Every part is used for the data of all its ranks.
     """
 
     device_mesh: DeviceMesh
@@ -151,8 +151,8 @@ class Mesh:
     outer_dim: int | None
     shard: Axis
     outer: Axis | None
-    parts_dim: int | None = None
-    parts: Axis | None = None
+    expert_dim: int | None = None
+    expert: Axis | None = None
 
     @cached_property
     def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -172,24 +172,24 @@ class Mesh:
     @property
     def all_axes(self) -> list[Axis]:
         """Axes with more than one rank."""
-        return [*self.axes, *([self.parts] if self.parts is not None else [])]
+        return [*self.axes, *([self.expert] if self.expert is not None else [])]
 
     @property
     def num_ranks(self) -> int:
         """Ranks whose data every parameter is used for."""
-        return self.shard.size * (self.outer.size if self.outer else 1) * self.num_parts
+        return self.shard.size * (self.outer.size if self.outer else 1) * self.expert_size
 
     @property
-    def num_parts(self) -> int:
-        """Of how many parts a parameter consists."""
-        return self.parts.size if self.parts is not None else 1
+    def expert_size(self) -> int:
+        """Ranks along the expert axis: of how many parts a parameter consists."""
+        return self.expert.size if self.expert is not None else 1
 
     @property
     def data_ranks(self) -> Tensor:
         """Global ranks that have the same parameters as this one, int, `[outer, shard]` or `[shard]`."""
         ranks = self.device_mesh.mesh
-        if self.parts is not None and self.parts_dim is not None:
-            ranks = ranks.select(self.parts_dim, self.parts.rank)
+        if self.expert is not None and self.expert_dim is not None:
+            ranks = ranks.select(self.expert_dim, self.expert.rank)
         return ranks
 
 
@@ -203,7 +203,7 @@ def broadcast_from_first(value: Tensor, mesh: Mesh) -> None:
 def resolve_mesh(mesh: DeviceMesh | None) -> Mesh:
     """The axes of the user's mesh, or a 1-D mesh over all ranks.
 
-    An axis named "expert" is that of parts. Of the others, those named "outer" and "shard" are taken by name in either order; otherwise
+    An axis named "expert" is the expert axis. Of the others, those named "outer" and "shard" are taken by name in either order; otherwise
     a single one is the shard axis and two are (outer, shard).
 
     Raises:
@@ -220,8 +220,8 @@ def resolve_mesh(mesh: DeviceMesh | None) -> Mesh:
         mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     names = mesh.mesh_dim_names
     described = ", ".join(f"{names[i] if names else i}={mesh.size(i)}" for i in range(mesh.ndim))
-    parts_dim = names.index(PARTS) if names and PARTS in names else None
-    dims = [dim for dim in range(mesh.ndim) if dim != parts_dim]
+    expert_dim = names.index(EXPERT) if names and EXPERT in names else None
+    dims = [dim for dim in range(mesh.ndim) if dim != expert_dim]
     if len(dims) not in (1, 2):
         raise ShardingError(
             f"fully_shard: expected a mesh with one axis (shard) or two (outer, shard), got {mesh.ndim} axes ({described}); "
@@ -241,16 +241,16 @@ def resolve_mesh(mesh: DeviceMesh | None) -> Mesh:
     shard_dim, outer_dim = dims[-1], dims[0] if len(dims) == 2 else None
     if data == ["shard", "outer"]:
         shard_dim, outer_dim = dims[0], dims[1]
-    if parts_dim is not None and mesh.size(parts_dim) == 1:
-        parts_dim = None
+    if expert_dim is not None and mesh.size(expert_dim) == 1:
+        expert_dim = None
     return Mesh(
         device_mesh=mesh,
         shard_dim=shard_dim,
         outer_dim=outer_dim,
         shard=axis_of(mesh, shard_dim, "shard"),
         outer=None if outer_dim is None else axis_of(mesh, outer_dim, "outer"),
-        parts_dim=parts_dim,
-        parts=None if parts_dim is None else axis_of(mesh, parts_dim, PARTS),
+        expert_dim=expert_dim,
+        expert=None if expert_dim is None else axis_of(mesh, expert_dim, EXPERT),
     )
 
 

@@ -65,7 +65,7 @@ def row_placement(parameter: Tensor) -> RowPlacement | None:
         shape=torch.Size(group.layout.shapes[index]),
         group=process_group,
         rows=tuple(group.layout.owned_rows(index, shard) for shard in shards),
-        parts=group.mesh.num_parts,
+        parts=group.mesh.expert_size,
     )
 
 

@@ -191,7 +191,7 @@ class ParameterGroup:
     def dtensor_placements(self) -> list[DTensorPlacement]:
         """How the main weight lies on the user's mesh, for DTensor."""
         mesh, by = self.mesh, self.placement
-        divided = (mesh.shard_dim if by.main else None, mesh.outer_dim if by.outer_main else None, mesh.parts_dim)
+        divided = (mesh.shard_dim if by.main else None, mesh.outer_dim if by.outer_main else None, mesh.expert_dim)
         return [Shard(0) if dim in divided else Replicate() for dim in range(mesh.device_mesh.ndim)]
 
     def _fill(self) -> None:

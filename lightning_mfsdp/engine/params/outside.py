@@ -132,10 +132,10 @@ def _whole(tensor: PlacedTensor) -> tuple[Tensor, ManagedGroup | None]:
         if copied is None or copied.node is not tensor.grad_fn:
             refuse_gradient(tensor.described)
         return _Whole.apply(_anchor(), [copied.parameter, tensor.full_tensor()]), group  # type: ignore[no-untyped-call]
-    if group.mesh.parts is not None:
+    if group.mesh.expert is not None:
         raise EngineStateError(
             f"parameter {tensor.described}: a loss was computed from it outside of its module's forward, and along the mesh's axis "
-            f'"{group.mesh.parts.name}" every rank holds other rows of it, so gradients could not be added up. Compute it in the '
+            f'"{group.mesh.expert.name}" every rank holds other rows of it, so gradients could not be added up. Compute it in the '
             "forward of the module that owns it, or under torch.no_grad()"
         )
     unsharded = group.use_outside(index)

@@ -1,6 +1,6 @@
 """Which rows of a parameter this rank owns, and the whole from everybody's.
 
-Rows are counted in the parameter as users and checkpoints see it. Where ranks along the mesh's axis of parts hold different parameters
+Rows are counted in the parameter as users and checkpoints see it. Where ranks along the mesh's expert axis hold different parameters
 of one name (experts, under expert parallelism), that is all of them one after the other.
 """
 
@@ -18,13 +18,13 @@ __all__ = ["gather_rows", "holders", "join_parts", "own_part", "owned_rows", "sh
 
 def whole_shape(shape: torch.Size, mesh: Mesh) -> torch.Size:
     """The shape of all parts of a parameter together; `shape` is that of one."""
-    return shape if mesh.parts is None else torch.Size([mesh.parts.size * shape[0], *shape[1:]])
+    return shape if mesh.expert is None else torch.Size([mesh.expert.size * shape[0], *shape[1:]])
 
 
 def owned_rows(group: ManagedGroup, index: int) -> range:
     """Rows of a parameter's main weight that this rank holds; a 0-D parameter counts as one row."""
     rows = group.layout.owned_rows(index, group.main_extent.start, len(group.main_extent))
-    parts = group.mesh.parts
+    parts = group.mesh.expert
     before = parts.rank * group.layout.shapes[index][0] if parts is not None else 0
     return range(before + rows.start, before + rows.stop)
 
@@ -36,8 +36,8 @@ def sharded_axes(group: ManagedGroup) -> tuple[Axis, ...]:
         axes.append(group.axes.shard)
     if group.placement.outer_main and group.axes.outer is not None:
         axes.append(group.axes.outer)
-    if group.mesh.parts is not None:
-        axes.append(group.mesh.parts)
+    if group.mesh.expert is not None:
+        axes.append(group.mesh.expert)
     return tuple(axes)
 
 
@@ -88,13 +88,13 @@ def gather_rows(group: ManagedGroup, index: int, rows: Tensor) -> Tensor:
 
 def join_parts(part: Tensor, mesh: Mesh) -> Tensor:
     """All parts of a parameter from every rank's one; `part` itself where there is only one. Collective."""
-    if mesh.parts is None:
+    if mesh.expert is None:
         return part
     whole = part.new_empty(whole_shape(part.shape, mesh))
-    mesh.parts.gather([whole.view(-1)], [part.contiguous().view(-1)])
+    mesh.expert.gather([whole.view(-1)], [part.contiguous().view(-1)])
     return whole
 
 
 def own_part(whole: Tensor, mesh: Mesh) -> Tensor:
     """This rank's part of a whole parameter."""
-    return whole if mesh.parts is None else whole.chunk(mesh.parts.size)[mesh.parts.rank]
+    return whole if mesh.expert is None else whole.chunk(mesh.expert.size)[mesh.expert.rank]

@@ -69,7 +69,7 @@ def _same_mesh(one: ManagedGroup, other: ManagedGroup) -> bool:
 
 
 def _same_axes(a: Mesh, b: Mesh) -> bool:
-    dims = (a.shard_dim, a.outer_dim, a.parts_dim) == (b.shard_dim, b.outer_dim, b.parts_dim)
+    dims = (a.shard_dim, a.outer_dim, a.expert_dim) == (b.shard_dim, b.outer_dim, b.expert_dim)
     return dims and (a.device_mesh is b.device_mesh or a.device_mesh == b.device_mesh)
 
 

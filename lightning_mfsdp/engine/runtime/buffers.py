@@ -1,7 +1,7 @@
 """Buffers are not sharded: every rank has its own, and its forwards write to them. Here they take the values of the first rank.
 
 What a rank counts for itself stays: a module names such buffers in `buffers_of_each_rank`, and what DistributedDataParallel was told to
-ignore is left here, too. Along the mesh's axis of parts (experts) buffers differ as parameters do.
+ignore is left here, too. Along the mesh's expert axis buffers differ as parameters do.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor, Mesh]]:
     seen: set[int] = set()
     for name, part in module.named_modules():
         parent, unit = name.rpartition(".")[0], unit_of(part)
-        mesh = next((group.mesh for group in unit.groups if group.mesh.parts is not None), None) if unit else None
+        mesh = next((group.mesh for group in unit.groups if group.mesh.expert is not None), None) if unit else None
         meshes[name] = mesh or meshes.get(parent, root.context.mesh)
         of_each_rank = getattr(part, "buffers_of_each_rank", ())
         for key, buffer in part._buffers.items():

@@ -232,7 +232,7 @@ def _check_whole_roots(module: nn.Module, found: list[Unit]) -> None:
         )
     for unit in found:
         _refuse_shown_average(context_of_unit(unit), f"unshard_model of {name}")
-        if any(group.mesh.parts is not None for group in unit.groups):
+        if any(group.mesh.expert is not None for group in unit.groups):
             raise ShardingError(
                 f"unshard_model: {unit.name} holds experts that are divided among ranks, and its module has a place for this rank's alone; "
                 "save a checkpoint and load it into a model built without expert_parallel"

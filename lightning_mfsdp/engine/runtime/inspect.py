@@ -292,7 +292,7 @@ def _unit_view(unit: Unit, modules: list[nn.Module]) -> UnitView:
     return UnitView(
         name=unit.name,
         module_class=kind if len(modules) == 1 else f"{len(modules)} x {kind}",
-        num_parameters=total * (unit.groups[0].mesh.num_parts if unit.groups else 1),
+        num_parameters=total * (unit.groups[0].mesh.expert_size if unit.groups else 1),
         padding_fraction=(padded - total) / total if total else 0.0,
         main_bytes=sum(group.main.size_bytes for group in unit.groups),
         held_bytes=sum(group.weights.extra_bytes for group in unit.groups),
