@@ -164,8 +164,8 @@ def _state_value(name: str, value: Any, view: ParameterView | None, parameter: T
     if value.numel() > 1 and not isinstance(parameter, Rows) and owner is not None and sharded_axes(owner[0]):
         raise ValueError(
             f"optimizer state {name}: a tensor of shape {tuple(value.shape)} was made of this rank's rows of shape "
-            f"{tuple(parameter.shape)}, so each rank has another one; a sharded checkpoint can hold state shaped like its parameter, or one for all "
-            'ranks. Train with sharding="no_shard", where every rank has all rows, or save weights only'
+            f"{tuple(parameter.shape)}, so each rank has another one; a sharded checkpoint can hold state shaped like its parameter, or "
+            'one for all ranks. Train with sharding="no_shard", where every rank has all rows, or save weights only'
         )
     return value
 
