@@ -60,7 +60,7 @@ class _Support:
     """CPU offload of optimizer state, and Transformer Engine's FusedAdam, which is known by its name. An `OptimizerSupport`."""
 
     def __init__(self) -> None:
-        self._streamed = StreamedStep()
+        self._streamed: StreamedStep | None = None
 
     def writes_in_steps_alone(self, optimizer: Optimizer) -> bool:
         """See `OptimizerSupport`."""
@@ -84,6 +84,7 @@ class _Support:
         if keeps_remainders(optimizer):
             drivers.append(Remainders())
         if any(group.offloads for group in held):
+            self._streamed = self._streamed or StreamedStep()
             self._streamed.adopt(optimizer)
             drivers.append(self._streamed)
         return drivers
