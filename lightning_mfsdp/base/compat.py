@@ -83,7 +83,6 @@ __all__ = [
     "reduce_scatter_coalesced",
     "reduce_scatter_flat",
     "set_data",
-    "sets_data",
     "shape_of_equal_part",
     "step_pre_hooks",
     "storage_users",
@@ -187,9 +186,8 @@ def is_transformed() -> bool:
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
-def without_torch_function() -> AbstractContextManager[Any]:
-    """Inside, tensor subclasses behave as if they did not override `__torch_function__`."""
-    return torch._C.DisableTorchFunctionSubclass()
+# A context in which tensor subclasses behave as if they did not override `__torch_function__`.
+without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
 
 def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> None:
@@ -218,11 +216,6 @@ class OwnRows(Shard):
 
     def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: int, rank: Any) -> Any:
         return (len(self._rows), self._rows.start) if self._is_first else (curr_local_size, 0)
-
-
-def sets_data(function: Any) -> bool:
-    """Whether a torch function is the assignment `tensor.data = value`."""
-    return bool(function == torch.Tensor.data.__set__)  # type: ignore[attr-defined]
 
 
 get_data: Callable[[Tensor], Tensor] = torch.Tensor.data.__get__  # type: ignore[attr-defined] # `parameter.data` of a plain parameter

@@ -55,7 +55,7 @@ def children_first(
     seen.add(id(module))
     if all(callable(getattr(module, method, None)) for method in _MODEL_METHODS):
         model = module
-    inside = [*module.parameters(), *module.buffers()]
+    inside = [] if model is None else [*module.parameters(), *module.buffers()]
     is_new = bool(inside) and all(tensor.is_meta for tensor in inside)
     for key, child in module.named_children():
         yield from children_first(child, f"{name}.{key}" if name else key, model, seen)

@@ -148,7 +148,7 @@ class Rows(PlacedTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if compat.sets_data(func):
+        if func == compat.set_data:
             return assign_data(args[0], args[1])
         kwargs = kwargs or {}
         if describes(func):  # of every parameter in every step, so it does without the mode
