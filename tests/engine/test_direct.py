@@ -214,7 +214,7 @@ def layers_computed_again_choose_as_before(rank, world):
                 loss.backward(retain_graph=True)
                 loss.backward()
                 for parameter in model.parameters():
-                    full = parameter._unsharded
+                    full = parameter._unsharded()
                     assert not full._post_accumulate_grad_hooks, "hooks stay on weights"
             found.append(gradients(model))
         same(*found, f"{hides=}")
