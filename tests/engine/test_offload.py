@@ -11,12 +11,15 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine import (
@@ -34,6 +37,7 @@ from lightning_mfsdp.engine.features.offload import staging
 from lightning_mfsdp.engine.features.offload import streamed_step as streaming
 from lightning_mfsdp.engine.features.offload.offloaded_state import state_of
 from lightning_mfsdp.engine.memory import host_memory
+from lightning_mfsdp.engine.params.group import as_local
 from lightning_mfsdp.engine.runtime.inspect import context_of
 from lightning_mfsdp.optim import Muon
 from tests.engine.cases import device_type
@@ -82,9 +86,17 @@ def train_decoder(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int,
     return losses
 
 
+def local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, object]]:
-    names = {id(view.local): view.name for view in sharded_parameters(model)}
-    found = {names[id(local)]: dict(values) for local, values in optimizer.state.items()}
+    """Local rows of it."""
+    names = {id(one): view.name for view in sharded_parameters(model) for one in (view.local, view.dtensor)}
+    found = {
+        names[id(key)]: {name: local(value) for name, value in values.items()}
+        for key, values in optimizer.state.items()
+    }
     return {name: found[name] for name in sorted(found)}
 
 
@@ -113,7 +125,10 @@ def rests(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
         for entry in group.entries:
             if entry.local.numel() and not start <= entry.local.data_ptr() < start + group.host_buffer.size_bytes:
                 return False
-    states = [found for group in groups if (found := state_of(optimizer, group))]
+    by_rows = {
+        as_local(key): {name: local(value) for name, value in values.items()} for key, values in optimizer.state.items()
+    }
+    states = [found for group in groups if (found := state_of(SimpleNamespace(state=by_rows), group))]
     pieces = {one.tensor.untyped_storage().data_ptr() for found in states for one in found}
     return bool(homes) and len(pieces) == len(states)
 
@@ -254,8 +269,9 @@ def parameters_put_in_the_place_of_others_are_taken_over(rank, world):
         optimizer.param_groups[0]["params"] = [*third.parameters(), *second.parameters()]
         model.zero_grad()
         losses += train(model, optimizer, range(2, 4), rank)
-        rows = {id(view.local) for view in sharded_parameters(model)}
-        assert all(id(one) in rows for one in optimizer.state)
+        assert {id(one) for one in optimizer.state} == {
+            id(one) for layer in (first, second, third) for one in layer.parameters()
+        }
         assert optimizer.param_groups[0]["params"] == [*third.parameters(), *second.parameters()]
         outcomes.append([losses, weights(model), state_by_name(model, optimizer)])
         assert rests(model, optimizer) == (offload is not None)

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -88,7 +89,41 @@ def views_see_zeros(optimizer: torch.optim.Optimizer) -> Tensor:
     return torch.stack([whole(view).abs().sum() for view in views])
 
 
+def state_of(optimizer: torch.optim.Optimizer, name: str) -> list[Any]:
+    """Looking for it makes an entry where there is none yet."""
+    return [optimizer.state[one][name] for one in held(optimizer) if name in optimizer.state[one]]
+
+
+def products_of_gradients_and_state(optimizer: torch.optim.Optimizer) -> Tensor:
+    found = [state_of(optimizer, name) for name in ("momentum_buffer", "exp_avg")]
+    sums = [(one.grad * value).sum() for values in found for one, value in zip(held(optimizer), values, strict=False)]
+    return torch.stack([whole(one) for one in sums]) if sums else torch.zeros(())
+
+
+def reset_state(optimizer: torch.optim.Optimizer) -> None:
+    for one in held(optimizer):
+        for name, value in optimizer.state[one].items():
+            if value is not None and value.dim():
+                optimizer.state[one][name] = torch.full_like(one, 0.25)
+
+
+def halve_state_in_place(optimizer: torch.optim.Optimizer) -> None:
+    for name in ("momentum_buffer", "exp_avg"):
+        torch._foreach_mul_(state_of(optimizer, name) or [torch.zeros(1)], 0.5)
+
+
+def decay_by_keys_of_state(optimizer: torch.optim.Optimizer) -> int:
+    for one in list(optimizer.state):
+        one.data.mul_(0.9)
+    numbers = {id(one): number for number, one in enumerate(held(optimizer))}
+    return sum(numbers[id(one)] for one in optimizer.state)
+
+
 PROGRAMS: tuple[Program, ...] = (
+    products_of_gradients_and_state,
+    reset_state,
+    halve_state_in_place,
+    decay_by_keys_of_state,
     clip_norm,
     clip_value,
     norm_of_gradients,
@@ -219,7 +254,9 @@ def programs_over_param_groups_see_whole_parameters_and_gradients(rank, world):
         optimizer = fully_shard_optimizer(OPTIMIZERS[kind](model.parameters()))
         found = outcome(model, optimizer, place, program, [rank])
         for one, other in zip(found, expected, strict=True):
-            assert one is other is None or torch.allclose(one, other, rtol=1e-10, atol=1e-13), case
+            assert (
+                one == other if not isinstance(one, Tensor) else torch.allclose(one, other, rtol=1e-10, atol=1e-13)
+            ), case
         for name, value in weights(model).items():
             assert torch.allclose(value, plain.get_parameter(name).detach(), rtol=1e-10, atol=1e-13), (case, name)
         assert_shown(model, optimizer)
@@ -277,11 +314,13 @@ def state_that_a_program_puts_in_is_that_of_rows(rank, world):
 
 
 def assert_shown(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """`param_groups` hold what the module shows, and the optimizer stepped rows."""
-    views = sharded_parameters(model)
-    assert {id(one) for one in held(optimizer)} == {id(one) for one in model.parameters()}
-    assert {id(one) for one in optimizer.state} <= {id(view.local) for view in views}
-    assert optimizer.state
+    """`param_groups` and `state` hold what the module shows, with state as DTensors."""
+    shown = {id(one) for one in model.parameters()}
+    assert {id(one) for one in held(optimizer)} == shown
+    assert {id(one) for one in optimizer.state} <= shown
+    values = [value for values in optimizer.state.values() for value in values.values()]
+    assert values
+    assert all(isinstance(value, DTensor) == (value.dim() > 0) for value in values if isinstance(value, Tensor))
 
 
 def an_optimizer_of_ours_steps_rows_and_shows_what_the_module_shows(rank, world):
@@ -325,6 +364,82 @@ def a_step_that_raised_and_new_parameters_leave_them_as_they_are_between_steps(r
     assert [id(one) for one in held(optimizer)] == [id(one) for one in model.layers[:2].parameters()]
 
 
+def groups_may_be_changed_in_a_hook_before_a_step(rank, world):
+    """As long as the optimizer's own code has not begun."""
+
+    def adds(optimizer: Any, model: nn.Module) -> None:
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": list(model.layers[2].parameters()), "lr": 0.5})
+
+    def removes(optimizer: Any, model: nn.Module) -> None:
+        optimizer.param_groups[0]["params"] = held(optimizer)[1:3]
+
+    def replaces(optimizer: Any, model: nn.Module) -> None:
+        optimizer.param_groups[0]["params"] = (*model.layers[2].parameters(), *model.layers[0].parameters())
+
+    for change, sharding in product((adds, removes, replaces), STRATEGIES):
+        found = []
+        for make, ranks in ((partial(sharded_chain, sharding=sharding), [rank]), (plain_chain, list(range(world)))):
+            model = make()
+            optimizer = torch.optim.SGD(model.layers[:2].parameters(), lr=0.1, momentum=0.9)
+            if len(ranks) == 1:
+                fully_shard_optimizer(optimizer)
+            optimizer.register_step_pre_hook(lambda given, *_, change=change, model=model: change(given, model))
+            for step in range(STEPS):
+                torch.stack([loss_of(model, inputs(step, one)) for one in ranks]).mean().backward()
+                optimizer.step()
+                model.zero_grad()
+            found.append(weights(model) if len(ranks) == 1 else dict(model.named_parameters()))
+        for name, value in found[0].items():
+            assert torch.allclose(value, found[1][name], rtol=1e-4, atol=1e-6), (change.__name__, sharding, name)
+
+
+def state_stays_where_it_is_when_an_optimizer_is_taken_over_again(rank, world):
+    model = sharded_chain()
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.layers[0].parameters(), lr=0.1, momentum=0.9))
+    for number in range(1, 3):
+        loss_of(model, inputs(0, rank)).backward()
+        optimizer.step()
+        kept = [optimizer.state[one]["momentum_buffer"] for one in model.layers[0].parameters()]
+        fully_shard_optimizer(optimizer)
+        optimizer.add_param_group({"params": list(model.layers[number].parameters())})
+        optimizer.step()
+        now = [optimizer.state[one]["momentum_buffer"] for one in model.layers[0].parameters()]
+        assert [one.to_local().data_ptr() for one in now] == [one.to_local().data_ptr() for one in kept]
+
+
+def a_step_whose_closure_was_taken_away_works_on_dtensors_and_says_so(rank, world):
+    model, plain = sharded_chain(), plain_chain()
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    optimizer.register_step_pre_hook(lambda given, args, kwargs: (args[:1], {}))
+    for step in range(2):
+        loss_of(model, inputs(step)).backward()
+        loss_of(plain, inputs(step)).backward()
+        with pytest.warns(UserWarning, match="AdamW.step did not call the closure"):
+            optimizer.step()
+        reference.step()
+    for name, value in weights(model).items():
+        assert torch.allclose(value, plain.get_parameter(name), rtol=1e-4, atol=1e-6), name
+    assert_shown(model, optimizer)
+
+
+def own_code_that_raised_leaves_them_as_they_are_when_a_forward_begins(rank, world):
+    model = sharded_chain()
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    loss_of(model, inputs(0, rank)).backward()
+    optimizer.step()
+    option = optimizer.param_groups[0].pop("momentum")
+    with contextlib.suppress(KeyError):
+        optimizer.step()
+    optimizer.param_groups[0]["momentum"] = option
+    assert not isinstance(held(optimizer)[0], DTensor)
+    loss_of(model, inputs(1, rank)).backward()
+    assert_shown(model, optimizer)
+    optimizer.step()
+    assert_shown(model, optimizer)
+
+
 def parameters_that_are_no_part_of_a_sharded_module_stay(rank, world):
     model, own = sharded_chain(), nn.Parameter(torch.ones(3))
     optimizer = fully_shard_optimizer(torch.optim.SGD([own, *model.parameters()], lr=0.1, momentum=0.9))
@@ -347,6 +462,10 @@ WORLDS = {
         parameters_that_are_no_part_of_a_sharded_module_stay,
         a_plain_grad_scaler_decides_alike_on_all_ranks,
         state_that_a_program_puts_in_is_that_of_rows,
+        groups_may_be_changed_in_a_hook_before_a_step,
+        state_stays_where_it_is_when_an_optimizer_is_taken_over_again,
+        a_step_whose_closure_was_taken_away_works_on_dtensors_and_says_so,
+        own_code_that_raised_leaves_them_as_they_are_when_a_forward_begins,
     ),
     3: (programs_over_param_groups_see_whole_parameters_and_gradients,),
 }

@@ -191,7 +191,7 @@ def state_is_a_view_of_what_the_optimizer_has(rank: int, world: int) -> None:
     for number, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"]):
         if parameter.numel():
             shown = optimizer.state_dict()["state"][number]["exp_avg"]
-            assert shown.to_local().data_ptr() == optimizer.state[parameter]["exp_avg"].data_ptr()
+            assert shown.to_local().data_ptr() == optimizer.state[parameter]["exp_avg"].to_local().data_ptr()
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.to_local().numel():
             assert "exp_avg" in optimizer.state[parameter], "as with FSDP2, the module's parameters are its keys"

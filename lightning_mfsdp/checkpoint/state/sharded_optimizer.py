@@ -20,9 +20,9 @@ from lightning_mfsdp.checkpoint.state.row_shard import RowShard
 from lightning_mfsdp.checkpoint.state.sharded import paths_of
 from lightning_mfsdp.engine import ParameterView
 from lightning_mfsdp.engine.features.offload.offloaded_state import empty_at_rest, put_to_rest
+from lightning_mfsdp.engine.optimizer.adopt import steps_rows
 from lightning_mfsdp.engine.params.group import as_local, owner_of
 from lightning_mfsdp.engine.params.rows import sharded_axes
-from lightning_mfsdp.engine.params.sharded_tensor import Rows
 
 __all__ = [
     "OptimizerPlan",
@@ -41,10 +41,13 @@ def optimizer_state(index: ParameterIndex, optimizer: Optimizer) -> dict[str, An
         ValueError: A state tensor that is sharded in another way than its parameter, or has another shape than the rows that it is of.
     """
     state: dict[str, dict[str, Any]] = {}
+    of_rows = steps_rows(optimizer)
     for parameter, values in optimizer.state.items():
         name = index.name_of(parameter)
         view = index.views.get(name)
-        state[name] = {key: _state_value(f"{name}.{key}", value, view, parameter) for key, value in values.items()}
+        state[name] = {
+            key: _state_value(f"{name}.{key}", value, view, parameter, of_rows=of_rows) for key, value in values.items()
+        }
     groups = []
     for group, names in zip(optimizer.param_groups, index.names_by_group(optimizer), strict=True):
         groups.append({**group, "params": names})
@@ -142,7 +145,7 @@ def _at_rest(value: Any, local: Tensor) -> Any:
     return put_to_rest(rows, local) if isinstance(rows, Tensor) and rows.dim() else rows
 
 
-def _state_value(name: str, value: Any, view: ParameterView | None, parameter: Tensor) -> Any:
+def _state_value(name: str, value: Any, view: ParameterView | None, parameter: Tensor, *, of_rows: bool) -> Any:
     if view is None or not isinstance(value, Tensor):
         return value
     local = value.to_local() if isinstance(value, DTensor) else value
@@ -161,10 +164,10 @@ def _state_value(name: str, value: Any, view: ParameterView | None, parameter: T
             )
         return local
     owner = owner_of(parameter)
-    if value.numel() > 1 and not isinstance(parameter, Rows) and owner is not None and sharded_axes(owner[0]):
+    if value.numel() > 1 and of_rows and owner is not None and sharded_axes(owner[0]):
         raise ValueError(
             f"optimizer state {name}: a tensor of shape {tuple(value.shape)} was made of this rank's rows of shape "
-            f"{tuple(parameter.shape)}, so each rank has another one; a sharded checkpoint can hold state shaped like its parameter, or "
+            f"{tuple(view.local.shape)}, so each rank has another one; a sharded checkpoint can hold state shaped like its parameter, or "
             'one for all ranks. Train with sharding="no_shard", where every rank has all rows, or save weights only'
         )
     return value

@@ -24,9 +24,10 @@ def fully_shard_optimizer(
 ) -> Optimizer:
     """Let an optimizer step sharded parameters.
 
-    Where every rank has all rows (`no_shard`, one rank) every optimizer gets whole plain tensors in its `param_groups`, and works on them.
-    Elsewhere elementwise optimizers, and any `LocalRowsOptimizer`, get plain local rows, and others keep DTensors. State (if any yet) is
-    keyed by what they get. The weights that forward uses are refreshed after each step, and within one before its closure is
+    Elementwise optimizers of `torch.optim`, and any `LocalRowsOptimizer`, step plain local rows. Between two steps, and in the closure,
+    their `param_groups` and `state` hold what the module shows, and state as DTensors. Others get plain tensors, always: whole ones where
+    every rank has all rows (`no_shard`, one rank), local rows with `elementwise=True`; else they keep DTensors. State (if any yet) is
+    taken over. The weights that forward uses are refreshed after each step, and within one before its closure is
     called again (LBFGS). No step is taken here: step counters and weight decay start where the user starts. What comes into the groups
     later, by `add_param_group` or otherwise, is taken over when the next step begins. Parameters that were sharded with
     `offload="optimizer"` are stepped a few at a time (streamed_step.py). `optimizer.state_dict()` shows state as DTensors, as under FSDP2,
@@ -34,8 +35,9 @@ def fully_shard_optimizer(
 
     Args:
         optimizer: Built from `module.parameters()`, before or after `fully_shard`.
-        elementwise: Overrides the list, for an optimizer of your own; with `False` it keeps DTensors everywhere. Once said, it holds for
-            later calls that leave it out: the Trainer's strategy calls this again for what `configure_optimizers` returns.
+        elementwise: Overrides the list, for an optimizer of your own, or one whose step is compiled: `True` gives it plain local rows at
+            all times, `False` DTensors. Once said, it holds for later calls that leave it out: the Trainer's strategy calls this again
+            for what `configure_optimizers` returns.
         grad_scaler: Needed (any object) when parameters compute in float16: without loss scaling their gradients
             underflow. Once said, it holds, too.
 

@@ -20,9 +20,13 @@ subclass may do anything. Of other optimizers, and of steps that need more, `Opt
 from __future__ import annotations
 
 import operator
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,16 +37,15 @@ from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.optimizer.driver import OptimizerDriver, OptimizerSupport
 from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer
-from lightning_mfsdp.engine.optimizer.state import refuse_left_behind, show_state, take_state
-from lightning_mfsdp.engine.params.group import ParameterGroup, Root, as_local, owner_of
+from lightning_mfsdp.engine.optimizer.state import as_shown, refuse_left_behind, show_state, take_state, taken
+from lightning_mfsdp.engine.params.group import ParameterGroup, Root, owner_of
 from lightning_mfsdp.engine.params.parameter import Entry, outdate_graphs
 from lightning_mfsdp.engine.params.rows import sharded_axes
-from lightning_mfsdp.engine.params.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.params.stepping import call_closure
 from lightning_mfsdp.engine.runtime.context import context_of_group
 from lightning_mfsdp.engine.runtime.conversion import refuse_moved
 
-__all__ = ["ELEMENTWISE_OPTIMIZERS", "adopt_optimizer"]
+__all__ = ["ELEMENTWISE_OPTIMIZERS", "adopt_optimizer", "steps_rows"]
 
 ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -62,6 +65,10 @@ ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
 _WHOLE_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adafactor)
 
 
+_Values: TypeAlias = dict[str, Any]
+_State: TypeAlias = MutableMapping[Any, _Values]
+
+
 def adopt_optimizer(
     optimizer: Optimizer, elementwise: bool | None, grad_scaler: object | None, support: Callable[[], OptimizerSupport]
 ) -> None:
@@ -73,26 +80,113 @@ def adopt_optimizer(
     step = _ShardedStep(support())
     step.adopt(optimizer, elementwise, grad_scaler)
     optimizer.register_state_dict_pre_hook(step.begin_state)
-    optimizer.register_state_dict_post_hook(step.end_state)
+    optimizer.register_state_dict_post_hook(show_state)
     optimizer.register_load_state_dict_pre_hook(step.begin_load)
-    optimizer.register_load_state_dict_post_hook(step.end_load)
     optimizer.register_step_pre_hook(step)
     # They find weights and gradients as after any step.
     compat.before_other_hooks(optimizer.register_step_post_hook(step.end))
 
 
+def steps_rows(optimizer: Optimizer) -> bool:
+    """Whether an optimizer was taken over, and steps plain local rows."""
+    return any(isinstance(hook, _ShardedStep) and hook.steps_rows for hook in compat.step_pre_hooks(optimizer))
+
+
+class _Representations:
+    """What one optimizer holds: local rows and state of them while its own code runs, and what the module shows at all other times.
+
+    Where both are the same nothing happens here. State is kept twice, over the same memory: by rows, with plain tensors, and by sharded
+    parameters, with DTensors. Each is looked through, at 0.1 µs a tensor, before it takes the place of the other, and brought up to date
+    where somebody has put something else into the other.
+
+    Attributes:
+        stepped: What `param_groups` hold while the optimizer's own code runs, in order.
+        shown: What they hold at all other times.
+        is_running: The optimizer's own code runs, or has raised.
+    """
+
+    def __init__(self, stepped: list[Tensor], shown: list[Tensor]) -> None:
+        self.stepped, self.shown = stepped, shown
+        self.is_running = False
+        self._shown_of = {id(rows): parameter for rows, parameter in zip(stepped, shown, strict=True)}
+        self._rows_of = {id(parameter): rows for rows, parameter in zip(stepped, shown, strict=True)}
+        self._shown_state: _State = {}
+        self._state: _State = defaultdict(dict)
+        # What was in them when they were alike.
+        self._known_shown: list[object] = []
+        self._known: list[object] = []
+
+    @property
+    def differ(self) -> bool:
+        """Whether there are two."""
+        return self.shown is not self.stepped
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """The optimizer's own code is about to run."""
+        if self.is_running or not self.differ:
+            return
+        self.is_running = True
+        _replace(optimizer, self._rows_of)
+        self._shown_state = optimizer.state
+        if not _is_same(_content(self._shown_state), self._known_shown):
+            self._state = defaultdict(dict, map(self._by_rows, self._shown_state.items()))
+            self._known_shown = []
+        optimizer.state = self._state  # type: ignore[assignment]
+
+    def end(self, optimizer: Optimizer) -> None:
+        """It has run."""
+        if not self.is_running:
+            return
+        self.is_running = False
+        _replace(optimizer, self._shown_of)
+        self._state, optimizer.state = optimizer.state, self._shown_state  # type: ignore[assignment]
+        if not (self._known_shown and _is_same(_content(self._state), self._known)):
+            shown = dict(map(self._by_parameter, self._state.items()))
+            self._shown_state.clear()  # whoever holds it sees what is new
+            self._shown_state.update(shown)
+            self._known, self._known_shown = _content(self._state), _content(self._shown_state)
+
+    def _by_rows(self, item: tuple[Tensor, _Values]) -> tuple[Tensor, _Values]:
+        key, values = item
+        if (owner := owner_of(key)) is None:
+            return self._rows_of.get(id(key), key), values
+        entry = owner[1]
+        return entry.local, {name: taken(name, one, entry.local, entry) for name, one in values.items()}
+
+    def _by_parameter(self, item: tuple[Tensor, _Values]) -> tuple[Tensor, _Values]:
+        key, values = item
+        if (owner := owner_of(key)) is None:
+            return self._shown_of.get(id(key), key), values
+        parameter = owner[1].sharded
+        known = self._shown_state.get(parameter, {})
+        shown = {
+            name: before if _is_over(before := known.get(name), one) else as_shown(name, one, owner[1])
+            for name, one in values.items()
+        }
+        known.clear()
+        known.update(shown)
+        return parameter, known
+
+
 class _ShardedStep:
-    """What is done around the steps of one optimizer, and what was said of it. The optimizer's own hooks keep it."""
+    """What is done around the steps of one optimizer, and what was said of it. The optimizer's own hooks keep it.
+
+    Attributes:
+        steps_rows: It works on plain local rows.
+    """
 
     def __init__(self, support: OptimizerSupport) -> None:
+        self.steps_rows = False
         self._support = support
         self._drivers: Sequence[OptimizerDriver] = ()
         self._elementwise: bool | None = None
         self._grad_scaler: object | None = None
         self._groups: list[tuple[weakref.ref[ParameterGroup], list[int]]] = []
-        self._shown: list[Tensor] = []  # what `param_groups` hold, in order
-        self._stepped: list[Tensor] = []  # what they hold while the optimizer's own code runs
+        self._held = _Representations([], [])
         self._is_watched = self._writes_elsewhere = False
+        self._is_due = False  # a step has begun, and the optimizer's own code has not
+        self._running_in: list[Root] = []
+        self._finish: Callable[[], None] = lambda: None
 
     def adopt(self, optimizer: Optimizer, elementwise: bool | None, grad_scaler: object | None) -> None:
         """Take over the parameters that the optimizer holds. `None` leaves what was said before."""
@@ -100,6 +194,7 @@ class _ShardedStep:
             self._elementwise = elementwise
         if grad_scaler is not None:
             self._grad_scaler = grad_scaler
+        self._held.end(optimizer)
         self._take_over(optimizer)
         if not self._groups:
             raise ShardingError(
@@ -110,22 +205,27 @@ class _ShardedStep:
 
     def _take_over(self, optimizer: Optimizer) -> None:
         has_known_steps = type(optimizer) in ELEMENTWISE_OPTIMIZERS or isinstance(optimizer, LocalRowsOptimizer)
-        uses_in_steps_alone = has_known_steps and compat.takes_closure(optimizer)
         writes_in_steps_alone = has_known_steps or self._support.writes_in_steps_alone(optimizer)
         local = _works_on_rows(optimizer, self._elementwise, known=writes_in_steps_alone)
-        found = _adopt_parameters(optimizer, local, self._grad_scaler)
+        # Whoever says elementwise=True has plain rows in `param_groups` always, and may compile the step.
+        hides_rows = local and has_known_steps and not self._elementwise and compat.takes_closure(optimizer)
+        found = _held_entries(optimizer, local, self._grad_scaler)
+        before = _parameters(optimizer)
+        stepped = [_represented(one, local=local) for one in before]
+        shown = [_represented(one, local=False) for one in before] if hides_rows else stepped
+        _replace(optimizer, {id(one): as_held for one, as_held in zip(before, shown, strict=True)})
+        _take_over_state(optimizer, local=local, hides_rows=hides_rows)
+        self.steps_rows = local
+        self._held = _Representations(stepped, shown)
+        self._held.begin(optimizer)
         self._drivers = self._support.prepare(optimizer, found, local=local)
+        self._held.end(optimizer)
+        # DTensors note what is written to them; local rows do not.
+        self._is_watched, self._writes_elsewhere = local, not writes_in_steps_alone
         for group, entries in found.items():
             if (context := context_of_group(group)) is not None:
                 context.track(entries)
-        self._stepped = _parameters(optimizer)
-        self._shown = [_as_shown(one) for one in self._stepped] if local and uses_in_steps_alone else self._stepped
-        self._put(optimizer, self._shown)
-        # DTensors note what is written to them; local rows do not.
-        self._is_watched, self._writes_elsewhere = self._shown is self._stepped and local, not writes_in_steps_alone
-        if self._is_watched:
-            for group in found:
-                if (context := context_of_group(group)) is not None:
+                if self._is_watched:
                     context.watch([group])
         self._groups = [
             (weakref.ref(group), [group.entries.index(entry) for entry in entries]) for group, entries in found.items()
@@ -133,34 +233,13 @@ class _ShardedStep:
 
     def _take_over_new(self, optimizer: Optimizer) -> None:
         """Take over what came into `param_groups` since, and have them as they are between steps, also after a step that raised."""
-        if not _is_same(self._shown, _parameters(optimizer)):
+        self._held.end(optimizer)
+        if not _is_same(self._held.shown, _parameters(optimizer)):
             self._take_over(optimizer)
-
-    def _take_over_state(self, optimizer: Optimizer) -> None:
-        """State that was put in for a parameter that the module shows becomes that of its local rows."""
-        if self._shown is self._stepped:
-            return
-        state = optimizer.state
-        for key in [key for key in state if isinstance(key, ShardedParameter)]:
-            state[as_local(key)] = state.pop(key)  # the same key to a dictionary, and another object
-        for values in state.values():
-            for name, value in values.items():
-                if isinstance(value, DTensor):
-                    values[name] = value.to_local()
-
-    def _put(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
-        """Have `param_groups` hold the other representation of what they hold."""
-        if self._shown is not self._stepped:
-            first = 0
-            for group in optimizer.param_groups:
-                held = group["params"]
-                held[:] = parameters[first : first + len(held)]
-                first += len(held)
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before a step."""
         self._take_over_new(optimizer)
-        self._take_over_state(optimizer)
         roots: dict[Root, None] = {}
         for reference, _ in self._groups:
             group = reference()
@@ -177,8 +256,9 @@ class _ShardedStep:
             changed = args, kwargs = self._with_closure(evaluate, args, kwargs)
         else:
             _reduce_held_back(roots)
-            if self._shown is not self._stepped:
-                changed = args, kwargs = self._with_closure(self._beginning(optimizer), args, kwargs)
+            if self._held.differ:
+                changed = args, kwargs = self._with_closure(partial(self._begin, optimizer, list(roots)), args, kwargs)
+        self._is_due = self._held.differ
         for driver in self._drivers:
             changed = driver.begin(optimizer, args, kwargs) or changed
         return changed
@@ -189,32 +269,32 @@ class _ShardedStep:
         for driver in self._drivers:
             is_whole = driver.end(optimizer) and is_whole
         if is_whole:
-            self._put(optimizer, self._shown)
+            self._held.end(optimizer)
+            for root in self._running_in:
+                root.unfinished_steps.remove(self._finish)
+            self._running_in = []
+            if self._is_due:
+                self._is_due = False
+                warnings.warn(
+                    f"{type(optimizer).__name__}.step did not call the closure that fully_shard_optimizer gave it, so it stepped DTensors, "
+                    "which takes several times as long. A hook before the step may have returned other arguments: keep the closure among "
+                    "them. In an optimizer of your own call the closure first, as those of torch.optim do, or pass elementwise=True",
+                    stacklevel=3,
+                )
             if self._writes_elsewhere:
                 self._was_written()  # which also puts rows back where they belong
             self._note_write()
 
     def begin_state(self, optimizer: Optimizer) -> None:
-        """Hook for the beginning of `state_dict()`, which numbers parameters as keys of the state: those that are stepped."""
+        """Hook for the beginning of `state_dict()`."""
         refuse_left_behind(optimizer, "state_dict")
         self._take_over_new(optimizer)
-        self._take_over_state(optimizer)
-        self._put(optimizer, self._stepped)
-
-    def end_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Hook for the end of `state_dict()`."""
-        self._put(optimizer, self._shown)
-        return show_state(optimizer, state_dict)
 
     def begin_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Hook for the beginning of `load_state_dict()`."""
         refuse_left_behind(optimizer, "load_state_dict")
         self._take_over_new(optimizer)
-        return take_state(state_dict, self._stepped)
-
-    def end_load(self, optimizer: Optimizer) -> None:
-        """Hook for the end of `load_state_dict()`, which keyed the state by what it found."""
-        self._take_over_state(optimizer)
+        return take_state(state_dict, self._held.shown)
 
     def _note_write(self) -> None:
         _note_step((group, indices) for reference, indices in self._groups if (group := reference()) is not None)
@@ -244,19 +324,27 @@ class _ShardedStep:
             was_called = True
             result = call_closure(closure, *given, **named)
             _reduce_held_back(roots)
-            self._take_over_new(optimizer)
-            self._put(optimizer, self._stepped)
+            self._begin(optimizer, roots)
             return result
 
         return evaluate
 
-    def _beginning(self, optimizer: Optimizer) -> Callable[[], None]:
-        """A closure that computes nothing. Not done before the step, since hooks of the user's may come after ours."""
+    def _begin(self, optimizer: Optimizer, roots: Sequence[Root]) -> None:
+        """The last thing before the optimizer's own code. As part of its closure, since hooks of the user's may come after ours."""
+        self._is_due = False
+        self._take_over_new(optimizer)
+        self._held.begin(optimizer)
+        if self._held.is_running and not self._running_in:
+            optimizer_of = weakref.ref(optimizer)
 
-        def begin() -> None:
-            self._put(optimizer, self._stepped)
+            def finish() -> None:
+                if (raised := optimizer_of()) is not None:
+                    self._held.end(raised)
+                self._running_in = []
 
-        return begin
+            self._finish, self._running_in = finish, list(roots)
+            for root in roots:
+                root.unfinished_steps.append(finish)
 
     @staticmethod
     def _with_closure(closure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -316,32 +404,52 @@ def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:
         root.optimizer_stepped(groups)
 
 
-def _as_shown(parameter: Tensor) -> Tensor:
-    """What the module shows of local rows."""
+def _represented(parameter: Tensor, *, local: bool) -> Tensor:
+    """The local or the sharded representation of what an optimizer holds; itself if the engine does not manage it."""
     owner = owner_of(parameter)
-    return parameter if owner is None else owner[1].sharded
+    return parameter if owner is None else owner[1].local if local else owner[1].sharded
+
+
+def _replace(optimizer: Optimizer, by_identity: Mapping[int, Tensor]) -> None:
+    """Have `param_groups` hold others in the place of some. Lists stay the same: whoever holds one sees that."""
+    for group in optimizer.param_groups:
+        held = group["params"]
+        now = [by_identity.get(id(one), one) for one in held]
+        if isinstance(held, list):
+            held[:] = now
+        else:
+            group["params"] = now
+
+
+def _content(state: _State) -> list[object]:
+    """Every object in it: keys, names and values."""
+    values = state.values()
+    return [*state, *chain.from_iterable(values), *chain.from_iterable([one.values() for one in values])]
+
+
+def _is_over(shown: object, value: object) -> bool:
+    """Whether state is shown already as it is to be."""
+    return shown is value or (isinstance(shown, DTensor) and shown._local_tensor is value)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _is_same(found: list[Tensor], expected: list[Tensor]) -> bool:
+def _is_same(found: Sequence[object], expected: Sequence[object]) -> bool:
     return len(found) == len(expected) and all(map(operator.is_, found, expected))
 
 
-def _adopt_parameters(
-    optimizer: Optimizer, local: bool, grad_scaler: object | None
-) -> dict[ParameterGroup, list[Entry]]:
-    """Replace parameters in place by the representation that the optimizer works on, also as keys of its state.
+def _held_entries(optimizer: Optimizer, local: bool, grad_scaler: object | None) -> dict[ParameterGroup, list[Entry]]:
+    """Those that an optimizer holds, by group and in order.
 
-    Returns:
-        Those of each group, in order.
+    Raises:
+        ShardingError: It cannot step them.
     """
     held: dict[ParameterGroup, list[Entry]] = {}
     seen: set[int] = set()
     for group in optimizer.param_groups:
-        for index, parameter in enumerate(group["params"]):
+        for parameter in group["params"]:
             found = owner_of(parameter)
             if found is None:
                 continue
@@ -365,11 +473,32 @@ def _adopt_parameters(
                     "such as torch.optim.AdamW, or pass elementwise=True if it does"
                 )
             held.setdefault(owner, []).append(entry)
-            stepped = entry.local if local else entry.sharded
-            group["params"][index] = stepped
-            if parameter in optimizer.state and parameter is not stepped:
-                optimizer.state[stepped] = _shard_state(optimizer.state.pop(parameter), owner, entry, local=local)
     return held
+
+
+def _take_over_state(optimizer: Optimizer, *, local: bool, hides_rows: bool) -> None:
+    """Key state by what `param_groups` show.
+
+    Args:
+        optimizer: Between two steps.
+        local: Whether it steps local rows.
+        hides_rows: Whether it shows something else.
+    """
+    for key, values in list(optimizer.state.items()):
+        owner = owner_of(key)
+        if owner is None:
+            continue
+        group, entry = owner
+        target = entry.local if local and not hides_rows else entry.sharded
+        if key is target:
+            continue
+        if key is entry.full or not local:
+            values = _shard_state(values, group, entry, local=local)
+        taken_over = {name: taken(name, value, entry.local, entry) for name, value in values.items()}
+        if target is not entry.local:
+            taken_over = {name: as_shown(name, value, entry) for name, value in taken_over.items()}
+        del optimizer.state[key]
+        optimizer.state[target] = taken_over
 
 
 def _shard_state(state: dict[str, Any], group: ParameterGroup, entry: Entry, *, local: bool) -> dict[str, Any]:
@@ -383,12 +512,9 @@ def _shard_state(state: dict[str, Any], group: ParameterGroup, entry: Entry, *, 
     index = group.entries.index(entry)
     rows = group.layout.owned_rows(index, group.main_extent.start, len(group.main_extent))
     shape = torch.Size(group.layout.shapes[index])  # before sharding, parts of a parameter are apart
-    return {key: _rows(value, shape, rows) for key, value in state.items()}
-
-
-def _rows(value: Any, shape: torch.Size, rows: range) -> Any:
-    if isinstance(value, DTensor):
-        return value.to_local()
-    if isinstance(value, Tensor) and value.shape == shape and value.dim():
-        return value[rows.start : rows.stop].clone()
-    return value
+    return {
+        key: value[rows.start : rows.stop].clone()
+        if isinstance(value, Tensor) and value.shape == shape and value.dim()
+        else value
+        for key, value in state.items()
+    }

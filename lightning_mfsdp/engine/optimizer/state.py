@@ -22,7 +22,7 @@ from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor, own_rows
 from lightning_mfsdp.engine.params.rows_exchange import lie_alike
 from lightning_mfsdp.engine.params.sharded_tensor import Rows
 
-__all__ = ["refuse_left_behind", "show_state", "take_state"]
+__all__ = ["as_shown", "refuse_left_behind", "show_state", "take_state", "taken"]
 
 # State of PyTorch's optimizers that is one number for a parameter of any shape. Only at 0-D parameters the shape does not tell.
 _NUMBERS = frozenset(("step", "eta", "mu", "mu_product"))
@@ -33,7 +33,7 @@ def show_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     held = [owner_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     owners = dict(enumerate(held))
     state = {
-        number: {key: _shown(key, value, owner[1]) for key, value in values.items()}
+        number: {key: as_shown(key, value, owner[1]) for key, value in values.items()}
         if (owner := owners.get(number)) is not None
         else values
         for number, values in state_dict["state"].items()
@@ -53,7 +53,7 @@ def take_state(state_dict: dict[str, Any], stepped: Sequence[Tensor]) -> dict[st
     # PyTorch refuses another number of them.
     for key, parameter in zip(saved, stepped, strict=False):
         if (owner := owner_of(parameter)) is not None and isinstance(state.get(key), Mapping):
-            state[key] = {name: _taken(name, value, parameter, owner[1]) for name, value in state[key].items()}
+            state[key] = {name: taken(name, value, parameter, owner[1]) for name, value in state[key].items()}
     return {**state_dict, "state": state}
 
 
@@ -77,16 +77,17 @@ def _has_shape(key: str, value: Any, shape: torch.Size) -> bool:
     return isinstance(value, Tensor) and value.shape == shape and (value.dim() > 0 or key not in _NUMBERS)
 
 
-def _shown(key: str, value: Any, entry: Entry) -> Any:
+def as_shown(key: str, value: Any, entry: Entry) -> Any:
+    """State of local rows as users see it: a DTensor over the same memory, where it is shaped like them."""
     is_shown = isinstance(value, DTensor) or not _has_shape(key, value, entry.local.shape)
     return value if is_shown else Rows.over(value, entry.sharded)
 
 
-def _taken(key: str, value: Any, stepped: Tensor, entry: Entry) -> Any:
+def taken(key: str, value: Any, stepped: Tensor, entry: Entry) -> Any:
     """A loaded value as the optimizer has it: local rows, or a DTensor where it holds DTensors."""
     here, everywhere = entry.local.shape, entry.sharded.shape
     if isinstance(value, PlacedTensor) and lie_alike(value, entry.sharded):
-        value = value.to_local()
+        value = value._local_tensor  # itself, and not a view of it
     elif isinstance(value, DTensor):
         value = value.full_tensor()
     if here != everywhere and _has_shape(key, value, everywhere):

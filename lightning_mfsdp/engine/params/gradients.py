@@ -78,7 +78,7 @@ class MainGradient:
 
     Alternatives considered: buffers and views made anew for each backward, so that no references are counted (8 more calls of C code for a
     unit of four parameters, which makes 48 in its backward); the getter of `ShardedParameter.grad` noting that somebody looked (what
-    optimizers hold are plain parameters, whose `grad` has no getter).
+    optimizers step are plain parameters, whose `grad` has no getter).
     """
 
     def __init__(self, owner: Owner, dtype: torch.dtype) -> None:

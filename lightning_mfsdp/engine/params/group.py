@@ -55,6 +55,7 @@ class Root(Protocol):
 
     lane: GatherLane
     channels: Channels
+    unfinished_steps: list[Callable[[], None]]
     weight_writes: int
     gradient_writes: int
 

@@ -3,7 +3,7 @@
     full      the module's own `nn.Parameter` object, a view of gathered memory; forward and autograd see it
     sharded   a `DTensor` over this rank's rows of the main weight; `parameters()`, `state_dict()` and checkpoints see
     it
-    local     the same rows as a plain `nn.Parameter`; elementwise optimizers hold it
+    local     the same rows as a plain `nn.Parameter`; elementwise optimizers step it
 
 `sharded.grad` is a window on `local.grad`: there is one gradient, whoever looks.
 """

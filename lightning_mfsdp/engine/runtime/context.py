@@ -139,6 +139,7 @@ class Context:
         self._num_groups = 0
         self.needs_refresh = True
         self.weight_writes = self.gradient_writes = 0
+        self.unfinished_steps: list[Callable[[], None]] = []
         self.schedule = Schedule()
         self._grouped: Run | None = None
         self._in_backward = self.keeps_graph = False
@@ -338,12 +339,20 @@ class Context:
                 one.awaited.begin_pass()
                 for group in one.groups:
                     group.gradients.close_main()
+            if self.unfinished_steps:
+                self._finish_steps()
             if not self.has_optimizer:
                 self._outdate(self.groups)
             elif self._watched_groups:
                 self.note_writes()
         following = self.schedule.next_forward(unit.number)
         return None if following is None else self._units[following]()
+
+    def _finish_steps(self) -> None:
+        """The own code of optimizers has raised: they show again what modules show."""
+        for finish in self.unfinished_steps:
+            finish()
+        self.unfinished_steps.clear()
 
     def note_grouped_modules(self, grouped: Run | None) -> None:
         """Grouped modules stand between two of them, or one runs; `None`: the run has ended."""

@@ -45,7 +45,7 @@ class ParameterView:
         unit: Name of the unit that owns it.
         main: The owned rows of the main weight, `[len(rows), *shape[1:]]`.
         dtensor: What `module.parameters()` gives.
-        local: What an elementwise optimizer holds; shares memory with `main`.
+        local: What an elementwise optimizer steps; shares memory with `main`.
         requires_grad: Whether it is trained.
     """
 
