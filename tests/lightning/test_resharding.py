@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, sharded_parameters, unshard
 from lightning_mfsdp.checkpoint import lightning_io
@@ -93,7 +94,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str
         found.append((view.name, view, view.main))
         for key, value in optimizer.state.get(view.local, {}).items():
             if key != "step":
-                found.append((f"{view.name}.{key}", view, value))
+                found.append((f"{view.name}.{key}", view, value.to_local() if isinstance(value, DTensor) else value))
     return found
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp import MixedPrecisionPolicy, ShardingError, fully_shard, fully_shard_optimizer, sharded_parameters
 from lightning_mfsdp.checkpoint import lightning_io
@@ -115,6 +116,7 @@ def assert_equal(model: nn.Module, optimizer: torch.optim.Optimizer, expected: A
     for view in sharded_parameters(model):
         momentum = optimizer.state.get(view.local, {}).get("momentum_buffer")
         if view.name in expected[1]:
+            momentum = momentum.to_local() if isinstance(momentum, DTensor) else momentum
             assert torch.equal(momentum, expected[1][view.name][view.rows.start : view.rows.stop]), (
                 f"{case} {view.name}"
             )

@@ -186,7 +186,7 @@ class _ShardedStep:
         self._is_watched = self._writes_elsewhere = False
         self._is_due = False  # a step has begun, and the optimizer's own code has not
         self._running_in: list[Root] = []
-        self._finish: Callable[[], None] = lambda: None
+        self._optimizer: Callable[[], Optimizer | None] = lambda: None
 
     def adopt(self, optimizer: Optimizer, elementwise: bool | None, grad_scaler: object | None) -> None:
         """Take over the parameters that the optimizer holds. `None` leaves what was said before."""
@@ -271,7 +271,7 @@ class _ShardedStep:
         if is_whole:
             self._held.end(optimizer)
             for root in self._running_in:
-                root.unfinished_steps.remove(self._finish)
+                root.unfinished_steps.remove(self.finish)
             self._running_in = []
             if self._is_due:
                 self._is_due = False
@@ -335,16 +335,15 @@ class _ShardedStep:
         self._take_over_new(optimizer)
         self._held.begin(optimizer)
         if self._held.is_running and not self._running_in:
-            optimizer_of = weakref.ref(optimizer)
-
-            def finish() -> None:
-                if (raised := optimizer_of()) is not None:
-                    self._held.end(raised)
-                self._running_in = []
-
-            self._finish, self._running_in = finish, list(roots)
+            self._optimizer, self._running_in = weakref.ref(optimizer), list(roots)
             for root in roots:
-                root.unfinished_steps.append(finish)
+                root.unfinished_steps.append(self.finish)
+
+    def finish(self) -> None:
+        """The optimizer's own code has raised."""
+        if (optimizer := self._optimizer()) is not None:
+            self._held.end(optimizer)
+        self._running_in = []
 
     @staticmethod
     def _with_closure(closure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
