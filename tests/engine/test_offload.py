@@ -12,14 +12,12 @@ from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine import (
@@ -37,7 +35,6 @@ from lightning_mfsdp.engine.features.offload import staging
 from lightning_mfsdp.engine.features.offload import streamed_step as streaming
 from lightning_mfsdp.engine.features.offload.offloaded_state import state_of
 from lightning_mfsdp.engine.memory import host_memory
-from lightning_mfsdp.engine.params.group import as_local
 from lightning_mfsdp.engine.runtime.inspect import context_of
 from lightning_mfsdp.optim import Muon
 from tests.engine.cases import device_type
@@ -45,6 +42,7 @@ from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, inputs, loss_of, plain_chain, sharded_chain, train, weights
 from tests.helpers.models import batch, build
 from tests.helpers.models import loss_of as decoder_loss
+from tests.helpers.optimizer_state import state_of_rows
 
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
 GRADS16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, main_grads_dtype=torch.bfloat16)
@@ -86,17 +84,10 @@ def train_decoder(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int,
     return losses
 
 
-def local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, object]]:
     """Local rows of it."""
-    names = {id(one): view.name for view in sharded_parameters(model) for one in (view.local, view.dtensor)}
-    found = {
-        names[id(key)]: {name: local(value) for name, value in values.items()}
-        for key, values in optimizer.state.items()
-    }
+    names = {id(view.local): view.name for view in sharded_parameters(model)}
+    found = {names[id(rows)]: values for rows, values in state_of_rows(optimizer).items()}
     return {name: found[name] for name in sorted(found)}
 
 
@@ -125,10 +116,7 @@ def rests(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
         for entry in group.entries:
             if entry.local.numel() and not start <= entry.local.data_ptr() < start + group.host_buffer.size_bytes:
                 return False
-    by_rows = {
-        as_local(key): {name: local(value) for name, value in values.items()} for key, values in optimizer.state.items()
-    }
-    states = [found for group in groups if (found := state_of(SimpleNamespace(state=by_rows), group))]
+    states = [found for group in groups if (found := state_of(SimpleNamespace(state=state_of_rows(optimizer)), group))]
     pieces = {one.tensor.untyped_storage().data_ptr() for found in states for one in found}
     return bool(homes) and len(pieces) == len(states)
 

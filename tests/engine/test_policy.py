@@ -31,6 +31,7 @@ from lightning_mfsdp.engine import (
 from lightning_mfsdp.engine.params.gradients import Gradients
 from tests.engine.cases import Problems, device_type, run_cases
 from tests.engine.int8_codec import Int8Codec, parameter_of
+from tests.helpers.optimizer_state import state_of_rows
 from tests.helpers.pairwise import in_turn, pairwise
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -284,7 +285,7 @@ def bytes_of_the_docs(rank: int, world: int) -> None:
                 each.step()
                 each.zero_grad()
         view = sharded_parameters(model)[0]
-        state = optimizer.state[view.local]
+        state = state_of_rows(optimizer)[view.local]
         moments = sum(state[key].nbytes for key in ("exp_avg", "exp_avg_sq"))
         wires = {kind == "gather": dtype.itemsize for kind, dtype in tap.seen}
         measured = [*(size * world / count for size in (view.main.nbytes, moments, found)), wires[True], wires[False]]

@@ -23,6 +23,7 @@ from lightning_mfsdp.engine.features.offload.offloaded_state import empty_at_res
 from lightning_mfsdp.engine.runtime.inspect import context_of
 from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.helpers.models import batch, build, loss_of
+from tests.helpers.optimizer_state import state_of_rows
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 ROWS = 12
@@ -79,7 +80,7 @@ def trains_to_the_bit_as_without(rank, world):
             optimizer = _adamw(model, **kind)
             with mock.patch.object(streaming, "_TOGETHER_BYTES", together):
                 losses = _train(model, optimizer, rank, world)
-            state = [optimizer.state.get(view.local, {}) for view in sharded_parameters(model)]
+            state = [state_of_rows(optimizer).get(view.local, {}) for view in sharded_parameters(model)]
             with unshard(model):
                 found.append([losses, state, {name: one.clone() for name, one in model.named_parameters()}])
         case = f"{sharding} {policy} {kind} {together}"
@@ -117,7 +118,10 @@ def only_the_compute_shard_stays_on_the_device(rank, world):
     used = _requested_bytes() - before
     assert used < 1.1 * expected + 2**20, (used, expected)
     state = sum(
-        one.numel() * one.element_size() for table in optimizer.state.values() for one in table.values() if one.dim()
+        one.numel() * one.element_size()
+        for table in state_of_rows(optimizer).values()
+        for one in table.values()
+        if one.dim()
     )
     assert state > 0.9 * 8 * total / world
     homes = [group.host_buffer.host for unit in context_of(model).units for group in unit.groups if group.host_buffer]
@@ -149,7 +153,7 @@ def everyone_reads_and_writes_it_as_device_memory(rank, world):
     optimizer = _adamw(model, fused=True)
     _train(model, optimizer, rank, world, steps=2)
     view = max(sharded_parameters(model), key=lambda one: one.main.numel())
-    tensors = [view.main, optimizer.state[view.local]["exp_avg"]]
+    tensors = [view.main, state_of_rows(optimizer)[view.local]["exp_avg"]]
     for one in tensors:
         assert one.is_cuda
         assert not one.is_pinned()
@@ -183,7 +187,9 @@ def everyone_reads_and_writes_it_as_device_memory(rank, world):
         for key in ("exp_avg", "exp_avg_sq"):
             table[key] = table[key].clone()
     _train(model, optimizer, rank, world, steps=2)
-    assert not any(_is_device_memory(one) for table in optimizer.state.values() for one in table.values() if one.dim())
+    assert not any(
+        _is_device_memory(one) for table in state_of_rows(optimizer).values() for one in table.values() if one.dim()
+    )
 
 
 def _is_device_memory(tensor):

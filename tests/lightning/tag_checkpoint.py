@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mfsdp import MFSDPStrategy, sharded_parameters
 from tests.helpers.distributed import run_distributed
+from tests.helpers.optimizer_state import state_of_rows
 from tests.lightning.models import Block, loader, make_trainer, strict_warnings
 
 TAG = Path(__file__).resolve().parents[1] / "data" / "tag"
@@ -111,7 +112,7 @@ def content(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         weights[view.name] = whole(view, rows)
         if not view.requires_grad:
             continue
-        own = optimizer.state.get(view.local, {})  # a rank without rows has none
+        own = state_of_rows(optimizer).get(view.local, {})  # a rank without rows has none
         moments = {key: own.get(key, torch.zeros_like(rows)) for key in ("exp_avg", "exp_avg_sq")}
         steps = [one for one in _gathered(own.get("step")) if one is not None]
         state[view.name] = {**{key: whole(view, value) for key, value in moments.items()}, "step": steps[0]}

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from lightning_mfsdp import MFSDPStrategy, sharded_parameters
 from lightning_mfsdp.checkpoint.state.index import plain_name
 from tests.helpers.distributed import run_distributed
+from tests.helpers.optimizer_state import state_of_rows
 from tests.lightning.models import (
     FOREIGN_WARNINGS,
     Classifier,
@@ -65,7 +66,7 @@ def local_state(trainer: Any, model: LightningModule) -> dict[str, Any]:
         "weights": {view.name: view.main.clone() for view in sharded_parameters(model)},
         "optimizer": {
             names[id(parameter)]: {key: value.clone() for key, value in state.items()}
-            for parameter, state in optimizer.state.items()
+            for parameter, state in state_of_rows(optimizer).items()
             if id(parameter) in names
         },
         "groups": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],

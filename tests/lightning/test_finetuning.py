@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_mfsdp import MFSDPStrategy, ShardingError, fully_shard, fully_shard_optimizer, sharded_parameters
 from lightning_mfsdp.callbacks import ShardedBackboneFinetuning, ShardedEMA, ShardedFinetuning
 from tests.helpers.distributed import run_distributed
+from tests.helpers.optimizer_state import state_of_rows
 from tests.lightning.models import (
     FOREIGN_WARNINGS,
     Block,
@@ -164,7 +165,7 @@ def plain_and_sharded(rank: int, world_size: int) -> dict[str, Any]:
             found[name, "plain"] = described(trainer, plain) | {"weights": expected}
         model = seeded(model_class)
         trainer = fit(model, world_size, rank, sharded_callback, strategy=MFSDPStrategy(units=["Block"]))
-        state = trainer.optimizers[0].state
+        state = state_of_rows(trainer.optimizers[0])
         found[name, "sharded"] = described(trainer, model) | {
             "weights": full_state(model),
             "local": all(type(stepped) is nn.Parameter for stepped in state),
@@ -266,7 +267,7 @@ def straight_and_resumed(rank: int, world_size: int, folder: str) -> dict[Any, A
 
 
 def state_of(trainer: Trainer, model: LightningModule, ema: ShardedEMA) -> dict[str, Any]:
-    state = trainer.optimizers[0].state
+    state = state_of_rows(trainer.optimizers[0])
     return described(trainer, model) | {
         "weights": {view.name: view.main.clone() for view in sharded_parameters(model)},
         "state": {

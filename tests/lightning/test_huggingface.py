@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mfsdp import MFSDPStrategy, ShardingError, sharded_parameters, units
 from tests.helpers.distributed import run_distributed
+from tests.helpers.optimizer_state import state_of_rows
 from tests.lightning.models import FOREIGN_WARNINGS, full_state, make_trainer, strict_warnings
 
 transformers = pytest.importorskip("transformers")
@@ -202,7 +203,7 @@ def bytes_of_adapters(rank: int, world_size: int) -> dict[str, Any]:
         "kept": sum(unit.main_bytes + unit.held_bytes for unit in units(model)),
         "frozen": sum(count for count, trained in plain.values() if not trained),
         "trained": sum(count for count, trained in plain.values() if trained),
-        "state": sum(state["exp_avg"].numel() for state in trainer.optimizers[0].state.values()),
+        "state": sum(state["exp_avg"].numel() for state in state_of_rows(trainer.optimizers[0]).values()),
         "gradients": sum(view.grad.numel() for view in views if view.grad is not None),
     }
 

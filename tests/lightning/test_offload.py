@@ -16,6 +16,7 @@ from lightning_mfsdp.checkpoint.state import sharded_optimizer
 from lightning_mfsdp.fabric import MFSDPFabricStrategy
 from tests.fabric.loops import assert_same, batches, launched, train, whole
 from tests.helpers.distributed import run_distributed
+from tests.helpers.optimizer_state import state_of_rows
 from tests.lightning.models import (
     FOREIGN_WARNINGS,
     Classifier,
@@ -56,7 +57,7 @@ def fit(
 def outcome(trainer: Any, model: Classifier) -> list[Any]:
     optimizer = trainer.optimizers[0]
     names = {id(view.local): view.name for view in sharded_parameters(model)}
-    state = {names[id(local)]: dict(values) for local, values in optimizer.state.items()}
+    state = {names[id(rows)]: values for rows, values in state_of_rows(optimizer).items()}
     average = next(one for one in trainer.callbacks if isinstance(one, ShardedEMA)).parameter_state.rows()
     return [model.losses[-STEPS // 2 :], full_state(model), state, average]
 

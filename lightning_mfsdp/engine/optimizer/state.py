@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -78,9 +78,9 @@ def _has_shape(key: str, value: Any, shape: torch.Size) -> bool:
 
 
 def as_shown(key: str, value: Any, entry: Entry) -> Any:
-    """State of local rows as users see it: a DTensor over the same memory, where it is shaped like them."""
-    is_shown = isinstance(value, DTensor) or not _has_shape(key, value, entry.local.shape)
-    return value if is_shown else Rows.over(value, entry.sharded)
+    """State of local rows as users see it: a DTensor over the same memory, where it is shaped like them, of no class of its own."""
+    is_plain = type(value) in (Tensor, nn.Parameter) and _has_shape(key, value, entry.local.shape)
+    return Rows.over(value, entry.sharded) if is_plain else value
 
 
 def taken(key: str, value: Any, stepped: Tensor, entry: Entry) -> Any:
@@ -92,4 +92,4 @@ def taken(key: str, value: Any, stepped: Tensor, entry: Entry) -> Any:
         value = value.full_tensor()
     if here != everywhere and _has_shape(key, value, everywhere):
         value = own_rows(value, entry.sharded).clone()
-    return Rows.over(value, entry.sharded) if isinstance(stepped, Rows) and _has_shape(key, value, here) else value
+    return as_shown(key, value, entry) if isinstance(stepped, Rows) else value
