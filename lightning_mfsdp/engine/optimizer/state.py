@@ -41,17 +41,17 @@ def show_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     return {**state_dict, "state": state}
 
 
-def take_state(state_dict: dict[str, Any], stepped: Sequence[Tensor]) -> dict[str, Any]:
+def take_state(state_dict: dict[str, Any], held: Sequence[Tensor]) -> dict[str, Any]:
     """What `load_state_dict()` takes, as the optimizer keeps it. Collective for DTensors whose rows are not where the layout has them.
 
     Args:
         state_dict: The user's.
-        stepped: What the optimizer steps, in order: local rows, or DTensors.
+        held: What `param_groups` hold, in order: local rows, or sharded parameters.
     """
     state = dict(state_dict["state"])
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
     # PyTorch refuses another number of them.
-    for key, parameter in zip(saved, stepped, strict=False):
+    for key, parameter in zip(saved, held, strict=False):
         if (owner := owner_of(parameter)) is not None and isinstance(state.get(key), Mapping):
             state[key] = {name: taken(name, value, parameter, owner[1]) for name, value in state[key].items()}
     return {**state_dict, "state": state}
@@ -83,8 +83,8 @@ def as_shown(key: str, value: Any, entry: Entry) -> Any:
     return Rows.over(value, entry.sharded) if is_plain else value
 
 
-def taken(key: str, value: Any, stepped: Tensor, entry: Entry) -> Any:
-    """A loaded value as the optimizer has it: local rows, or a DTensor where it holds DTensors."""
+def taken(key: str, value: Any, held: Tensor, entry: Entry) -> Any:
+    """State as it is for what is held: of local rows, or a DTensor for a sharded parameter."""
     here, everywhere = entry.local.shape, entry.sharded.shape
     if isinstance(value, PlacedTensor) and lie_alike(value, entry.sharded):
         value = value._local_tensor  # itself, and not a view of it
@@ -92,4 +92,4 @@ def taken(key: str, value: Any, stepped: Tensor, entry: Entry) -> Any:
         value = value.full_tensor()
     if here != everywhere and _has_shape(key, value, everywhere):
         value = own_rows(value, entry.sharded).clone()
-    return as_shown(key, value, entry) if isinstance(stepped, Rows) else value
+    return as_shown(key, value, entry) if isinstance(held, Rows) else value
