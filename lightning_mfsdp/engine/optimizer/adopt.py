@@ -41,6 +41,7 @@ from lightning_mfsdp.engine.optimizer.state import as_shown, refuse_left_behind,
 from lightning_mfsdp.engine.params.group import ParameterGroup, Root, owner_of
 from lightning_mfsdp.engine.params.parameter import Entry, outdate_graphs
 from lightning_mfsdp.engine.params.rows import sharded_axes
+from lightning_mfsdp.engine.params.sharded_tensor import Rows
 from lightning_mfsdp.engine.params.stepping import call_closure
 from lightning_mfsdp.engine.runtime.context import context_of_group
 from lightning_mfsdp.engine.runtime.conversion import refuse_moved
@@ -95,9 +96,8 @@ def steps_rows(optimizer: Optimizer) -> bool:
 class _Representations:
     """What one optimizer holds: local rows and state of them while its own code runs, and what the module shows at all other times.
 
-    Where both are the same nothing happens here. State is kept twice, over the same memory: by rows, with plain tensors, and by sharded
-    parameters, with DTensors. Each is looked through, at 0.1 µs a tensor, before it takes the place of the other, and brought up to date
-    where somebody has put something else into the other.
+    Where both are the same nothing happens here. State of local rows is a table of its own, over the same memory. It is made anew for each
+    step, at half a microsecond a parameter, so whoever moves or clears state between two steps frees its memory.
 
     Attributes:
         stepped: What `param_groups` hold while the optimizer's own code runs, in order.
@@ -110,11 +110,9 @@ class _Representations:
         self.is_running = False
         self._shown_of = {id(rows): parameter for rows, parameter in zip(stepped, shown, strict=True)}
         self._rows_of = {id(parameter): rows for rows, parameter in zip(stepped, shown, strict=True)}
+        self._lies = {id(one): one.lies for one in shown if isinstance(one, Rows)}
         self._shown_state: _State = {}
-        self._state: _State = defaultdict(dict)
-        # What was in them when they were alike.
-        self._known_shown: list[object] = []
-        self._known: list[object] = []
+        self._begun_with: list[object] = []
 
     @property
     def differ(self) -> bool:
@@ -128,10 +126,8 @@ class _Representations:
         self.is_running = True
         _replace(optimizer, self._rows_of)
         self._shown_state = optimizer.state
-        if not _is_same(_content(self._shown_state), self._known_shown):
-            self._state = defaultdict(dict, map(self._by_rows, self._shown_state.items()))
-            self._known_shown = []
-        optimizer.state = self._state  # type: ignore[assignment]
+        optimizer.state = self._by_rows(optimizer.state)
+        self._begun_with = _content(optimizer.state)
 
     def end(self, optimizer: Optimizer) -> None:
         """It has run."""
@@ -139,19 +135,30 @@ class _Representations:
             return
         self.is_running = False
         _replace(optimizer, self._shown_of)
-        self._state, optimizer.state = optimizer.state, self._shown_state  # type: ignore[assignment]
-        if not (self._known_shown and _is_same(_content(self._state), self._known)):
-            shown = dict(map(self._by_parameter, self._state.items()))
-            self._shown_state.clear()  # whoever holds it sees what is new
-            self._shown_state.update(shown)
-            self._known, self._known_shown = _content(self._state), _content(self._shown_state)
+        content, shown = _content(optimizer.state), self._shown_state
+        if not _is_same(content, self._begun_with):
+            now = dict(map(self._by_parameter, optimizer.state.items()))
+            shown.clear()  # whoever holds it sees what is new
+            shown.update(now)
+        optimizer.state = shown  # type: ignore[assignment]
+        self._shown_state, self._begun_with = {}, []
 
-    def _by_rows(self, item: tuple[Tensor, _Values]) -> tuple[Tensor, _Values]:
-        key, values = item
-        if (owner := owner_of(key)) is None:
-            return self._rows_of.get(id(key), key), values
-        entry = owner[1]
-        return entry.local, {name: taken(name, one, entry.local, entry) for name, one in values.items()}
+    def _by_rows(self, state: _State) -> defaultdict[Tensor, _Values]:
+        found: defaultdict[Tensor, _Values] = defaultdict(dict)
+        for key, values in state.items():
+            lies = self._lies.get(id(key))
+            plain = found[self._rows_of.get(id(key), key)] = {}
+            for name, one in values.items():
+                kind = type(one)
+                if kind is Rows and one.lies is lies:  # most are as they were shown, and this is done in every step
+                    plain[name] = one._local_tensor
+                elif kind is Tensor and not one.ndim:
+                    plain[name] = one
+                else:
+                    plain[name] = (
+                        one if (owner := owner_of(key)) is None else taken(name, one, owner[1].local, owner[1])
+                    )
+        return found
 
     def _by_parameter(self, item: tuple[Tensor, _Values]) -> tuple[Tensor, _Values]:
         key, values = item
