@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -17,6 +18,7 @@ from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard_optimizer, 
 from lightning_mfsdp.optim import Muon
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, inputs, loss_of, plain_chain, sharded_chain, weights
+from tests.helpers.optimizer_state import state_of_rows
 from tests.helpers.pairwise import in_world
 
 DOUBLE = MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=None)
@@ -408,6 +410,21 @@ def state_stays_where_it_is_when_an_optimizer_is_taken_over_again(rank, world):
         assert [one.to_local().data_ptr() for one in now] == [one.to_local().data_ptr() for one in kept]
 
 
+def state_that_is_cleared_or_moved_frees_its_memory(rank, world):
+    model = sharded_chain()
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    for clears in (True, False):
+        loss_of(model, inputs(0, rank)).backward()
+        optimizer.step()
+        watched = [weakref.ref(value) for values in state_of_rows(optimizer).values() for value in values.values()]
+        if clears:
+            optimizer.state.clear()
+        else:
+            for values in optimizer.state.values():
+                values.update({name: value.clone() for name, value in values.items()})
+        assert all(reference() is None for reference in watched)
+
+
 def a_step_whose_closure_was_taken_away_works_on_dtensors_and_says_so(rank, world):
     model, plain = sharded_chain(), plain_chain()
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -464,6 +481,7 @@ WORLDS = {
         state_that_a_program_puts_in_is_that_of_rows,
         groups_may_be_changed_in_a_hook_before_a_step,
         state_stays_where_it_is_when_an_optimizer_is_taken_over_again,
+        state_that_is_cleared_or_moved_frees_its_memory,
         a_step_whose_closure_was_taken_away_works_on_dtensors_and_says_so,
         own_code_that_raised_leaves_them_as_they_are_when_a_forward_begins,
     ),

@@ -109,7 +109,7 @@ class _Representations:
         self.stepped, self.shown = stepped, shown
         self.is_running = False
         self._shown_of = {id(rows): parameter for rows, parameter in zip(stepped, shown, strict=True)}
-        self._rows_of = {id(parameter): rows for rows, parameter in zip(stepped, shown, strict=True)}
+        self._rows_of: dict[int, Any] = {id(parameter): rows for rows, parameter in zip(stepped, shown, strict=True)}
         self._lies = {id(one): one.lies for one in shown if isinstance(one, Rows)}
         self._shown_state: _State = {}
         self._begun_with: list[object] = []
