@@ -109,7 +109,7 @@ class _Representations:
         self.stepped, self.shown = stepped, shown
         self.is_running = False
         self._shown_of = {id(rows): parameter for rows, parameter in zip(stepped, shown, strict=True)}
-        self._rows_of: dict[int, Any] = {id(parameter): rows for rows, parameter in zip(stepped, shown, strict=True)}
+        self._rows_of = {id(parameter): rows for rows, parameter in zip(stepped, shown, strict=True)}
         self._lies = {id(one): one.lies for one in shown if isinstance(one, Rows)}
         self._shown_state: _State = {}
         self._begun_with: list[object] = []
@@ -147,7 +147,8 @@ class _Representations:
         found: defaultdict[Tensor, _Values] = defaultdict(dict)
         for key, values in state.items():
             lies = self._lies.get(id(key))
-            plain = found[self._rows_of.get(id(key), key)] = {}
+            rows: Tensor = self._rows_of.get(id(key), key)
+            plain = found[rows] = {}
             for name, one in values.items():
                 kind = type(one)
                 if kind is Rows and one.lies is lies:  # most are as they were shown, and this is done in every step
