@@ -147,7 +147,7 @@ class _Representations:
         found: defaultdict[Tensor, _Values] = defaultdict(dict)
         for key, values in state.items():
             lies = self._lies.get(id(key))
-            rows: Tensor = self._rows_of.get(id(key), key)
+            rows = self._rows_of[id(key)] if id(key) in self._rows_of else key
             plain = found[rows] = {}
             for name, one in values.items():
                 kind = type(one)
