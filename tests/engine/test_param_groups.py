@@ -410,6 +410,21 @@ def state_stays_where_it_is_when_an_optimizer_is_taken_over_again(rank, world):
         assert [one.to_local().data_ptr() for one in now] == [one.to_local().data_ptr() for one in kept]
 
 
+def state_under_keys_that_are_no_parameters_stays(rank, world):
+    model, own = sharded_chain(), nn.Parameter(torch.ones(3))
+    optimizer = fully_shard_optimizer(torch.optim.SGD([own, *model.parameters()], lr=0.1, momentum=0.9))
+    mine: dict[str, Any] = {"losses": [0.5]}
+    optimizer.state["seen"], optimizer.state["mine"] = 3, mine
+    for _ in range(2):
+        (loss_of(model, inputs(0, rank)) + own.square().sum()).backward()
+        optimizer.step()
+        assert optimizer.state["seen"] == 3
+        assert optimizer.state["mine"] is mine
+        kept = optimizer.state[own]
+    assert optimizer.state[own] is kept
+    assert optimizer.state_dict()["state"]["mine"] == mine
+
+
 def state_that_is_cleared_or_moved_frees_its_memory(rank, world):
     model = sharded_chain()
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
@@ -482,6 +497,7 @@ WORLDS = {
         groups_may_be_changed_in_a_hook_before_a_step,
         state_stays_where_it_is_when_an_optimizer_is_taken_over_again,
         state_that_is_cleared_or_moved_frees_its_memory,
+        state_under_keys_that_are_no_parameters_stays,
         a_step_whose_closure_was_taken_away_works_on_dtensors_and_says_so,
         own_code_that_raised_leaves_them_as_they_are_when_a_forward_begins,
     ),

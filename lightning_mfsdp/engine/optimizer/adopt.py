@@ -143,11 +143,14 @@ class _Representations:
         optimizer.state = shown  # type: ignore[assignment]
         self._shown_state, self._begun_with = {}, []
 
-    def _by_rows(self, state: _State) -> defaultdict[Tensor, _Values]:
-        found: defaultdict[Tensor, _Values] = defaultdict(dict)
+    def _by_rows(self, state: _State) -> defaultdict[Any, _Values]:
+        found: defaultdict[Any, _Values] = defaultdict(dict)
         for key, values in state.items():
             lies = self._lies.get(id(key))
-            rows = self._rows_of[id(key)] if id(key) in self._rows_of else key
+            rows: Any = self._rows_of.get(id(key), key)
+            if lies is None and owner_of(key) is None:
+                found[rows] = values
+                continue
             plain = found[rows] = {}
             for name, one in values.items():
                 kind = type(one)
@@ -430,8 +433,9 @@ def _replace(optimizer: Optimizer, by_identity: Mapping[int, Tensor]) -> None:
 
 def _content(state: _State) -> list[object]:
     """Every object in it: keys, names and values."""
-    values = state.values()
-    return [*state, *chain.from_iterable(values), *chain.from_iterable([one.values() for one in values])]
+    values = list(state.values())
+    tables = [one for one in values if isinstance(one, dict)]  # under a key of their own people put what they like
+    return [*state, *values, *chain.from_iterable(tables), *chain.from_iterable([one.values() for one in tables])]
 
 
 def _is_over(shown: object, value: object) -> bool:
