@@ -67,7 +67,7 @@ _WHOLE_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adafactor)
 
 
 _Values: TypeAlias = dict[str, Any]
-_State: TypeAlias = MutableMapping[Any, _Values]
+_State: TypeAlias = MutableMapping[Any, Any]
 
 
 def adopt_optimizer(
