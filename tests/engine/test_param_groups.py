@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_mfsdp.checkpoint.state.whole import whole_optimizer_state
 from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard_optimizer, sharded_parameters
 from lightning_mfsdp.optim import Muon
 from tests.engine.worlds import by_world, check
@@ -410,6 +412,50 @@ def state_stays_where_it_is_when_an_optimizer_is_taken_over_again(rank, world):
         assert [one.to_local().data_ptr() for one in now] == [one.to_local().data_ptr() for one in kept]
 
 
+def whole_tensors_put_into_state_are_sharded_on_all_ranks_alike(rank, world):
+    """Also where a rank has all rows of a parameter: in `state_dict()` at once, in `state` after the next step; and so are plain rows."""
+    model = sharded_chain()
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    shapes = [parameter.shape for parameter in model.parameters()]
+    for makes in (lambda one: torch.full(one.shape, 0.5), lambda one: torch.full_like(one.to_local(), 0.5)):
+        for looks in (
+            lambda: optimizer.state_dict()["state"],
+            lambda: whole_optimizer_state(optimizer, keep=True)["state"],
+            None,
+        ):
+            for parameter in model.parameters():
+                optimizer.state[parameter]["momentum_buffer"] = makes(parameter)
+            if looks is not None:
+                found = [whole(looks()[number]["momentum_buffer"]) for number in range(len(shapes))]
+                assert [one.shape for one in found] == shapes
+                assert all(one.eq(0.5).all() for one in found)
+                assert_shown(model, optimizer)
+            loss_of(model, inputs(0, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert_shown(model, optimizer)
+            assert sum(whole(optimizer.state[one]["momentum_buffer"].norm()) for one in model.parameters()) > 0
+
+
+def an_optimizer_whose_own_code_raised_is_freed(rank, world):
+    gc.collect()
+    gc.disable()
+    try:
+        model = sharded_chain()
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        loss_of(model, inputs(0, rank)).backward()
+        optimizer.step()
+        watched = [weakref.ref(value) for values in state_of_rows(optimizer).values() for value in values.values()]
+        del optimizer.param_groups[0]["momentum"]
+        with contextlib.suppress(KeyError):
+            optimizer.step()
+        del optimizer
+        assert all(reference() is None for reference in watched)
+        loss_of(model, inputs(0, rank)).backward()
+    finally:
+        gc.enable()
+
+
 def state_under_keys_that_are_no_parameters_stays(rank, world):
     model, own = sharded_chain(), nn.Parameter(torch.ones(3))
     optimizer = fully_shard_optimizer(torch.optim.SGD([own, *model.parameters()], lr=0.1, momentum=0.9))
@@ -498,6 +544,8 @@ WORLDS = {
         state_stays_where_it_is_when_an_optimizer_is_taken_over_again,
         state_that_is_cleared_or_moved_frees_its_memory,
         state_under_keys_that_are_no_parameters_stays,
+        whole_tensors_put_into_state_are_sharded_on_all_ranks_alike,
+        an_optimizer_whose_own_code_raised_is_freed,
         a_step_whose_closure_was_taken_away_works_on_dtensors_and_says_so,
         own_code_that_raised_leaves_them_as_they_are_when_a_forward_begins,
     ),

@@ -20,7 +20,7 @@ from lightning_mfsdp.checkpoint.state.row_shard import RowShard
 from lightning_mfsdp.checkpoint.state.sharded import paths_of
 from lightning_mfsdp.engine import ParameterView
 from lightning_mfsdp.engine.features.offload.offloaded_state import empty_at_rest, put_to_rest
-from lightning_mfsdp.engine.optimizer.adopt import steps_rows
+from lightning_mfsdp.engine.optimizer.adopt import prepare_state, steps_rows
 from lightning_mfsdp.engine.params.group import as_local, owner_of
 from lightning_mfsdp.engine.params.rows import sharded_axes
 
@@ -41,6 +41,7 @@ def optimizer_state(index: ParameterIndex, optimizer: Optimizer) -> dict[str, An
         ValueError: A state tensor that is sharded in another way than its parameter, or has another shape than the rows that it is of.
     """
     state: dict[str, dict[str, Any]] = {}
+    prepare_state(optimizer)
     of_rows = steps_rows(optimizer)
     for parameter, values in optimizer.state.items():
         name = index.name_of(parameter)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.base.containers import map_tensors
 from lightning_mfsdp.checkpoint.state.sharded_optimizer import is_packed
+from lightning_mfsdp.engine.optimizer.adopt import prepare_state
 from lightning_mfsdp.engine.params.group import ParameterGroup, place_of
 from lightning_mfsdp.engine.params.rows import gather_rows, sharded_axes
 
@@ -91,6 +92,7 @@ def whole_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]
     Raises:
         ValueError: On all ranks; a state tensor of a sharded parameter that has neither its shape nor one value for all ranks.
     """
+    prepare_state(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     described = [_described(optimizer.state.get(parameter, {}), parameter) for parameter in parameters]
     layout = _agreed(described)

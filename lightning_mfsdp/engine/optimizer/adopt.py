@@ -46,7 +46,7 @@ from lightning_mfsdp.engine.params.stepping import call_closure
 from lightning_mfsdp.engine.runtime.context import context_of_group
 from lightning_mfsdp.engine.runtime.conversion import refuse_moved
 
-__all__ = ["ELEMENTWISE_OPTIMIZERS", "adopt_optimizer", "steps_rows"]
+__all__ = ["ELEMENTWISE_OPTIMIZERS", "adopt_optimizer", "prepare_state", "steps_rows"]
 
 ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -93,6 +93,13 @@ def steps_rows(optimizer: Optimizer) -> bool:
     return any(isinstance(hook, _ShardedStep) and hook.steps_rows for hook in compat.step_pre_hooks(optimizer))
 
 
+def prepare_state(optimizer: Optimizer) -> None:
+    """Have the state of an optimizer that was taken over as `state_dict()` shows it, for those who read `optimizer.state`."""
+    for hook in compat.step_pre_hooks(optimizer):
+        if isinstance(hook, _ShardedStep):
+            hook.begin_state(optimizer)
+
+
 class _Representations:
     """What one optimizer holds: local rows and state of them while its own code runs, and what the module shows at all other times.
 
@@ -113,6 +120,7 @@ class _Representations:
         self._lies = {id(one): one.lies for one in shown if isinstance(one, Rows)}
         self._shown_state: _State = {}
         self._begun_with: list[object] = []
+        self._is_new = False  # somebody has put something into the shown state
 
     @property
     def differ(self) -> bool:
@@ -136,7 +144,8 @@ class _Representations:
         self.is_running = False
         _replace(optimizer, self._shown_of)
         content, shown = _content(optimizer.state), self._shown_state
-        if not _is_same(content, self._begun_with):
+        if self._is_new or not _is_same(content, self._begun_with):
+            self._is_new = False
             now = dict(map(self._by_parameter, optimizer.state.items()))
             shown.clear()  # whoever holds it sees what is new
             shown.update(now)
@@ -159,6 +168,7 @@ class _Representations:
                 elif kind is Tensor and not one.ndim:
                     plain[name] = one
                 else:
+                    self._is_new = True
                     plain[name] = (
                         one if (owner := owner_of(key)) is None else taken(name, one, owner[1].local, owner[1])
                     )
@@ -282,7 +292,7 @@ class _ShardedStep:
         if is_whole:
             self._held.end(optimizer)
             for root in self._running_in:
-                root.unfinished_steps.remove(self.finish)
+                root.unfinished_steps.remove(weakref.WeakMethod(self.finish))
             self._running_in = []
             if self._is_due:
                 self._is_due = False
@@ -300,6 +310,8 @@ class _ShardedStep:
         """Hook for the beginning of `state_dict()`."""
         refuse_left_behind(optimizer, "state_dict")
         self._take_over_new(optimizer)
+        self._held.begin(optimizer)  # which takes in what somebody has put into the state
+        self._held.end(optimizer)
 
     def begin_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Hook for the beginning of `load_state_dict()`."""
@@ -348,7 +360,7 @@ class _ShardedStep:
         if self._held.is_running and not self._running_in:
             self._optimizer, self._running_in = weakref.ref(optimizer), list(roots)
             for root in roots:
-                root.unfinished_steps.append(self.finish)
+                root.unfinished_steps.append(weakref.WeakMethod(self.finish))
 
     def finish(self) -> None:
         """The optimizer's own code has raised."""
@@ -439,8 +451,8 @@ def _content(state: _State) -> list[object]:
 
 
 def _is_over(shown: object, value: object) -> bool:
-    """Whether state is shown already as it is to be."""
-    return shown is value or (isinstance(shown, DTensor) and shown._local_tensor is value)
+    """Whether state is shown already."""
+    return isinstance(shown, DTensor) and shown._local_tensor is value
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -55,7 +55,7 @@ class Root(Protocol):
 
     lane: GatherLane
     channels: Channels
-    unfinished_steps: list[Callable[[], None]]
+    unfinished_steps: list[weakref.WeakMethod[Callable[[], None]]]
     weight_writes: int
     gradient_writes: int
 

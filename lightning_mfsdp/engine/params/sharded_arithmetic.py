@@ -93,9 +93,12 @@ def assign_data(target: PlacedTensor, value: Any) -> None:
         target.device.type,
     ):
         got = f"{tuple(value.shape)} {value.dtype} on {value.device}" if isinstance(value, Tensor) else type(value)
+        why = "because it is part of a buffer"
+        if not target.shows_weight:
+            why = "or put another tensor in its place: parameter.grad = value, optimizer.state[parameter][name] = value"
         raise EngineStateError(
-            f"parameter {target.described}: .data can only be set to a tensor of its own shape {tuple(target.shape)}, {target.dtype} on "
-            f"{target.device.type}, because it is part of a buffer; got {got}"
+            f"{'' if target.shows_weight else 'gradient or optimizer state of '}parameter {target.described}: .data can only be set to a "
+            f"tensor of its own shape {tuple(target.shape)}, {target.dtype} on {target.device.type}, {why}; got {got}"
         )
     shown = value.source if isinstance(value, WholeView) else value
     if isinstance(shown, PlacedTensor) and shown.shows_weight and shown.place != target.place:

@@ -139,7 +139,7 @@ class Context:
         self._num_groups = 0
         self.needs_refresh = True
         self.weight_writes = self.gradient_writes = 0
-        self.unfinished_steps: list[Callable[[], None]] = []
+        self.unfinished_steps: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.schedule = Schedule()
         self._grouped: Run | None = None
         self._in_backward = self.keeps_graph = False
@@ -350,8 +350,9 @@ class Context:
 
     def _finish_steps(self) -> None:
         """The own code of optimizers has raised: they show again what modules show."""
-        for finish in self.unfinished_steps:
-            finish()
+        for reference in self.unfinished_steps:
+            if (finish := reference()) is not None:
+                finish()
         self.unfinished_steps.clear()
 
     def note_grouped_modules(self, grouped: Run | None) -> None:
