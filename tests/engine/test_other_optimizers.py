@@ -21,12 +21,22 @@ from lightning_mfsdp.engine import (
     refresh_weights,
 )
 from tests.engine.worlds import by_world, check
-from tests.helpers.chain import STRATEGIES, Chain, context, inputs, loss_of, plain_chain, sharded_chain, weights
+from tests.helpers.chain import (
+    DOUBLE,
+    STRATEGIES,
+    Chain,
+    context,
+    double_chain,
+    inputs,
+    loss_of,
+    plain_chain,
+    sharded_chain,
+    weights,
+)
 from tests.helpers.other_optimizers import ADOPT, SOAP, Adan, LowBitAdam, Prodigy, Shampoo
 from tests.helpers.pairwise import in_world
 
 STEPS = 4
-DOUBLE = MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=None)
 SHARDED = ("optim", "optim_grads", "optim_grads_params")
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -42,15 +52,6 @@ WHOLE: dict[str, Make] = {
 ELEMENTWISE: dict[str, Make] = {"Adan": Adan, "ADOPT": ADOPT}
 BLOCKWISE: dict[str, Make] = {"LowBitAdam": LowBitAdam}
 SEVERAL: dict[str, Make] = {**WHOLE, **ELEMENTWISE, **BLOCKWISE}
-
-
-def double_chain(make: Callable[..., Chain], **options: Any) -> Chain:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        return make(**options)
-    finally:
-        torch.set_default_dtype(before)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int], world: int) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.checkpoint.state.whole import whole_optimizer_state
-from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard_optimizer, sharded_parameters
+from lightning_mfsdp.engine import fully_shard_optimizer, sharded_parameters
 from lightning_mfsdp.optim import Muon
 from tests.engine.worlds import by_world, check
-from tests.helpers.chain import STRATEGIES, inputs, loss_of, plain_chain, sharded_chain, weights
+from tests.helpers.chain import DOUBLE, STRATEGIES, double_chain, inputs, loss_of, plain_chain, sharded_chain, weights
 from tests.helpers.optimizer_state import state_of_rows
 from tests.helpers.pairwise import in_world
 
-DOUBLE = MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=None)
 STEPS = 3
 
 Program = Callable[[torch.optim.Optimizer], Any]
@@ -183,9 +182,7 @@ def after_its_state_was_read_and_loaded(
     optimizer: torch.optim.Optimizer, program: Callable[[], None], evaluate: Callable[[], Any]
 ) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
-    evaluate()
-    program()
-    optimizer.step()
+    before_a_step(optimizer, program, evaluate)
 
 
 def after_a_load_that_was_refused(
@@ -193,9 +190,7 @@ def after_a_load_that_was_refused(
 ) -> None:
     with contextlib.suppress(ValueError):
         optimizer.load_state_dict({"state": {}, "param_groups": []})
-    evaluate()
-    program()
-    optimizer.step()
+    before_a_step(optimizer, program, evaluate)
 
 
 PLACES = (
@@ -211,16 +206,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
     "AdamW fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
 }
-
-
-@contextlib.contextmanager
-def in_double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def outcome(
@@ -252,8 +237,7 @@ def programs_over_param_groups_see_whole_parameters_and_gradients(rank, world):
     rows = in_world(world, (2, 3), PLACES, PROGRAMS, STRATEGIES, OPTIMIZERS, possible=possible)
     for place, program, sharding, kind in rows:
         case = f"{place.__name__} {program.__name__} {sharding} {kind}"
-        with in_double():
-            plain, model = plain_chain(), sharded_chain(sharding=sharding, policy=DOUBLE)
+        plain, model = double_chain(plain_chain), double_chain(sharded_chain, sharding=sharding, policy=DOUBLE)
         expected = outcome(plain, OPTIMIZERS[kind](plain.parameters()), place, program, list(range(world)))
         optimizer = fully_shard_optimizer(OPTIMIZERS[kind](model.parameters()))
         found = outcome(model, optimizer, place, program, [rank])

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mfsdp.engine import fully_shard, fully_shard_optimizer, unshard
+from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, unshard
 from lightning_mfsdp.engine.runtime.context import Context
 from lightning_mfsdp.engine.runtime.inspect import context_of
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 DIM = 8
+DOUBLE = MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=None)
 
 
 class Chain(nn.Module):
@@ -47,6 +48,16 @@ def sharded_chain(seed: int = 0, mesh: Any = None, layers: int = 4, dim: int = D
     for layer in model.layers:
         fully_shard(layer, mesh, **options)
     return fully_shard(model, mesh, **options)
+
+
+def double_chain(make: Callable[..., Chain], **options: Any) -> Chain:
+    """A chain of either kind in float64; `DOUBLE` is the policy that keeps it so."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return make(**options)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
