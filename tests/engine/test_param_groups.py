@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.checkpoint.state.whole import whole_optimizer_state
-from lightning_mfsdp.engine import fully_shard_optimizer, sharded_parameters
+from lightning_mfsdp.engine import ShardingError, fully_shard_optimizer, sharded_parameters
 from lightning_mfsdp.optim import Muon
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import DOUBLE, STRATEGIES, double_chain, inputs, loss_of, plain_chain, sharded_chain, weights
@@ -440,6 +440,14 @@ def an_optimizer_whose_own_code_raised_is_freed(rank, world):
         gc.enable()
 
 
+def an_optimizer_that_was_refused_holds_what_the_module_shows(rank, world):
+    model = sharded_chain(offload="optimizer")
+    optimizer = torch.optim.AdamW(model.parameters(), differentiable=True)
+    with pytest.raises(ShardingError, match="differentiable"):
+        fully_shard_optimizer(optimizer)
+    assert [id(one) for one in held(optimizer)] == [id(one) for one in model.parameters()]
+
+
 def state_under_keys_that_are_no_parameters_stays(rank, world):
     model, own = sharded_chain(), nn.Parameter(torch.ones(3))
     optimizer = fully_shard_optimizer(torch.optim.SGD([own, *model.parameters()], lr=0.1, momentum=0.9))
@@ -528,6 +536,7 @@ WORLDS = {
         state_stays_where_it_is_when_an_optimizer_is_taken_over_again,
         state_that_is_cleared_or_moved_frees_its_memory,
         state_under_keys_that_are_no_parameters_stays,
+        an_optimizer_that_was_refused_holds_what_the_module_shows,
         whole_tensors_put_into_state_are_sharded_on_all_ranks_alike,
         an_optimizer_whose_own_code_raised_is_freed,
         a_step_whose_closure_was_taken_away_works_on_dtensors_and_says_so,

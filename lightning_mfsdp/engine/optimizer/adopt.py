@@ -38,7 +38,7 @@ from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.optimizer.driver import OptimizerDriver, OptimizerSupport
 from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.optimizer.state import as_shown, refuse_left_behind, show_state, take_state, taken
-from lightning_mfsdp.engine.params.group import ParameterGroup, Root, owner_of
+from lightning_mfsdp.engine.params.group import ParameterGroup, Root, as_local, owner_of
 from lightning_mfsdp.engine.params.parameter import Entry, outdate_graphs
 from lightning_mfsdp.engine.params.rows import sharded_axes
 from lightning_mfsdp.engine.params.sharded_tensor import Rows
@@ -232,15 +232,17 @@ class _ShardedStep:
         hides_rows = local and has_known_steps and not self._elementwise and compat.takes_closure(optimizer)
         found = _held_entries(optimizer, local, self._grad_scaler)
         before = _parameters(optimizer)
-        stepped = [_represented(one, local=local) for one in before]
-        shown = [_represented(one, local=False) for one in before] if hides_rows else stepped
+        stepped = [as_local(one) if local else _as_sharded(one) for one in before]
+        shown = [_as_sharded(one) for one in before] if hides_rows else stepped
         _replace(optimizer, {id(one): as_held for one, as_held in zip(before, shown, strict=True)})
         _take_over_state(optimizer, local=local, hides_rows=hides_rows)
         self.steps_rows = local
         self._held = _Representations(stepped, shown)
         self._held.begin(optimizer)
-        self._drivers = self._support.prepare(optimizer, found, local=local)
-        self._held.end(optimizer)
+        try:
+            self._drivers = self._support.prepare(optimizer, found, local=local)
+        finally:
+            self._held.end(optimizer)  # also where it is refused
         # DTensors note what is written to them; local rows do not.
         self._is_watched, self._writes_elsewhere = local, not writes_in_steps_alone
         for group, entries in found.items():
@@ -426,10 +428,10 @@ def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:
         root.optimizer_stepped(groups)
 
 
-def _represented(parameter: Tensor, *, local: bool) -> Tensor:
-    """The local or the sharded representation of what an optimizer holds; itself if the engine does not manage it."""
+def _as_sharded(parameter: Tensor) -> Tensor:
+    """The sharded representation of what an optimizer holds; itself if the engine does not manage it."""
     owner = owner_of(parameter)
-    return parameter if owner is None else owner[1].local if local else owner[1].sharded
+    return parameter if owner is None else owner[1].sharded
 
 
 def _replace(optimizer: Optimizer, by_identity: Mapping[int, Tensor]) -> None:
