@@ -27,7 +27,7 @@ from lightning_mfsdp.engine.layout.placement import Placement
 from lightning_mfsdp.engine.memory.buffer import FlatBuffer, buffer_numel
 from lightning_mfsdp.engine.memory.host_memory import HostMemory
 from lightning_mfsdp.engine.params.codec import marks_of
-from lightning_mfsdp.engine.params.gradients import Gradients
+from lightning_mfsdp.engine.params.gradients import Gradients, Sync
 from lightning_mfsdp.engine.params.group_spec import GroupSpec
 from lightning_mfsdp.engine.params.parameter import OWNER, Entry, UnshardedParameter, mark_owner
 from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
@@ -268,7 +268,7 @@ class ParameterGroup:
 
     def reduce_held_back(self) -> None:
         """Reduce what `no_sync` holds back in the root, before anybody looks. Collective, and known to all ranks."""
-        if (context := self.root()) is not None:
+        if self.gradients.held_back is not Sync.ALL and (context := self.root()) is not None:
             context.reduce_held_back()
 
     def zero_held_back(self, index: int) -> None:
