@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -183,7 +184,9 @@ def drawn_programs(draw: Callable) -> list[list[int]]:
     return draw(st.permutations(programs))
 
 
-slow = settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+# A rank that meets nobody waits a second.
+EXAMPLES = 60 if os.environ.get("MFSDP_NIGHTLY") == "1" else 20
+slow = settings(deadline=None, max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
 
 
 @slow
