@@ -16,7 +16,7 @@ from lightning_mfsdp.engine import (
     reduce_pending,
 )
 from tests.engine.cases import Problems
-from tests.engine.worlds import by_world, check
+from tests.engine.worlds import by_world, check, in_turns
 from tests.helpers.chain import STRATEGIES, inputs, loss_of, plain_chain, sharded_chain, weights
 
 
@@ -145,7 +145,7 @@ CASES = (
     numpy_says_what_to_call,
     optimizers_step_in_hooks_after_the_reduction,
 )
-WORLDS = {1: CASES, 2: CASES, 3: CASES}
+WORLDS = {1: CASES, **in_turns((2, 3), CASES)}
 
 
 @by_world(WORLDS)

@@ -14,7 +14,7 @@ from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine import MixedPrecisionPolicy, ShardingError, fully_shard, lerp_
 from tests.engine.cases import Problems, device_type
 from tests.engine.test_sharded_arithmetic import Net, sharded
-from tests.engine.worlds import by_world, check
+from tests.engine.worlds import by_world, check, in_turns
 from tests.helpers.chain import weights
 
 
@@ -185,7 +185,7 @@ CASES = (
     sharded_and_plain_models_meet,
     what_does_not_correspond_is_named,
 )
-WORLDS = {1: CASES, 2: CASES, 3: CASES, 4: (models_on_two_axes_and_on_one,)}
+WORLDS = {1: CASES, **in_turns((2, 3), CASES), 4: (models_on_two_axes_and_on_one,)}
 
 
 @by_world(WORLDS)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_mfsdp.engine import EngineStateError, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from tests.engine.cases import Problems, device_type
-from tests.engine.worlds import by_world, check
+from tests.engine.worlds import by_world, check, in_turns
 
 # What elementwise operations make of a teacher's parameter `t` and a student's `s`, in place and out of place.
 WRITES = {
@@ -339,7 +339,7 @@ CASES = (
     random_numbers_are_those_of_one_process_with_the_same_seed,
     reductions_are_those_of_the_whole_tensor,
 )
-WORLDS = {1: CASES, 2: CASES, 3: CASES, 4: (models_on_different_meshes_meet,)}
+WORLDS = {1: CASES, **in_turns((2, 3), CASES), 4: (models_on_different_meshes_meet,)}
 
 
 @by_world(WORLDS)

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_mfsdp.engine import EngineStateError, fully_shard, fully_shard_optimizer
 from lightning_mfsdp.optim import Muon
 from tests.engine.cases import device_type
-from tests.engine.worlds import by_world, check
+from tests.engine.worlds import by_world, check, in_turns
 
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 HELD_AS_DTENSORS, OFFLOADED = "an optimizer that looks at whole tensors", "main weights and state in host memory"
@@ -529,7 +529,7 @@ ON_TWO_AXES = [
     set_state_dict_takes_what_get_state_dict_gave,
     checkpoints_of_plain_loops_are_those_of_fsdp2,
 ]
-WORLDS = {2: CASES, 3: CASES, 4: ON_TWO_AXES}
+WORLDS = {**in_turns((3, 2), CASES), 4: ON_TWO_AXES}
 
 
 @by_world(WORLDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -10,9 +11,16 @@ import pytest
 
 from tests.engine.cases import Case, run_cases
 
-__all__ = ["by_world", "check"]
+__all__ = ["by_world", "check", "in_turns"]
 
 Worlds = Mapping[int, Sequence[Case]]
+
+
+def in_turns(sizes: Sequence[int], cases: Sequence[Case]) -> dict[int, Sequence[Case]]:
+    """Each case on one of these numbers of ranks, the next case on the next; at night every case on all of them."""
+    if os.environ.get("MFSDP_NIGHTLY") == "1":
+        return dict.fromkeys(sizes, cases)
+    return {size: cases[first :: len(sizes)] for first, size in enumerate(sizes)}
 
 
 def by_world(worlds: Worlds) -> Any:

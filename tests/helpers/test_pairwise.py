@@ -4,6 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
+from tests.engine.worlds import in_turns
 from tests.helpers.pairwise import in_turn, in_world, pairwise
 
 FACTORS = ("abcd", (1, 2, 3), (False, True), ("x", "y", "z"))
@@ -61,8 +62,13 @@ def test_cases_take_the_last_value_and_the_others_in_turn():
     assert in_turn(5, "ab") == "ab"
 
 
+def test_cases_take_turns_on_numbers_of_ranks():
+    assert in_turns((3, 2), "abcde") == {3: "ace", 2: "bd"}
+
+
 def test_at_night_it_is_the_full_product(monkeypatch):
     monkeypatch.setenv("MFSDP_NIGHTLY", "1")
     assert pairwise(*FACTORS) == list(product(*FACTORS))
     assert in_world(2, (1, 2), "ab") == [("a",), ("b",)]
     assert in_turn(1, "abcd") == "abcd"
+    assert in_turns((3, 2), "abc") == {3: "abc", 2: "abc"}
