@@ -40,9 +40,12 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> dist.DeviceMesh:
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_process_group_it_says_how_to_start():
-    with says(ShardingError, "no process group", "torchrun", "init_process_group"):
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_one_of_several_processes_without_a_process_group_is_told_to_make_one(name, monkeypatch):
+    monkeypatch.setenv(name, "2")
+    with says(ShardingError, "no process group", f"{name}=2", "init_process_group"):
         fully_shard(model())
+    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(

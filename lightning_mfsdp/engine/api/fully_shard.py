@@ -63,9 +63,10 @@ def fully_shard(
         module: Any module. Its parameter names do not change; at rest its parameters are DTensors of the main weights. A list of
             modules that run one after the other becomes one unit: small blocks are gathered and reduced faster together. Called in
             another order they are still right, only gathered more often; so are they under reentrant checkpointing of each.
-        mesh: 1-D (shard) or 2-D (outer, shard), or with axes named "outer" and "shard". `None`: all ranks, 1-D. Along one more axis, named
-            "expert", parameters differ: every rank holds other rows of one larger parameter, and computes with them for the data of all.
-            Gradients, norms and checkpoints are those of the larger one. Modules around are sharded over the same ranks without it.
+        mesh: 1-D (shard) or 2-D (outer, shard), or with axes named "outer" and "shard". `None`: all ranks, 1-D; a process that is alone
+            and has no process group gets one. Along one more axis, named "expert", parameters differ: every rank holds other rows of
+            one larger parameter, and computes with them for the data of all. Gradients, norms and checkpoints are those of the larger
+            one. Modules around are sharded over the same ranks without it.
         sharding: "no_shard", "optim", "optim_grads" or "optim_grads_params", or 0 to 3: what is sharded on the shard
             axis.
         outer_sharding: On the outer axis: "no_shard" (HSDP) or "optim" (HFSDP: main weights and optimizer state sharded

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.engine.comm.process_groups import accelerator_type, init_alone
 
 __all__ = ["EXPERT", "Axes", "Axis", "Mesh", "axis_of", "broadcast_from_first", "resolve_mesh"]
 
@@ -201,22 +202,18 @@ def broadcast_from_first(value: Tensor, mesh: Mesh) -> None:
 
 
 def resolve_mesh(mesh: DeviceMesh | None) -> Mesh:
-    """The axes of the user's mesh, or a 1-D mesh over all ranks.
+    """The axes of the user's mesh, or a 1-D mesh over all ranks; of a process alone without a process group, over one that is made.
 
     An axis named "expert" is the expert axis. Of the others, those named "outer" and "shard" are taken by name in either order; otherwise
     a single one is the shard axis and two are (outer, shard).
 
     Raises:
-        ShardingError: No process group, or a mesh that does not fit; names its axes and sizes.
+        ShardingError: One of several processes without a process group, or a mesh that does not fit; names its axes and sizes.
     """
     if mesh is None:
         if not dist.is_initialized():
-            raise ShardingError(
-                "fully_shard: torch.distributed has no process group. Start the program with torchrun (or Lightning) "
-                "and call "
-                "torch.distributed.init_process_group first, also for one process"
-            )
-        device_type = "cpu" if dist.get_backend() in ("gloo", "mpi") else _accelerator_type()
+            init_alone()
+        device_type = "cpu" if dist.get_backend() in ("gloo", "mpi") else accelerator_type()
         mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     names = mesh.mesh_dim_names
     described = ", ".join(f"{names[i] if names else i}={mesh.size(i)}" for i in range(mesh.ndim))
@@ -260,8 +257,3 @@ def axis_of(mesh: DeviceMesh, dim: int, default_name: str) -> Axis:
     group = mesh.get_group(dim)
     averages = compat.averages(group, mesh.device_type)
     return Axis(name=name, size=mesh.size(dim), rank=mesh.get_local_rank(dim), group=group, averages=averages)
-
-
-def _accelerator_type() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator is not None else "cpu"

@@ -1,18 +1,29 @@
-"""Process groups that this package makes beside the user's own: each once for a default process group, whoever needs it.
+"""Process groups that this package makes: those beside the user's own, and a default one for a process that is alone.
 
-A group costs threads, descriptors and, with NCCL, device memory, and it cannot be given back while another rank may still be in its last
-collective. So it is kept for the next model or Trainer, which uses it in the same order on all ranks, as any group.
+Each of the former is made once for a default process group. It costs threads, descriptors and, with NCCL, device memory, and it cannot be destroyed
+while another rank may still be in its last collective. So it is kept for the next model or Trainer, which uses it in the same order on all ranks.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
 from collections.abc import Callable, Hashable
 from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
-__all__ = ["kept"]
+from lightning_mfsdp.base.errors import ShardingError
+
+__all__ = ["accelerator_type", "init_alone", "kept"]
+
+# How torchrun, srun and mpirun tell a process how many there are.
+_SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -34,3 +45,33 @@ def kept(key: Hashable, make: Callable[[], T]) -> T:
     if key not in made:
         made[key] = make()
     return cast(T, made[key])
+
+
+def init_alone() -> None:
+    """Make a default process group of this process alone, and log that. It is destroyed when the interpreter exits.
+
+    Raises:
+        ShardingError: A launcher started this process as one of several, which must meet each other first.
+    """
+    for name in _SIZES:
+        if os.environ.get(name, "1") != "1":
+            raise ShardingError(
+                f"fully_shard: torch.distributed has no process group, and this process is one of several ({name}={os.environ[name]}); "
+                "call torch.distributed.init_process_group first"
+            )
+    device_type = accelerator_type()
+    backend = dist.get_default_backend_for_device(device_type)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    made = dist.group.WORLD
+    atexit.register(lambda: dist.destroy_process_group() if dist.group.WORLD is made else None)
+    _log.warning(
+        "fully_shard: torch.distributed had no process group, so one was made for this process alone (%s). For several processes start "
+        "the program with torchrun and call torch.distributed.init_process_group first.",
+        backend,
+    )
+
+
+def accelerator_type() -> str:
+    """The device type of this machine's accelerator, or "cpu"."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else "cpu"
