@@ -1,7 +1,8 @@
 """Process groups that this package makes: those beside the user's own, and a default one for a process that is alone.
 
-Each of the former is made once for a default process group. It costs threads, descriptors and, with NCCL, device memory, and it cannot be destroyed
-while another rank may still be in its last collective. So it is kept for the next model or Trainer, which uses it in the same order on all ranks.
+Each of the former is made once for a default process group. It costs threads, descriptors and, with NCCL, device memory, and it cannot
+be destroyed while another rank may still be in its last collective. So it is kept for the next model or Trainer, which uses it in the same
+order on all ranks.
 """
 
 from __future__ import annotations
