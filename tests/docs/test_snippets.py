@@ -109,3 +109,12 @@ def test_links_between_files_lead_somewhere() -> None:
         if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
             missing.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
     assert not missing, "\n".join(missing)
+
+
+def test_the_readme_has_exactly_two_setup_commands_of_one_line() -> None:
+    setup = (ROOT / "README.md").read_text().split("## Set up")[1].split("\n## ")[0]
+    commands = re.findall(r"```bash\n(.*?)```", setup, flags=re.DOTALL)
+    assert len(commands) == 2
+    assert all(len(command.strip().splitlines()) == 1 for command in commands)
+    assert "examples/pretrain.py" in commands[0]
+    assert commands[1].strip().endswith("-m pytest -n 2 --dist loadfile --no-loadscope-reorder")
