@@ -130,14 +130,20 @@ def asks_for_one_optimizer_and_then_for_the_other(rank: int, world: int) -> None
 
 
 def a_sum_that_overflows_is_no_rank_s_own(rank: int, world: int) -> None:
-    model = sharded(policy={"grad_comm_dtype": torch.float16, "grad_reduce": "sum"})
-    watch = GradientWatch(model)
-    backward(model, size=20000.0)  # two rows of ones: 40000 on each rank for the head's bias, and float16 ends at 65504
-    found = watch.check()
-    assert found is not None
-    assert found.parameters == ()
-    assert found.reduced_only == (context_of(model).root().name,)
-    assert "finite on every rank before the reduction" in str(found)
+    """Two rows of ones: the head's bias has twice the size on each rank. Float16 ends at 65504, float64 at 1.8e308."""
+    double = {"main_params_dtype": None, "main_grads_dtype": torch.float64}
+    for dtype, size, policy in (
+        (torch.float32, 20000.0, {"grad_comm_dtype": torch.float16}),
+        (torch.float64, 0.6e308, double),
+    ):
+        model = sharded(dtype=dtype, policy={"grad_reduce": "sum", **policy})
+        watch = GradientWatch(model)
+        backward(model, size=size)
+        found = watch.check()
+        assert found is not None
+        assert found.parameters == (), (dtype, found.parameters)
+        assert context_of(model).root().name in found.reduced_only
+        assert "finite on every rank before the reduction" in str(found)
 
 
 def what_the_user_cleared_is_no_finding(rank: int, world: int) -> None:

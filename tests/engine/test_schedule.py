@@ -76,6 +76,33 @@ def units_without_parameters_hold_nobody_up(rank: int, world: int) -> None:
     assert _reductions_before_the_first_layer_ends(model, inputs(5, rank)) >= 3
 
 
+class Gated(nn.Linear):
+    """A unit with several inputs."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return super().forward(x) * gate
+
+
+def units_with_several_inputs_are_done_when_all_their_gradients_are_there(rank: int, world: int) -> None:
+    model = plain_chain(layers=4)
+    model.layers = nn.ModuleList(Gated(8, 8) for _ in range(4))
+    for unit in (*model.layers, model):
+        fully_shard(unit)
+    gate = torch.ones(8, requires_grad=True)
+    model.wrap = lambda layer, x: layer(x, gate)
+    train(model, adamw(model), range(2), rank)
+    assert _reductions_before_the_first_layer_ends(model, inputs(5, rank)) >= 3
+
+
+def a_unit_whose_end_nobody_notices_holds_nobody_up(rank: int, world: int) -> None:
+    """No gradient of its input is wanted, so it may end with the whole backward alone."""
+    model = sharded_chain(layers=4)
+    model.wrap = lambda layer, x: layer(x.detach() if layer is model.layers[2] else x)
+    train(model, adamw(model), range(2), rank)
+    # Layers 3 and 1 are under way when layer 0 ends; layer 2 and the root come last.
+    assert _reductions_before_the_first_layer_ends(model, inputs(5, rank)) >= 2
+
+
 def tied_weights_of_the_two_ends_hold_nobody_up(rank: int, world: int) -> None:
     """The head owns, the first layer borrows: the pair is complete last, and everything between is not kept waiting."""
     model = plain_chain(layers=4)
@@ -141,6 +168,8 @@ WORLDS = {
         reductions_start_while_backward_runs,
         a_unit_that_returns_its_input_is_given_back_in_time,
         units_without_parameters_hold_nobody_up,
+        units_with_several_inputs_are_done_when_all_their_gradients_are_there,
+        a_unit_whose_end_nobody_notices_holds_nobody_up,
         tied_weights_of_the_two_ends_hold_nobody_up,
         the_next_gather_starts_before_its_unit_runs,
         optimizers_of_whole_matrices_are_refused,

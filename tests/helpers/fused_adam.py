@@ -2,7 +2,7 @@
 
 Like the library's, it counts steps by group, makes state for parameters without gradients too, takes loaded state up in dtypes of
 its own choice, and has no eyes for `.grad` when it is to read `decoupled_grad`. Of a float32 weight in two halves it rounds the upper one
-by the sign of the lower one.
+by the sign of the lower one, which has to be there.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class FusedAdam(torch.optim.Optimizer):
         state["exp_avg"].copy_(mean)
         state["exp_avg_sq"].copy_(square)
         denominator = (square / (1 - second ** group["step"])).sqrt_().add_(group["eps"])
-        remainder = state.get("master_param")
-        halves = remainder is not None and remainder.dtype is torch.int16
+        halves = self.store_param_remainders and parameter.dtype is torch.bfloat16
+        remainder = state["master_param"] if halves else None
         weight = joined(parameter, remainder) if halves else parameter.float()
         weight = weight.mul(1 - group["lr"] * group["weight_decay"])
         weight.addcdiv_(mean / (1 - first ** group["step"]), denominator, value=-group["lr"])
