@@ -251,9 +251,13 @@ def a_kept_gradient_stays_where_only_some_were_cleared(rank, world):
 
 def a_kept_gradient_is_the_gradient_while_later_ones_are_held_back(rank, world):
     """As in plain PyTorch, where later backwards add to the tensor that somebody keeps."""
-    for sharding, change in product(
-        STRATEGIES, (torch.Tensor.zero_, lambda grad: grad.mul_(2), lambda grad: grad[:1].zero_())
-    ):
+    changes = (
+        torch.Tensor.zero_,
+        lambda grad: grad.mul_(2),
+        lambda grad: grad[:1].zero_(),
+        lambda grad: torch.mul(input=grad, other=2.0, out=grad),
+    )
+    for sharding, change in product(STRATEGIES, changes):
         model, plain = sharded_chain(sharding=sharding), plain_chain()
         kept = []
         for one in (model, plain):

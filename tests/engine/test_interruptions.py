@@ -381,6 +381,28 @@ def part_of_the_ranks_may_skip_units(rank, world):
     dist.barrier()
 
 
+def a_graph_of_long_ago_comes_after_a_backward_that_ended_its_unit(rank, world):
+    """Which units were done in a backward, one that raised included, says nothing about the next one."""
+    for sharding, raises in product(STRATEGIES, (False, True)):
+        found = []
+        for sharded in (False, True):
+            model = sharded_chain(layers=3, sharding=sharding) if sharded else plain_chain(layers=3)
+            first, second, third = model.layers
+            loss_of(model, inputs(0).requires_grad_()).backward()  # the third is reduced first
+            old = third(inputs(1).requires_grad_()).square().mean()
+            for step in range(2, 4):
+                second(inputs(step).requires_grad_()).sum().backward()
+            loss = third(RaisesInBackward.apply(first(inputs(4).requires_grad_()), int(raises))).sum()
+            with pytest.raises(Broken) if raises else nullcontext():
+                loss.backward()
+            model.zero_grad()
+            (second(inputs(5).requires_grad_()).square().mean() + old).backward()
+            grads = [parameter.grad for parameter in model.layers[1:].parameters()]
+            found.append([grad.full_tensor() if sharded else grad for grad in grads])
+        for expected, grad in zip(*found, strict=True):
+            torch.testing.assert_close(grad, expected, msg=lambda m, c=(sharding, raises): f"{c}: {m}")
+
+
 CASES = (
     exception_before_a_unit,
     exception_inside_a_unit,
@@ -394,6 +416,7 @@ CASES = (
     evaluation_sees_the_weights_of_the_last_step,
     any_number_of_forwards_and_backwards,
     a_look_at_whole_weights_disturbs_no_forward,
+    a_graph_of_long_ago_comes_after_a_backward_that_ended_its_unit,
     a_gather_that_fails_leaves_no_memory_behind,
     part_of_the_ranks_may_skip_units,
 )

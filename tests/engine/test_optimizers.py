@@ -22,7 +22,7 @@ from lightning_mfsdp.engine import (
 )
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, Chain, inputs, loss_of, plain_chain, sharded_chain, weights
-from tests.helpers.pairwise import in_world
+from tests.helpers.pairwise import in_world, pairwise
 
 STEPS = 4
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
@@ -270,6 +270,25 @@ def writes_by_others_are_noticed(rank, world):
             )
 
 
+def rows_that_nobody_reports_are_read_anew_in_every_pass(rank, world):
+    """Where an optimizer that was not taken over may have written to some parameters."""
+    target = plain_chain(seed=9)
+    for sharding, policy, known in pairwise(STRATEGIES, (None, BF16), (0, 3)):
+        model = sharded_chain(sharding=sharding, policy=policy)
+        source = sharded_chain(seed=9, sharding=sharding, policy=policy)
+        if known:
+            fully_shard_optimizer(torch.optim.SGD(list(model.parameters())[:known], lr=0.1))
+        with torch.no_grad():
+            model(inputs(0))
+            for mine, theirs in zip(sharded_parameters(model), sharded_parameters(source), strict=True):
+                mine.local.copy_(theirs.local)
+            found = model(inputs(0)).float()
+        tolerance = {"rtol": 1e-6, "atol": 1e-6} if policy is None else {"rtol": 0.1, "atol": 0.05}
+        torch.testing.assert_close(
+            found, target(inputs(0)), **tolerance, msg=lambda m, case=(sharding, policy, known): f"{case}: {m}"
+        )
+
+
 def what_was_said_is_kept_and_no_hook_comes_twice(rank, world):
     """A strategy calls this again for what `configure_optimizers` returns."""
     for said in (True, False):
@@ -292,14 +311,19 @@ def a_scaler_is_remembered(rank, world):
 
 
 def what_cannot_be_sharded_is_refused(rank, world):
-    model = sharded_chain()
-    with pytest.raises(ShardingError, match="SparseAdam"):
-        fully_shard_optimizer(torch.optim.SparseAdam(list(model.parameters())))
-    with pytest.raises(ShardingError, match="no parameter of a sharded module"):
-        fully_shard_optimizer(torch.optim.SGD(plain_chain().parameters(), lr=0.1))
+    """And goes on as if nobody had asked."""
     half = sharded_chain(policy=MixedPrecisionPolicy(compute_dtype=torch.float16))
-    with pytest.raises(ShardingError, match="float16"):
-        fully_shard_optimizer(torch.optim.SGD(half.parameters(), lr=0.1))
+    for said, optimizer in {
+        "SparseAdam": torch.optim.SparseAdam(list(sharded_chain().parameters())),
+        "no parameter of a sharded module": torch.optim.SGD(plain_chain().parameters(), lr=0.1),
+        "float16": torch.optim.SGD(half.parameters(), lr=0.1),
+    }.items():
+        before = optimizer.state_dict()
+        with pytest.raises(ShardingError, match=said):
+            fully_shard_optimizer(optimizer)
+        assert optimizer.state_dict() == before
+        optimizer.load_state_dict(before)
+        optimizer.step()
 
 
 CASES = (
@@ -316,6 +340,7 @@ CASES = (
     what_was_said_is_kept_and_no_hook_comes_twice,
     a_scaler_is_remembered,
     writes_by_others_are_noticed,
+    rows_that_nobody_reports_are_read_anew_in_every_pass,
     what_cannot_be_sharded_is_refused,
 )
 UNEVEN = (

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
     ShardingError,
@@ -28,6 +29,7 @@ from lightning_mfsdp.engine import (
     units,
     unshard,
 )
+from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.params.gradients import Gradients
 from tests.engine.cases import Problems, device_type, run_cases
 from tests.engine.int8_codec import Int8Codec, parameter_of
@@ -391,11 +393,12 @@ class Given(nn.Module):
         return (self.weight * grad).sum()
 
 
-def high_precision(strategy: str, factor: str, rank: int, world: int) -> None:
+def high_precision(strategy: str, factor: str | float, rank: int, world: int) -> None:
     """The sum is the fp32 sum of the bf16 values: exact where it stays fp32, one rounding where it travels again."""
     problems = Problems()
     pieces = [torch.randn(40, 24, generator=torch.Generator().manual_seed(other)) for other in range(world)]
-    exact = torch.stack([piece.to(BF16).double() for piece in pieces]).sum(0) / (world if factor == "mean" else 1)
+    divisor = {"mean": world, "sum": 1}.get(factor, factor)
+    exact = torch.stack([piece.to(BF16).double() for piece in pieces]).sum(0) / divisor
     errors = {}
     for precise in (True, False):
         policy = MixedPrecisionPolicy(grad_comm_dtype=BF16, high_precision_reduce=precise, grad_reduce=factor)
@@ -466,7 +469,7 @@ CASES = {
     "inputs are cast if asked": input_casts,
     **crossed("factor", reduce_factor, STRATEGIES, ("mean", "sum", 5.0), (None, BF16)),
     **crossed("per-token loss", per_token_loss, STRATEGIES),
-    **crossed("high precision", high_precision, STRATEGIES, ("mean", "sum")),
+    **crossed("high precision", high_precision, STRATEGIES, ("mean", "sum", 2.0)),
 }
 
 
@@ -478,6 +481,30 @@ def outcomes():
 @pytest.mark.parametrize("case", CASES)
 def test_a_field_is_honoured(outcomes, case):
     assert not outcomes[case], outcomes[case]
+
+
+@pytest.mark.parametrize("factor", [1.0, 1 / 3, 0.25], ids=["sum", "mean of three", "number"])
+@pytest.mark.parametrize("dtype", [F32, F64, BF16], ids=label)
+def test_a_factor_is_left_to_nccl_where_it_rounds_nothing(dtype, factor):
+    """What it cannot do without rounding is done to the gradients before."""
+    axis = Axis(name="shard", size=3, rank=0, group=mock.Mock(), averages=True)
+    ops = []
+    instead = {
+        "uses_nccl": lambda *_: True,
+        "premul_sum": lambda factor: ("premul", factor),
+        "reduce_scatter_flat": lambda piece, source, op, group: ops.append(op),
+        "reduce_scatter_coalesced": lambda pieces, sources, op, group: ops.append(op),
+        "all_reduce_coalesced": lambda tensors, op, group: ops.append(op),
+    }
+    each = [torch.ones(6, dtype=dtype) for _ in range(4)]
+    with mock.patch.multiple(compat, **instead):
+        axis.reduce_scatter([torch.empty(2, dtype=dtype)], each[:1], factor)
+        axis.reduce_scatter([torch.empty(2, dtype=dtype)] * 2, each[1:3], factor)
+        axis.all_reduce(each[3:], factor)
+    is_here = dtype is BF16 and factor == 0.25
+    op = {1.0: dist.ReduceOp.SUM, 1 / 3: dist.ReduceOp.AVG}.get(factor, ("premul", factor))
+    assert ops == [dist.ReduceOp.SUM if is_here else op] * 3
+    assert all(one.eq(factor if is_here else 1.0).all() for one in each)
 
 
 def test_every_field_has_a_test_here():

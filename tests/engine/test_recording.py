@@ -103,6 +103,24 @@ def batches_with_other_keys_or_order_are_not_replayed(rank: int, world: int) -> 
         assert not step.replayed
 
 
+def a_replay_reads_what_it_was_given(rank: int, world: int) -> None:
+    model, seen = sharded_chain(), []
+
+    def loss_function(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen.append(batch["x"])
+        return loss_of(model, batch["x"])
+
+    step = captured(loss_function, model)
+    for index in range(4):
+        call(step, model, {"x": inputs(index, rank)})
+    static, given = seen[-1], inputs(7, rank)
+    call(step, model, {"x": given})
+    assert step.replayed
+    assert len(seen) == 4
+    assert torch.equal(static, inputs(7, rank))
+    assert torch.equal(given, static)
+
+
 def a_step_that_handles_gradients_is_not_recorded(rank: int, world: int) -> None:
     def reads(model: nn.Module) -> None:
         assert model.out.weight.grad is None
@@ -243,6 +261,7 @@ def a_recording_that_breaks_in_backward_does_not_count(rank: int, world: int) ->
         run = capture.capture_step(step, model, [], warmup=3)
         with pytest.warns(UserWarning, match="this cannot be recorded") if breaks else nullcontext():
             losses = [plain_call(run, inputs(index, rank)) for index in range(4 if breaks else 3)]
+        assert not context_of(model).pool.is_plan_held
         if not breaks:
             losses.append(step(inputs(3, rank)))
         losses += [step(inputs(index, rank)) for index in range(4, 6)]
@@ -349,6 +368,7 @@ def a_replayed_backward_leaves_the_gradients_that_were_recorded(rank: int, world
 CASES = [
     the_call_that_is_recorded_is_like_the_one_before,
     batches_with_other_keys_or_order_are_not_replayed,
+    a_replay_reads_what_it_was_given,
     a_step_that_handles_gradients_is_not_recorded,
     unused_parameters_get_zeros_and_are_named,
     no_sync_is_refused,

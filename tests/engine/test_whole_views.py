@@ -224,22 +224,32 @@ def views_and_sharded_tensors_are_written_in_one_call(rank, world):
     problems.finish()
 
 
+class Halving(torch.optim.SGD):
+    """Writes to gradients in its step, as fused optimizers do that divide them by the scale of a loss."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+        return super().step(closure)
+
+
 def a_view_that_is_kept_shows_what_was_written_since(rank, world):
     """By whomever: a function, another view that overlaps, an optimizer. And what it writes leaves other rows as they are."""
     problems = Problems()
-    for sharding in STRATEGIES:
+    for sharding, kind in in_world(world, (2, 3), STRATEGIES, (torch.optim.SGD, Halving)):
         model, plain = pair(sharding)
         seen: list[list[Tensor]] = []
         for one in (model, plain):
-            optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
+            optimizer = kind(one.parameters(), lr=0.5)
             if one is model:
-                optimizer = fully_shard_optimizer(optimizer)
+                optimizer = fully_shard_optimizer(optimizer, elementwise=True if kind is Halving else None)
             weight = one.first.weight
             row, rows, detached = weight.data[0], weight.data[:2], weight.detach()[1:]
             shown = [row.clone()]
-            weight.data.fill_(9.0)
+            weight.data.fill_(0.3)
             shown += [row.clone(), rows.sum(), detached[0] * 2]
-            rows.fill_(2.0)
+            rows.fill_(0.2)
             shown += [row.clone(), detached.clone()]
             one(torch.ones(2, 4)).square().sum().backward()
             gradient = weight.grad[:1]
@@ -251,7 +261,7 @@ def a_view_that_is_kept_shows_what_was_written_since(rank, world):
             shown.append(whole(weight))
             seen.append(shown)
         for number, (ours, theirs) in enumerate(zip(*seen, strict=True)):
-            problems.close(ours, theirs, f"{sharding} {number}")
+            problems.close(ours, theirs, f"{sharding} {kind.__name__} {number}")
     problems.finish()
 
 

@@ -26,6 +26,7 @@ from lightning_mfsdp.te.weight_gradients import fuse_weight_gradients
 from tests.engine.test_direct import poisoned
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES
+from tests.helpers.hidden import Hidden
 
 DIM, ROWS = 12, 4
 
@@ -220,9 +221,41 @@ def gradients_that_nobody_wants_are_thrown_away(rank, world):
     assert all(view.grad.any() for view in owned)
 
 
+class HidesItsResult(nn.Module):
+    """One weight, and no gradient of it or of what was computed with it tells anybody that a backward runs."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fuse_wgrad_accumulation = fused
+        self.weight0 = nn.Parameter(torch.randn(DIM, DIM) / DIM**0.5)
+
+    def forward(self, x: Tensor) -> Hidden:
+        return Hidden(_Product.apply(x, self.weight0, self.fuse_wgrad_accumulation))
+
+
+def a_layer_may_be_the_first_to_notice_a_backward(rank, world):
+    """Also of one after gradients that were held back and cleared."""
+    for sharding, clears in product(STRATEGIES, (False, True)):
+        found = []
+        for fused in (False, True):
+            torch.manual_seed(0)
+            model = fully_shard(HidesItsResult(fused), sharding=sharding)
+            assert fuse_weight_gradients(model) == ([""] if fused else [])
+            with poisoned():
+                for held in (True, True, False):
+                    x = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(rank))
+                    with no_sync(model) if held else nullcontext():
+                        model(x).value.square().mean().backward()
+                    if held and clears:
+                        model.zero_grad()
+            found.append(model.weight0.grad.full_tensor())
+        assert torch.equal(*found), (sharding, clears)
+
+
 WORLDS = {
     1: [first_products_overwrite, later_products_add, buckets_of_another_dtype],
     2: [
+        a_layer_may_be_the_first_to_notice_a_backward,
         first_products_overwrite,
         later_products_add,
         recomputed_frozen_and_unused_weights,
