@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import product
 from unittest import mock
@@ -15,7 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.engine import fully_shard, no_sync, reduce_pending, sharded_parameters
+from lightning_mfsdp.engine import (
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    no_sync,
+    reduce_pending,
+    sharded_parameters,
+    unshard,
+)
 from lightning_mfsdp.engine.runtime.unit import unit_of
 from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
@@ -28,6 +36,12 @@ LAYERS = tuple(f"layers.{index}" for index in range(len(ROWS)))
 LAST = LAYERS[-1]
 UNITS = (*LAYERS, "root")
 SYNCS = ("always", "no_sync", "keep_sharded")
+OPERATORS = {
+    "_allgather_base_": "gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "alltoall_base_": "all_to_all",
+}
 Counts = Counter  # (operation, axis, unit) -> number
 
 
@@ -66,10 +80,12 @@ class Dispatched(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 0
+        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += func.namespace == "c10d"
+        if func.namespace == "c10d":
+            name = func.__name__.removesuffix(".default")
+            self.calls[OPERATORS.get(name, name)] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -110,7 +126,7 @@ class Observer:
         gathers, reductions = self.context.lane.started, self.context.reductions.started
         with Dispatched() as dispatched, self._wrapped():
             yield self.counts
-        assert dispatched.calls == self.counts.total()
+        assert dispatched.calls.total() == self.counts.total()
         seen = Counter()
         for (operation, axis, unit), number in self.counts.items():
             # Under HFSDP one gather goes over both axes after a step, and one reduction over both: the counters count it once.
@@ -361,6 +377,61 @@ def a_lookup_is_not_gathered_for_its_backward(rank, world):
         assert gathers == 4, (tied, gathers)
 
 
+def a_precise_reduction_is_one_all_to_all_and_a_gather_where_gradients_stay_whole(rank, world):
+    policy = MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16, high_precision_reduce=True)
+    for sharding, sync in product(STRATEGIES, ("always", "no_sync")):
+        model = build(sharding=sharding, policy=policy)
+        optimizer, expected = adamw(model), Counter()
+        for (operation, _, _), number in expected_on_one_axis(sharding, 2, sync).items():
+            precise = {"usage": ("all_reduce",), "gather": ("gather",), "all_reduce": ("all_to_all", "gather")}
+            expected.update(dict.fromkeys(precise.get(operation, ("all_to_all",)), number))
+        step(model, optimizer, rank, microbatches=2, sync=sync)
+        with Dispatched() as dispatched:
+            step(model, optimizer, rank, microbatches=2, sync=sync)
+        assert dispatched.calls == expected, f"{sharding} {sync}: {dispatched.calls} instead of {expected}"
+
+
+# What is done with a model between two steps, and how many collectives of each axis it takes where all is sharded.
+BETWEEN_STEPS: dict[str, tuple[Callable[[Funnel, torch.optim.Optimizer], object], Counts]] = {
+    "a whole weight": (lambda m, o: m.layers[0].weight.full_tensor(), Counter(gather=1)),
+    "a whole gradient": (lambda m, o: m.scale.grad.full_tensor(), Counter(gather=1)),
+    "whole state of an optimizer": (lambda m, o: o.state[m.scale]["exp_avg"].full_tensor(), Counter(gather=1)),
+    "a weight and an activation": (lambda m, o: torch.ones(2, DIM) * m.scale, Counter(gather=1)),
+    "a weight twice": (lambda m, o: torch.cat([m.scale, m.scale]), Counter(gather=2)),
+    "a row that is written": (lambda m, o: m.layers[1].weight.data.__setitem__(3, 0.5), Counter(gather=1)),
+    "a look at all weights": (lambda m, o: _look_at(m), Counter(gather=len(UNITS))),
+    "a look at one unit": (lambda m, o: _look_at(m.layers[2]), Counter(gather=1)),
+    "a norm": (lambda m, o: m.scale.data.norm().item(), Counter(all_reduce=1)),
+    "clipping": (lambda m, o: clip_grad_norm_(m, 1e9), Counter(all_reduce=1)),
+    "arithmetic on rows": (lambda m, o: m.scale.data.mul_(0.5).add_(1.0), Counter()),
+    "clearing": (lambda m, o: o.zero_grad(), Counter()),
+    "a step": (lambda m, o: o.step(), Counter()),
+    "state dicts": (lambda m, o: (m.state_dict(), o.state_dict()), Counter()),
+}
+
+
+def _look_at(module: nn.Module) -> None:
+    with unshard(module):
+        assert all(parameter.sum().isfinite() for parameter in module.parameters())
+
+
+def what_is_done_between_steps_costs_what_it_must(rank, world):
+    mesh, options = None, {}
+    if world == 4:
+        mesh = dist.init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "shard"))
+        options = {"outer_sharding": "optim"}
+    for name, (work, each) in BETWEEN_STEPS.items():
+        model = build(mesh, **options)
+        optimizer = adamw(model)
+        for _ in range(2):
+            model(torch.full((2, DIM), rank + 1.0, requires_grad=True)).square().sum().backward()
+            optimizer.step()
+        with torch.no_grad(), Dispatched() as dispatched:
+            work(model, optimizer)
+        expected = Counter({operation: number * (2 if mesh else 1) for operation, number in each.items()})
+        assert dispatched.calls == expected, f"{name}: {dispatched.calls} instead of {expected}"
+
+
 WORLDS = {
     1: (gathers_and_reductions_are_exact_for_every_strategy, a_look_at_what_is_held_back_reduces_what_is_missing),
     2: (
@@ -371,9 +442,15 @@ WORLDS = {
         passes_without_gradients_gather_once_and_reduce_nothing,
         keeping_weights_after_forward_saves_the_gather_of_backward,
         a_lookup_is_not_gathered_for_its_backward,
+        a_precise_reduction_is_one_all_to_all_and_a_gather_where_gradients_stay_whole,
+        what_is_done_between_steps_costs_what_it_must,
     ),
     3: (gathers_and_reductions_are_exact_for_every_strategy,),
-    4: (outer_axis_is_used_on_the_last_microbatch_only, a_look_reduces_over_the_axis_that_waits),
+    4: (
+        outer_axis_is_used_on_the_last_microbatch_only,
+        a_look_reduces_over_the_axis_that_waits,
+        what_is_done_between_steps_costs_what_it_must,
+    ),
 }
 
 
