@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from unittest import mock
 
@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.engine import CollectiveError, EngineStateError
+from lightning_mfsdp.engine import CollectiveError, EngineStateError, no_sync
 from lightning_mfsdp.engine.comm import gather_order
 from lightning_mfsdp.engine.comm.gather_order import BACKWARD, REDUCTION, GatherOrder, History
 from tests.engine.test_different_blocks import built
@@ -24,6 +24,7 @@ from tests.helpers.distributed import run_distributed
 
 PATIENCE_S = 20.0
 STEP = -1  # an optimizer steps
+END = -2  # a backward that reduces is at its end
 MOST_BLOCKS = 4
 
 Program = Sequence[int]
@@ -146,6 +147,9 @@ def run(
                 if event == STEP:
                     orders[rank].stepped()
                     continue
+                if event == END:
+                    orders[rank].end_backward()
+                    continue
                 orders[rank].note(event // 3, f"blocks.{event // 3}", event % 3)
                 wire.gather(rank, event)
             wire.leave(f"rank {rank} is at its end")
@@ -246,6 +250,18 @@ def test_a_step_is_not_taken_for_a_gather():
     assert not wire.differ
 
 
+def test_a_backward_that_gathers_nothing_is_not_taken_for_none():
+    """All weights stay for it, and its reductions have a communicator of their own."""
+    alike = [0, 3, END, STEP] * 2
+    raised, wire, _ = run([[*alike, 0, 3, END, 0], [*alike, 0, 3, 0]])
+    said = [str(error) for error in raised if isinstance(error, EngineStateError)]
+    assert said
+    assert all(
+        "the reduction of a whole backward" in one and "the gather of blocks.0 in forward" in one for one in said
+    )
+    assert not wire.differ
+
+
 class Clock:
     """Time passes where somebody sleeps."""
 
@@ -333,6 +349,33 @@ def train(rank: int, world: int, *paths: list[int]) -> dict[str, str]:
         found["error"] = f"{type(error).__name__}: {error}"
         compat.abort_process_groups()
     return found
+
+
+def noted(rank: int, world: int) -> list[list[tuple[str, int]]]:
+    """What a step notes where reductions are noted and where not: of two microbatches, the first under `no_sync`."""
+    model = built(1)
+    optimizer, order = adamw(model), context(model).order
+    found = []
+    for order.has_reductions in (True, False):
+        for step in range(3):
+            with mock.patch.object(order, "note", wraps=order.note) as note:
+                for sync in (no_sync(model), nullcontext()):
+                    with sync:
+                        loss_of(model, inputs(step, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([(name, kind) for (_, name, kind), _ in note.call_args_list])
+    return found
+
+
+def test_the_end_of_a_backward_that_reduces_is_noted_once():
+    for with_reductions, without in run_distributed(noted, 2):
+        assert without.count(("a whole backward", REDUCTION)) == 1
+        assert without[-1] == ("a whole backward", REDUCTION)
+        assert not any(kind == REDUCTION for _, kind in without[:-1])
+        others = [event for event in with_reductions if event[1] == REDUCTION]
+        assert len(others) > 1
+        assert [event for event in with_reductions if event not in others] == without[:-1]
 
 
 def test_a_rank_that_leaves_a_block_out_ends_all_ranks_with_an_error():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mfsdp.engine import units
+from lightning_mfsdp.engine.comm.communicators import Channels
 from lightning_mfsdp.engine.runtime import planning
 from lightning_mfsdp.engine.runtime.planning import spare_bytes, those_that_fit
 from tests.engine.worlds import by_world, check
@@ -65,7 +68,48 @@ def validation_gives_everything_back(rank, world):
     loss_of(model, inputs(4, rank)).backward()
 
 
-WORLDS = {2: (as_many_units_stay_as_fit, validation_gives_everything_back)}
+def slots_are_symmetric_while_all_ranks_plan_together(rank, world):
+    """Ranks ask each other once for each of these plans. Later ones are a rank's own, and in ordinary memory."""
+    made: list[int] = []
+
+    def allocator(channels, axis):
+        def make(size):
+            made.append(size)
+            return torch.empty(size, dtype=torch.uint8)
+
+        return make
+
+    model = sharded_chain(layers=LAYERS)
+    optimizer, pool = adamw(model), context(model).pool
+    context(model).channels.symmetric = True
+    asked, lengths = [0], [0]
+    with (
+        mock.patch.object(Channels, "allocator", allocator),
+        mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as ask,
+    ):
+        for step in range(4):
+            if step == 2 and rank == 0:
+                pool.outdate()  # one plans, all plan
+            train(model, optimizer, [step], rank)
+            asked.append(ask.call_count)
+            lengths.append(len(made))
+        last = sum(made[-len(pool._fixed) :]), pool.fixed_bytes
+        model.wrap = lambda layer, x: layer(model.layers[LAYERS - 1](x)) if layer is model.layers[0] else layer(x)
+        with pytest.warns(UserWarning, match="planned anew, in ordinary memory"):
+            train(model, optimizer, [4], rank)
+    # The first backwards, and the one after it is decided what stays gathered.
+    assert [*asked, ask.call_count] == [0, 1, 2, 3, 3, 3]
+    assert lengths[0] < lengths[1] <= lengths[2] < lengths[3] == lengths[4] == len(made)
+    assert last[0] == last[1]
+
+
+WORLDS = {
+    2: (
+        as_many_units_stay_as_fit,
+        validation_gives_everything_back,
+        slots_are_symmetric_while_all_ranks_plan_together,
+    )
+}
 
 
 @by_world(WORLDS)
