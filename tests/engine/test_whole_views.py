@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mfsdp.engine import (
     EngineStateError,
@@ -408,6 +409,31 @@ def values_are_compared_alike_on_all_ranks(rank, world):
         assert not torch.equal(other, model.first.weight), sharding
 
 
+class Copied(TorchDispatchMode):
+    """Counts copies of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default):
+            self.count += args[0].dim() == 2
+        return func(*args, **(kwargs or {}))
+
+
+def what_is_shown_or_written_is_copied_once(rank, world):
+    """After the gather: to memory in which views may be written, and of what a function wrote the rows."""
+    ids = torch.tensor([0, 3])
+    for sharding in STRATEGIES[1:]:
+        model, _ = pair(sharding)
+        with Copied() as shown:
+            assert model.first.weight[:2].shape == (2, 4)
+        with torch.no_grad(), Copied() as written:
+            nn.functional.embedding(ids, model.first.weight, max_norm=0.1)
+        assert (shown.count, written.count) == (1, 1), (sharding, shown.count, written.count)
+
+
 def a_view_keeps_nothing_of_its_callers(rank, world):
     model, _ = pair("optim_grads_params")
     big = torch.zeros(1000)
@@ -445,6 +471,7 @@ CASES = (
     a_view_is_looked_at_by_one_rank,
     what_initialises_a_parameter_in_grad_mode_writes_to_it,
     values_are_compared_alike_on_all_ranks,
+    what_is_shown_or_written_is_copied_once,
     a_view_keeps_nothing_of_its_callers,
     what_cannot_follow_a_view_is_refused_or_copies,
     views_of_data,
