@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_mfsdp.engine import gather_root, no_sync, sharded_parameters, unshard
+from lightning_mfsdp.engine import around_backward, gather_root, no_sync, sharded_parameters, unshard
 from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.runtime.unit import unit_of
 from tests.engine.worlds import by_world, check
@@ -393,7 +393,7 @@ def a_graph_of_long_ago_comes_after_a_backward_that_ended_its_unit(rank, world):
             for step in range(2, 4):
                 second(inputs(step).requires_grad_()).sum().backward()
             loss = third(RaisesInBackward.apply(first(inputs(4).requires_grad_()), int(raises))).sum()
-            with pytest.raises(Broken) if raises else nullcontext():
+            with pytest.raises(Broken) if raises else nullcontext(), around_backward(model):
                 loss.backward()
             model.zero_grad()
             (second(inputs(5).requires_grad_()).square().mean() + old).backward()
