@@ -1,4 +1,4 @@
-"""Finetune a Hugging Face model with `Trainer(strategy="mfsdp")`, whole or by LoRA adapters.
+"""Fine-tune a Hugging Face model with `Trainer(strategy="mfsdp")`, all of it or LoRA adapters.
 
 Without arguments: two processes on the CPU, under a minute on two cores, nothing downloaded. A small Llama is built on
 the meta device in `configure_model`, so that it never exists whole in one process, and learns to predict the bytes of
@@ -8,8 +8,8 @@ the Python standard library:
     python examples/finetune_hf.py --lora
     python examples/finetune_hf.py --pretrained some/folder --lora --accelerator gpu --devices 4 --precision bf16-mixed
 
-`--pretrained` takes a folder that `save_pretrained` wrote; its weights are read for real in every process. What adapters
-stand on is built for real, too.
+`--pretrained` takes a folder that `save_pretrained` or `export_model` wrote. Each process reads its own rows of the weights. With
+`--lora` every process first builds the whole base model, since peft computes the adapters' initial values from it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import lightning_mfsdp  # noqa: F401 - registers the strategy "mfsdp"
 from examples.lightning_decoder import TextDataModule
 from examples.reporting import hide_spurious_warnings
 from examples.text import BYTES, unigram_bits_per_byte
+from lightning_mfsdp.checkpoint import export_model, load_safetensors
 
 
 class CausalLM(LightningModule):
@@ -55,16 +56,23 @@ class CausalLM(LightningModule):
         """Build the model. Lightning calls this once per fit, validate, test and predict."""
         if self.model is not None:
             return
-        if self.pretrained is not None:
-            self.model = AutoModelForCausalLM.from_pretrained(self.pretrained).train()  # it comes in eval mode
-        else:
-            # What adapters stand on must be real, and it is theirs to tell what they start from.
-            with torch.device("cpu" if self.lora else "meta"):
-                self.model = AutoModelForCausalLM.from_config(small_llama())
-        if self.lora:
-            from peft import LoraConfig, get_peft_model
+        config = AutoConfig.from_pretrained(self.pretrained) if self.pretrained is not None else small_llama()
+        if not self.lora:
+            with torch.device("meta"):  # without memory; `on_fit_start` loads the weights
+                self.model = AutoModelForCausalLM.from_config(config)
+            return
+        from peft import LoraConfig, get_peft_model
 
-            self.model = get_peft_model(self.model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+        if self.pretrained is not None:
+            base = AutoModelForCausalLM.from_pretrained(self.pretrained).train()  # it is returned in eval mode
+        else:
+            base = AutoModelForCausalLM.from_config(config)
+        self.model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+
+    def on_fit_start(self) -> None:
+        """Load pretrained weights into the shards, unless a checkpoint to resume from follows."""
+        if self.pretrained is not None and not self.lora and self.trainer.ckpt_path is None:
+            load_safetensors(self.model, self.pretrained)
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Mean loss in nats per byte of windows `[B, S + 1]`."""
@@ -109,12 +117,11 @@ def small_llama() -> LlamaConfig:
 
 def export(module: CausalLM, folder: Path, *, is_rank_zero: bool) -> None:
     """Write a folder that `from_pretrained` reads without this package. All ranks call it; rank 0 writes."""
-    wanted = {name: value for name, value in module.model.state_dict().items() if not module.lora or "lora_" in name}
-    state: dict[str, Tensor] = {}
-    for name, value in wanted.items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value  # on every rank, one after the other
-        if is_rank_zero:
-            state[name] = whole.cpu()
+    if not module.lora:
+        export_model(module.model, folder)
+        return
+    adapters = {name: value for name, value in module.model.state_dict().items() if "lora_" in name}
+    state = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in adapters.items()}
     if is_rank_zero:
         module.model.save_pretrained(folder, state_dict=state)
 

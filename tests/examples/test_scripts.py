@@ -186,8 +186,14 @@ def test_a_hugging_face_model_is_finetuned_whole_and_by_adapters_and_exported(tm
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     short = ["--steps", "4", "--micro-batch", "2", "--seq", "16"]
     adapters = ["--pretrained", "whole/exported", "--lora", "--output", "lora", "--learning-rate", "0.1"]
-    calls = (("finetune_hf.py", *short, "--output", "whole"), ("finetune_hf.py", *short, *adapters))
-    printed, printed_by_adapters = run_on_two_ranks(*calls, folder=tmp_path)
+    again = ["--pretrained", "whole/exported", "--output", "again", "--learning-rate", "0"]
+    calls = (
+        ("finetune_hf.py", *short, "--output", "whole"),
+        ("finetune_hf.py", *short, *adapters),
+        ("finetune_hf.py", *short, *again),
+    )
+    printed, printed_by_adapters, printed_again = run_on_two_ranks(*calls, folder=tmp_path)
+    assert printed_again.splitlines()[-1] == printed.splitlines()[-1], "it begins with the weights that were exported"
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole/exported").eval()
     assert f"{held_out_bits(model):.3f} bits per byte" in printed.splitlines()[-1]
     assert len(list((tmp_path / "whole/last.ckpt").glob("*.distcp"))) == 2
