@@ -1,4 +1,4 @@
-"""docs/features.md and docs/design/lightning_tests.md name tests for every row, and the tests exist."""
+"""Pages with tables of tests: docs/design/feature_tests.md, which has the rows of docs/features.md, and docs/design/lightning_tests.md."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ class Page:
 
 
 FEATURES = Page("features.md", 2, 6)
+TESTS_OF_FEATURES = Page("design/feature_tests.md", 2, 2)
 LIGHTNINGS = Page("design/lightning_tests.md", 3, 3)
-PAGES = pytest.mark.parametrize("page", [FEATURES, LIGHTNINGS], ids=lambda page: page.path)
+PAGES = pytest.mark.parametrize("page", [TESTS_OF_FEATURES, LIGHTNINGS], ids=lambda page: page.path)
 
 
 @PAGES
@@ -63,6 +64,13 @@ def test_every_named_test_exists(page: Page) -> None:
 @PAGES
 def test_every_row_has_a_cell_for_each_column(page: Page) -> None:
     assert {len(row) for row in page.rows()} == {page.columns}
+
+
+def test_every_feature_has_its_row_of_tests_and_a_short_answer() -> None:
+    features = [row[0].strip() for row in FEATURES.rows()]
+    assert len(features) > 100
+    assert features == [row[0].strip() for row in TESTS_OF_FEATURES.rows()]
+    assert [row for row in FEATURES.rows() if not row[1].strip() or len(row[1]) > 70 or "test_" in row[1]] == []
 
 
 def test_no_behaviour_stands_in_the_list_twice() -> None:
