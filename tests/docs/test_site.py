@@ -1,0 +1,59 @@
+"""The site that mkdocs makes has every page and every public name, and no link that leads out of it to nowhere."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = {
+    "lightning_mfsdp": ("loop.md", "strategy.md", "recompute.md"),
+    "lightning_mfsdp.callbacks": ("callbacks.md",),
+    "lightning_mfsdp.checkpoint": ("checkpoint.md",),
+    "lightning_mfsdp.fabric": ("fabric.md",),
+    "lightning_mfsdp.moe": ("moe.md",),
+    "lightning_mfsdp.ops": ("ops.md",),
+    "lightning_mfsdp.optim": ("optim.md",),
+    "lightning_mfsdp.recompute": ("recompute.md",),
+}
+# Helpers of other rooms, and what is shown elsewhere.
+NOT_SHOWN = {"as_recompute", "recomputed"}
+
+
+def test_every_page_is_in_the_navigation():
+    named = re.findall(r"[\w./-]+\.md", (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1])
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(named) == sorted(pages)
+
+
+@pytest.mark.parametrize("module", REFERENCE)
+def test_every_public_name_is_in_the_reference(module):
+    text = "".join((ROOT / "docs/reference" / page).read_text() for page in REFERENCE[module])
+    shown = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE)}
+    assert set(importlib.import_module(module).__all__) - NOT_SHOWN <= shown
+    for name in re.findall(rf"^::: {module}\.(\w+)$", text, flags=re.MULTILINE):
+        assert name in importlib.import_module(module).__all__
+
+
+@pytest.mark.parametrize(
+    ("address", "link", "made"),
+    [
+        ("", "[a test](../../tests/x.py)", "a test"),
+        ("", "[`f`](../../tests/x.py#here)", "`f`"),
+        ("", "[a page](../moe.md#sharding)", "[a page](../moe.md#sharding)"),
+        ("", "[here](#sharding), [there](https://pytorch.org)", "[here](#sharding), [there](https://pytorch.org)"),
+        ("", "![a picture](../benchmarks/x.png)", "![a picture](../benchmarks/x.png)"),
+        ("https://host/us/it", "[a test](../../tests/x.py)", "[a test](https://host/us/it/blob/main/tests/x.py)"),
+    ],
+)
+def test_links_out_of_the_docs_lead_to_the_repository_if_it_has_an_address(address, link, made):
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="design/x.md"))
+    assert hooks.on_page_markdown(link, page=page, config=SimpleNamespace(repo_url=address)) == made
