@@ -66,8 +66,8 @@ def _mapped(function: Callable[[Any], Any], value: Any, *, renews: bool) -> Any:
         return function(value)
     if isinstance(value, (tuple, list)):
         items = [_mapped(function, item, renews=renews) for item in value]
-        may_stay = not renews or isinstance(value, tuple)
-        if may_stay and all(new is old for new, old in zip(items, value, strict=True)):
+        may_reuse = not renews or isinstance(value, tuple)
+        if may_reuse and all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict if renews else Mapping):

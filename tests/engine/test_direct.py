@@ -53,7 +53,7 @@ def poisoned() -> Iterator[None]:
             torch.cuda.synchronize()
 
     def poison(slot: Slot) -> None:
-        was_there = slot.is_there
+        was_there = slot.is_allocated
         materialize(slot)
         if not was_there:
             wait(slot.memory)  # what reads the memory of before, and what will fill it, may be in any stream

@@ -483,7 +483,7 @@ def little_is_on_the_device_at_a_time(rank, world):
             resting = {pointer: size for pointer, size in memories.items() if pointer not in homes}
             staged = {id(area): area.slot for area in areas_of(self)}
             for slot in staged.values():
-                if slot.is_there:
+                if slot.is_allocated:
                     resting[slot.memory.untyped_storage().data_ptr()] = slot.allocated_bytes
             kept = [one for area in areas_of(self) for one in area.kept]
             resting.update((one.untyped_storage().data_ptr(), one.untyped_storage().nbytes()) for one in kept)

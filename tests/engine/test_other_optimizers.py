@@ -221,7 +221,7 @@ def a_compiled_step_works_on_rows_and_says_so_where_it_meets_dtensors(rank, worl
     optimizer = fully_shard_optimizer(Compiled(model.parameters(), lr=0.1))
     loss_of(model, inputs(0)).backward()
     with pytest.raises(
-        Exception, match=r"torch.compile meets the sharded rows .* in the step of Compiled.*elementwise=True"
+        Exception, match=r"torch.compile traces the sharded rows .* in the step of Compiled.*elementwise=True"
     ):
         optimizer.step()
     torch._dynamo.reset()

@@ -42,7 +42,7 @@ class Slot:
         fixed: Planned and shared (memory stays), or private (memory only while it is needed).
         holder: Who holds it, not kept alive by it: a `Client.reference`.
         released: After the last use of the memory; whoever writes next waits for it.
-        is_there: There is memory at the moment. Nothing but the slot's own methods changes that.
+        is_allocated: There is memory at the moment. Nothing but the slot's own methods changes that.
     """
 
     def __init__(self, size_bytes: int, device: torch.device, *, fixed: bool, memory: Tensor | None = None) -> None:
@@ -53,7 +53,7 @@ class Slot:
         self._device = device
         self._memory = memory
         self._storage = None if memory is None else memory.untyped_storage()
-        self.is_there = memory is not None
+        self.is_allocated = memory is not None
 
     def is_free_for(self, client: Client) -> bool:
         """Whether nobody else holds it."""
@@ -66,7 +66,7 @@ class Slot:
             with torch.inference_mode(False):
                 self._memory = torch.empty(self.size_bytes, dtype=torch.uint8, device=self._device)
             self._storage = self._memory.untyped_storage()
-            self.is_there = True
+            self.is_allocated = True
         return self._memory
 
     @property
@@ -81,13 +81,13 @@ class Slot:
 
     def materialize(self) -> None:
         """Make sure the memory is there; allocated on the current stream."""
-        if self.is_there:
+        if self.is_allocated:
             return
         if self._storage is None:
             _ = self.memory
         else:
             self._storage.resize_(self.size_bytes)
-            self.is_there = True
+            self.is_allocated = True
 
     def retire(self) -> None:
         """No longer fixed. Saved tensors may still point here: their gather brings the memory back."""
@@ -98,9 +98,9 @@ class Slot:
 
     def discard(self) -> None:
         """Give private memory back to the allocator; fixed memory stays."""
-        if self.is_there and not self.fixed and self._storage is not None:
+        if self.is_allocated and not self.fixed and self._storage is not None:
             self._storage.resize_(0)
-            self.is_there = False
+            self.is_allocated = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -199,7 +199,7 @@ class SlotPool:
             slot = client.private
         slot.holder = client.reference
         client.slot = slot
-        if not slot.is_there:
+        if not slot.is_allocated:
             slot.materialize()
         self._held[client] = None
         if self.pooled and training:

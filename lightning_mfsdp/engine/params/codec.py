@@ -1,8 +1,8 @@
-"""WeightCodec: weights that forward sees in a form of their own, such as 8-bit numbers with scales.
+"""WeightCodec: weights that forward reads in a special representation, such as 8-bit numbers with scales.
 
-Such a parameter looks like a tensor of an ordinary dtype and keeps its values as raw bytes. The main weight is an ordinary float
-all the same. A codec knows the one step between the two; which rank holds what, when it is gathered and where it lies is the
-engine's business as for any weight:
+Such a parameter looks like a tensor of an ordinary dtype and stores its values as raw bytes. The main weight is still an ordinary
+float tensor. A codec implements only the step between the two. Which rank holds what, when it is gathered and where it lies is up
+to the engine, as for any weight:
 
     main weight        main dtype,   this rank's rows
       | `quantize`: after the weights changed, once for all parameters of the codec (scales need every rank's rows)
@@ -64,7 +64,7 @@ class WeightCodec(Protocol):
         """How many consecutive rows of a parameter, from its first on, one rank has to quantize together."""
 
     def encode(self, module: nn.Module, device: torch.device) -> None:
-        """Parameters inside `module` that are to be of this kind become so: new objects, in the same places.
+        """Replace the parameters inside `module` that are to be of this kind with new objects, in the same places.
 
         Called when a unit's parameters have their values, wherever these are, and before any of them is sharded. Parameters of units
         inside are sharded already and stay as they are.
@@ -74,30 +74,30 @@ class WeightCodec(Protocol):
         """Whether a parameter is of this kind."""
 
     def why_not(self, parameter: nn.Parameter) -> str:
-        """Why a parameter of this kind cannot be sharded, and what to do; empty if it can."""
+        """Why a parameter of this kind cannot be sharded, and what to do about it; empty if it can."""
 
     def initial_value(self, parameter: nn.Parameter) -> Tensor:
-        """The value before it was quantized, any float dtype, the parameter's shape. The parameter does not keep it any longer."""
+        """The value before it was quantized, any float dtype, the parameter's shape. The parameter no longer stores it."""
 
     def bind(self, parameter: nn.Parameter, planes: Sequence[Tensor]) -> None:
-        """Have the parameter read its raw data there: one tensor of its shape for each plane. Nothing is copied."""
+        """Point the parameter to its raw data: one tensor of its shape for each plane. Nothing is copied."""
 
     def quantize(self, fragments: Sequence[Fragment], group: dist.ProcessGroup) -> None:
-        """Fill the outputs of all fragments and bring scales up to date; what was derived from older raw data counts no more.
+        """Fill the outputs of all fragments and update the scales; anything derived from older raw data becomes invalid.
 
         Collective over `group`, the ranks that share the rows out, with the same parameters in the same order on each. Ranks that
-        have the same rows call it side by side, each over a group of its own.
+        have the same rows call it in parallel, each over its own group.
         """
 
     def after_gather(self, parameters: Sequence[nn.Parameter]) -> None:
-        """The raw data are there, on the current stream: a unit is about to compute with them."""
+        """Called once the raw data are available on the current stream: a unit is about to compute with them."""
 
     def before_release(self, parameters: Sequence[nn.Parameter]) -> None:
-        """A unit has computed, and the raw data are about to go: drop what need not be kept until the next time."""
+        """Called when a unit has computed and its raw data are about to be freed: drop what need not be kept until the next use."""
 
 
 def marks_of(parameter: nn.Parameter, codec: WeightCodec | None) -> dict[str, object]:
-    """What users marked a parameter with, for their optimizer's groups, without what belongs to its storage."""
+    """Attributes that users set on a parameter, for their optimizer's groups, without those that belong to its storage."""
     marks = vars(parameter)
     if codec is None:
         return marks

@@ -1,7 +1,7 @@
 """Hooks on sharded parameters that run once their gradients are reduced, after the backward: `register_post_accumulate_grad_hook`.
 
-They run at the end of the backward, when the root is at rest, in the order in which gradients are reduced, so that hooks which communicate
-meet their peers. A hook may step an optimizer, and may clear the gradient.
+They run at the end of the backward, when nothing is unsharded, in the order in which gradients are reduced, so that hooks which communicate
+match on all ranks. A hook may step an optimizer, and may clear the gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_mfsdp.engine.params.managed import ManagedGroup
 __all__ = ["add_gradient_hook", "has_gradient_hooks", "run_gradient_hooks"]
 
 _Hooks = OrderedDict[int, Callable[[Any], None]]
-# Of the parameters of each group that have any, by index. Empty for most programs, which pay nothing.
+# Hooks of each group's parameters, by index. Empty for most programs, at no cost.
 _HOOKS: weakref.WeakKeyDictionary[ManagedGroup, dict[int, _Hooks]] = weakref.WeakKeyDictionary()
 
 
@@ -31,14 +31,14 @@ def add_gradient_hook(group: ManagedGroup, index: int, hook: Callable[[Any], Non
 
 
 def has_gradient_hooks(group: ManagedGroup | None = None) -> bool:
-    """Whether there are any, of a group or at all."""
+    """Whether there are any hooks, for a group or at all."""
     if group is None:
         return bool(_HOOKS)
     return any(_HOOKS.get(group, {}).values())
 
 
 def run_gradient_hooks(groups: Sequence[ManagedGroup]) -> None:
-    """Run those of parameters that have a gradient. Collective as far as the hooks are."""
+    """Run the hooks of parameters that have a gradient. Collective if the hooks are."""
     for group in groups:
         for index, hooks in sorted(_HOOKS.get(group, {}).items()):
             parameter = group.entries[index].sharded

@@ -55,7 +55,7 @@ class Sync(Enum):
 
 
 class Owner(ManagedGroup, Protocol):
-    """The group whose gradients these are: what they read of it. They do not keep it."""
+    """The group whose gradients these are: what they read of it. They hold no reference to it."""
 
     name: str
     full_extent: range
@@ -71,13 +71,13 @@ class MainGradient:
 
     Attributes:
         buffer: Main gradient dtype, extent and position as the main weight. Cells that belong to no parameter are zero.
-        of_optimizer: What `.grad` shows: `buffer`, or a copy of it in the dtype that the optimizer wants where that differs.
-        is_news: Something was reduced into it since `convert`.
+        of_optimizer: What `.grad` shows: `buffer`, or a copy of it in the dtype that the optimizer requires where that differs.
+        is_news: A gradient was reduced into it since `convert`.
 
-    It keeps the DTensors that `parameters()` show as gradients, since `zero_grad` asks for every one, and making one takes 3 µs.
+    It keeps the DTensors that `parameters()` show as gradients, since `zero_grad` reads every one, and creating one takes 3 µs.
 
     Alternatives considered: buffers and views made anew for each backward, so that no references are counted (8 more calls of C code for a
-    unit of four parameters, which makes 48 in its backward); the getter of `ShardedParameter.grad` noting that somebody looked (what
+    unit of four parameters, which makes 48 in its backward); the getter of `ShardedParameter.grad` recording each read (what
     optimizers step are plain parameters, whose `grad` has no getter).
     """
 
@@ -99,12 +99,12 @@ class MainGradient:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has memory."""
-        return self._slots[0].is_there
+        """Whether its memory is allocated."""
+        return self._slots[0].is_allocated
 
     @property
     def is_shown(self) -> bool:
-        """Whether a reduced gradient is there that nobody has cleared, of any parameter."""
+        """Whether any parameter has a reduced gradient that was not cleared."""
         for local in self._locals:  # noqa: SIM110 - a generator costs host time, in every unit
             if local.grad is not None:
                 return True
@@ -121,7 +121,7 @@ class MainGradient:
         return sum(slot.allocated_bytes for slot in self._slots)
 
     def open(self) -> FlatBuffer:
-        """Have memory for it; what it holds is undefined where there was none."""
+        """Allocate its memory if necessary; new memory is not initialized."""
         if not self.is_open:
             for slot in self._slots:
                 slot.materialize()
@@ -129,14 +129,14 @@ class MainGradient:
 
     @property
     def is_kept(self) -> bool:
-        """Whether somebody else keeps a gradient that was cleared, in memory that is to stay as it is for them."""
+        """Whether a cleared gradient is still referenced elsewhere, so that its memory must not be overwritten."""
         for entry in self._entries:
             if entry.sharded.gradient_rows is not None:
                 entry.sharded.forget_cleared_gradient()
         return not self.is_pinned and self._references() != self._own_references
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for slot in self._slots:
             slot.discard()
 
@@ -148,7 +148,7 @@ class MainGradient:
             slot.fixed = pinned
 
     def _leave_kept(self) -> None:
-        """Of gradients that were cleared or replaced while others were not: those that somebody keeps go on in memory of their own.
+        """If only some gradients were cleared or replaced: move those of them that are still referenced to memory of their own.
 
         Views of them stay in this one.
         """
@@ -161,16 +161,16 @@ class MainGradient:
                 self._shown[index] = self._entries[index].sharded.show_gradient(self.views[index])
 
     def read_back(self) -> None:
-        """Make the buffer say what every `.grad` says: zero where cleared, the user's value where replaced or written."""
+        """Update the buffer from every `.grad`: zero where cleared, the user's value where replaced or written."""
         if self.is_kept:
             self._leave_kept()
         if (
             self.of_optimizer is not self.buffer and not self.is_news
         ):  # else what the optimizer sees is not converted yet
             for main, seen in zip(self.buffer.segments, self.of_optimizer.segments, strict=True):
-                # Where it is still our rounded copy, keep what was rounded; elsewhere somebody wrote into it.
+                # Where it still equals our rounded copy, keep the unrounded value; elsewhere the user wrote into it.
                 torch.where(seen == main.to(seen.dtype), main, seen.to(main.dtype), out=main)
-        if gaps := self.buffer.gaps:  # scaling by a NaN norm reaches them, clearing in place does not
+        if gaps := self.buffer.gaps:  # scaling by a NaN norm writes them, clearing in place does not
             compat.foreach_zero_(gaps)
         for local, ours, view in zip(self._locals, self.views, self.buffer.views, strict=True):
             grad = local.grad
@@ -183,22 +183,22 @@ class MainGradient:
                 local.grad = ours
 
     def convert(self) -> None:
-        """After the last reduction of a backward, on the compute stream: give the optimizer its dtype."""
+        """After the last reduction of a backward, on the compute stream: convert to the optimizer's dtype."""
         if self.of_optimizer is not self.buffer and self.is_news:
             compat.foreach_copy_(self.of_optimizer.segments, self.buffer.segments)
         self.is_news = False
 
     def show(self, indices: Sequence[int]) -> None:
-        """Have `.grad` of some parameters show it."""
+        """Set `.grad` of some parameters to views of it."""
         for index in indices:
             self._locals[index].grad = self.views[index]
 
     def _references(self) -> int:
-        """How many hold what `.grad` shows: Python objects, and tensors that share their memory."""
+        """How many references there are to what `.grad` shows: Python objects, and tensors that share their memory."""
         return sum(self._counts()) + compat.storage_users(self.of_optimizer.segments[0])
 
     def _counts(self) -> list[int]:
-        """How many Python objects hold what `.grad` shows of each parameter, as local rows or as a DTensor."""
+        """How many Python references there are to what `.grad` of each parameter shows, as local rows or as a DTensor."""
         return list(map(operator.add, map(sys.getrefcount, self.views), map(sys.getrefcount, self._shown)))
 
 
@@ -212,9 +212,9 @@ class Gradients:
         device: Of the group.
         num_parameters: Of the group.
         is_alone: There is no other rank: nothing to communicate.
-        held_back: How far what earlier backwards left was reduced; `Sync.ALL` where nothing waits. The same on all ranks.
-        frozen_since: Parameters of which a gradient was held back before they were frozen; it is reduced all the same. Known to all ranks.
-        undecided: Parameters that were reduced and that this rank did not use: other ranks say whether they have a gradient (usage.py).
+        held_back: How far the gradients of earlier backwards were reduced; `Sync.ALL` where none is held back. The same on all ranks.
+        frozen_since: Parameters of which a gradient was held back before they were frozen; it is still reduced. The same on all ranks.
+        undecided: Parameters that were reduced and that this rank did not use: other ranks decide whether they have a gradient (usage.py).
         zeroed: Parameters that this rank did not use and that got zeros in the last reduction, whatever other ranks did.
         writes: Gradients that layers write themselves.
         outside: Whole gradients, by index, of parameters that were used outside of a forward (outside.py).
@@ -244,12 +244,12 @@ class Gradients:
         self._bucket: tuple[Slot, FlatBuffer] | None = None
         self._memory_of_local: FlatBuffer | None = None  # stays where gradients are placed whole
         self._stand_ins: list[HeldBackGradient] = []
-        self._behind: dict[int, Tensor | None] | None = None  # what `.grad` was where a stand-in is shown
+        self._behind: dict[int, Tensor | None] | None = None  # `.grad` from before a stand-in was shown
         self._unused: set[int] | None = None  # by this rank since the last reduction; `None`: no backward has come
 
     @property
     def main(self) -> MainGradient:
-        """Made when the first gradient comes."""
+        """Created when the first gradient arrives."""
         if self._main is None:
             owner = self._owner()
             assert owner is not None, "gradients are those of a group"
@@ -258,23 +258,23 @@ class Gradients:
 
     @property
     def was_needed(self) -> bool:
-        """Whether there ever was a gradient."""
+        """Whether a gradient was ever computed."""
         return self._main is not None or self.is_accumulating
 
     @property
     def is_open(self) -> bool:
-        """Whether the main gradient has memory."""
+        """Whether the main gradient's memory is allocated."""
         return self._main is not None and self._main.is_open
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether gradients are there that were not reduced over all axes."""
+        """Whether there are gradients that were not reduced over all axes."""
         return self._local is not None or self._partial is not None
 
     @property
     def holds_bucket(self) -> bool:
-        """Whether the bucket has memory."""
-        return self._bucket is not None and self._bucket[0].is_there
+        """Whether the bucket's memory is allocated."""
+        return self._bucket is not None and self._bucket[0].is_allocated
 
     @property
     def bucket_bytes(self) -> int:
@@ -295,11 +295,11 @@ class Gradients:
         return outer is not None and outer.size > 1
 
     def communicates(self, sync: Sync) -> bool:
-        """Whether a backward that synchronizes so far reduces these gradients over ranks."""
+        """Whether a backward that synchronizes to this extent reduces these gradients over ranks."""
         return not self.is_alone and (sync is Sync.ALL or (sync is Sync.SHARD and self._placement.gradient))
 
     def begin_anew(self) -> bool:
-        """Make `main` again when the next gradient comes, perhaps in another dtype. `False`: gradients wait, so it stays."""
+        """Recreate `main` when the next gradient arrives, perhaps in another dtype. `False`: gradients are held back, so it stays."""
         if (
             self.held_back is not Sync.ALL
             or self.is_accumulating
@@ -313,7 +313,7 @@ class Gradients:
     # -- held back, between backwards ----------------------------------------------------------------------------------
 
     def hold_back(self, sync: Sync) -> None:
-        """A backward has ended that reduced so far only: `.grad` stands for what waits, so that clearing it is noticed (held_back.py)."""
+        """A backward has ended that reduced only so far: `.grad` becomes a stand-in for the rest, to detect clearing (held_back.py)."""
         communicates = self.is_alone or self.communicates(sync)
         if communicates and not self._reduces_over_outer_axis:
             self.held_back = Sync.ALL
@@ -329,7 +329,7 @@ class Gradients:
             self._entries[index].local.grad = self._stand_ins[index]
 
     def take_back(self) -> Sync:
-        """Something is about to be added: drop what is held back of parameters whose `.grad` was cleared or replaced meanwhile.
+        """Before anything is added: drop the held-back gradients of parameters whose `.grad` was cleared or replaced meanwhile.
 
         Returns:
             How far the rest was reduced.
@@ -358,11 +358,11 @@ class Gradients:
         return reached
 
     def is_behind(self, index: int, gradient: Tensor) -> bool:
-        """Whether a gradient is what the `.grad` of a parameter was before it stood for what is held back."""
+        """Whether a gradient is what the `.grad` of a parameter was before it became a stand-in for what is held back."""
         return self._behind is not None and self._behind.get(index) is gradient
 
     def zero_held_back(self, index: int) -> None:
-        """Make what is held back of a parameter zeros, and what its `.grad` was before. A rank that used nothing holds nothing."""
+        """Zero what is held back of a parameter, and what its `.grad` was before. A rank that used nothing holds nothing."""
         before = self._behind[index] if self._behind is not None else None
         for cell in (self._local, self._partial):
             if cell is not None:
@@ -373,19 +373,19 @@ class Gradients:
     # -- from autograd, on the compute stream --------------------------------------------------------------------------
 
     def add_outside(self, index: int, gradient: Tensor) -> None:
-        """Add to the whole gradient of a parameter, in the main weight's dtype, beside what autograd leaves."""
+        """Add to the whole gradient of a parameter, in the main weight's dtype, in addition to what autograd leaves."""
         if self._entries[index].is_trained:
             known = self.outside.get(index)
             self.outside[index] = gradient if known is None else known + gradient
 
     def drop_news(self) -> None:
-        """Forget what autograd left: the backward failed, or nobody wants it."""
+        """Forget what autograd left: the backward failed, or it is not needed."""
         for entry in self._entries:
             entry.full.grad = None
         self.outside.clear()
 
     def drop(self) -> None:
-        """Forget everything that is not in `main`: the backward it belongs to failed. What nobody took stays, see `drop_news`."""
+        """Forget everything that is not in `main`: the backward it belongs to failed. What was not taken yet stays, see `drop_news`."""
         self.release_bucket()
         self.take_back()
         self.frozen_since.clear()
@@ -394,9 +394,9 @@ class Gradients:
         self.writes.end()
 
     def begin_writes(self, sync: Sync, *, wanted: bool) -> None:
-        """Choose where layers write in this backward, if they did not begin to: `local`, or the bucket where that will be reduced as it is.
+        """Choose where layers write in this backward, if none has written yet: `local`, or the bucket if that is reduced as it is.
 
-        What is not wanted goes to memory of its own.
+        Gradients that are not needed go to memory of their own.
         """
         if self.writes.target is not None:
             return
@@ -453,7 +453,7 @@ class Gradients:
             compat.foreach_add_(*added)
 
     def prepare(self) -> Filling:
-        """Take all gradients not yet reduced, and hold of the memory they will be reduced in."""
+        """Take all gradients not yet reduced, and allocate the memory they will be reduced in."""
         grads = self._take()
         adds = self._open_main()
         local, self._local = self._local, None
@@ -469,7 +469,7 @@ class Gradients:
         return Filling(grads, local, self._open_bucket(), adds)
 
     def prepare_partial(self) -> bool:
-        """Have memory for `reduce_partial`. What was cleared since counts as zero: the others reduce it as well.
+        """Allocate the memory for `reduce_partial`. What was cleared since counts as zero: the other ranks reduce it as well.
 
         Returns:
             Whether it is added to what is in `main`.
@@ -482,7 +482,7 @@ class Gradients:
         return adds
 
     def release_bucket(self) -> None:
-        """Give the bucket's memory back; the compute stream has waited for the reduction."""
+        """Free the bucket's memory; the compute stream has waited for the reduction."""
         if self._bucket is not None:
             self._bucket[0].discard()
 
@@ -506,7 +506,7 @@ class Gradients:
         return taken
 
     def _wanted(self) -> set[int]:
-        """Parameters whose gradients are reduced: those that are trained, and those that were when a gradient was held back."""
+        """Parameters whose gradients are reduced: those that are trainable, and those that were when a gradient was held back."""
         return {index for index, entry in enumerate(self._entries) if entry.is_trained} | self.frozen_since
 
     def _note_use(self, grads: list[Tensor | None]) -> None:
@@ -520,14 +520,14 @@ class Gradients:
     # -- memory of the cells -------------------------------------------------------------------------------------------
 
     def _main_is_free(self) -> bool:
-        """Whether the memory of `main` holds nothing anybody still needs."""
+        """Whether nothing in the memory of `main` is still needed."""
         main = self.main
         return not main.is_shown and self._partial is not main.buffer and self._local is not main.buffer
 
     def _empty_main(self, written: FlatBuffer | None = None) -> FlatBuffer | None:
-        """The memory of `main` if nothing is in it that anybody needs; `None` otherwise.
+        """The memory of `main` if nothing in it is still needed; `None` otherwise.
 
-        Where somebody keeps a gradient that was cleared, that keeps its memory and `main` is made anew, unless it is `written` already.
+        If a cleared gradient is still referenced, it keeps its memory and `main` is allocated anew, unless it is `written` already.
         """
         if not self._main_is_free():
             return None
@@ -536,7 +536,7 @@ class Gradients:
         return self.main.open()
 
     def _open_main(self, written: FlatBuffer | None = None) -> bool:
-        """Have memory for `main`, with what the parameters' `.grad` say in it. Returns whether they say anything."""
+        """Allocate `main` and fill it from the parameters' `.grad`. Returns whether any of them is set."""
         if self.is_open and self._empty_main(written) is not None:
             return False
         main = self.main
@@ -551,7 +551,7 @@ class Gradients:
         return adds
 
     def _moved_out(self, cell: FlatBuffer | None) -> FlatBuffer | None:
-        """A cell out of the memory of `main`, in which it was while no `.grad` was set."""
+        """Move a cell out of the memory of `main`, which it used while no `.grad` was set."""
         if cell is not self.main.buffer:
             return cell
         copy = FlatBuffer.empty(self._layout, self._own, self._dtype, self.device)
@@ -559,7 +559,7 @@ class Gradients:
         return copy
 
     def _open_local(self) -> FlatBuffer:
-        """Memory for `local`: that of `main` if it is whole and empty. Other memory stays where gradients are placed whole."""
+        """Memory for `local`: that of `main` if it is whole and empty. Where gradients are placed whole, other memory is kept."""
         if self._own == self._full and (main := self._empty_main()) is not None:
             return main
         if self._memory_of_local is not None:
@@ -574,7 +574,7 @@ class Gradients:
             return FlatBuffer.empty(self._layout, self._full, self._dtype, self.device)
 
     def _open_bucket(self) -> FlatBuffer:
-        """The bucket with memory, until `release_bucket`."""
+        """The bucket, allocated until `release_bucket`."""
         if self._bucket is None:
             self._bucket = transient(self._layout, self._full, self._comm_dtype, self.device)
         memory, buffer = self._bucket
@@ -582,7 +582,7 @@ class Gradients:
         return buffer
 
     def close_main(self) -> None:
-        """A pass begins: give the memory of `main` back if it is empty, or leave it to those who keep a gradient."""
+        """A pass begins: free the memory of `main` if it is empty, or leave it to the references to a cleared gradient."""
         if self.is_open and self._main_is_free():
             if self.main.is_kept:
                 self._main = None
@@ -597,7 +597,7 @@ class Gradients:
         self._local, self._partial = self._moved_out(self._local), self._moved_out(self._partial)
         main.read_back()
         kept = [segment.clone() for segment in main.buffer.segments]
-        compat.foreach_zero_(main.buffer.segments)  # one rank alone writes only gradients that are there
+        compat.foreach_zero_(main.buffer.segments)  # a single rank writes only gradients that exist
         return kept
 
     def add_to_main(self, kept: list[Tensor]) -> None:
@@ -612,7 +612,7 @@ class Gradients:
         """Reduce what was prepared into `main`, or over the shard axis into `partial` with `outer_later`.
 
         Returns:
-            Whether it is in `main`. Then `undecided` are waiting, unless unused parameters get zeros.
+            Whether it is in `main`. Then `undecided` is filled, unless unused parameters get zeros.
         """
         result, factor, last = filling.filled(), self._factor, not self._reduces_over_outer_axis
         if self.axes.shard.size > 1:
@@ -661,7 +661,7 @@ class Gradients:
         return output
 
     def _output(self, source: FlatBuffer, extent: range, *, into_main: bool) -> FlatBuffer:
-        """Where a reduce-scatter writes: straight into `main` if it may and that is like it, else in place."""
+        """Where a reduce-scatter writes: directly into `main` if that is permitted and has the same layout, else in place."""
         dtype = torch.float32 if self._precise else source.dtype
         if into_main and extent == self._own and dtype == self._dtype:
             return self.main.buffer
@@ -676,7 +676,7 @@ class Gradients:
             return
         main = self.main.buffer
         if result is main or (main.extent == result.extent and self._main_is_free()):
-            self._partial = main  # which was opened for this reduction
+            self._partial = main  # which was allocated for this reduction
         else:
             self._partial = FlatBuffer.empty(self._layout, result.extent, self._dtype, self.device)
         if self._partial is not result:
@@ -704,7 +704,7 @@ class Gradients:
         frozen.clear()
 
     def decide(self, used: Sequence[int]) -> None:
-        """Show gradients of undecided parameters that some rank has used; the others keep none.
+        """Show the gradients of undecided parameters that some rank has used; the others keep none.
 
         Args:
             used: One for each parameter, 0 where no rank has used it.
@@ -714,7 +714,7 @@ class Gradients:
 
     @property
     def has_reduced(self) -> bool:
-        """Whether something was reduced into `main` since `finish`."""
+        """Whether a gradient was reduced into `main` since `finish`."""
         return self._main is not None and self._main.is_news
 
     def finish(self) -> None:
@@ -724,7 +724,7 @@ class Gradients:
 
 
 def gradient_dtype(owner: ManagedGroup) -> torch.dtype:
-    """What the gradients that an optimizer sees are in."""
+    """Dtype of the gradients that an optimizer sees."""
     return owner.entries[0].local.grad_dtype or owner.spec.main_dtype
 
 
@@ -734,7 +734,7 @@ def gradient_dtype(owner: ManagedGroup) -> torch.dtype:
 class Filling(NamedTuple):
     """Gradients on their way into the buffer they are reduced in.
 
-    Kept until the reduction is done: the allocator knows nothing of the reduce stream.
+    Kept until the reduction is done: the allocator does not track the reduce stream.
 
     Attributes:
         grads: One for each parameter, full shapes, where there is one.
@@ -751,10 +751,10 @@ class Filling(NamedTuple):
     written: frozenset[int] = frozenset()
 
     def filled(self) -> FlatBuffer:
-        """Bring everything into the target, ready to be reduced.
+        """Copy everything into the target, ready to be reduced.
 
-        Parameters without a gradient count as zero, and so do gaps: every cell is defined. The copies run beside the rest of the
-        backward, which is busy with matrix products and leaves memory bandwidth.
+        Parameters without a gradient count as zero, and so do gaps: every cell is defined. The copies overlap with the rest of the
+        backward, whose matrix products leave memory bandwidth unused.
         """
         if self.local is None:
             copy_or_add(self.target, self.grads, overwrite=True, written=self.written)
@@ -819,7 +819,7 @@ class DirectWrites:
     Attributes:
         target: The buffer; `None` if nothing was written.
         is_new: Its other cells are undefined.
-        written: Which tensors of the layout are there.
+        written: Which tensors of the layout were written.
     """
 
     def __init__(self) -> None:
@@ -843,9 +843,9 @@ class DirectWrites:
         self.written.add(index)
 
     def memory(self, index: int, *, overwrites: bool) -> tuple[Tensor, bool]:
-        """Where a layer is to write the gradient of a tensor of the layout, and whether that is memory beside the buffer.
+        """Where a layer is to write the gradient of a tensor of the layout, and whether that is memory outside the buffer.
 
-        What is beside it is added later, so what overwrites never meets what is there already.
+        What is outside is added later, so overwriting never destroys earlier gradients.
         """
         assert self.target is not None, "begin() comes first"
         self._add_beside()
@@ -868,7 +868,7 @@ class DirectWrites:
         return {index: views[index] for index in sorted(self.written)}
 
     def _add_beside(self) -> None:
-        """Add what layers wrote beside the buffer since."""
+        """Add what layers wrote outside the buffer since."""
         for view, piece in self._beside:
             view.add_(piece)
         self._beside.clear()

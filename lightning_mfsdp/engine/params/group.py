@@ -4,7 +4,7 @@
     compute weights     see weights.py
     gradients           see gradients.py
 
-A group takes rank 0's values of its parameters, keeps this rank's rows as the main weight, and gives the parameters' own memory back.
+A group takes rank 0's values of its parameters, keeps this rank's rows as the main weight, and frees the parameters' own memory.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ __all__ = ["OwningUnit", "ParameterGroup", "Root", "as_local", "owner_of", "plac
 
 
 class OwningUnit(Protocol):
-    """What a group asks of the unit that owns it."""
+    """What a group requires of the unit that owns it."""
 
     name: str
 
     def use_outside(self) -> None:
-        """Its parameters are used in grad mode where no call tells when gradients come."""
+        """Its parameters are used in grad mode where no call reports when gradients arrive."""
 
     def has_at_hand(self, group: ParameterGroup) -> bool:
-        """Whether unsharded parameters of the group equal the main weights and stay where they are until a backward has ended."""
+        """Whether unsharded parameters of the group equal the main weights and stay in place until a backward has ended."""
 
 
 class Root(Protocol):
-    """What a group asks of the root around its unit, and tells it."""
+    """What a group requires of the root around its unit, and reports to it."""
 
     lane: GatherLane
     channels: Channels
@@ -61,17 +61,17 @@ class Root(Protocol):
 
     @property
     def root(self) -> Callable[[], object]:
-        """The outermost unit, while it is there."""
+        """The outermost unit, while it exists."""
 
     @property
     def hides_gradients(self) -> bool:
-        """A forward is being recorded, and gradients are set aside."""
+        """A forward is being recorded, and gradients are stored temporarily."""
 
     def note_writes(self) -> None:
-        """See what was written to local rows of main weights."""
+        """Detect what was written to local rows of main weights."""
 
     def rows_written(self, group: ParameterGroup, *, weights: bool) -> None:
-        """A function wrote to rows of a group: to main weights, or surely to something else, such as gradients."""
+        """A function wrote to rows of a group: to main weights, or definitely to something else, such as gradients."""
 
     def optimizer_stepped(self, groups: Iterable[ParameterGroup]) -> None:
         """An optimizer wrote main weights of some groups."""
@@ -96,10 +96,10 @@ class ParameterGroup:
         weights: What forward and backward read.
         gradients: What backward leaves, from autograd to the optimizer.
         axes: Of the mesh.
-        root: What the units of the root share, while it is there.
-        offloads: State of its parameters rests in host memory, and their main weights if they were trained from the start.
+        root: What the units of the root share, while it exists.
+        offloads: Optimizer state is in host memory between steps, and so are main weights of parameters that were trainable from the start.
         host_buffer: Host memory of the main weight; `None` where it lies on the device.
-        advised: It was said that this costs a gather each time.
+        advised: The warning that this costs a gather each time was issued.
         moved: Entries that the module shows as a conversion left them (conversion.py).
     """
 
@@ -134,7 +134,7 @@ class ParameterGroup:
         self.advised = False
         self.moved: set[Entry] = set()
 
-    # -- birth ---------------------------------------------------------------------------------------------------------
+    # -- creation ------------------------------------------------------------------------------------------------------
 
     def _plan(self, shapes: list[tuple[int, ...]]) -> None:
         """Address space and which shards of it this rank holds. Inner shards are consecutive sub-shards of the outer axis."""
@@ -196,7 +196,7 @@ class ParameterGroup:
         return [Shard(0) if dim in divided else Replicate() for dim in range(mesh.device_mesh.ndim)]
 
     def _fill(self) -> None:
-        """Cut this rank's rows out of rank 0's values and give the parameters' own memory back, one parameter at a time."""
+        """Cut this rank's rows out of rank 0's values and free the parameters' own memory, one parameter at a time."""
         codec = self.spec.codec
         with torch.inference_mode(False), torch.no_grad():
             for index, entry in enumerate(self.entries):
@@ -216,7 +216,7 @@ class ParameterGroup:
         self.weights.stale = True
 
     def attach(self, unit: OwningUnit, root: Root, number: int) -> None:
-        """Join a unit and its root, as one of so many groups: buffers come from the root's pool, and work runs on its streams."""
+        """Join a unit and its root, as one of several groups: buffers come from the root's pool, and work runs on its streams."""
         self.unit = weakref.ref(unit)
         self.root: Callable[[], Root | None] = weakref.ref(root)
         self.streams = root.lane.streams
@@ -224,7 +224,7 @@ class ParameterGroup:
         self.weights.join(root.lane, number)
 
     def rename(self, name: str) -> None:
-        """Its unit has another name."""
+        """Update the name after its unit was renamed."""
         self.name = self.gradients.name = name
         self.weights.rename(name)
 
@@ -238,12 +238,12 @@ class ParameterGroup:
 
     @property
     def hides_gradients(self) -> bool:
-        """A forward is being recorded, and gradients are set aside."""
+        """A forward is being recorded, and gradients are stored temporarily."""
         context = self.root()
         return context is not None and context.hides_gradients
 
     def around_gather(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """Around the gather of one parameter."""
+        """Context around the gather of one parameter."""
         context = self.root()
         return contextlib.nullcontext() if context is None else context.lane.ranges.around("full_tensor", name)
 
@@ -254,7 +254,7 @@ class ParameterGroup:
         return context.channels.over_both_axes(self.mesh)
 
     def known_writes(self, *, weights: bool) -> int:
-        """How often main weights, or else gradients, were written, as far as all ranks know."""
+        """How often main weights, or else gradients, were written, counting only writes that are known to all ranks."""
         if (context := self.root()) is None:
             return 0
         if weights:
@@ -262,26 +262,26 @@ class ParameterGroup:
         return context.weight_writes if weights else context.gradient_writes
 
     def note_write(self, *, weights: bool = True) -> None:
-        """Main weights may have been written, or gradients surely: forward must see it."""
+        """Note that main weights may have been written, or that gradients were: forward must read the new values."""
         if (context := self.root()) is not None:
             context.rows_written(self, weights=weights)
 
     def reduce_held_back(self) -> None:
-        """Reduce what `no_sync` holds back in the root, before anybody looks. Collective, and known to all ranks."""
+        """Reduce what `no_sync` holds back in the root, before gradients are read. Collective; all ranks know whether there is any."""
         if self.gradients.held_back is not Sync.ALL and (context := self.root()) is not None:
             context.reduce_held_back()
 
     def zero_held_back(self, index: int) -> None:
-        """Make what is held back of a parameter zeros."""
+        """Zero what is held back of a parameter."""
         if (context := self.root()) is not None:
             context.zero_held_back(self, index)
 
     def is_behind(self, index: int, gradient: Tensor) -> bool:
-        """Whether a gradient is what the `.grad` of a parameter was before it stood for what is held back."""
+        """Whether a gradient is what the `.grad` of a parameter was before it became a stand-in for what is held back."""
         return self.gradients.is_behind(index, gradient)
 
     def use_outside(self, index: int) -> nn.Parameter | None:
-        """A parameter is used outside of forwards in grad mode: the unsharded one, if it is there and stays until a backward has ended."""
+        """A parameter is used outside of forwards in grad mode: the unsharded one, if it exists and stays until a backward has ended."""
         unit = self.unit()
         if unit is None:
             return None
@@ -289,14 +289,14 @@ class ParameterGroup:
         return self.entries[index].full if unit.has_at_hand(self) else None
 
     def begin_backward(self) -> None:
-        """A backward begins in which no forward of a unit may take part."""
+        """A backward begins that may not involve any forward of a unit."""
         if (context := self.root()) is not None:
             context.begin_backward()
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def add_gradient(self, index: int, gradient: Tensor) -> None:
-        """Add to the whole gradient of a parameter, in the main weight's dtype, beside what autograd leaves."""
+        """Add to the whole gradient of a parameter, in the main weight's dtype, in addition to what autograd leaves."""
         self.gradients.add_outside(index, gradient)
 
 

@@ -18,8 +18,8 @@ class GroupSpec:
 
     Attributes:
         compute_dtype: Of the full weight, as autograd sees it.
-        main_dtype: Of the main weight, and of the gradient that the optimizer sees unless it wants another (decoupled.py).
-        trainable: Whether gradients were wanted when the module was sharded.
+        main_dtype: Of the main weight, and of the gradient that the optimizer sees unless it requires another (decoupled.py).
+        trainable: Whether parameters required gradients when the module was sharded.
         whole: 0-D parameters have no rows to share out, so every rank keeps them.
         codec: How the full weight is stored, where that is not simply the compute dtype.
     """
@@ -32,7 +32,7 @@ class GroupSpec:
 
     @cached_property
     def storage_dtype(self) -> torch.dtype:
-        """Of the memory that unsharded weights and compute shards lie in."""
+        """Dtype of the memory of unsharded weights and compute shards."""
         return self.compute_dtype if self.codec is None else self.codec.storage_dtype
 
     @cached_property
@@ -46,5 +46,5 @@ class GroupSpec:
         return 1 if self.codec is None else self.codec.rows_together
 
     def plane(self, *, for_backward: bool) -> int:
-        """Which of them a backward, or a forward, reads."""
+        """Which of the planes a backward, or a forward, reads."""
         return self.planes[-1] if for_backward else 0

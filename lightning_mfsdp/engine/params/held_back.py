@@ -1,10 +1,10 @@
-"""What `.grad` shows while `no_sync` holds gradients back: something that stands for them, and reduces them once it is computed with.
+"""What `.grad` shows while `no_sync` holds gradients back: a stand-in that reduces them once it is used in a computation.
 
     p.grad = None, zero_grad()      what is held back of that parameter is dropped
     any arithmetic with p.grad      everything held back in the root is reduced first; `.grad` is then the gradient. Collective
-    nothing                         the next backward that communicates reduces it, as ever
+    nothing                         the next backward that communicates reduces it, as usual
 
-Without it `.grad` would be `None`, nobody could clear what is held back, and one microbatch with NaN would reach the next step.
+Without it `.grad` would be `None`, what is held back could not be cleared, and one microbatch with NaN would reach the next step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class HeldBackRows(Rows):
     ) -> Any:
         return _call(func, args, kwargs or {}, super().__torch_function__, types)
 
-    # What a DTensor has beside torch's own functions.
+    # Methods of a DTensor besides torch's own functions.
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """See `DTensor.full_tensor`. Collective."""
@@ -61,7 +61,7 @@ class HeldBackRows(Rows):
 
 
 class GradientRows(Rows):
-    """A reduced gradient as a DTensor. Somebody may keep it while later gradients are held back, which are to be added to it."""
+    """A reduced gradient as a DTensor. It may be kept while later gradients are held back that are to be added to it."""
 
     @classmethod
     def __torch_function__(
@@ -85,7 +85,7 @@ class GradientRows(Rows):
         return super().to_local(**options)
 
     def have_all(self, *, zeroed: bool = False) -> None:
-        """Have what is held back in it, or zero both."""
+        """Add what is held back to it, or zero both."""
         group, index = self._owner[0](), self._owner[1]
         if group is not None and group.is_behind(index, self._local_tensor):
             if zeroed:
@@ -113,13 +113,13 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], describe: An
             else:
                 tensor.zero_()
         return args[0]
-    if describes(func) or name == "detach_":  # a `zero_grad` or an optimizer asks for them first
+    if describes(func) or name == "detach_":  # what a `zero_grad` or an optimizer calls first
         return describe(func, types, args, kwargs)
     return func(*map_tensors(_reduced, args), **map_tensors(_reduced, kwargs))
 
 
 def _zero(tensor: HeldBackGradient | HeldBackRows) -> None:
-    """Make what is held back zeros. Whether any rank used the parameter is not known before the reduction, so it stays held back."""
+    """Zero what is held back. Whether any rank used the parameter is not known before the reduction, so it stays held back."""
     group = tensor._owner[0]()
     grad = _entry(tensor).local.grad
     if not isinstance(grad, HeldBackGradient) and grad is not None:
@@ -130,7 +130,7 @@ def _zero(tensor: HeldBackGradient | HeldBackRows) -> None:
 
 def _entry(tensor: HeldBackGradient | HeldBackRows) -> ManagedParameter:
     group = tensor._owner[0]()
-    assert group is not None, "a parameter's gradient is looked at while its module is there"
+    assert group is not None, "a parameter's gradient is read while its module exists"
     return group.entries[tensor._owner[1]]
 
 

@@ -1,6 +1,6 @@
-"""What sharded tensors know of the parameter whose rows they hold, and of the group that it belongs to.
+"""What sharded tensors use of the parameter whose rows they hold, and of the group that it belongs to.
 
-`Entry` (parameter.py) and `ParameterGroup` (group.py) are what is meant. Both are built on sharded tensors, so they lie above them.
+`Entry` (parameter.py) and `ParameterGroup` (group.py) implement these protocols. Both are built on sharded tensors and lie above them.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ class ManagedParameter(Protocol):
 
     @property
     def full(self) -> nn.Parameter:
-        """The unsharded one."""
+        """The unsharded parameter."""
 
     @property
     def sharded(self) -> DTensor:
         """Of the global shape, over this rank's rows."""
 
     def outdate_graphs(self) -> None:
-        """The main weight was written: a graph that saved the unsharded one raises."""
+        """Note that the main weight was written: a graph that saved the unsharded parameter raises."""
 
 
 class ManagedGroup(Protocol):
-    """Where the rows of a group's parameters lie, and what the unit and the root around it are told or asked.
+    """Where the rows of a group's parameters lie, and what is reported to or queried from the unit and the root around it.
 
     Attributes:
         layout: Where each parameter lies.
         mesh: Whose axes the group is shared out over.
         placement: What is divided over which of them.
         main_extent: Shards of the layout that this rank holds of the main weight.
-        advised: It was said that a use outside of forwards costs a gather each time.
+        advised: The warning that a use outside of forwards costs a gather each time was issued.
     """
 
     layout: Layout
@@ -84,34 +84,34 @@ class ManagedGroup(Protocol):
 
     @property
     def hides_gradients(self) -> bool:
-        """A forward is being recorded, and gradients are set aside."""
+        """A forward is being recorded, and gradients are stored temporarily."""
 
     def around_gather(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """Around the gather of one parameter."""
+        """Context around the gather of one parameter."""
 
     def over_both_axes(self) -> dist.ProcessGroup:
         """The ranks of the shard axis and the outer one together. Collective, the first time."""
 
     def known_writes(self, *, weights: bool) -> int:
-        """How often main weights, or else gradients, were written, as far as all ranks know."""
+        """How often main weights, or else gradients, were written, counting only writes that are known to all ranks."""
 
     def note_write(self, *, weights: bool = True) -> None:
-        """Main weights may have been written, or gradients surely: forward must see it."""
+        """Note that main weights may have been written, or that gradients were: forward must read the new values."""
 
     def reduce_held_back(self) -> None:
-        """Reduce what `no_sync` holds back in the root, before anybody looks. Collective, and known to all ranks."""
+        """Reduce what `no_sync` holds back in the root, before gradients are read. Collective; all ranks know whether there is any."""
 
     def zero_held_back(self, index: int) -> None:
-        """Make what is held back of a parameter zeros."""
+        """Zero what is held back of a parameter."""
 
     def is_behind(self, index: int, gradient: Tensor) -> bool:
-        """Whether a gradient is what the `.grad` of a parameter was before it stood for what is held back."""
+        """Whether a gradient is what the `.grad` of a parameter was before it became a stand-in for what is held back."""
 
     def add_gradient(self, index: int, gradient: Tensor) -> None:
         """Add to the whole gradient of a parameter."""
 
     def use_outside(self, index: int) -> nn.Parameter | None:
-        """A parameter is used outside of forwards in grad mode: the unsharded one, if it is there and stays until a backward has ended."""
+        """A parameter is used outside of forwards in grad mode: the unsharded one, if it exists and stays until a backward has ended."""
 
     def begin_backward(self) -> None:
-        """A backward begins in which no forward of a unit may take part."""
+        """A backward begins that may not involve any forward of a unit."""

@@ -1,4 +1,4 @@
-"""Number: what a reduction over all rows gives. A plain tensor, for logs and lists of numbers, that FSDP2's calls work on as well."""
+"""Number: the result of a reduction over all rows. A plain tensor, for logs and lists of numbers, that also has FSDP2's methods."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Number"]
 
 
 class Number(Tensor):
-    """The same on every rank. What is computed from numbers alone is one, too; with other tensors, an ordinary tensor."""
+    """The same on every rank. What is computed from numbers alone is a Number too; with other tensors, an ordinary tensor."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not all(issubclass(cls, kind) for kind in types):
-            return NotImplemented  # sharded tensors know what to do
+            return NotImplemented  # sharded tensors handle it
         with compat.without_torch_function():
             result = func(*args, **(kwargs or {}))
             numbers = type(result) is Tensor and all(

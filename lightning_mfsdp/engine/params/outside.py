@@ -1,13 +1,13 @@
 """Sharded parameters used outside of the forward of their unit: what is computed from them, and what is written to them.
 
-    scale * x, penalty(weight)      the whole main weight takes the parameter's place, gathered for this use unless it is there; its
+    scale * x, penalty(weight)      the whole main weight takes the parameter's place, gathered for this use unless already unsharded; its
                                     gradient joins those of the unit
     p[rows] = value                 written in the gathered whole, of which each rank keeps its rows
     p.copy_(value), p.data = value, p.data.mul_(0.9), p.norm() under no_grad
                                     nothing of the whole is needed: done on rows (sharded_arithmetic.py)
 
-Using a parameter of a unit directly costs a gather each time and is right under every sharding, where a forward of the unit's module
-costs one for all of them.
+Using a parameter of a unit directly costs a gather each time and is correct under every sharding; a forward of the unit's module
+costs one gather for all of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def writes_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def needs_whole(tensors: list[Tensor]) -> bool:
     """Whether what is computed from these, sharded tensors among them, needs more than this rank's rows.
 
-    It does where a plain tensor takes part, such as an activation, and where autograd has to lead back to a sharded parameter.
+    It does if a plain tensor such as an activation is among them, and if autograd has to lead back to a sharded parameter.
     """
     records = torch.is_grad_enabled()
     for tensor in tensors:
@@ -61,7 +61,7 @@ def use_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     """Call a torch function with whole plain tensors in place of sharded ones. Collective, unless every rank has the whole.
 
     Raises:
-        EngineStateError: A gradient is wanted of a parameter of which ranks hold different parts (experts).
+        EngineStateError: A gradient is required of a parameter of which ranks hold different parts (experts).
     """
     gathered: list[tuple[PlacedTensor, Tensor]] = []
     groups: dict[int, ManagedGroup] = {}
@@ -110,7 +110,7 @@ def use_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _beginning(group: ManagedGroup) -> Any:
-    """A hook that lets the engine know of a backward in which no forward of a unit may take part."""
+    """A hook that notifies the engine of a backward that may not involve any forward of a unit."""
     this = weakref.ref(group)
 
     def begin(_: Any) -> None:
@@ -122,7 +122,7 @@ def _beginning(group: ManagedGroup) -> Any:
 
 
 def _whole(tensor: PlacedTensor) -> tuple[Tensor, ManagedGroup | None]:
-    """The whole of a sharded tensor; of a parameter that needs a gradient, one that leads to it, and whom its backward concerns."""
+    """The whole of a sharded tensor, with history if it is a parameter that needs a gradient; and the owner that its backward notifies."""
     group, index = tensor.place
     entry = group.entries[index]
     if not (torch.is_grad_enabled() and tensor.requires_grad) or not group.unit_name:
@@ -176,14 +176,14 @@ class _Whole(torch.autograd.Function):
 
 
 def _advise(tensor: PlacedTensor, group: ManagedGroup) -> None:
-    """Say once for each large parameter that using it directly costs a gather."""
+    """Warn once for each large parameter that using it directly costs a gather."""
     if group.advised or tensor.numel() * tensor.element_size() < _WORTH_SAYING_BYTES or not group.mesh.axes:
         return
     group.advised = True
     if torch.distributed.get_rank() == 0:
         warnings.warn(
             f"parameter {tensor.described} is used outside of the forward of its module, so all of it is gathered for this use, every "
-            "time, and kept until the backward. Using it in the forward of the module that owns it gathers it with its unit; to look at "
+            "time, and kept until the backward. Using it in the forward of the module that owns it gathers it with its unit; to inspect "
             "values, use torch.no_grad(); to decay weights, the optimizer's weight_decay",
             stacklevel=2,
         )
@@ -193,7 +193,7 @@ def _advise(tensor: PlacedTensor, group: ManagedGroup) -> None:
 
 
 def write_in_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write to a sharded tensor where positions say where: in the gathered whole, of which each rank keeps its rows. Collective."""
+    """Write to a sharded tensor at given positions: in the gathered whole, of which each rank keeps its rows. Collective."""
     target = cast("PlacedTensor", args[0])
     if torch.is_grad_enabled() and target.requires_grad:
         raise EngineStateError(

@@ -5,7 +5,7 @@
     it
     local     the same rows as a plain `nn.Parameter`; elementwise optimizers step it
 
-`sharded.grad` is a window on `local.grad`: there is one gradient, whoever looks.
+`sharded.grad` is a window on `local.grad`: there is only one gradient.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = [
     "outdate_graphs",
 ]
 
-OWNER = "_owner"  # where a parameter keeps its group and its index there
+OWNER = "_owner"  # where a parameter stores its group and its index in it
 _LEFT_BEHIND = "_left_behind"
 
 
 class UnshardedParameter(nn.Parameter):
-    """The module's own parameter, which says whether somebody asked for its `data` or replaced it.
+    """The module's own parameter, which records whether its `data` was read or replaced.
 
     What is written through `data` leaves no trace in the version counter.
     """
@@ -68,7 +68,7 @@ class Entry:
             sites.
         sharded: Rows of the main weight as a DTensor of the global shape.
         local: The same rows, plain.
-        version: Of `full` when it was last looked at.
+        version: Version counter of `full` when it was last checked.
         at_rest: What the module shows when its unit is not running: `sharded`, or a stand-in under `unshard`.
     """
 
@@ -87,21 +87,21 @@ class Entry:
 
     @property
     def is_trained(self) -> bool:
-        """Whether a gradient is wanted now. What an optimizer holds may be frozen by itself (`toggle_optimizer`)."""
+        """Whether a gradient is required now. What an optimizer holds may be frozen by itself (`toggle_optimizer`)."""
         return self.full.requires_grad and self.local.requires_grad
 
     def outdate_graphs(self) -> None:
-        """The main weight was written, see the function."""
+        """Note that the main weight was written, see the function."""
         outdate_graphs([self])
 
     def forget_writes(self) -> bool:
-        """Whether somebody has surely written to `full`, and has not only asked for its `data`. Asked again, the answer is no."""
+        """Whether `full` was definitely written to, rather than only its `data` read. A second call returns False."""
         version, self.version = self.version, self.full._version
         self.full.data_was_asked_for = False
         return version != self.version
 
     def as_plain(self, whole: Tensor, codec: WeightCodec | None) -> nn.Parameter:
-        """`full`, over memory of its own and without traces of the engine; of a codec, a parameter like it in ordinary numbers."""
+        """`full`, over memory of its own and without traces of the engine; with a codec, an equal parameter of an ordinary dtype."""
         with torch.inference_mode(False):
             if codec is not None:
                 parameter = nn.Parameter(whole, requires_grad=self.full.requires_grad)
@@ -124,19 +124,19 @@ class Entry:
 
 
 def outdate_graphs(entries: Sequence[Entry]) -> None:
-    """Main weights were written: a graph that saved one of their `full` raises, as if that had been written in place."""
+    """Note that main weights were written: a graph that saved one of their `full` raises, as if that had been written in place."""
     torch.autograd.graph.increment_version([entry.full for entry in entries])
     for entry in entries:
         entry.version = entry.full._version
 
 
 def mark_owner(parameter: Tensor, group: ManagedGroup, index: int) -> None:
-    """Remember which group manages a parameter and where in it, without keeping the group alive."""
+    """Store which group manages a parameter and its index there, without keeping the group alive."""
     setattr(parameter, OWNER, (weakref.ref(group), index))
 
 
 def leave_behind(entry: Entry) -> None:
-    """Note on what optimizers hold that the module has another parameter now, and let it hold no memory."""
+    """Mark what optimizers hold as replaced by another parameter of the module, and free its memory."""
     nothing = entry.local.detach().new_empty(0)
     entry.local.grad = entry.sharded.grad = None
     entry.sharded.let_go_of_unsharded()
@@ -147,5 +147,5 @@ def leave_behind(entry: Entry) -> None:
 
 
 def is_left_behind(parameter: Tensor) -> bool:
-    """Whether `leave_behind` said so."""
+    """Whether `leave_behind` marked it."""
     return bool(getattr(parameter, _LEFT_BEHIND, False))

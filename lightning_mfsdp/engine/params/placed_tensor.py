@@ -1,4 +1,4 @@
-"""PlacedTensor: a tensor of which each rank holds whole rows, as a parameter's layout says. What is known of it, without arithmetic."""
+"""PlacedTensor: a tensor of which each rank holds whole rows, as a parameter's layout says. What is known about it, without arithmetic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Copied", "Lies", "PlacedTensor", "as_dtensor", "own_rows"]
 
 
 class Lies(NamedTuple):
-    """Which rank holds which rows of a parameter. Known to tensors also when the module is gone.
+    """Which rank holds which rows of a parameter. Tensors keep it even when the module is gone.
 
     Attributes:
         rows_by_shard: Of dim 0, for each shard of the parameter's layout.
@@ -56,7 +56,7 @@ class PlacedTensor(DTensor):
     _owner: tuple[weakref.ref[ManagedGroup], int]
     _rows: range  # of dim 0, that lie here
     lies: Lies
-    shows_weight: bool = False  # in its memory is a main weight
+    shows_weight: bool = False  # its memory is that of a main weight
     copied: Copied | None = None  # how it was made, if autograd leads from it to a parameter
 
     @property
@@ -69,7 +69,7 @@ class PlacedTensor(DTensor):
         local: Tensor, like: PlacedTensor, shape: torch.Size | None = None, kind: type[PlacedTensor] | None = None
     ) -> Any:
         """Rows `local` of a tensor of `like`'s shape, or another with as many rows, shared out as `like` is; no copy, no history."""
-        with compat.without_torch_function():  # what stands for a gradient that is held back is not to be computed yet
+        with compat.without_torch_function():  # a stand-in for a held-back gradient must not be reduced yet
             plain = as_dtensor(local, like.shape if shape is None else shape, like.device_mesh, like._spec.placements)
         made = (kind or like._derived)(local, plain._spec, requires_grad=False)
         made._owner, made._rows, made.lies = like._owner, like._rows, like.lies
@@ -83,7 +83,7 @@ class PlacedTensor(DTensor):
 
     @property
     def place(self) -> tuple[ManagedGroup, int]:
-        """The group and the index in it of the parameter whose rows lie where these do."""
+        """The group, and the index in it, of the parameter whose rows are placed as these are."""
         return self._group("arithmetic"), self._owner[1]
 
     @property
@@ -102,15 +102,15 @@ class PlacedTensor(DTensor):
 
     @property
     def known_writes(self) -> int:
-        """How often weights, or else gradients, of its root were written, as far as all ranks know."""
+        """How often weights, or else gradients, of its root were written, counting only writes that are known to all ranks."""
         group = self._owner[0]()
         return 0 if group is None else group.known_writes(weights=self.shows_weight)
 
     def have_all(self) -> None:
-        """Somebody looks at it, or writes to it: have everything in it that belongs to it."""
+        """Called before it is read or written: add everything that belongs to it."""
 
     def note_write(self) -> None:
-        """Main weights may have been written: forward must see it."""
+        """Note that main weights may have been written: forward must read the new values."""
         group = self._owner[0]()
         if group is not None:
             group.note_write(weights=self.shows_weight)
@@ -123,7 +123,7 @@ class PlacedTensor(DTensor):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """As of any DTensor; those that split it know which rows are here."""
+        """As of any DTensor; those that split it use the rows of this rank."""
         found, is_first = [], True
         for placement in self._spec.placements:
             splits = placement.is_shard()

@@ -1,4 +1,4 @@
-"""Which dtype each copy of a parameter has, and how gradients are reduced. It knows only torch dtypes, and what a codec is."""
+"""Which dtype each copy of a parameter has, and how gradients are reduced. It depends only on torch dtypes and on the codec interface."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class MixedPrecisionPolicy:
         cast_forward_inputs: Cast floating-point inputs of each unit to `compute_dtype`; without effect when that is
             `None`.
         keep_compute_shard: Keep this rank's shard of the compute weight beside the main weight, refreshed once after each
-            step, instead of casting it anew for every gather. Costs the shard's memory and saves a cast per gather. Without effect
+            step, instead of casting it again for every gather. Costs the shard's memory and saves a cast per gather. Without effect
             where weights stay whole, where both have one dtype, and with an outer axis that shards the main weight: there it is
             always kept.
         grad_reduce: "mean" over all data-parallel ranks, "sum" (per-token losses), or a number: the sum divided by it.
         direct_weight_gradients: Linear layers write the gradients of their weights into the buffer that is reduced, in its dtype: no
             rounding to the compute dtype in between, and no copy. "auto": large layers on CUDA, where it saves time; True: all, on more
-            than one rank; False: none. What autograd must handle itself (hooks on the weight, compiled code) goes the usual way.
-        weight_codecs: Kinds of quantized parameters that are stored and gathered as raw data (codec.py), each asked in turn whether a
+            than one rank; False: none. What autograd must handle itself (hooks on the weight, compiled code) is not written directly.
+        weight_codecs: Kinds of quantized parameters that are stored and gathered as raw data (codec.py), each queried in turn for whether a
             parameter is of its kind. `compute_dtype` does not apply to those.
         high_precision_reduce: Send `grad_comm_dtype`, add in float32: all-to-all, then a local sum.
 
@@ -108,7 +108,7 @@ class MixedPrecisionPolicy:
             )
 
     def _check_float16(self) -> None:
-        """Its range is that of scaled losses; a module may have been built in it, if `compute_dtype` does not say."""
+        """float16 gradients need scaled losses, so a float16 compute dtype; with `None` the module may have been built in it."""
         for field in ("main_grads_dtype", "grad_comm_dtype"):
             if getattr(self, field) is torch.float16 and self.compute_dtype not in (None, torch.float16):
                 raise ShardingError(

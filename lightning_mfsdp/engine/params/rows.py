@@ -1,4 +1,4 @@
-"""Which rows of a parameter this rank owns, and the whole from everybody's.
+"""Which rows of a parameter this rank owns, and the whole tensor from all ranks' rows.
 
 Rows are counted in the parameter as users and checkpoints see it. Where ranks along the mesh's expert axis hold different parameters
 of one name (experts, under expert parallelism), that is all of them one after the other.
@@ -87,7 +87,7 @@ def gather_rows(group: ManagedGroup, index: int, rows: Tensor) -> Tensor:
 
 
 def join_parts(part: Tensor, mesh: Mesh) -> Tensor:
-    """All parts of a parameter from every rank's one; `part` itself where there is only one. Collective."""
+    """All parts of a parameter from each rank's part; `part` itself where there is only one. Collective."""
     if mesh.expert is None:
         return part
     whole = part.new_empty(whole_shape(part.shape, mesh))

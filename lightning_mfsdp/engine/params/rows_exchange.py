@@ -1,6 +1,6 @@
-"""Rows of one tensor where those of another lie: two models may be sharded differently, and their parameters meet all the same.
+"""Rows of one tensor where those of another lie: for arithmetic between parameters of models that are sharded differently.
 
-Which rank holds which rows follows from layouts alone, so every rank knows who sends what to whom. Rows of many tensors travel in one
+Which rank holds which rows follows from layouts alone, so all sends and receives are known everywhere. Rows of many tensors travel in one
 all-to-all for each dtype. Where meshes differ, tensors are brought together whole, one by one.
 """
 
@@ -80,7 +80,7 @@ def _same_split(one: ManagedGroup, other: ManagedGroup) -> bool:
 def _exchange(pairs: Sequence[tuple[PlacedTensor, PlacedTensor]]) -> list[Tensor]:
     """One all-to-all for tensors of one dtype whose rows the same ranks share out."""
     process_group, shards = holders(pairs[0][0].place[0])
-    assert process_group is not None, "looked at before"
+    assert process_group is not None, "checked before"
     here, position_of = shards[dist.get_rank(process_group)], {shard: place for place, shard in enumerate(shards)}
     outwards: list[list[Tensor]] = [[] for _ in shards]
     inwards: list[list[Tensor]] = [[] for _ in shards]
@@ -111,7 +111,7 @@ def _exchange(pairs: Sequence[tuple[PlacedTensor, PlacedTensor]]) -> list[Tensor
 
 
 def _tables(source: PlacedTensor, like: PlacedTensor) -> tuple[Sequence[range], Sequence[range]]:
-    """By shard of the source: its rows there, and those of `like` that are wanted there."""
+    """By shard of the source: its rows there, and those of `like` that are needed there."""
     (group, index), (like_group, like_index) = source.place, like.place
     sent = group.layout.rows_by_shard[index]
     if holders(like_group)[0] is None:
@@ -132,7 +132,7 @@ def _overlaps(rows: range, table: Sequence[range]) -> Iterator[tuple[int, range]
 def _all_to_all(
     incoming: Tensor, outgoing: Tensor, inwards: list[int], outwards: list[int], group: dist.ProcessGroup
 ) -> None:
-    if not incoming.is_floating_point():  # backends do not know all integers
+    if not incoming.is_floating_point():  # backends do not support all integers
         size = incoming.element_size()
         incoming, outgoing = incoming.view(torch.uint8), outgoing.view(torch.uint8)
         inwards, outwards = [count * size for count in inwards], [count * size for count in outwards]

@@ -2,11 +2,11 @@
 
     elementwise        on the rows here; operands whose rows lie elsewhere, or are repeated along dim 0, are fetched
     reductions         over other dims than the first: on the rows here; over the first: the same number on every rank
-    random numbers     every rank draws the whole tensor and keeps its rows, so ranks with equal seeds do as one process does
+    random numbers     every rank draws the whole tensor and keeps its rows, so ranks with equal seeds match a single process
     everything else    refused by name
 
-DTensor would take rows to lie in equal parts, so nothing sharded is left to it. What is fetched is fetched by all ranks, also by those
-that have no rows: whether it has to be follows from layouts, and never from what one rank holds.
+DTensor would assume equal parts, so nothing sharded is left to it. What is fetched is fetched by all ranks, also by those
+that have no rows: whether that is necessary follows from layouts, and never from what one rank holds.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _ELEMENTWISE = frozenset(
 )
 _ELEMENTWISE_FAMILIES = ("_foreach_", "_fused_adam", "_fused_adagrad", "_fused_sgd")
 _NOT_ELEMENTWISE = frozenset(("_foreach_max", "_foreach_norm", "_foreach_mm", "_foreach_powsum"))
-# What shows the same memory.
+# Operations that return views.
 _VIEWS = frozenset(("alias", "detach"))
 
 
 class LayoutError(EngineStateError):
-    """An operation looks at rows by their position."""
+    """An operation addresses rows by their position."""
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[PlacedTensor]) -> Any:
-    """An operation in which `operands` take part. Collective where rows have to be fetched, or reduced.
+    """An operation on `operands`. Collective where rows have to be fetched, or reduced.
 
     Raises:
-        EngineStateError: It looks at rows by their position; names the first parameter.
+        EngineStateError: It addresses rows by their position; names the first parameter.
     """
     name = func.overloadpacket.__name__
     if torch.Tag.nondeterministic_seeded in func.tags:
@@ -185,7 +185,7 @@ def _tensors_by_place(given: dict[int | str, Any]) -> dict[_Place, Tensor]:
 
 
 def _placed(tensor: Tensor) -> Tensor:
-    """A DTensor that somebody made of a parameter's rows and its `placements`, as one of ours."""
+    """A DTensor that the user made of a parameter's rows and its `placements`, as one of ours."""
     if isinstance(tensor, DTensor) and not isinstance(tensor, PlacedTensor):
         for placement in tensor.placements:
             if isinstance(placement, compat.OwnRows) and isinstance(placement.like, PlacedTensor):
@@ -205,7 +205,7 @@ def _replaced(value: Any, key: int | str, here: dict[_Place, Tensor]) -> Any:
 def _model(
     name: str, tensors: dict[_Place, Tensor], written: Sequence[int | str]
 ) -> tuple[PlacedTensor | None, torch.Size]:
-    """What tensors that meet are laid out as, and the shape of all together; `None`: whole on every rank."""
+    """The common layout of the tensors of one operation, and the shape of all together; `None`: whole on every rank."""
     for key in written:
         for place, tensor in tensors.items():
             if place[0] == key:
@@ -236,7 +236,7 @@ def _whole(tensor: Tensor) -> Tensor:
         return tensor._local_tensor
     if not isinstance(tensor, PlacedTensor):
         _refuse_other_parts(tensor)
-        # Torch 2.11 would detach what needs a gradient in place, which DTensor does not know.
+        # Torch 2.11 would detach what needs a gradient in place, which DTensor does not support.
         return cast("DTensor", tensor.detach()).full_tensor()
     return tensor.full_tensor()
 
@@ -257,7 +257,7 @@ def _written(func: Any) -> tuple[int | str, ...]:
 
 
 def _written_to(given: dict[int | str, Any], written: Sequence[int | str], result: Any) -> Any:
-    """What an operation in place returns, once everybody knows of it."""
+    """What an operation in place returns, once all ranks have noted the write."""
     for key in written:
         for one in tensors_in(given[key]):
             if isinstance(one, PlacedTensor):
@@ -351,7 +351,7 @@ def _shared_out(value: Tensor, like: PlacedTensor | None, *, shows_weight: bool 
 
 
 def _refuse_other_parts(tensor: DTensor) -> None:
-    """Raise on all ranks where a DTensor that is not ours has other rows on any than DTensor would give it: it could not be gathered."""
+    """Raise on all ranks if a DTensor that is not ours has other rows on any rank than DTensor would place there: it cannot be gathered."""
     mesh = tensor.device_mesh
     differs = torch.tensor(
         tensor._local_tensor.shape != compat.shape_of_equal_part(tensor), dtype=torch.int32, device=mesh.device_type
@@ -377,7 +377,7 @@ def _refuse_partners(name: str, partners: Sequence[PlacedTensor]) -> NoReturn:
 
 
 def refuse_layout(name: str, operand: PlacedTensor) -> NoReturn:
-    """Raise: the operation looks at rows by their position."""
+    """Raise: the operation addresses rows by their position."""
     optimizer = stepping_optimizer()
     if optimizer is not None:
         raise LayoutError(
@@ -392,9 +392,9 @@ def refuse_layout(name: str, operand: PlacedTensor) -> NoReturn:
 
 
 def refuse_gradient(described: str) -> NoReturn:
-    """Raise: a backward came to sharded rows, which autograd knows nothing of."""
+    """Raise: a backward came to sharded rows, which autograd does not track."""
     raise EngineStateError(
         f"parameter {described}: a loss was computed from its sharded rows, outside its unit's forward, and the gradient would be lost. "
-        "Compute penalties on weights in the forward of the module that owns them, or use the optimizer's weight_decay; to look at "
+        "Compute penalties on weights in the forward of the module that owns them, or use the optimizer's weight_decay; to inspect "
         "values, use torch.no_grad()"
     )

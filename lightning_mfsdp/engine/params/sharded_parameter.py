@@ -1,4 +1,4 @@
-"""ShardedParameter: what `module.parameters()` shows of a parameter, at rest."""
+"""ShardedParameter: what `module.parameters()` shows of a parameter while it is sharded."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _EQUAL = (Tensor.__eq__, Tensor.eq)
 class ShardedParameter(Rows):
     """This rank's rows of a main weight, in the global shape. Rows are whole; their number may differ between ranks or be zero.
 
-    It takes part in elementwise arithmetic and optimizers like any DTensor. Mixed with plain tensors, as in a forward
-    outside its unit, it says so.
+    It can be used in elementwise arithmetic and optimizers like any DTensor. Mixed with plain tensors, as in a forward
+    outside its unit, it issues a warning.
     """
 
     shows_weight = True
     _local: nn.Parameter
-    _unsharded: Callable[[], nn.Parameter | None]  # an optimizer that outlives the module is to keep no whole weights
+    _unsharded: Callable[[], nn.Parameter | None]  # weak: an optimizer may outlive the module
     _name: str
     gradient_rows: Rows | None  # over a gradient that is not the engine's: assigned by the user, or held back
     _shown_gradient: Callable[[], Rows | None]  # over the engine's, which keeps it
-    # Whoever wants to put another tensor in its place (`module.half()`) finds that a weak reference forbids it.
+    # PyTorch refuses to swap in another tensor (`module.half()`) while there is a weak reference.
     _unswappable: weakref.ref[ShardedParameter]
 
     @classmethod
@@ -66,7 +66,7 @@ class ShardedParameter(Rows):
         return made
 
     def __hash__(self) -> int:
-        # Optimizers hold the local one, and others (torch.distributed.checkpoint) look for what the module shows.
+        # Optimizers hold the local one, and others (torch.distributed.checkpoint) look up what the module shows.
         return id(self._local)
 
     @classmethod
@@ -109,13 +109,13 @@ class ShardedParameter(Rows):
         self.gradient_rows = value if isinstance(value, Rows) and value is not self._shown_gradient() else None
 
     def show_gradient(self, rows: Tensor) -> Rows:
-        """From now on `.grad` is the result where the local representation's is `rows`. Whoever keeps that keeps this."""
+        """From now on `.grad` is the result whenever the local representation's is `rows`, and lives as long as that."""
         made: Rows = Rows.over(rows, self, kind=GradientRows)
         self._shown_gradient = weakref.ref(made)
         return made
 
     def _refuse_in_recording(self) -> None:
-        """A graph of a forward knows no gradients: they are set aside while it is recorded, and replays would not look again."""
+        """A recorded forward has no gradients: they are stored elsewhere meanwhile, and replays would not read them again."""
         group = self._owner[0]()
         if group is not None and group.hides_gradients:
             raise EngineStateError(
@@ -136,13 +136,13 @@ class ShardedParameter(Rows):
         return made
 
     def note_write(self) -> None:
-        """Main weights were written: forward must see it, and graphs that saved the parameter are out of date, as in plain PyTorch."""
+        """Main weights were written: forward must read them, and graphs that saved the parameter are out of date, as in plain PyTorch."""
         super().note_write()
         group, index = self.place
         group.entries[index].outdate_graphs()
 
     def forget_cleared_gradient(self) -> None:
-        """Do not keep a cleared gradient's memory alive for its DTensor."""
+        """Drop the DTensor of a cleared gradient, which would keep its memory alive."""
         if self._local.grad is None:
             self.gradient_rows = None
 
@@ -177,19 +177,19 @@ class ShardedParameter(Rows):
         if (full := self._unsharded()) is not None:
             full.requires_grad_(requires_grad)
         self._local.requires_grad_(requires_grad)
-        # Autograd asks the tensor itself, in arithmetic on rows.
+        # In arithmetic on rows, autograd reads the flag of the tensor itself.
         with compat.without_torch_function():
             Tensor.requires_grad_(self, requires_grad)
         return self
 
     def let_go_of_unsharded(self) -> None:
-        """The module's own parameter is plain again. PyTorch would not let anybody replace it while there is a weak reference."""
+        """The module's own parameter is plain again. PyTorch would refuse to replace it while there is a weak reference."""
         self._unsharded = _nothing
 
     def take_assigned(self) -> None:
-        """Have what was assigned to the `data` of the local representation where the rows belong, before anybody reads them."""
+        """Copy what was assigned to the `data` of the local representation to where the rows belong, before they are read."""
         if self._local.data_ptr() != self._local_tensor.data_ptr() and (group := self._owner[0]()) is not None:
-            group.known_writes(weights=True)  # which looks at all rows
+            group.known_writes(weights=True)  # which checks all rows
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         raise EngineStateError(
@@ -201,7 +201,7 @@ class ShardedParameter(Rows):
         """Refused: autograd never sees this tensor."""
         raise EngineStateError(
             f"register_hook on parameter {self.described}: it would never run, because gradients are computed for full parameters and "
-            "reduced into shards. Use register_post_accumulate_grad_hook, which runs after the reduction, look at gradients after backward "
+            "reduced into shards. Use register_post_accumulate_grad_hook, which runs after the reduction, inspect gradients after backward "
             "(on_after_backward in Lightning), or register the hook before fully_shard"
         )
 

@@ -86,7 +86,7 @@ def _dims(dim: Any, count: int) -> list[int]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums over ranks are made in."""
+    """Dtype of sums over ranks."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -142,7 +142,7 @@ def _norm(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool
 
 
 def _power_sum(local: Tensor, order: float, dims: list[int] | None, *, keep: bool, dtype: torch.dtype) -> Tensor:
-    """What norms of parts are combined from: the sum of powers, the extreme, or the number of nonzeros."""
+    """The term from which norms of parts are combined: the sum of powers, the extreme, or the number of nonzeros."""
     if math.isinf(order):
         magnitude = local.abs().to(dtype)
         every = list(range(local.dim())) if dims is None else dims
@@ -159,7 +159,7 @@ def _root(total: Tensor, order: float, axes: Sequence[Axis]) -> Tensor:
 
 
 def _extreme_here(local: Tensor, dims: list[int], keep: bool, *, largest: bool, neutral: float) -> Tensor:
-    """Of the rows here; neutral without any."""
+    """Partial result of the rows here; the neutral element if there are none."""
     if 0 in dims and not local.shape[0]:
         kept = [1 if dim in dims else size for dim, size in enumerate(local.shape) if keep or dim not in dims]
         return local.new_full(kept, neutral)

@@ -1,6 +1,6 @@
 """Tensors whose rows are shared out as a layout says, and not in the equal parts that DTensor assumes.
 
-Parameters at rest are such tensors (sharded_parameter.py), and so are their gradients and what elementwise operations make of them.
+Sharded parameters are such tensors (sharded_parameter.py), and so are their gradients and what elementwise operations make of them.
 
 Elementwise operations and reductions to one number need no positions and are left to DTensor. Everything else is refused before it
 runs: DTensor would silently take the wrong rows, or wait for ranks that have none.
@@ -40,14 +40,14 @@ __all__ = ["Rows"]
 
 
 class Rows(PlacedTensor):
-    """This rank's rows of a tensor, with arithmetic, saving and copying that know where they lie."""
+    """This rank's rows of a tensor, with arithmetic, saving and copying that respect their placement."""
 
     @property
     def _derived(self) -> type[Rows]:
         return Rows
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refused: NumPy knows no ranks."""
+        """Refused: NumPy has no notion of ranks."""
         raise EngineStateError(
             f"numpy() of parameter {self.described}: this rank has only some of its rows; call value.full_tensor().numpy(), on all ranks"
         )
@@ -86,7 +86,7 @@ class Rows(PlacedTensor):
         ]
 
     def _nothing(self) -> list[ChunkStorageMetadata]:
-        """All of a tensor without elements, which no rank has rows of; every rank offers it, and PyTorch takes it from one."""
+        """The whole of a tensor without elements, of which no rank has rows; every rank offers it, and PyTorch takes it from one."""
         return [] if self.numel() else [ChunkStorageMetadata(offsets=torch.Size([0] * self.dim()), sizes=self.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
@@ -94,7 +94,7 @@ class Rows(PlacedTensor):
         return self._local_tensor
 
     def take_assigned(self) -> None:
-        """Copy what was assigned to the `data` of another representation; none has any but a parameter."""
+        """Copy what was assigned to the `data` of another representation; only parameters have one."""
 
     def apply_(self, function: Callable[[Any], Any]) -> Any:
         """As of any tensor on CPU: `function` is called with every number of this rank's rows."""
@@ -107,7 +107,7 @@ class Rows(PlacedTensor):
         refuse_layout("map_", self)
 
     def data_ptr(self) -> int:
-        """0: the memory is that of `to_local()`. PyTorch would say how far into it these rows begin."""
+        """0: the memory is that of `to_local()`. PyTorch would return the offset of these rows in it."""
         return 0
 
     def new_empty(self, *size: Any, **options: Any) -> Tensor:
@@ -132,12 +132,12 @@ class Rows(PlacedTensor):
         )
 
     def __tensor_flatten__(self) -> Any:
-        """For those who take subclasses apart; torch.compile would put a DTensor of equal parts together again."""
+        """For callers that flatten subclasses; torch.compile would reassemble a DTensor of equal parts."""
         if compat.is_traced():
             optimizer = stepping_optimizer()
             where = f", in the step of {type(optimizer).__name__}" if optimizer is not None else ""
             raise EngineStateError(
-                f"torch.compile meets the sharded rows of parameter {self.described}{where}, and its code would take them for equal parts. "
+                f"torch.compile traces the sharded rows of parameter {self.described}{where}, and its code would assume equal parts. "
                 f"{OPTIMIZER_ADVICE}"
             )
         return super().__tensor_flatten__()  # type: ignore[no-untyped-call]
@@ -151,7 +151,7 @@ class Rows(PlacedTensor):
         if func == compat.set_data:
             return assign_data(args[0], args[1])
         kwargs = kwargs or {}
-        if describes(func):  # of every parameter in every step, so it does without the mode
+        if describes(func):  # called for every parameter in every step, so it does not use the mode
             with compat.without_torch_function():
                 return func(*args, **kwargs)
         if any(issubclass(kind, WholeView) for kind in types):
@@ -162,7 +162,7 @@ class Rows(PlacedTensor):
     @classmethod
     def _called(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_inference_mode_enabled() and getattr(func, "__name__", "") in ("detach", "__getitem__"):
-            # PyTorch cannot give an inference tensor the version counter of what it shows.
+            # An inference tensor cannot share the version counter of the tensor that it views.
             with torch.inference_mode(False), torch.no_grad():
                 return cls._called(func, args, kwargs)
         if not makes_alike(func):
@@ -193,9 +193,9 @@ class Rows(PlacedTensor):
 
 
 class _Checked(compat.DispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, every operation on rows is ours, also those that a larger function is made of.
+    """Inside, every operation on rows is ours, including those that a composite function calls.
 
-    A mode and not `Rows.__torch_dispatch__`, which DTensor's own dispatch in torch 2.11 passes by.
+    A mode and not `Rows.__torch_dispatch__`, which DTensor's own dispatch in torch 2.11 bypasses.
     """
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""In whose step an error is raised: an optimizer that works on whole tensors alone is told what to do."""
+"""The optimizer in whose step an error is raised: for one that works only on whole tensors, the message says what to do."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ OPTIMIZER_ADVICE = (
 
 
 def call_closure(closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the closure that a user gave to a step: what is raised in it is not the optimizer's doing."""
+    """Run the closure that a user gave to a step: what is raised in it is not caused by the optimizer."""
     return closure(*args, **kwargs)
 
 
 def stepping_optimizer() -> Optimizer | None:
-    """The optimizer whose `step` calls this, if any, and not by a closure of the user's.
+    """The optimizer whose `step` calls this, if any; calls from a user's closure do not count.
 
     It looks through the frames of the stack, so it is for messages only.
     """
     this = inspect.currentframe()
     frame = (
         this.f_back if this is not None else None
-    )  # the variables of its own frame would hold that, and all tensors of the callers
+    )  # the variables of its own frame would reference that, and all tensors of the callers
     del this
     while frame is not None and frame.f_code is not call_closure.__code__:
         if (
             frame.f_code.co_name == "step"
-        ):  # a look at the variables of a frame keeps all of them until it ends (Python 3.11)
+        ):  # reading the variables of a frame keeps all of them alive until it ends (Python 3.11)
             owner = frame.f_locals.get("self")
             if isinstance(owner, Optimizer):
                 return owner

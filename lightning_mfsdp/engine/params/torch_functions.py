@@ -1,9 +1,9 @@
-"""What a torch function does with the tensors it is called with, told by its name: what `__torch_function__` of sharded tensors asks first.
+"""Classifies torch functions by name: what each does with its tensors. `__torch_function__` of sharded tensors checks this first.
 
-describes      p.shape, p.is_leaf, p.numel()        says something about a tensor and looks at no value
+describes      p.shape, p.is_leaf, p.numel()        describes a tensor and reads no value
 makes_alike    torch.zeros_like(p), p.new_empty(3)  makes another tensor of its shape, dtype or device
 copies         p.clone(), p.to(dtype)               the same values in other memory, sharded as they were
-computes       p * 2, p.norm(), p[:2], p.T          everything else, but for a few that show a tensor as it is
+computes       p * 2, p.norm(), p[:2], p.T          everything else, except for a few that return a tensor unchanged
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DESCRIBES = frozenset(
         ),
     )
 )
-# Attributes that show values.
+# Attributes that expose values.
 _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 _TRANSPOSED = frozenset((Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__))  # type: ignore[attr-defined]
 _COPIES = frozenset(
@@ -57,7 +57,7 @@ _SHOWS = frozenset(
         *("pin_memory", "share_memory_"),
     )
 )
-# Where in a tensor they write is said by position.
+# They write to positions of a tensor.
 _BY_POSITION = frozenset(
     (
         *("__setitem__", "index_add_", "index_copy_", "index_fill_", "index_put_", "scatter_", "scatter_add_", "put_"),
@@ -67,7 +67,7 @@ _BY_POSITION = frozenset(
 
 
 def describes(function: Any) -> bool:
-    """Whether it says something about a tensor and looks at no value."""
+    """Whether it describes a tensor and reads no value."""
     name = getattr(function, "__name__", "")
     if name == "__get__":
         return getattr(function.__self__, "__name__", "") not in _VALUES
@@ -86,7 +86,7 @@ def copies(function: Any) -> bool:
 
 
 def computes(function: Any) -> bool:
-    """Whether it computes values from a tensor's, or shows some of them."""
+    """Whether it computes with a tensor's values, or exposes some of them."""
     name = getattr(function, "__name__", "")
     if name == "__get__":
         return function in _TRANSPOSED
@@ -94,12 +94,12 @@ def computes(function: Any) -> bool:
 
 
 def writes_by_position(function: Any) -> bool:
-    """Whether it needs all rows there are to write to some."""
+    """Whether it needs all rows in order to write some."""
     return getattr(function, "__name__", "") in _BY_POSITION
 
 
 def is_in_place(function: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether it writes to an argument, as far as its name and `out=` tell."""
+    """Whether it writes to an argument, judging by its name and `out=`."""
     name = getattr(function, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
 

@@ -4,8 +4,8 @@ A rank knows what its own backwards used. After the last reduction of a backward
 A rank that used all of its parameters knows the answer, so it sends ones and does not read what comes back. Only a rank that left a
 parameter unused waits for the bytes, and for nothing but the stream of the reductions.
 
-Alternatives considered: bytes in the buckets of the gradients, which have the gradients' dtype, go to one shard where all ranks need
-them, and would make every unit's reduction larger; asking at the first step alone, which is wrong as soon as ranks choose what they use.
+Alternatives considered: bytes in the buckets of the gradients, which have the gradients' dtype, reach one shard where all ranks need
+them, and would make every unit's reduction larger; a query at the first step alone, which is wrong as soon as ranks choose what they use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Usage"]
 
 
 class Usage:
-    """Decides what gradients are shown of parameters that this rank did not use.
+    """Decides which gradients are shown for parameters that this rank did not use.
 
     Attributes:
         waits: How often the host waited for an answer, for inspection.
@@ -35,7 +35,7 @@ class Usage:
         self._ones: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
 
     def exchange(self, reduced: Sequence[Gradients]) -> None:
-        """Exchange what was used, and show the gradients of what was used somewhere. Collective.
+        """Exchange what was used, and show the gradients of what any rank used. Collective.
 
         Args:
             reduced: What was reduced, in an order that all ranks share.
@@ -51,7 +51,7 @@ class Usage:
                     self._answer(key, members)
 
     def _answer(self, key: tuple[dist.ProcessGroup, ...], members: list[Gradients]) -> None:
-        """Say that everything was used here."""
+        """Report that everything was used here."""
         numel = sum(one.num_parameters for one in members)
         ones = self._ones.get(key)
         if ones is None or ones.numel() != numel:
@@ -59,7 +59,7 @@ class Usage:
         _maximum(ones, members[0])  # which leaves ones
 
     def _ask(self, members: list[Gradients]) -> None:
-        """Say what was not used here, and wait for what others say."""
+        """Report what was not used here, and wait for the other ranks' reports."""
         used = [int(index not in one.undecided) for one in members for index in range(one.num_parameters)]
         device = members[0].device
         there = torch.tensor(used, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda").to(
@@ -74,7 +74,7 @@ class Usage:
 
 
 def _maximum(used: Tensor, one: Gradients) -> None:
-    """Over all ranks that have the parameters of a group."""
+    """Take the maximum over all ranks that have the parameters of a group."""
     for axis in (one.axes.shard, one.axes.outer):
         if axis is not None and axis.size > 1:
             dist.all_reduce(used, op=dist.ReduceOp.MAX, group=axis.reduce_group or axis.group)

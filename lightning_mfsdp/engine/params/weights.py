@@ -11,25 +11,25 @@
 Three questions are kept apart:
 
     what is in memory     `present`, and in which pooled buffer (`buffer`)
-    how old it is         `outdated`: the compute shard is older than the main weight. `stale`: other ranks' shards of it are not here yet
+    how old it is         `outdated`: the compute shard is older than the main weight. `stale`: other ranks' shards are not gathered yet
     what modules show     `registered`
 
 and memory changes by these moves alone:
 
     state                          move                  next         what happens
     sharded                        unshard               gathering    the pooled buffer is taken and the all-gather starts
-    sharded                        unshard ahead         sharded      if somebody else holds the buffer that saved tensors point into
-    gathering, unsharded           unshard               the same     another form that a codec keeps is gathered beside the first
+    sharded                        unshard ahead         sharded      if another client holds the buffer that saved tensors point into
+    gathering, unsharded           unshard               the same     another form that a codec keeps is gathered in addition
     gathering, unsharded, in use   unshard elsewhere     gathering    resharded and gathered where saved tensors point; never ahead
     gathering                      wait                  unsharded    the current stream waits for the all-gather
     gathering, unsharded           reshard               sharded      modules show sharded parameters, the buffer is free again
-    gathering, unsharded, unused   give up               sharded      another group wants the buffer
-    any                            refill                the same     the main weight has changed while somebody reads the unsharded one
+    gathering, unsharded, unused   give up               sharded      another group needs the buffer
+    any                            refill                the same     the main weight has changed while the unsharded one is being read
 
 A unit that computes with the weights holds a lease. Without one, what is in memory was gathered ahead or kept for a backward, and goes as
-soon as its memory is wanted or the main weight changes.
+soon as its memory is needed or the main weight changes.
 
-Alternatives considered: a lease for each call of a unit (units end the leases of all calls at once, so a number of units says as much); two
+Alternatives considered: a lease for each call of a unit (units end the leases of all calls at once, so counting units is equivalent); two
 objects for the two forms of a codec (registration, memory and age exist once).
 """
 
@@ -68,7 +68,7 @@ class GatherLane:
     """What the all-gathers of all groups of a root share.
 
     Attributes:
-        weights_ready: After the last write to any main weight or compute shard; `None` once the gather stream has waited for it.
+        weights_ready: Event after the last write to any main weight or compute shard; `None` once the gather stream has waited for it.
         started: How many were issued, for inspection.
     """
 
@@ -81,7 +81,7 @@ class GatherLane:
 
 
 class Owner(Protocol):
-    """The group whose weights these are: what they read of it when they are made. They do not keep it."""
+    """The group whose weights these are: what they read of it when they are created. They hold no reference to it."""
 
     name: str
     spec: GroupSpec
@@ -108,10 +108,10 @@ class Weights:
         registered: Modules show unsharded parameters.
         leases: How many units compute with them.
         outdated: The main weight was written since the compute shard was brought up to date with it.
-        written_elsewhere: By somebody else than an optimizer that was taken over.
-        known_writes: The main weight's version counter when it was last looked at, or a step reported.
+        written_elsewhere: It was written by anything but an adopted optimizer.
+        known_writes: The main weight's version counter when it was last checked, or a step reported.
         stale: The compute shard was brought up to date since it was last gathered.
-        lost_writes: Unsharded parameters that a forward wrote to, though main weights of another dtype cannot take that over.
+        lost_writes: Unsharded parameters that a forward wrote to, though main weights of another dtype cannot adopt that.
         client: Holds pooled buffers for the unsharded weight.
         is_sharded: It is not whole on every rank.
     """
@@ -144,11 +144,11 @@ class Weights:
         self.rename(owner.name)
 
     def rename(self, name: str) -> None:
-        """The group has another name."""
+        """Update the name after the group was renamed."""
         self.name, self.client.name = name, f"{name} weights"
 
     def join(self, lane: GatherLane, number: int) -> None:
-        """Gather with the other groups of a root from now on."""
+        """Gather together with the other groups of a root from now on."""
         self._lane, self.number = lane, number
         if self.is_sharded:
             lane.pool.add(self.client)
@@ -160,18 +160,18 @@ class Weights:
 
     @property
     def extra_bytes(self) -> int:
-        """Memory of the compute shard beside the main weight."""
+        """Memory of the compute shard in addition to the main weight."""
         return sum(shard.size_bytes for shard in self.shards) - (self._main.size_bytes if self._main_is_shard else 0)
 
     @property
     def follows_main(self) -> bool:
-        """Whether unsharded parameters have the main weight's very numbers."""
+        """Whether unsharded parameters have exactly the main weight's values."""
         return self._codec is None and self._spec.main_dtype == self._spec.compute_dtype
 
     # -- how old -------------------------------------------------------------------------------------------------------
 
     def outdate(self, *, by_optimizer: bool) -> None:
-        """The main weight was written."""
+        """Note that the main weight was written."""
         self.outdated = True
         if by_optimizer:
             self.forget_writes()
@@ -179,7 +179,7 @@ class Weights:
             self.written_elsewhere = True
 
     def note_writes(self) -> bool:
-        """Whether the main weight was written since the last call, by whomever. PyTorch does not count writes through `tensor.data`.
+        """Whether the main weight was written since the last call, by any writer. PyTorch does not count writes through `tensor.data`.
 
         A tensor that was assigned to the `data` of local rows is copied to where the rows belong.
         """
@@ -193,7 +193,7 @@ class Weights:
         return self.known_writes != before
 
     def forget_writes(self) -> None:
-        """What was written to the main weight until now is known, or was the engine."""
+        """Acknowledge what was written to the main weight until now: it is known, or the engine wrote it."""
         self.known_writes = self._main.segments[0]._version  # all views of a buffer have one counter
 
     def updates(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -232,7 +232,7 @@ class Weights:
         if self._codec is not None:
             return
         if self.present and not self.registered:
-            self.reshard()  # an all-gather ahead may still read
+            self.reshard()  # a prefetching all-gather may still read it
         compat.foreach_copy_(self.shards[0].part(self._own).segments, main.segments)
 
     # -- what is in memory ---------------------------------------------------------------------------------------------
@@ -250,10 +250,10 @@ class Weights:
 
         Args:
             buffer: Where saved tensors of a forward point.
-            for_backward: What a backward reads is wanted, and not what a forward reads.
-            ahead: Nobody reads it yet: leave it for later if somebody else is in `buffer`, or reads this weight elsewhere.
+            for_backward: Gather what a backward reads, not what a forward reads.
+            ahead: It is not read yet: postpone if another client is in `buffer`, or this weight is being read elsewhere.
             apart: Keep out of shared buffers, see `SlotPool.acquire`.
-            reserve: If it is elsewhere, nobody else may have that memory before the backward has ended.
+            reserve: If it is elsewhere, no other client may have that memory before the backward has ended.
         """
         form = self._read_by_backward if for_backward else self._read_by_forward
         if self.present & form and (buffer is None or self.client.slot is buffer):
@@ -314,7 +314,7 @@ class Weights:
             if forms >> index & 1:
                 if self.shards:
                     source = self.shards[index]
-                else:  # the own part is cast where it will be, and gathered in place
+                else:  # the own part is cast into its final place, and gathered in place
                     source = full.part(self._own)
                     compat.foreach_copy_(source.segments, self._main.segments)
                 self._axes.shard.gather(full.segments, source.segments)
@@ -332,7 +332,7 @@ class Weights:
         return known
 
     def _bind(self, unsharded: list[FlatBuffer]) -> None:
-        """Point the unsharded parameters into full-size buffers. The views are made once for each memory the weight lives in."""
+        """Point the unsharded parameters into full-size buffers. The views are made once for each buffer the weight is gathered into."""
         self._bound = unsharded
         if self._codec is None:
             with torch.inference_mode(False):
@@ -360,20 +360,20 @@ class Weights:
             self._codec.bind(full, [nothing] * len(self._spec.planes))
 
     def wait(self) -> None:
-        """Let what comes next on this stream wait for the all-gather."""
+        """Let the work that follows on this stream wait for the all-gather."""
         if self._event is not None:
             self._lane.streams.wait(self._event)
             self._event = None
 
     def forget_event(self) -> None:
-        """Nobody has to wait for the all-gather that was started."""
+        """No stream has to wait for the all-gather that was started."""
         self._event = None
 
     def reshard(self, *, reserve: bool = False) -> None:
-        """Show sharded parameters and give the buffer back. Saved tensors keep pointing into it; an all-gather for backward refills it.
+        """Show sharded parameters and return the buffer to the pool. Saved tensors still point into it; a gather for backward refills it.
 
         Args:
-            reserve: Nobody else may use the buffer before the backward has ended.
+            reserve: No other client may use the buffer before the backward has ended.
         """
         if self.registered:
             self.unregister()
@@ -399,7 +399,7 @@ class Weights:
             self.register()
 
     def give_up(self) -> bool:
-        """Let another client have the buffer if nobody computes with these weights; whether it may."""
+        """Hand the buffer to another client if no unit computes with these weights; returns whether it may have it."""
         if not self.present or self.registered or self.leases:
             return False
         self.reshard()
@@ -440,7 +440,7 @@ class Weights:
         """Have modules show sharded parameters; unsharded ones stay in memory.
 
         Args:
-            takes_over: What was written to them becomes main weights; else these were written later.
+            takes_over: What was written to them becomes main weights; otherwise main weights were written later.
         """
         if not self.registered:
             return
@@ -458,7 +458,7 @@ class Weights:
         """Make a parameter's unsharded values, which a forward has or may have written, those of the main weight and the compute shard.
 
         All ranks compute the same, so each keeps its own rows and nothing is communicated: a rank may have asked for `data` alone, to log.
-        Where dtypes differ, values that nobody changed keep their precision, and a forward that surely wrote is refused: what it adds up
+        Where dtypes differ, unchanged values keep their precision, and a forward that definitely wrote is refused: what it accumulates
         would be lost in rounding.
         """
         entry = self._entries[index]
@@ -482,8 +482,8 @@ class Weights:
         self._lane.weights_ready = self._lane.streams.record()
 
     def _where_it_belongs(self, index: int) -> Tensor:
-        """Whatever a parameter holds now, in the memory it was pointed at before somebody set its `data`."""
-        assert self._bound is not None, "only parameters that were shown are written"
+        """Whatever a parameter holds now, in the memory it was pointed at before its `data` was set."""
+        assert self._bound is not None, "only parameters that were shown can be written"
         full, view = self._entries[index].full, self._bound[0].views[index]
         with torch.inference_mode(False), torch.no_grad():
             if full.untyped_storage().data_ptr() != view.untyped_storage().data_ptr():
@@ -492,12 +492,12 @@ class Weights:
         return view
 
     def rows_of(self, value: Tensor, index: int, extent: range) -> Tensor:
-        """What the shards of `extent` have of a whole parameter."""
+        """The part of a whole parameter that belongs to the shards of `extent`."""
         rows = self._layout.owned_rows(index, extent.start, len(extent))
         return value[rows.start : rows.stop] if value.dim() else value
 
     def refuse_lost_writes(self) -> NoReturn:
-        """Name what a forward wrote to in vain."""
+        """Raise an error that names the parameters whose writes would be lost."""
         names = ", ".join(entry.name for entry in self.lost_writes)
         self.lost_writes.clear()
         raise EngineStateError(
@@ -517,7 +517,7 @@ def _give_up(this: weakref.ref[Weights]) -> Callable[[], bool]:
 
 
 def _named(found: object, entry: Entry) -> str:
-    """What stands where a module showed an entry, for messages."""
+    """What is found where a module showed an entry, for messages."""
     if isinstance(found, ShardedParameter) and found._local is entry.local:
         return f"its rows in {str(found.dtype).removeprefix('torch.')} on {found.device}"
-    return "somebody else's DTensor" if isinstance(found, DTensor) else type(found).__name__
+    return "a foreign DTensor" if isinstance(found, DTensor) else type(found).__name__

@@ -2,14 +2,14 @@
 
     p.data[0].zero_(), p.grad[:2].mul_(0), nn.init.orthogonal_(p.data), r = p[:2] and later r.clamp_(...) under no_grad
 
-Where ranks hold different rows, such a view lies in the whole tensor, gathered for this use. If the tensor was written since, whatever is
-computed with the view gets a view of a whole that is gathered anew, with its history if it had one; graphs keep what they saved. All ranks
+Where ranks hold different rows, such a view lies in the whole tensor, gathered for this use. If the tensor was written since, an operation
+on the view gets a view of a newly gathered whole, with its history if it had one; graphs keep what they saved. All ranks
 compute the same, and of what was written through the view each keeps its rows. Where every rank has all rows, the view lies in the tensor
-itself, and whoever reads it is told.
+itself, and the source is notified before a use.
 
-Alternatives considered: refusing such writes (DDP and plain PyTorch do them, and a program that freezes rows of an embedding has no other
-way); functions told by name alone (`out=`, `foreach` and library code write without a name that says so: version counters tell); gathering
-anew for every use (ranks that look at a view alone, for a log, would wait for the others, and a graph that saved it would be out of date).
+Alternatives considered: refusing such writes (DDP and plain PyTorch allow them, and a program that freezes embedding rows has no other
+way); classifying functions by name alone (`out=`, `foreach` and library code write without such a name; version counters tell); gathering
+again for every use (a rank that reads a view alone, for a log, would wait for the others; a graph that saved it would be out of date).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_mfsdp.engine.params.torch_functions import describes, is_in_place
 
 __all__ = ["Whole", "WholeView", "in_memory_of", "with_views"]
 
-# Ranks print a view, or ask where it lies, by themselves: it is not gathered for that.
+# A rank may print a view, or query where it lies, by itself: it is not gathered for that.
 _BY_ONE_RANK = frozenset(("__repr__", "__str__", "__format__", "data_ptr", "backward"))
 
 
@@ -50,7 +50,7 @@ class Whole:
         source: The sharded tensor.
         memory: All of it, contiguous; with history where a loss may be computed from it.
         again: Gathers all of it anew. Collective.
-        writes: How often the source had been written when it was gathered, as far as all ranks know.
+        writes: How often the source had been written when it was gathered, counting only writes that are known to all ranks.
     """
 
     source: PlacedTensor
@@ -110,7 +110,7 @@ class WholeView(Number):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, PlacedTensor) for kind in types):
-            return NotImplemented  # sharded tensors know what to do, and call `with_views`
+            return NotImplemented  # sharded tensors handle it, and call `with_views`
         kwargs = kwargs or {}
         with with_views(func, args, kwargs) as (views, args, kwargs), compat.without_torch_function():
             return map_tensors(lambda one: _viewed(one, views), func(*args, **kwargs))
@@ -176,7 +176,7 @@ def with_views(
 def _present(views: Sequence[WholeView]) -> dict[int, WholeView]:
     """Of views that are out of date, or show one tensor in several wholes, the same views of one whole; by identity. Collective.
 
-    A rank without rows of a tensor may not see that two wholes are of one. It keeps nothing of what is written.
+    A rank without rows of a tensor may not detect that two wholes belong to one. It keeps nothing of what is written.
     """
     wholes = {id(view._whole): view._whole for view in views if view._whole is not None}
     present = {key: whole.present() for key, whole in wholes.items()}
@@ -196,7 +196,7 @@ def _present(views: Sequence[WholeView]) -> dict[int, WholeView]:
 
 
 def _written_by_name(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[WholeView]:
-    """Views that a function surely writes to: its first argument, or `out`."""
+    """Views that a function definitely writes to: its first argument, or `out`."""
     if not is_in_place(function, kwargs):
         return []
     return [one for one in tensors_in(written_argument(args, kwargs)) if isinstance(one, WholeView)]

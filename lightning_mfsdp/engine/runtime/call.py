@@ -73,7 +73,7 @@ class Call:
         reads_weights: Its backward needs the weights.
         hides: A result had no tensors to hook.
         is_recomputed: Its forward ran inside a backward.
-        is_heard_by_root: The root around its unit, in whose forward or step it ran, notices when a backward begins.
+        notifies_root: The root around its unit, in whose forward or step it ran, notices when a backward begins.
         is_doubtful: Nobody knows whether its graph counts (`Awaited`), so it is not waited for.
         missed: Backwards that have ended without reaching it since one did.
         outlasts_pass: It may come after further forwards.
@@ -90,7 +90,7 @@ class Call:
             "hides",
             "inputs",
             "is_doubtful",
-            "is_heard_by_root",
+            "notifies_root",
             "is_recomputed",
         ),
         *("missed", "outlasts_pass", "reads_weights", "slots"),
@@ -101,7 +101,7 @@ class Call:
         self.has_end = False
         self.begun_in = self.ended_in = -1
         self.reads_weights = True
-        self.hides = self.is_recomputed = self.is_doubtful = self.is_heard_by_root = False
+        self.hides = self.is_recomputed = self.is_doubtful = self.notifies_root = False
         self.missed, self.outlasts_pass = 0, True
         self.given: set[int] = set()
         self.inputs: Inputs | None = None

@@ -137,7 +137,7 @@ class Unit:
         leaf_hooks: On results that nothing computed; taken away when a backward has ended.
         uses_weights: It has a lease on each of them.
         shown: Whether its modules show them.
-        may_stay: Weights stay between forward and backward if there is memory to spare (planning.py).
+        may_keep_unsharded: Weights stay between forward and backward if there is memory to spare (planning.py).
         pinned: Stays so through the end of a backward: code around it is still running (`gather_root`).
         outside_for: Parameters of it were used outside of a forward that has a call: by themselves (outside.py), or by modules in a step of
             the root. Their gradients may come at any time of so many backwards.
@@ -160,7 +160,7 @@ class Unit:
         self.weights = [group.weights for group in groups]
         self.policy = policy
         self.reshard_after_forward = bool(reshard_after_forward)
-        self.may_stay = reshard_after_forward == "auto"
+        self.may_keep_unsharded = reshard_after_forward == "auto"
         self.context: Root
         self.users: list[weakref.ref[Unit]] = [weakref.ref(self)]
         self.uses_weights = self.pinned = False
@@ -501,8 +501,8 @@ class Unit:
         if not hidden:
             return awaited.hides_calls
         root = self.context.root()
-        is_heard = root is not None and root is not self and not root.reads_unnoticed
-        return self.awaited.hides_calls or not (is_heard and all(call.is_heard_by_root for call in hidden))
+        is_notified = root is not None and root is not self and not root.reads_unnoticed
+        return self.awaited.hides_calls or not (is_notified and all(call.notifies_root for call in hidden))
 
     def share_no_memory(self) -> None:
         """Nobody knows when its weights are read."""
@@ -543,7 +543,7 @@ class Unit:
         if call is not None:
             root = self.context.root()
             # A root without parameters makes no calls, so nothing tells it of a backward but a step (`watch_backward`).
-            call.is_heard_by_root = self.is_inside_root and root is not None and (root.pinned or bool(root.all_groups))
+            call.notifies_root = self.is_inside_root and root is not None and (root.pinned or bool(root.all_groups))
         return call
 
     def note_run(self) -> None:
