@@ -1,1 +1,1 @@
-"""What happens when: units, their root, and the views and calls that look at a sharded model."""
+"""The runtime: units, their root, and the functions that inspect or change a sharded model."""

@@ -1,7 +1,7 @@
-"""Buffers are not sharded: every rank has its own, and its forwards write to them. Here they take the values of the first rank.
+"""Buffers are not sharded: every rank has its own, which its forwards write. These functions copy the first rank's values to all ranks.
 
-What a rank counts for itself stays: a module names such buffers in `buffers_of_each_rank`, and what DistributedDataParallel was told to
-ignore is left here, too. Along the mesh's expert axis buffers differ as parameters do.
+Buffers that each rank has for itself stay: a module lists them in `buffers_of_each_rank`, and those that DistributedDataParallel was set to
+ignore stay, too. Along the mesh's expert axis buffers differ as parameters do.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lightning_mfsdp.engine.runtime.unit import unit_of
 
 __all__ = ["broadcast_buffers", "share_from_first"]
 
-# More than this is not copied together: it bounds what a broadcast takes beside the buffers.
+# More than this is not copied together: it bounds the extra memory of a broadcast.
 _TOGETHER_BYTES = 64 << 20
 
 
 def broadcast_buffers(module: nn.Module) -> None:
-    """Give the buffers of a sharded module the values of the mesh's first rank, in place. Collective; it waits for the device.
+    """Set the buffers of a sharded module to the values of the mesh's first rank, in place. Collective; it waits for the device.
 
     The strategies call it before an evaluation, a checkpoint and a state dict, so that all ranks evaluate with what is saved. Those that
     a module lists in `buffers_of_each_rank` (names of its own, such as counters of what this rank has seen) stay as they are.
@@ -38,7 +38,7 @@ def broadcast_buffers(module: nn.Module) -> None:
         module: The outermost one that was given to `fully_shard`. Nothing happens with any other.
 
     Raises:
-        EngineStateError: On all ranks: ranks have other buffers, or of other shapes or dtypes.
+        EngineStateError: On all ranks: buffers differ between ranks in name, shape or dtype.
     """
     root = unit_of(module)
     if root is None or not (mesh_of_root := root.context.mesh).all_axes:
@@ -73,7 +73,7 @@ def share_from_first(tensors: Sequence[Tensor], mesh: Mesh) -> None:
 
 
 def _broadcast(tensors: list[Tensor], mesh: Mesh) -> None:
-    """As bytes, because backends do not know all dtypes."""
+    """As bytes, because backends do not support all dtypes."""
     with torch.no_grad(), _mode_of(tensors):
         pieces = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         content = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -88,12 +88,12 @@ def _broadcast(tensors: list[Tensor], mesh: Mesh) -> None:
 
 
 def _mode_of(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """In which they may be written: some were perhaps made by an evaluation."""
+    """The context in which they may be written: some may have been created by an evaluation, in inference mode."""
     return torch.inference_mode(any(tensor.is_inference() for tensor in tensors))
 
 
 def _own_memory(tensor: Tensor) -> Tensor:
-    """What an expanded tensor repeats."""
+    """The elements that an expanded tensor repeats."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and stride == 0:
             tensor = tensor.narrow(dim, 0, 1)
@@ -103,7 +103,7 @@ def _own_memory(tensor: Tensor) -> Tensor:
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor, Mesh]]:
     """Each buffer that follows the first rank, once, with its full name and the mesh over which it is the same."""
     root = unit_of(module)
-    assert root is not None, "somebody looked"
+    assert root is not None, "the caller checked"
     meshes: dict[str, Mesh] = {"": root.context.mesh}
     seen: set[int] = set()
     for name, part in module.named_modules():

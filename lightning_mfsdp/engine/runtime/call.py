@@ -1,18 +1,19 @@
-"""Calls: a call is one forward of a unit and its backward. How a unit notices when they begin and end, and which calls it awaits.
+"""Calls: a call is one forward of a unit and its backward. How a unit detects when they begin and end, and which calls it awaits.
 
     the module is called                       the call opens
-    it returned                                the call waits for its backward, if a result can have one
-    a gradient of a result is there            the call's backward begins
-    the gradients of all inputs are there      it has ended; a call without inputs that need gradients ends with the whole backward
+    it has returned                            the call waits for its backward, if a result can have one
+    a gradient of a result has arrived         the call's backward begins
+    the gradients of all inputs have arrived   it has ended; a call without inputs that need gradients ends with the whole backward
 
-A unit is reduced once in a backward, so nothing may come after. It is therefore better to wait in vain, until the backward ends, than
-not to wait. Everything is counted by the program and not by which graphs are alive: that differs from rank to rank. A unit awaits
+A unit is reduced once in a backward, so no gradient may arrive afterwards. It is therefore better to wait unnecessarily, until the
+backward ends, than not to wait. Calls are counted by the order of the program and not by which graphs are alive, which differs between
+ranks. A unit awaits
 
-    a call of this pass                        until the gradients of its inputs are there
+    a call of this pass                        until the gradients of its inputs have arrived
     a call of an earlier backward              the same: the graph may have been retained, or have had another result
     a module that ran in the forward of an     until it was recomputed with gradients (reentrant checkpointing), and that call has ended
     autograd function
-    a call that was forgotten, and comes       until the backward ends
+    a call that was dropped, yet arrives       until the backward ends
 
 No hook keeps the unit alive, and none is put on a weight: the modules' references to their unit are the only strong ones, so deleting the
 modules frees everything.
@@ -67,16 +68,16 @@ class Call:
 
     Attributes:
         slots: Where its saved tensors expect the weights, by group.
-        has_end: Some input needs a gradient, so its backward has a visible end.
+        has_end: Some input needs a gradient, so the end of its backward can be detected.
         begun_in: The backward in which its own has begun and not ended, by `Context.backwards_finished`.
-        ended_in: The backward whose gradients of all its inputs came last.
+        ended_in: The last backward in which the gradients of all its inputs arrived.
         reads_weights: Its backward needs the weights.
         hides: A result had no tensors to hook.
         is_recomputed: Its forward ran inside a backward.
-        notifies_root: The root around its unit, in whose forward or step it ran, notices when a backward begins.
-        is_doubtful: Nobody knows whether its graph counts (`Awaited`), so it is not waited for.
+        notifies_root: The root around its unit, in whose forward or step it ran, detects when a backward begins.
+        is_doubtful: It cannot be determined whether its graph counts (`Awaited`), so it is not waited for.
         missed: Backwards that have ended without reaching it since one did.
-        outlasts_pass: It may come after further forwards.
+        outlasts_pass: Its backward may come after further forwards.
         given: What its inputs are views of, by identity.
         inputs: Several that need gradients, until there are results.
     """
@@ -110,8 +111,9 @@ class Call:
 class Inputs:
     """Where the graph of a call begins, if it begins in several places.
 
-    Hooks of these nodes know it weakly and hooks of the results hold it. With `register_multi_grad_hook` the nodes' own hooks hold the
-    nodes: a circle that keeps the whole graph before them alive for an unknown time, and a CUDA graph cannot be recorded while it lives.
+    Hooks of these nodes have a weak reference to it and hooks of the results hold it. With `register_multi_grad_hook` the nodes' own
+    hooks hold the nodes: a reference cycle that keeps the whole graph before them alive for an unknown time, and no CUDA graph can be
+    recorded meanwhile.
     """
 
     __slots__ = ("__weakref__", "_backward", "_lock", "_missing", "_nodes")
@@ -122,7 +124,7 @@ class Inputs:
         self._lock = threading.Lock()  # each device has a thread
 
     def has_all(self) -> bool:
-        """Note one more gradient; whether the backward that runs brings no other."""
+        """Note one more gradient; returns whether it is the last one in the current backward."""
         with self._lock:
             running = compat.backward_task()
             if running != self._backward:
@@ -131,7 +133,7 @@ class Inputs:
             return self._missing == 0
 
     def held_by(self, hook: Hook, result: Node) -> Hook:
-        """A hook for the node of a result that keeps this alive, unless the graph begins there: the unit returned an input as it was."""
+        """A hook for the node of a result that keeps this alive, unless the graph begins there: the unit returned an input unchanged."""
         if result in self._nodes:
             return hook
 
@@ -145,10 +147,10 @@ class Awaited:
     """What one unit waits for.
 
     Attributes:
-        calls: Those that no backward has come through.
-        spent: Those of earlier backwards that may come again: of this pass, or kept by `retain_graph=True`, or not reached then.
+        calls: Those that no backward has reached.
+        spent: Those of earlier backwards that may be reached again: of this pass, or kept by `retain_graph=True`, or not reached then.
         hides_calls: A result of one of `calls` had no tensors to hook.
-        hooks: By which gradients of weights tell that a backward runs.
+        hooks: Hooks by which gradients of weights show that a backward is running.
     """
 
     __slots__ = ("_again", "_ended", "_forgotten_came", "_new_runs", "_runs", "calls", "hides_calls", "hooks", "spent")
@@ -162,10 +164,10 @@ class Awaited:
         self._runs = 0  # in forwards of autograd functions, and not recomputed
         self._new_runs = 0  # since the last backward
         self._again = 0  # recomputed in this backward
-        self._forgotten_came = False  # and perhaps others come after it
+        self._forgotten_came = False  # and others may follow
 
     def is_over(self) -> bool:
-        """Whether nothing comes any more in this backward."""
+        """Whether no further gradient will arrive in this backward."""
         return not (self.calls or self.spent or self._runs or self._forgotten_came)
 
     @property
@@ -174,7 +176,7 @@ class Awaited:
         return self._runs > 0
 
     def note_run(self) -> None:
-        """A module runs in the forward of an autograd function. What does so inside a backward did so before it, too."""
+        """A module runs in the forward of an autograd function. One that does so inside a backward did so before it, too."""
         if compat.backward_task() == -1:
             self._runs += 1
             self._new_runs += 1
@@ -183,7 +185,7 @@ class Awaited:
         """For a forward in grad mode that begins; `None` where its graph will be thrown away, so that no hook may be put on it.
 
         Inside a backward a forward is recomputed. Under reentrant checkpointing the first one ran without gradients and the new graph
-        counts; otherwise a call waits. Where both are true nobody knows: the call is hooked and not waited for.
+        counts; otherwise a call waits. Where both are true this is undecidable: the call is hooked and not waited for.
         """
         if compat.backward_task() == -1:
             return Call()
@@ -204,17 +206,17 @@ class Awaited:
             self._again += 1
 
     def add(self, call: Call) -> None:
-        """A call has results whose gradients may come."""
+        """A call has results whose gradients may arrive."""
         if not call.is_doubtful and call not in self.calls:
             self.calls.append(call)
 
     def came(self, call: Call) -> None:
-        """A gradient of a result is there, the first of this backward."""
+        """A gradient of a result has arrived, the first of this backward."""
         if not (call.is_doubtful or call in self.calls or call in self.spent):
             self._forgotten_came = True
 
     def ended(self, call: Call) -> bool:
-        """The gradients of all inputs are there. Returns whether nothing comes any more in this backward."""
+        """The gradients of all inputs have arrived. Returns whether no further gradient will arrive in this backward."""
         if call.is_doubtful:
             self._recomputed()
         else:
@@ -225,7 +227,7 @@ class Awaited:
         return self.is_over()
 
     def hidden_slots(self) -> list[Slot | None] | None:
-        """Where weights must stay, or come again, because nobody would notice the moment at which a backward reads them."""
+        """Where weights must stay, or be gathered again, because the moment at which a backward reads them cannot be detected."""
         if not (self.hides_calls or self.spent):
             return None
         return next((call.slots for call in (*self.calls, *self.spent) if call.hides), None)
@@ -238,7 +240,7 @@ class Awaited:
         return len(hidden)
 
     def end_backward(self, number: int, *, keeps_graph: bool) -> None:
-        """Nothing is waited for any more. What may come again is kept for the next backward.
+        """Stop waiting. Calls that may be reached again are kept for the next backward.
 
         Args:
             number: Of the backward, as in `Call.begun_in`.
@@ -261,24 +263,24 @@ class Awaited:
         self._forgotten_came = self.hides_calls = False
 
     def begin_pass(self) -> None:
-        """A forward begins after a backward: of the graphs before, only those that are sure to be whole are waited for."""
+        """A forward begins after a backward: of the earlier graphs, only those that are certain to be complete are waited for."""
         if self.spent:
             self.spent = [call for call in self.spent if call.outlasts_pass]
 
 
-# -- what hooks know of a unit and of its root -------------------------------------------------------------------------
+# -- what hooks use of a unit and of its root --------------------------------------------------------------------------
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Run(Protocol):
-    """One after the other of several modules; see `GroupedModules`."""
+    """Several modules that run one after the other; see `GroupedModules`."""
 
     busy: bool
 
     def stop(self) -> None:
-        """It ends before its last module."""
+        """The run ends before its last module."""
 
 
 class HookedRoot(Protocol):
@@ -288,13 +290,13 @@ class HookedRoot(Protocol):
         """A backward begins, or goes on."""
 
     def note_writes(self) -> None:
-        """See what was written to local rows that are watched."""
+        """Detect what was written to local rows that are watched."""
 
     def note_grouped_modules(self, grouped: Run | None) -> None:
         """A run stands between two of its modules, or runs one; `None`: it has ended."""
 
     def weights_changed(self, groups: Iterable[ParameterGroup] | None = None) -> None:
-        """Main weights were written by somebody."""
+        """Note that main weights were written."""
 
 
 class HookedUnit(Protocol):
@@ -329,10 +331,10 @@ class HookedUnit(Protocol):
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Before the forward."""
+        """Called before the forward."""
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """After it, also if it raised, with `output` None."""
+        """Called after it, also if it raised, with `output` None."""
 
     def enter_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """A module inside runs outside the unit's own forward."""
@@ -352,24 +354,24 @@ class HookedUnit(Protocol):
         """Wait for the all-gathers, and have modules show unsharded parameters."""
 
     def unregister(self) -> None:
-        """Show sharded parameters; unsharded ones stay where they are."""
+        """Show sharded parameters; unsharded ones stay in memory."""
 
     def reshard(self) -> None:
-        """Show sharded parameters and give memory back."""
+        """Show sharded parameters and free the unsharded ones."""
 
     def share_no_memory(self) -> None:
-        """Nobody knows when its weights are read."""
+        """It cannot be detected when its weights are read."""
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def pre_backward(self, call: Call) -> None:
-        """A gradient of an output is there."""
+        """A gradient of an output has arrived."""
 
     def post_backward(self, call: Call) -> None:
-        """All gradients of the call's inputs are there."""
+        """All gradients of the call's inputs have arrived."""
 
 
-UNIT = "_mfsdp_unit"  # where a module keeps its unit
+UNIT = "_mfsdp_unit"  # where a module stores its unit
 
 
 class Shown:
@@ -393,9 +395,9 @@ class Shown:
 
 
 def attach(unit: HookedUnit, modules: Sequence[nn.Module]) -> list[RemovableHandle]:
-    """Register the unit's hooks on its modules, and return what takes them away.
+    """Register the unit's hooks on its modules, and return what removes them.
 
-    A compiler that looks into a module stops at them and goes on inside.
+    A compiler that traces a module stops at them and goes on inside.
     """
     grouped = GroupedModules(unit, len(modules)) if len(modules) > 1 else None
     hooks: list[RemovableHandle] = []
@@ -463,7 +465,7 @@ def attach_inside(
         root: Its module.
 
     Returns:
-        What takes the hooks away again.
+        What removes the hooks.
     """
     this = weakref.ref(unit)
     handles: list[RemovableHandle] = []
@@ -489,7 +491,7 @@ def _find_inside(module: nn.Module, tables: set[int], found: dict[nn.Module, boo
 
 
 def _attach_inside_one(this: weakref.ref[HookedUnit], shown: Shown, module: nn.Module) -> list[RemovableHandle]:
-    # What a compiler looks into are the two quick ways out; inside the unit's own forward they are all that happens.
+    # A compiler traces only the two early returns; inside the unit's own forward nothing else happens.
     def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not shown.now:
             return enter(module, args, kwargs)
@@ -522,12 +524,12 @@ def _attach_inside_one(this: weakref.ref[HookedUnit], shown: Shown, module: nn.M
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether `fully_shard` was called on this very module."""
+    """Whether `fully_shard` was called on exactly this module."""
     return UNIT in module.__dict__
 
 
 def is_plain_lookup(module: nn.Embedding) -> bool:
-    """Whether an embedding is nothing more: its backward needs the indices alone, so no weight is gathered for it."""
+    """Whether this is a plain embedding: its backward needs the indices alone, so no weight is gathered for it."""
     return (
         type(module).forward is nn.Embedding.forward
         and len(module._parameters) == 1
@@ -539,15 +541,15 @@ def is_plain_lookup(module: nn.Embedding) -> bool:
 
 
 class GroupedModules:
-    """Where a unit of several modules stands, which run one after the other, unsharded once before the first and resharded after the last.
+    """State of a unit of several modules that run one after the other: unsharded once before the first, resharded after the last.
 
-    Small blocks cost more to gather, reduce and wait for than their bytes do. As one unit, a few of them pay once. Their number in a
-    unit is the user's choice; what follows here holds for any program that calls them:
+    For small blocks, the fixed costs of a gather and a reduction exceed the cost of their bytes. As one unit, several blocks pay these
+    once. Their number in a unit is the user's choice; the following holds for any program that calls them:
 
         the next module of the group is called      the unit stays as it is
         anything else                               what was running is resharded, and the call begins a run of its own
 
-    so a skipped module, another order, a change of grad mode or a recomputation are never wrong, only gathered more often. Every
+    so a skipped module, another order, a change of grad mode or a recomputation are never wrong, they only cost more gathers. Every
     module's result is hooked: a backward may begin at any of them. Called by themselves, outside of the root's forward, modules run
     one by one, so that nothing stays gathered afterwards.
 
@@ -568,7 +570,7 @@ class GroupedModules:
     def pre_forward(
         self, unit: HookedUnit, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:
-        """Before module `index`: go on with the run, or begin one."""
+        """Before module `index`: continue the run, or begin one."""
         expected = 0 < index == self._next and unit.uses_weights and compat.backward_task() == -1
         going_on = expected and self._with_grad == torch.is_grad_enabled()
         if going_on:
@@ -595,7 +597,7 @@ class GroupedModules:
             self._next = index + 1
             unit.context.note_grouped_modules(self)
             watch_result(unit, unit.open_call, output)
-            if not unit.is_inside_forward_of_root:  # what comes next is code of a step, which sees sharded weights
+            if not unit.is_inside_forward_of_root:  # the code of a step follows, which sees sharded weights
                 unit.unregister()
 
     def stop(self) -> None:
@@ -611,7 +613,7 @@ class GroupedModules:
 
 
 def begin_call(unit: HookedUnit, call: Call | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Cast what a module is called with, if the policy says so, and have the call end when the gradients of all inputs are there."""
+    """Cast a module's inputs, if the policy requires it, and have the call end when the gradients of all inputs have arrived."""
     policy = unit.policy
     dtype = policy.compute_dtype if policy.cast_forward_inputs else None
     if call is None and dtype is None:
@@ -674,14 +676,14 @@ def watch_result(unit: HookedUnit, call: Call | None, output: Any) -> list[Tenso
     """Have the backward of a call begin with the first gradient of what its module returned.
 
     Returns:
-        The tensors in it; none where it hides them.
+        The tensors in it; none if it hides them.
 
     Raises:
         EngineStateError: The module returned its own weights.
     """
     outputs = tensors_in(output)
     for tensor in outputs:
-        if tensor.is_leaf or tensor._is_view():  # else it was computed, so it has memory of its own
+        if tensor.is_leaf or tensor._is_view():  # otherwise it was computed, so it has memory of its own
             _refuse_own_weights(unit, outputs)
             break
     if call is None:
@@ -710,16 +712,16 @@ def watch_result(unit: HookedUnit, call: Call | None, output: Any) -> list[Tenso
             node.register_prehook(begin if inputs is None else inputs.held_by(begin, node))
         else:
             unit.leaf_hooks.append(tensor.register_hook(begin))  # type: ignore[no-untyped-call]
-        base = tensor._base  # who writes into a view in place takes the view's own node out of the graph
+        base = tensor._base  # an in-place write to a view removes the view's own node from the graph
         if base is not None and base.grad_fn is not None and id(base) not in call.given:
             base.grad_fn.register_prehook(begin if inputs is None else inputs.held_by(begin, base.grad_fn))
     return outputs
 
 
 def _watch_parameters(unit: HookedUnit) -> None:
-    """Notice a backward by the gradients it leaves, where a result hides its tensors.
+    """Detect a backward by the gradients it leaves, where a result hides its tensors.
 
-    Hooks are on the nodes that the graphs end in and go with these. Hooks on the weights themselves would stay, and layers look at those.
+    Hooks are on the nodes where the graphs end, and are freed with them. Hooks on the weights would stay, and layers check for those.
     """
     this = weakref.ref(unit)
 
@@ -737,7 +739,7 @@ def _watch_parameters(unit: HookedUnit) -> None:
 
 
 def refuse_forgotten(unit: HookedUnit) -> NoReturn:
-    """The backward of hidden results was not expected any more, so that the weights it read may not have been there."""
+    """Raise: the backward of hidden results was no longer expected, so the weights it read may already have been resharded."""
     raise EngineStateError(
         f"{unit.name}: its forward returned an object whose tensors the engine cannot see, and the backward of that came after "
         "two other backwards, when its weights were gone; return tensors, or containers of them, or call backward earlier"
@@ -745,11 +747,11 @@ def refuse_forgotten(unit: HookedUnit) -> NoReturn:
 
 
 def _refuse_own_weights(unit: HookedUnit, outputs: list[Tensor]) -> None:
-    """A result that lies in gathered memory would change or vanish once that memory is reused."""
+    """Refuse a result that lies in gathered memory: it would change or vanish once that memory is reused."""
     places = {one.client.slot.address for one in unit.weights if one.is_sharded and one.present}
     strided = [tensor for tensor in outputs if tensor.layout is torch.strided] if places else []
     if any(tensor.untyped_storage().data_ptr() in places for tensor in strided):
         raise EngineStateError(
-            f"{unit.name}: its forward returned one of its own parameters, or a view of one, whose memory is given back "
+            f"{unit.name}: its forward returned one of its own parameters, or a view of one, whose memory is freed "
             "after forward; return a copy (parameter.clone()), or keep that parameter in the module around the unit"
         )

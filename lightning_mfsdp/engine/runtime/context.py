@@ -1,6 +1,6 @@
 """Context: what the units of one root share. Streams, slots, the recorded order, the microbatch, and the end of a backward.
 
-Gathers follow the program, in an order that all ranks share: a unit gathers when it runs, and what is prefetched is what
+Gathers follow the program, in an order that all ranks share: a unit gathers when it runs, and prefetches what
 followed it last time. Reductions follow a list, see reduction_schedule.py.
 """
 
@@ -34,11 +34,11 @@ __all__ = ["Context", "Schedule", "context_of_group", "context_of_unit"]
 
 
 class Schedule:
-    """What follows what in a step, learnt while it runs. It is what gathers ahead go by, and never a script. Units are kept by number.
+    """The order of units in a step, recorded while it runs. It only guides prefetching; execution may differ. Units are stored by number.
 
     Attributes:
         ran: Units whose forward ran in this pass, in the order in which they first did.
-        last_of_forward: The unit that ended the forward before the last backward: that needs it first.
+        last_of_forward: The unit that ended the forward before the last backward: that backward needs it first.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Schedule:
         self._after_in_backward: dict[int, int] = {}
 
     def note_forward(self, unit: int) -> bool:
-        """A forward begins outside any backward. Returns whether a pass begins with it: it is the first one, or that comes again."""
+        """A forward begins outside any backward. Returns whether a pass begins with it: it is the first unit, or runs again."""
         begins = not self.ran or self.ran[0] == unit
         if begins:
             self.ran = [unit]
@@ -72,11 +72,11 @@ class Schedule:
         self._latest_backward = unit
 
     def next_forward(self, unit: int) -> int | None:
-        """What ran after a unit last time."""
+        """The unit that ran after this one last time."""
         return self._after.get(unit)
 
     def next_backward(self, unit: int) -> int | None:
-        """Whose backward began after that of a unit last time; the first time, what ran before it."""
+        """The unit whose backward began after this one's last time; the first time, the unit that ran before it."""
         following = self._after_in_backward.get(unit)
         return self._before.get(unit) if following is None else following
 
@@ -85,11 +85,11 @@ class Schedule:
         self.last_of_forward = self._latest
 
     def forget_pass(self) -> None:
-        """The next forward begins a pass, whichever it is."""
+        """The next forward begins a pass, whichever unit it is."""
         self.ran, self._latest = [], None
 
     def end_backward(self) -> None:
-        """A backward has ended, or will not go on."""
+        """A backward has ended, or will not continue."""
         self.forget_pass()
         self._latest_backward = None
 
@@ -98,18 +98,18 @@ class Context:
     """State shared by a root and the units below it.
 
     Attributes:
-        schedule: Of what follows what.
+        schedule: The order of units.
         reductions: Of gradients.
         order: Of gathers, which ranks have to share.
         lane: Of all-gathers.
-        root: The outermost unit, while it is there.
+        root: The outermost unit, while it exists.
         needs_refresh: Main weights were written since `refresh`.
-        weight_writes: How often main weights were written, as far as all ranks know: by an optimizer, a function, `load_state_dict`.
+        weight_writes: How often main weights were written, as far as known to all ranks: by an optimizer, a function, `load_state_dict`.
         gradient_writes: The same of gradients: by a backward, an optimizer, a function.
-        ignored: Parameters that were to be left as they are, by identity.
-        keeps_graph: The backward that runs, or ran last, leaves its graph for another one.
-        shown_averages: That stand in for main weights at the moment (ema.py).
-        trace: Of the step that is running, if somebody will repeat its gathers.
+        ignored: Parameters excluded from sharding, by identity.
+        keeps_graph: The current or last backward keeps its graph for another one.
+        shown_averages: Averages that currently replace main weights (ema.py).
+        trace: Trace of the step that is running, if its gathers will be repeated.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Context:
         self.schedule = Schedule()
         self._grouped: Run | None = None
         self._in_backward = self.keeps_graph = False
-        # Nobody but the backward itself holds what it runs at its end: dead once it has raised.
+        # Only the backward itself references its final callback: the reference is dead once the backward has raised.
         self._at_end: weakref.ref[Callable[[], None]] | None = None
 
     # -- units ---------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Context:
 
     @property
     def gradients(self) -> list[Gradients]:
-        """Of all groups that ever had one."""
+        """Gradients of all groups that ever had one."""
         return [group.gradients for group in self.groups if group.gradients.was_needed]
 
     @property
@@ -178,20 +178,20 @@ class Context:
 
     @property
     def hides_gradients(self) -> bool:
-        """A forward is being recorded, and gradients are set aside."""
+        """A forward is being recorded, and gradients are stored temporarily."""
         return self.reductions.hides_gradients
 
     def reduce_held_back(self) -> None:
-        """Reduce what `no_sync` holds back, before anybody looks. Collective, and known to all ranks."""
+        """Reduce what `no_sync` holds back, before gradients are read. Collective; all ranks know whether there is any."""
         if any(group.gradients.held_back is not Sync.ALL for group in self.groups):
             self.reductions.reduce_pending(self.units)
 
     def zero_held_back(self, group: ParameterGroup, index: int) -> None:
-        """Make what is held back of a parameter zeros."""
+        """Zero what is held back of a parameter."""
         group.gradients.zero_held_back(index)
 
     def end(self) -> None:
-        """The root is sharded no more."""
+        """The root is no longer sharded."""
         self._units.clear()
         self.root = lambda: None
 
@@ -207,12 +207,12 @@ class Context:
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def weights_changed(self, groups: Iterable[ParameterGroup] | None = None) -> None:
-        """Main weights (of all groups, or these) were written by somebody: compute shards are refreshed before the next all-gather."""
+        """Main weights (of all groups, or these) were written: compute shards are refreshed before the next all-gather."""
         self.weight_writes += 1
         self._outdate(self.groups if groups is None else groups)
 
     def rows_written(self, group: ParameterGroup, *, weights: bool) -> None:
-        """A function wrote to rows of a group: to main weights, or surely to something else, such as gradients."""
+        """A function wrote to rows of a group: to main weights, or definitely to something else, such as gradients."""
         if weights:
             self.weight_writes += 1
         else:
@@ -261,7 +261,7 @@ class Context:
     def _gather_whole_weights(self) -> None:
         """Weights that stay whole are gathered once after a change, all of them now, in an order that all ranks share.
 
-        Each rank may then run its units in an order of its own, or leave some out. Ranks do not agree on which of them are in use (a
+        Each rank may then run its units in an order of its own, or skip some. Ranks may differ in which of them are in use (a
         forward whose backward has not come), so that makes no difference.
         """
         for unit in reversed(self.units_in_backward_order):
@@ -283,7 +283,7 @@ class Context:
     def refresh_shown(self) -> None:
         """Weights changed; where modules show unsharded ones right now, code may read them before any other gather.
 
-        All ranks show the same then. Which units still have memory, after forwards whose backward has not come, they do not agree on.
+        All ranks show the same at that point. They may differ in which units still have memory after forwards without a backward.
         """
         if any(unit.shown.now for unit in self.units):
             self.refresh()
@@ -294,14 +294,14 @@ class Context:
         self._known_units = -1
 
     def watch(self, groups: Iterable[ParameterGroup]) -> None:
-        """Somebody may write local rows of these without a word, outside of a step: they are looked at when a pass begins."""
+        """Local rows of these may be written without notice, outside of a step: they are checked when a pass begins."""
         known = set(self._watched_groups)
         self._watched_groups += [reference for group in groups if (reference := weakref.ref(group)) not in known]
 
     def note_writes(self) -> None:
-        """See what was written to local rows that are watched."""
+        """Detect what was written to local rows that are watched."""
         groups = [group for reference in self._watched_groups if (group := reference()) is not None]
-        # The counter and the addresses are looked at here, since this is done in every step.
+        # The counter and the addresses are checked inline, since this is done in every step.
         written = [
             group
             for group in groups
@@ -318,7 +318,7 @@ class Context:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether every trained parameter is held by an optimizer that reports its steps."""
+        """Whether every trainable parameter is held by an optimizer that reports its steps."""
         units = self.units
         if self._known_units != len(units):
             entries = [entry for unit in units for group in unit.groups for entry in group.entries]
@@ -349,20 +349,20 @@ class Context:
         return None if following is None else self._units[following]()
 
     def _finish_steps(self) -> None:
-        """The own code of optimizers has raised: they show again what modules show."""
+        """An optimizer's own code has raised: optimizers again show what modules show."""
         for reference in self.unfinished_steps:
             if (finish := reference()) is not None:
                 finish()
         self.unfinished_steps.clear()
 
     def note_grouped_modules(self, grouped: Run | None) -> None:
-        """Grouped modules stand between two of them, or one runs; `None`: the run has ended."""
+        """Grouped modules are between two modules, or one runs; `None`: the run has ended."""
         if self._grouped is not grouped:
             self.interrupt()
             self._grouped = grouped
 
     def interrupt(self) -> None:
-        """Something else than the next of grouped modules comes: their run ends, unless this happens inside one of them."""
+        """Anything but the next of grouped modules runs: their run ends, unless this happens inside one of them."""
         if self._grouped is not None and not self._grouped.busy:
             self._grouped.stop()
 
@@ -373,7 +373,7 @@ class Context:
         if self._in_backward:
             if self._at_end is not None and self._at_end() is not None:
                 return
-            self.recover()  # the one before raised, and this is of the same graph or of another that was there
+            self.recover()  # the previous backward raised, and this is of the same graph or of another one
         self._in_backward, self.keeps_graph = True, compat.keeps_graph()
         self.interrupt()
         self._show_for_backward()
@@ -388,11 +388,11 @@ class Context:
             self._separate_channels()
 
     def _trains(self) -> bool:
-        """Whether the backward that runs may bring gradients of parameters, on whatever rank; `autograd.grad` of inputs does not.
+        """Whether the current backward may compute gradients of parameters, on any rank; `autograd.grad` of inputs does not.
 
-        A rank whose step uses no unit does not notice such a backward, so nothing of it may need other ranks but gathers. Which other
-        parameters a backward comes to is no question: reentrant checkpoints run one inside of it, parameters are used outside forwards,
-        and other ranks may use others. Those of a codec cannot be asked: where there are any, a backward counts as theirs.
+        A rank whose step uses no unit does not detect such a backward, so it may use no collectives but gathers. Which other parameters
+        a backward reaches cannot be determined: reentrant checkpoints run one inside of it, parameters are used outside forwards, and
+        other ranks may use others. Parameters of a codec cannot be queried: if there are any, a backward counts as reaching them.
         """
         others = False
         for unit in self.units:
@@ -407,16 +407,16 @@ class Context:
         return others or not compat.leaves_gradients_out()
 
     def _show_for_backward(self) -> None:
-        """Modules may read weights in their backward. Those of units that no call of its own brings are shown now, until the end."""
+        """Modules may read weights in their backward. Units that no call of their own will unshard show theirs from now to the end."""
         for unit in self.units:
             unit.show_for_hidden_calls()
             if not unit.awaited.calls and (unit.uses_weights or unit.step_slots is not None):
-                # What was resharded since its step goes where autograd saved it; what stayed is there.
+                # What was resharded since its step is gathered to where autograd saved it; what was kept is there already.
                 unit.unshard(None if unit.uses_weights else unit.step_slots, for_backward=True)
                 unit.register()
 
     def _watched(self, end: Callable[[], None]) -> weakref.ref[Callable[[], None]]:
-        """A reference to what a backward calls at its end. If it goes without having been called, the backward raised."""
+        """A reference to what a backward calls at its end. If it dies without having been called, the backward raised."""
         this = weakref.ref(self)
 
         def gone(reference: weakref.ref[Callable[[], None]]) -> None:
@@ -427,24 +427,24 @@ class Context:
         return weakref.ref(end, gone)
 
     def backward_raised(self) -> None:
-        """No more of a backward comes, if one was running: code sees sharded weights."""
+        """A backward, if one was running, is over: code sees sharded weights."""
         if self._in_backward:
             for unit in self.units:
                 unit.unregister()
 
     @property
     def in_backward(self) -> bool:
-        """Whether the engine knows of a backward that is running."""
+        """Whether the engine has detected a running backward."""
         return self._in_backward
 
     def note_backward(self, unit: Unit) -> Unit | None:
-        """The backward of a call begins. Returns whose is expected next."""
+        """The backward of a call begins. Returns the unit whose backward is expected next."""
         self.schedule.note_backward(unit.number)
         following = self.schedule.next_backward(unit.number)
         return None if following is None else self._units[following]()
 
     def _separate_channels(self) -> None:
-        """Where calls queue on a device, reductions and gathers of all groups get communicators of their own."""
+        """Where calls queue on a device, reductions and gathers get separate communicators in all groups."""
         for unit in self.units:
             for group in unit.groups:
                 axes = group.axes
@@ -452,7 +452,7 @@ class Context:
                 axes.outer = self.channels.separate(axes.outer) if axes.outer else None
 
     def _end_backward(self) -> None:
-        """After the last node of a backward: reduce what is missing, join the streams, be at rest."""
+        """After the last node of a backward: reduce what is missing, join the streams, reset the state."""
         if not self._in_backward:
             return
         self.reductions.finish(self.units)
@@ -463,7 +463,7 @@ class Context:
         self.reductions.run_hooks(units)
 
     def _rest(self) -> None:
-        """Nobody holds weights, nobody waits."""
+        """Release all leases and stop all waiting."""
         self.ranges.end_all("backward")
         self.pool.end_backward()
         units = self.units
@@ -479,7 +479,7 @@ class Context:
         self.schedule.end_backward()
 
     def forget_events(self) -> None:
-        """Forget what work waits for, at rest and after a synchronisation: events do not cross the border of a CUDA graph."""
+        """Forget events to wait for, between steps and after a synchronization: events must not cross the border of a CUDA graph."""
         self.lane.weights_ready = None
         self.pool.forget_events()
         for unit in self.units:
@@ -495,7 +495,7 @@ class Context:
 
 
 def context_of_unit(unit: Unit) -> Context:
-    """What a unit shares with the others of its root."""
+    """What a unit shares with the other units of its root."""
     return cast("Context", unit.context)
 
 

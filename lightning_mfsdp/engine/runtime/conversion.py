@@ -1,4 +1,4 @@
-"""What becomes of a sharded module when it is moved, converted or made plain again.
+"""What happens to a sharded module when it is moved, converted or made plain again.
 
 `module.cpu()`, `.to(dtype)`, `.half()` work on shards: the module shows this rank's rows as they were moved or cast, while the engine's
 memory, the optimizer and communication stay where they are. A forward of a converted module raises; the way back (`.to(...)`, another
@@ -29,25 +29,25 @@ __all__ = ["bring_home", "follow_conversions", "refuse_moved", "unshard_model"]
 class MovedRows(ShardedParameter):
     """A sharded parameter whose rows are elsewhere or of another dtype than the main weight.
 
-    All else is the original parameter's: a converted `nn.Parameter` is the same object. Whether it is trained, its gradient (where and of
-    the dtype that it has), what it is equal to, what users note on it.
+    All else is the original parameter's: a converted `nn.Parameter` is the same object. Whether it is trainable, its gradient (where and in
+    the dtype that it has), what it is equal to, attributes that users set.
     """
 
     shows_weight = False
 
     @classmethod
     def of(cls, rows: Rows, original: ShardedParameter) -> MovedRows:
-        """What a module shows of `home` after a conversion."""
+        """What a module shows for `home` after a conversion."""
         made = cls(rows._local_tensor.detach(), rows._spec, requires_grad=False)
         made.__dict__ = original.__dict__
         return made
 
 
 class _NotForDDP:
-    """Whoever asks which parameters DistributedDataParallel shall ignore wants to wrap shards with it.
+    """Raises when the list of parameters to ignore is read, which means that DistributedDataParallel is about to wrap shards.
 
     Args:
-        module: That it stands in.
+        module: The module it is set on.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -55,7 +55,7 @@ class _NotForDDP:
         self.names = compat.ddp_ignores(module)
 
     def give_back(self, module: nn.Module) -> None:
-        """Leave the module as it was found."""
+        """Restore the module."""
         del module.__dict__[compat.IGNORED_BY_DDP]
         if self.said is not None:
             module.__dict__[compat.IGNORED_BY_DDP] = self.said
@@ -77,7 +77,7 @@ def follow_conversions(module: nn.Module) -> None:
 
 
 def _apply_of(this: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
-    """`_apply` of one module; it does not keep the module alive."""
+    """`_apply` of one module; it holds no strong reference to the module."""
 
     def _apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         module = this()
@@ -88,7 +88,7 @@ def _apply_of(this: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
 
 
 def _converted(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
-    """What `nn.Module._apply` does, which would put other tensors where shards are."""
+    """Replaces `nn.Module._apply`, which would put other tensors in place of shards."""
     table: dict[str, Any] = module._parameters
     shown = {key: one for key, one in table.items() if isinstance(one, ShardedParameter)}
     with torch.no_grad():
@@ -124,11 +124,11 @@ def _write_home(group: ParameterGroup, entry: Entry, rows: Tensor) -> None:
 
 
 def refuse_moved(groups: Iterable[ParameterGroup | None], what: str) -> None:
-    """Raise where main weights would be written whose rows a module shows as a conversion left them; the way back would undo it.
+    """Raise if main weights would be written whose rows a module shows converted; converting back would undo the write.
 
     Args:
         groups: Of the main weights; `None` for one that is gone.
-        what: Was called.
+        what: The function that was called.
     """
     for group in groups:
         for entry in group.entries if group is not None and group.moved else ():
@@ -136,7 +136,7 @@ def refuse_moved(groups: Iterable[ParameterGroup | None], what: str) -> None:
             if isinstance(shown, MovedRows):
                 raise ShardingError(
                     f"{what}: the module shows parameter {entry.name} as a conversion left it, {_looks(shown)}, and its "
-                    f"main weight is {_looks(entry.local)}; only one of both would last. Convert the module back before "
+                    f"main weight is {_looks(entry.local)}; only one of the two would last. Convert the module back before "
                     "(module.to(...)), or call unshard_model(module) to go on with it as it is"
                 )
 
@@ -154,10 +154,10 @@ def _looks(tensor: Tensor) -> str:
 
 
 def bring_home(module: nn.Module) -> None:
-    """Write rows that were moved back into the main weights, and show these again.
+    """Write rows that were converted back into the main weights, and show these again.
 
     Raises:
-        ShardingError: They have another dtype now.
+        ShardingError: Their dtype differs from the main weights'.
     """
     for one in _shown_in(module):
         owner = owner_of(one) if isinstance(one, MovedRows) else None
@@ -183,14 +183,14 @@ def _shown_in(module: nn.Module) -> list[Any]:
 def unshard_model(module: nn.Module, *, device: torch.device | str | None = None) -> nn.Module:
     """Make a sharded module plain again, in place: whole parameters, no hooks, nothing of the engine. Collective.
 
-    Units become whole one after the other, and the engine's memory of each goes then: `device`, or where they are, holds the model once
-    and the shards of what comes next. Parameters are the objects that they were before `fully_shard`, in the dtype of main weights (that
-    of `state_dict()`). Names, ties and buffers stay; gradients go. Optimizers that stepped the sharded module cannot go on: take their
-    state before, if need be, and build them anew.
+    Units become whole one after the other, and the engine's memory of each is freed then: `device`, or where they are, holds the model
+    once and the shards of the remaining units. Parameters are the objects that they were before `fully_shard`, in the dtype of main
+    weights (that of `state_dict()`). Names, ties and buffers stay; gradients are dropped. Optimizers that stepped the sharded module
+    cannot be used further: save their state before, if necessary, and build them anew.
 
     Args:
         module: The root that was sharded, or a module with such roots inside.
-        device: Where parameters and buffers go; `None`: where they are.
+        device: Device of parameters and buffers; `None`: where they are.
 
     Returns:
         The same module.
@@ -240,7 +240,7 @@ def _check_whole_roots(module: nn.Module, found: list[Unit]) -> None:
 
 
 def _brought_to_rest(units: list[Unit]) -> list[Context]:
-    """Whom the units belong to, once nothing is gathered or waited for."""
+    """The contexts that the units belong to, once nothing is gathered or waited for."""
     contexts = list({id(unit.context): context_of_unit(unit) for unit in units}.values())
     for context in contexts:
         if context.in_backward:
@@ -255,7 +255,7 @@ def _is_shown_whole(entry: Entry) -> bool:
 
 
 def _end(unit: Unit, device: torch.device | str | None) -> None:
-    """Make what a unit owns plain; nobody else holds the unit, so its memory goes with it."""
+    """Make what a unit owns plain; nothing else references the unit, so its memory is freed with it."""
     for group in unit.groups:
         for entry in group.entries:
             _make_plain(group, entry, device)
@@ -276,6 +276,6 @@ def _make_plain(group: ParameterGroup, entry: Entry, device: torch.device | str 
 
 
 def _is_of(shown: Any, entry: Entry) -> bool:
-    """Whether a module shows this entry, and nobody has put something else there."""
+    """Whether a module shows this entry, and it was not replaced."""
     owner = owner_of(shown) if isinstance(shown, Rows) else None
     return owner is not None and owner[1] is entry

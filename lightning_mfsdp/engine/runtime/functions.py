@@ -1,4 +1,4 @@
-"""What users do with a sharded module: hold back reductions, look at full weights, run a root's methods directly."""
+"""Functions for users of a sharded module: hold back reductions, inspect full weights, run a root's methods directly."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ __all__ = [
 def no_sync(module: nn.Module, *, keep_sharded: bool = False) -> Iterator[None]:
     """Backwards inside do not communicate gradients; the next backward outside reduces everything at once.
 
-    Unreduced gradients are kept full-size in `main_grads_dtype`. `.grad` stands for them: `zero_grad()` drops them, and whoever looks has
-    them reduced first (collective).
+    Unreduced gradients are kept full-size in `main_grads_dtype`. `.grad` is a stand-in for them: `zero_grad()` drops them, and any read
+    reduces them first (collective).
 
     Args:
         module: A sharded module; the setting holds for its whole root.
@@ -49,9 +49,9 @@ def no_sync(module: nn.Module, *, keep_sharded: bool = False) -> Iterator[None]:
 
 
 def reduce_pending(module: nn.Module) -> None:
-    """Reduce now what `no_sync` kept, so that every parameter's `.grad` holds all backwards so far. All ranks call it, between backwards.
+    """Reduce now what `no_sync` held back, so that each `.grad` holds all backwards so far. All ranks call it, between backwards.
 
-    Later backwards add to it. Trained parameters that had no gradient get zero, as in a backward that communicates.
+    Later backwards add to it. Trainable parameters that had no gradient get zero, as in a backward that communicates.
     """
     context = context_of(module)
     context.reductions.reduce_pending(context.units)
@@ -61,11 +61,11 @@ def reduce_pending(module: nn.Module) -> None:
 def unshard(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
     """Inside, parameters are full plain tensors of the main weights, under all their names. Collective: enter it on every rank.
 
-    It is meant for looking and for surgery. A forward inside works as usual, on compute weights.
+    It is meant for inspection and for surgery. A forward inside works as usual, on compute weights.
 
     Args:
         module: A sharded module, one that contains some, or a part of one; everything in it is gathered at once.
-        writeback: Take over what was written to the full tensors. Every rank keeps its own rows, so write the same on
+        writeback: Copy what was written to the full tensors to the main weights. Every rank keeps its own rows, so write the same on
             all.
     """
     tables = {id(child._parameters) for child in module.modules()}
@@ -131,9 +131,9 @@ def _gathered(group: ParameterGroup, indices: list[int]) -> list[Tensor]:
 
 @contextmanager
 def gather_root(module: nn.Module) -> Iterator[None]:
-    """Have the weights of `module`'s own unit there while code calls its methods directly (a LightningModule's `training_step`).
+    """Keep the weights of `module`'s own unit unsharded while code calls its methods directly (a LightningModule's `training_step`).
 
-    Its forward hooks do not run then. The code sees sharded parameters: what it writes to them lasts, and gradients are theirs. Modules
+    Its forward hooks do not run then. The code sees sharded parameters: what it writes to them lasts, and gradients belong to them. Modules
     inside show unsharded ones during their forward, and what is computed from a parameter directly gets it unsharded (outside.py).
     In grad mode the weights stay until the backward of what was computed has ended.
     """
@@ -146,7 +146,7 @@ def gather_root(module: nn.Module) -> Iterator[None]:
         unit.use_shared()
     try:
         yield
-    except BaseException:  # an interrupt, too, must not leave weights pinned; it goes on up
+    except BaseException:  # an interrupt, too, must not leave weights pinned; re-raised
         unit.abandon()
         raise
     unit.pinned = False
@@ -159,10 +159,10 @@ def gather_root(module: nn.Module) -> Iterator[None]:
 
 
 def gather_again(module: nn.Module) -> None:
-    """Inside a backward, have the weights of `module` there for a forward of it whose hooks do not run: its activations are recomputed.
+    """Inside a backward, unshard the weights of `module` for a forward of it whose hooks do not run: its activations are recomputed.
 
-    They go when the backward of their unit has come through. Outside of a backward, and where nothing is sharded, nothing happens. Units
-    inside `module` do as ever.
+    They are resharded when the backward of their unit has ended. Outside of a backward, and where nothing is sharded, nothing happens.
+    Units inside `module` behave as usual.
     """
     if compat.backward_task() == -1:
         return
@@ -171,7 +171,7 @@ def gather_again(module: nn.Module) -> None:
 
 
 def watch_backward(module: nn.Module, loss: Tensor) -> None:
-    """Let the engine know when the backward of `loss` begins, for a root whose forward hooks did not run.
+    """Notify the engine when the backward of `loss` begins, for a root whose forward hooks did not run.
 
     Raises:
         ShardingError: `module` is not sharded itself.
@@ -185,8 +185,8 @@ def watch_backward(module: nn.Module, loss: Tensor) -> None:
 def around_backward(*modules: nn.Module) -> Iterator[None]:
     """If a backward inside raises, code after it sees sharded weights at once, so that `module.zero_grad()` clears their gradients.
 
-    Without it the engine knows as soon as autograd has let go of the backward. For a GPU that is a thread of autograd's own, and whoever
-    caught the exception may be faster.
+    Without it the engine detects this as soon as autograd has released the backward. For a GPU that happens on autograd's own thread,
+    and code that caught the exception may run first.
     """
     try:
         yield
@@ -197,7 +197,7 @@ def around_backward(*modules: nn.Module) -> Iterator[None]:
 
 
 def refresh_weights(module: nn.Module) -> None:
-    """Take over what was written to main weights by other means than a sharded optimizer or `load_state_dict`."""
+    """Note that main weights were written by other means than a sharded optimizer or `load_state_dict`."""
     context = context_of(module)
     context.weights_changed()
     context.refresh_shown()

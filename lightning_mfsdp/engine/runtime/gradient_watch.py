@@ -1,12 +1,12 @@
-"""GradientWatch: on which rank, in which unit and parameter a gradient became NaN or infinite. It looks before the reduction.
+"""GradientWatch: on which rank, in which unit and parameter a gradient became NaN or infinite. It checks before the reduction.
 
     backward of a unit     the largest absolute value of each parameter's own gradient on this rank, kept on the device
     end of a backward      which of them are not finite, with this rank and microbatch: of several the earliest microbatch counts
     before the step        one flag for each group of the reduced gradients, one reduction of flags and findings over all ranks, one
-                           copy to the host that nobody waits for
+                           copy to the host that no call waits for
 
-What the optimizer is about to use decides whether there is something to report; what was seen before the reduction, which mixes ranks,
-says where it came from. Without a watch the engine does nothing of this.
+The gradients that the optimizer is about to use decide whether there is anything to report; those before the reduction, which mixes ranks,
+show where it came from. Without a watch the engine does none of this.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["GradientWatch", "NonFiniteGradients", "NonFiniteParameter"]
 
 _MAX_LINES = 40
 _NOT_SHARDED = "(ignored_parameters)"
-# A finding is one number, so that the largest over all ranks is the earliest: microbatch, then rank, then whether it is NaN.
+# A finding is encoded as one number, so that the largest over all ranks is the earliest: microbatch, then rank, then whether it is NaN.
 _LAST_MICROBATCH = (1 << 31) - 1
 _LOW_BITS = 32
 
@@ -81,7 +81,7 @@ class NonFiniteGradients:
         return self.in_words()
 
     def in_words(self) -> str:
-        """Several lines, for people."""
+        """Several lines, for people to read."""
         lines = [f"non-finite gradients in step {self.step}"]
         if self.parameters:
             first = self.parameters[0]
@@ -121,7 +121,7 @@ class _Places:
 
 @dataclass(frozen=True)
 class _Pending:
-    """An answer on its way to the host."""
+    """A result that is being copied to the host."""
 
     step: int
     places: _Places
@@ -134,9 +134,9 @@ class _Pending:
 
 
 class GradientWatch:
-    """Looks at every gradient of a sharded module, on the rank where it arises.
+    """Checks every gradient of a sharded module, on the rank where it arises.
 
-    Make it before the backwards (and before CUDA graphs are recorded), and ask once before each optimizer step, on all ranks::
+    Create it before the backwards (and before CUDA graphs are recorded), and check once before each optimizer step, on all ranks::
 
         watch = GradientWatch(model)
         loss.backward()
@@ -144,7 +144,7 @@ class GradientWatch:
         if found is None:
             optimizer.step()
 
-    `submit` and `arrived` do the same without waiting: the answer comes a step late.
+    `submit` and `arrived` do the same without waiting: the result arrives a step late.
 
     Args:
         module: Sharded with `fully_shard`, outermost.
@@ -173,7 +173,7 @@ class GradientWatch:
         self._context.reductions.watches.append(self._look)
 
     def close(self) -> None:
-        """Look no more. What was submitted can still be read."""
+        """Stop watching. What was submitted can still be read."""
         if self._look in self._context.reductions.watches:
             self._context.reductions.watches.remove(self._look)
 
@@ -181,9 +181,9 @@ class GradientWatch:
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        """A backward, or the replay of a recorded one, is over: the next one is another microbatch. Nobody waits.
+        """A backward, or the replay of a recorded one, is over: the next one is another microbatch. Does not wait.
 
-        `submit` and `check` call it after the last backward if nobody did.
+        `submit` and `check` call it after the last backward if it was not called.
         """
         if self._is_checked:
             self._is_checked, self._microbatch = False, 0
@@ -201,7 +201,7 @@ class GradientWatch:
 
     @torch.no_grad()
     def submit(self, parameters: Iterable[Tensor] | None = None, *, step: int = 0) -> None:
-        """Ask all ranks whether a reduced gradient is not finite, and where it came from. Collective; nobody waits.
+        """Check on all ranks whether a reduced gradient is not finite, and where it came from. Collective; does not wait.
 
         Args:
             parameters: Those that an optimizer is about to step, as it holds them. `None`: all.
@@ -223,7 +223,7 @@ class GradientWatch:
         """What earlier calls of `submit` found, in their order; each once. Not collective.
 
         Args:
-            wait: For the answers that are still under way. Otherwise they come with a later call.
+            wait: Wait for the results that are still under way. Otherwise a later call returns them.
         """
         found = []
         while self._pending and (wait or self._pending[0].is_there):
@@ -232,14 +232,14 @@ class GradientWatch:
         return found
 
     def check(self, parameters: Iterable[Tensor] | None = None, *, step: int = 0) -> NonFiniteGradients | None:
-        """`submit`, and wait for the answer: `None` if all is finite. The same on all ranks; collective."""
+        """`submit`, and wait for the result: `None` if all is finite. The same on all ranks; collective."""
         self.submit(parameters, step=step)
         return self._read(self._pending.pop())
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _follow_units(self) -> None:
-        """Make room for the units there are now. What no rank has in its tables yet is noticed after its reduction only."""
+        """Enlarge the tables for the present units. What no rank has in its tables yet is detected only after its reduction."""
         groups = [group for unit in self._context.units for group in unit.groups]
         if groups == self._places.groups:
             return
@@ -252,7 +252,7 @@ class GradientWatch:
             self._first = torch.zeros(2, places.count, dtype=torch.int64, device=device)
 
     def _look(self, unit: Unit) -> None:
-        """The gradients of a unit are there, and were not reduced yet."""
+        """The gradients of a unit have arrived, and are not reduced yet."""
         with torch.no_grad():
             for group in unit.groups:
                 start = self._places.starts.get(group)
@@ -296,7 +296,7 @@ class GradientWatch:
         return torch.isfinite(torch.stack(largest)).logical_not()
 
     def _host_table(self, like: Tensor) -> Tensor:
-        """Memory on the host for a table; page-locked memory is asked for rarely."""
+        """Memory on the host for a table; page-locked memory is allocated rarely."""
         while self._free:
             table = self._free.pop()
             if table.shape == like.shape:

@@ -36,7 +36,7 @@ class ParameterView:
     """One sharded parameter as this rank sees it.
 
     Attributes:
-        name: First full name inside the module asked about.
+        name: First full name inside the inspected module.
         names: All names (tied weights have several).
         shape: Global shape.
         dtype: Of the main weight.
@@ -44,9 +44,9 @@ class ParameterView:
         rows: Rows of dim 0 this rank owns; a 0-D parameter counts as one row.
         unit: Name of the unit that owns it.
         main: The owned rows of the main weight, `[len(rows), *shape[1:]]`.
-        dtensor: What `module.parameters()` gives.
+        dtensor: What `module.parameters()` yields.
         local: What an elementwise optimizer steps; shares memory with `main`.
-        requires_grad: Whether it is trained.
+        requires_grad: Whether it is trainable.
     """
 
     name: str
@@ -77,7 +77,7 @@ class UnitView:
         num_parameters: Elements of all its parameters, whole.
         padding_fraction: Cells of its address spaces that belong to no parameter, relative to `num_parameters`.
         main_bytes: Main weights; in host memory under offload="optimizer".
-        held_bytes: Compute weights that stay in memory beside them.
+        held_bytes: Compute weights that stay in memory in addition.
         gradient_bytes: Gradient buffers at the moment; none once gradients were cleared and the next forward has begun.
         full_bytes: Gathered weights while the unit runs.
         stays_gathered: They also stay between forward and backward.
@@ -96,7 +96,7 @@ class UnitView:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlatGradient:
-    """Reduced gradients of one group on this rank. Cells between parameters are zero, so `tensors` may be checked as they are."""
+    """Reduced gradients of one group on this rank. Cells between parameters are zero, so `tensors` may be checked whole."""
 
     unit: str
     tensors: list[Tensor]
@@ -130,7 +130,7 @@ def context_of(module: nn.Module) -> Context:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard(module)` was called on this very module."""
+    """Whether `fully_shard(module)` was called on exactly this module."""
     return unit_of(module) is not None
 
 
@@ -151,10 +151,10 @@ def sharded_parameters(module: nn.Module) -> list[ParameterView]:
 
 
 def refuse_unsharded(module: nn.Module) -> None:
-    """Refuse parameters that came into a sharded module later: nobody shards or reduces them.
+    """Refuse parameters that were added to a sharded module later: they would be neither sharded nor reduced.
 
     Raises:
-        ShardingError: With their names. Those in `ignored_parameters` are meant to be so.
+        ShardingError: With their names. Those in `ignored_parameters` are permitted.
     """
     ignored = context_of(module).ignored
     names = [
@@ -199,7 +199,7 @@ def flat_gradients(module: nn.Module) -> list[FlatGradient]:
 def local_gradients(group: ParameterGroup, entries: list[int] | None = None) -> list[Tensor]:
     """What this rank holds of the gradients of a group.
 
-    Whole flat segments if every parameter is wanted and has a gradient, else one tensor for each.
+    Whole flat segments if every parameter is requested and has a gradient, otherwise one tensor for each.
     Cells between parameters are zero in the segments, so norms and finite checks may read them.
     """
     group.reduce_held_back()

@@ -20,7 +20,7 @@ __all__ = ["lerp_"]
 
 
 class _Pair(NamedTuple):
-    """A target and its source; plain ones that the engine does not manage have no entry."""
+    """A target and its source; plain tensors that the engine does not manage have no entry."""
 
     name: str
     target: Tensor
@@ -33,13 +33,13 @@ class _Pair(NamedTuple):
 def lerp_(targets: nn.Module | Iterable[Tensor], sources: nn.Module | Iterable[Tensor], weight: float) -> None:
     """`target += weight * (source - target)` for every parameter, in place: an average with momentum m has `weight=1 - m`.
 
-    Main weights are read and written, in the target's dtype, whatever a module shows at the moment; the next forward sees them. Where two
+    Main weights are read and written, in the target's dtype, whatever a module shows at the moment; the next forward uses them. Where two
     models are sharded alike nothing is communicated and there is one launch; otherwise all rows that lie elsewhere travel in one exchange.
     Collective: all ranks call it, with the same parameters in the same order. Buffers are left alone.
 
     Args:
         targets: A module, sharded or not, or parameters.
-        sources: The same. Of two modules, parameters meet by name, and those that only the sources have are left out (a student's
+        sources: The same. Of two modules, parameters are matched by name, and those that only the sources have are skipped (a student's
             predictor); otherwise one by one.
         weight: 0 leaves the targets as they are, 1 makes them equal to the sources.
 
@@ -106,7 +106,7 @@ def _pairs(targets: nn.Module | Iterable[Tensor], sources: nn.Module | Iterable[
         if len(first) != len(second):
             raise ShardingError(
                 f"lerp_: expected as many sources as targets, got {len(second)} and {len(first)}; where one model has more layers, pass "
-                "modules, whose parameters meet by name, or the parts that correspond"
+                "modules, whose parameters are matched by name, or the parts that correspond"
             )
         met = [(f"number {index}", *pair) for index, pair in enumerate(zip(first, second, strict=True))]
     return [_pair(*one) for one in met]

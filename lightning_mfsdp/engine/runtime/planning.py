@@ -1,6 +1,6 @@
-"""MemoryPlanner: after the first backwards, where gathered weights live and which of them stay between forward and backward.
+"""MemoryPlanner: after the first backwards, decides where gathered weights live and which of them stay between forward and backward.
 
-Fixed slots are planned when a step shows something new (storage.py). Memory that would lie idle may be spent on weights that
+Fixed slots are planned when a step shows something new (storage.py). Memory that would be unused may be spent on weights that
 stay gathered: what a step needs is known once two of them have run, the optimizer's state included. What is left then, less a
 reserve, goes to units from the last one backwards: their backward comes first, so they hold memory for the shortest time.
 All ranks decide alike, because a unit is gathered by all of them or by none.
@@ -26,28 +26,28 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryPlanner", "spare_bytes", "those_that_fit"]
 
-# Backwards in which all ranks are sure to plan slots at the same time: the first shows the units, the second what is gathered
-# ahead; and the one after it is decided what stays gathered.
+# Backwards in which all ranks are certain to plan slots at the same time: the first shows the units, the second what is gathered
+# ahead; and the one after the decision which weights stay gathered.
 _PLANNED_TOGETHER = 2
-# Of the device's memory, left alone: for what comes later (a larger batch, a metric, another library).
+# Part of the device's memory that is left free, for later needs (a larger batch, a metric, another library).
 _RESERVE = 0.1
 
 
 class MemoryPlanner:
-    """Looks at a root's memory when a backward has ended."""
+    """Plans a root's memory when a backward has ended."""
 
     def __init__(self, pool: SlotPool, channels: Channels, mesh: Mesh, device: torch.device) -> None:
         self._pool, self._channels, self._mesh, self._device = pool, channels, mesh, device
         self._decided_at: int | None = None
 
     def after_backward(self, number: int, units: Sequence[Unit], event: Event, *, has_stepped: bool) -> None:
-        """Decide what there is to decide.
+        """Make the decisions that are due.
 
         Args:
             number: How many backwards have ended.
             units: Of the root, in backward order.
             event: After all work issued so far.
-            has_stepped: An optimizer has stepped, so its state is there and a step's memory is known.
+            has_stepped: An optimizer has stepped, so its state exists and a step's memory is known.
         """
         if self._pool.pooled and not self._pool.is_plan_held:
             self._pool.finish_step(event, self._allocator(number, units))
@@ -88,12 +88,12 @@ class MemoryPlanner:
         everyone: list[tuple[bool, list[str]]] = [own for _ in range(axis.size)]
         dist.all_gather_object(everyone, own, group=axis.group)
         if any(outdated for outdated, _ in everyone):
-            self._pool.outdate()  # one plans, all plan: making symmetric memory takes all ranks
+            self._pool.outdate()  # if one plans, all plan: allocating symmetric memory needs all ranks
         return self._channels.allocator(axis) if all(plan == own[1] for _, plan in everyone) else None
 
 
 def spare_bytes(device: torch.device, axes: Sequence[Axis]) -> int:
-    """Memory of the device that nobody holds, less a reserve; the least of all ranks. Collective over `axes`; 0 on CPU."""
+    """Free memory of the device, less a reserve; the minimum over all ranks. Collective over `axes`; 0 on CPU."""
     if device.type == "cpu":
         return 0
     free, total = torch.cuda.mem_get_info(device)

@@ -1,7 +1,7 @@
 """ReductionSchedule: when the gradients of which unit are reduced, in an order that all ranks share.
 
-The order is a list that rank 0 dictates at the first backward: a unit that is ready early waits for its turn, and one whose
-gradients never came (unused on this rank) is reduced as zeros at the end. Parameters that no rank used have no gradient (usage.py).
+The order is a list that rank 0 determines at the first backward: a unit that is ready early waits for its turn, and one whose
+gradients never arrive (unused on this rank) is reduced as zeros at the end. Parameters that no rank used have no gradient (usage.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_BUCKETS = 2
 
 
 class _InFlight(NamedTuple):
-    """A unit's reduction that was issued. Until `done`, its buckets are held and what fills them is kept from the allocator."""
+    """A unit's reduction that was issued. Until `done`, its buckets and the tensors that fill them are kept alive."""
 
     gradients: list[Gradients]
     fillings: list[Filling]
@@ -45,11 +45,11 @@ class ReductionSchedule:
     Attributes:
         sync: How far the gradients of the current microbatch are reduced.
         started: Collectives issued for gradients so far, for inspection.
-        zeros_unused: Parameters that no rank used get zeros as their gradient, and not none.
-        recordings: How many CUDA graphs backwards are or will be part of. A graph cannot ask whether a parameter was used: zeros then, too.
-        is_idle: The backward that runs brings no gradients of parameters.
-        hides_gradients: A forward is being recorded, and gradients are set aside.
-        watches: Called with a unit whose gradients are there and not reduced yet, mostly none (gradient_watch.py).
+        zeros_unused: Parameters that no rank used get zeros as their gradient, instead of none.
+        recordings: How many CUDA graphs include backwards, now or later. A graph cannot query whether a parameter was used: zeros then.
+        is_idle: The current backward computes no gradients of parameters.
+        hides_gradients: A forward is being recorded, and gradients are stored temporarily.
+        watches: Called with each unit whose gradients have arrived and are not reduced yet; mostly empty (gradient_watch.py).
     """
 
     def __init__(self, streams: Streams, ranges: Ranges, order: GatherOrder, *, zeros_unused: bool) -> None:
@@ -88,7 +88,7 @@ class ReductionSchedule:
         return ordered or list(units[::-1])
 
     def begin(self, groups: Sequence[ParameterGroup]) -> bool:
-        """A backward of a root with these groups begins. Returns whether there is an order yet."""
+        """A backward of a root with these groups begins. Returns whether the order is fixed yet."""
         self._turn = 0
         for group in groups:
             if group.gradients.held_back is not Sync.ALL:
@@ -98,8 +98,8 @@ class ReductionSchedule:
     def agree_on_order(self, units: Sequence[Unit], ran: Sequence[Unit], mesh: Mesh, device: torch.device) -> None:
         """Fix the order of reductions: reverse of rank 0's first forward; then units that did not run.
 
-        Units whose parameters others share come last (weights tied between the two ends of a model are done when all is), and
-        so do those whose end nobody notices because no input of theirs needs a gradient. Collective.
+        Units whose parameters others share come last (weights tied between the two ends of a model are complete only at the end), and
+        so do those whose end cannot be detected because none of their inputs needs a gradient. Collective.
 
         Args:
             units: Of the root, in the order they were sharded.
@@ -118,7 +118,7 @@ class ReductionSchedule:
         self._order = [weakref.ref(units[index]) for index in message[0]]
 
     def unit_done(self, unit: Unit) -> None:
-        """A unit's gradients are all there. Reduce it and whoever waited for it, if it is their turn."""
+        """A unit's gradients are complete. If it is its turn, reduce it and the units that waited for it."""
         if self.is_idle:
             return
         self._done.add(id(unit))
@@ -151,7 +151,7 @@ class ReductionSchedule:
                 self._reduce(waiting)
 
     def _trained(self, groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
-        """Those whose gradients are wanted, or were when they were held back; what came for others is dropped."""
+        """Groups whose gradients are required, or were when they were held back; gradients of others are dropped."""
         trained = []
         for group in groups:
             if is_trained(group) or group.gradients.frozen_since:
@@ -161,14 +161,14 @@ class ReductionSchedule:
         return trained
 
     def _make_room(self, groups: Sequence[ParameterGroup]) -> None:
-        """Have the buckets of some reductions free, which come next on all ranks."""
+        """Free the buckets needed for the given reductions, which come next on all ranks."""
         if self._gather_order.has_reductions and (first := groups[0]).placement.weight:
             self._gather_order.note(first.weights.number, first.name, REDUCTION)
         while len(self._in_flight) >= _MAX_BUCKETS or any(self._is_on_its_way(group.gradients) for group in groups):
             self._retire()
 
     def _is_on_its_way(self, gradients: Gradients) -> bool:
-        """Whether a bucket of them is in flight."""
+        """Whether a bucket of theirs is in flight."""
         return any(gradients in sent.gradients for sent in self._in_flight)
 
     def _reduce(self, groups: Sequence[ParameterGroup]) -> None:
@@ -188,7 +188,7 @@ class ReductionSchedule:
         self._in_flight.append(_InFlight(each, fillings, done))
 
     def _reduce_over_outer_axis(self, group: ParameterGroup) -> None:
-        """What was reduced over the shard axis and waits for the other."""
+        """Gradients that were reduced over the shard axis and wait for the other."""
         self._make_room([group])
         gradients = group.gradients
         adds = gradients.prepare_partial()
@@ -204,7 +204,7 @@ class ReductionSchedule:
         self._in_flight.append(_InFlight([gradients], [], done))
 
     def _retire(self) -> None:
-        """Wait, on the compute stream, for the oldest reduction and give its buckets back."""
+        """Wait, on the compute stream, for the oldest reduction and free its buckets."""
         oldest = self._in_flight.popleft()
         if oldest.done is not None:
             self._streams.wait(oldest.done)
@@ -216,7 +216,7 @@ class ReductionSchedule:
         groups = [group for unit in units for group in unit.groups]
         if self.is_idle:
             for group in groups:
-                group.gradients.writes.end()  # what layers wrote that write in every backward
+                group.gradients.writes.end()  # gradients of layers that write in every backward
             return
         for reference in self._order[self._turn :]:
             unit = reference()
@@ -275,13 +275,13 @@ class ReductionSchedule:
             group.gradients.finish()
 
     def run_hooks(self, units: Sequence[Unit]) -> None:
-        """Those of parameters whose gradients were reduced last, in an order that all ranks share."""
+        """Hooks of parameters whose gradients were reduced last, in an order that all ranks share."""
         fresh, self._with_news = {id(group) for group in self._with_news}, []
         if fresh:
             run_gradient_hooks([group for unit in self.in_order(units) for group in unit.groups if id(group) in fresh])
 
     def _has_unreduced(self, unit: Unit) -> bool:
-        """Whether gradients of a unit are there that nobody took; those that nobody wants are dropped."""
+        """Whether there are gradients of a unit that were not taken yet; those that are not required are dropped."""
         found = False
         for group in unit.groups:
             if _has_news(group):
@@ -296,7 +296,7 @@ class ReductionSchedule:
         return any(group.gradients.communicates(self.sync) for group in unit.groups)
 
     def drop(self, groups: Sequence[ParameterGroup]) -> None:
-        """A backward raised: what it left is forgotten."""
+        """A backward raised: forget what it left."""
         while self._in_flight:
             self._retire()
         for group in groups:
@@ -307,7 +307,7 @@ class ReductionSchedule:
         self._done.clear()
 
     def forget_events(self) -> None:
-        """Wait for nothing that was issued; see `Context.forget_events`."""
+        """Drop the events of what was issued; see `Context.forget_events`."""
         self._in_flight = deque(sent._replace(done=None) for sent in self._in_flight)
 
     @contextmanager
@@ -321,7 +321,7 @@ class ReductionSchedule:
 
 
 def _has_news(group: ParameterGroup) -> bool:
-    """Whether autograd, code outside of forwards or a layer left gradients that nobody took."""
+    """Whether autograd, code outside of forwards or a layer left gradients that were not taken yet."""
     for entry in group.entries:
         if entry.full.grad is not None:
             return True

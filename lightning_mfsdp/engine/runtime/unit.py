@@ -5,8 +5,8 @@
     pre-backward    unshard into the same buffer, prefetch the unit that comes next in backward
     post-backward   reshard; once no other call of the unit is awaited, its gradients are ready to be reduced
 
-When these moments come is told by hooks (call.py). Post-backward comes with the gradients of the unit's inputs: autograd runs what was
-recorded last first, so when they are there, everything inside the unit has run.
+Hooks detect these moments (call.py). Post-backward comes with the gradients of the unit's inputs: autograd runs what was
+recorded last first, so when they have arrived, everything inside the unit has run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 def is_trained(group: ParameterGroup) -> bool:
-    """Whether a gradient of any of its parameters is wanted now."""
+    """Whether a gradient of any of its parameters is required now."""
     for entry in group.entries:  # noqa: SIM110 - a generator and `Entry.is_trained` cost host time, in every unit
         if entry.full.requires_grad and entry.local.requires_grad:
             return True
@@ -66,11 +66,11 @@ class Reductions(Protocol):
     """When the gradients of which unit are reduced; see `ReductionSchedule`."""
 
     def unit_done(self, unit: Unit) -> None:
-        """All its gradients of this backward are there."""
+        """All its gradients of this backward have arrived."""
 
 
 class Schedule(Protocol):
-    """What follows what in a step; see context.py.
+    """The order of units in a step; see context.py.
 
     Attributes:
         last_of_forward: The number of the unit that ended the forward before the last backward.
@@ -80,12 +80,12 @@ class Schedule(Protocol):
 
 
 class Root(HookedRoot, Protocol):
-    """What a unit asks of the root it shares with others, and tells it; see `Context`.
+    """What a unit requires of the root it shares with others, and reports to it; see `Context`.
 
     Attributes:
-        root: The outermost unit, while it is there.
+        root: The outermost unit, while it exists.
         needs_refresh: Main weights were written since `refresh`.
-        trace: Of the step that is running, if somebody will repeat its gathers.
+        trace: Trace of the step that is running, if its gathers will be repeated.
     """
 
     root: Callable[[], Unit | None]
@@ -102,7 +102,7 @@ class Root(HookedRoot, Protocol):
 
     @property
     def schedule(self) -> Schedule:
-        """What follows what."""
+        """The order of units."""
 
     @property
     def reductions(self) -> Reductions:
@@ -112,20 +112,20 @@ class Root(HookedRoot, Protocol):
         """Bring compute shards up to date with main weights."""
 
     def interrupt(self) -> None:
-        """Something else than the next of grouped modules comes."""
+        """Anything but the next of grouped modules runs."""
 
     def note_forward(self, unit: Unit) -> Unit | None:
-        """A forward begins outside any backward. Returns which came next last time."""
+        """A forward begins outside any backward. Returns the unit that came next last time."""
 
     def note_backward(self, unit: Unit) -> Unit | None:
-        """The backward of a call begins. Returns whose is expected next."""
+        """The backward of a call begins. Returns the unit whose backward is expected next."""
 
 
 class Unit:
     """The engine's side of one sharded module, or of several that run one after the other (`GroupedModules`).
 
     Attributes:
-        name: Class name of the module until a root knows it by its full name.
+        name: Class name of the module until a root assigns its full name.
         number: Among the units of its root.
         groups: Parameters it owns.
         shared_groups: Groups of other units whose parameters this module shares (tied weights).
@@ -133,16 +133,16 @@ class Unit:
         context: Shared by all units of a root.
         awaited: Calls from which gradients may still come.
         weights: Of all of these groups.
-        notices_end: Some call had an input that needs a gradient: the end of its backward is noticed.
-        leaf_hooks: On results that nothing computed; taken away when a backward has ended.
-        uses_weights: It has a lease on each of them.
-        shown: Whether its modules show them.
+        notices_end: Some call had an input that needs a gradient: the end of its backward is detected.
+        leaf_hooks: Hooks on results that are leaves; removed when a backward has ended.
+        uses_weights: It holds a lease on each of its weights.
+        shown: Whether its modules show unsharded parameters.
         may_keep_unsharded: Weights stay between forward and backward if there is memory to spare (planning.py).
-        pinned: Stays so through the end of a backward: code around it is still running (`gather_root`).
+        pinned: It stays unsharded through the end of a backward: code around it is still running (`gather_root`).
         outside_for: Parameters of it were used outside of a forward that has a call: by themselves (outside.py), or by modules in a step of
-            the root. Their gradients may come at any time of so many backwards.
+            the root. Their gradients may arrive at any time in this many backwards.
         step_slots: Where saved tensors of such code expect the weights, by group; it has no call.
-        undo: What else `fully_shard` did to its modules is taken back by these.
+        undo: Callbacks that undo what else `fully_shard` did to its modules.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Unit:
         self.awaited = Awaited()
         self._open_calls: list[Call | None] = []
         self._running = 0
-        self._recomputed = 0  # forwards that ran inside this backward, and whose own backward is not over
+        self._recomputed = 0  # forwards that ran inside this backward, and whose own backward has not ended
         self._runs_without_gradients = self._is_called_inside = False
         self._is_grouped = len(modules) > 1
         self.leaf_hooks: list[RemovableHandle] = []
@@ -200,7 +200,7 @@ class Unit:
         return [table for group in self.all_groups for entry in group.entries for table, _ in entry.sites]
 
     def hook_inside(self) -> None:
-        """Have modules inside the outermost unit show its parameters where they are called by themselves."""
+        """Have modules inside the outermost unit show its parameters when they are called by themselves."""
         self.unhook_inside()
         for reference in self._modules:
             module = reference()
@@ -208,7 +208,7 @@ class Unit:
                 self._inside += attach_inside(self, self.shown, self.tables, module)
 
     def end(self) -> None:
-        """Its modules are sharded no more, and do not hold it."""
+        """Its modules are no longer sharded, and hold no reference to it."""
         self.awaited.end_backward(self.context.backwards_finished, keeps_graph=False)
         self.rest(keeps_graph=False)
         self.unhook_inside()
@@ -222,14 +222,14 @@ class Unit:
                 module.__dict__.pop(UNIT, None)
 
     def unhook_inside(self) -> None:
-        """It is no outermost unit any more."""
+        """It is no longer an outermost unit."""
         for handle in self._inside:
             handle.remove()
         self._inside.clear()
 
     @property
     def is_trainable(self) -> bool:
-        """Whether any parameter it owns wants a gradient now."""
+        """Whether any parameter it owns requires a gradient now."""
         for group in self.groups:  # noqa: SIM110 - as below
             if is_trained(group):
                 return True
@@ -237,7 +237,7 @@ class Unit:
 
     @property
     def is_done(self) -> bool:
-        """Whether no gradient comes any more of a call of it, or of a module that shares its parameters."""
+        """Whether no further gradient will arrive from a call of it, or of a module that shares its parameters."""
         if self.outside_for:
             return False
         if len(self.users) == 1:
@@ -245,11 +245,11 @@ class Unit:
         return all((user := reference()) is None or user.awaited.is_over() for reference in self.users)
 
     def use_outside(self) -> None:
-        """Parameters of it are used in grad mode where no call tells when gradients come: in the next two backwards, as those of calls."""
+        """Parameters of it are used in grad mode outside of calls: gradients may arrive in the next two backwards, as those of calls."""
         self.outside_for = 2
 
     def use_shared(self) -> None:
-        """A step of the root reads, or goes on reading, what other units own, which cannot know of it."""
+        """A step of the root reads, or goes on reading, what other units own, which cannot detect it."""
         for group in self.shared_groups:
             if (owner := group.unit()) is not None:
                 owner.use_outside()
@@ -259,12 +259,12 @@ class Unit:
     def unshard(
         self, buffers: list[Slot | None] | None = None, *, ahead: bool = False, for_backward: bool = False
     ) -> None:
-        """Start the all-gather of every group that is not there yet.
+        """Start the all-gather of every group that is not gathered yet.
 
         Args:
             buffers: Where saved tensors expect the weights, by group.
-            ahead: Nobody reads them yet; see `Weights.unshard`.
-            for_backward: What a backward reads is wanted, and not what a forward reads.
+            ahead: They are not read yet; see `Weights.unshard`.
+            for_backward: Gather what a backward reads, not what a forward reads.
         """
         if self.context.needs_refresh:
             self.context.refresh()
@@ -292,7 +292,7 @@ class Unit:
                 weights.leases += 1
 
     def has_at_hand(self, group: ParameterGroup) -> bool:
-        """Whether unsharded parameters of one of its groups equal the main weights and stay where they are until a backward has ended."""
+        """Whether unsharded parameters of one of its groups equal the main weights and stay in place until a backward has ended."""
         weights = group.weights
         stays = not weights.is_sharded or (self is self.context.root() and (self.pinned or bool(self._open_calls)))
         if not (stays and weights.follows_main):
@@ -302,7 +302,7 @@ class Unit:
         return True
 
     def unregister(self) -> None:
-        """Have modules show sharded parameters; unsharded ones stay where they are."""
+        """Have modules show sharded parameters; unsharded ones stay in memory."""
         self.shown.now, self.shown.by = False, None
         for group in self.all_groups:
             if not self._is_shown_by_others(group):
@@ -317,7 +317,7 @@ class Unit:
         return any(user.shown.now and group in user.all_groups for user in users)
 
     def reshard(self) -> None:
-        """Show sharded parameters and give memory back, unless code around it is still running or a unit that shares a group uses it."""
+        """Show sharded parameters and free memory, unless code around it is still running or a unit that shares a group uses it."""
         if self.pinned:
             if self.shown.by is None:
                 self.unregister()
@@ -338,7 +338,7 @@ class Unit:
                 weights.unregister()
 
     def _end_lease(self) -> None:
-        """It does not use its weights any more. What nobody uses stays in memory for as long as nobody else wants that."""
+        """It no longer uses its weights. Weights that no unit uses stay in memory until that memory is needed."""
         if self.uses_weights:
             self.uses_weights = False
             for weights in self.weights:
@@ -359,10 +359,10 @@ class Unit:
         return begin_call(self, call, args, kwargs)
 
     def enter(self, *, shows: bool = True) -> None:
-        """Have unsharded parameters there, and the next unit's on their way.
+        """Unshard parameters, and prefetch the next unit's.
 
         Args:
-            shows: Modules show them; else each does during its own forward (`enter_inside`).
+            shows: Modules show them; otherwise each does during its own forward (`enter_inside`).
         """
         self._runs_without_gradients = not (torch.is_grad_enabled() or compat.in_function_forward())
         if self.shared_groups:
@@ -370,9 +370,9 @@ class Unit:
         context, following = self.context, None
         if compat.backward_task() != -1:
             context.interrupt()
-            context.begin_backward()  # and not in a backward inside this one, by which reentrant checkpointing goes on
+            context.begin_backward()  # and not in a backward inside this one, which reentrant checkpointing runs
             self._recomputed += 1
-            # Where a backward of this unit has them already, what is recomputed reads them, too.
+            # If they are gathered for a backward of this unit already, what is recomputed reads the same.
             self.unshard(None if self.uses_weights else self._latest_buffers())
         else:
             following = context.note_forward(self)
@@ -395,7 +395,7 @@ class Unit:
         if self._is_called_inside:
             args, kwargs = self.pre_forward(module, args, kwargs)
         else:
-            self.unshard()  # takes in what was written since
+            self.unshard()  # includes what was written since
             self.register()
         self.shown.by, self.shown.depth = module, 1
         return args, kwargs
@@ -411,12 +411,12 @@ class Unit:
             self.refuse_lost_writes()
 
     def enter_again(self) -> None:
-        """Have there what a forward reads: a part of it is recomputed inside a backward, and no hook of it runs."""
+        """Gather what a forward reads: a part of it is recomputed inside a backward, and none of its hooks runs."""
         if not self.uses_weights:
             self.enter()
             return
         for weights in self.weights:
-            weights.unshard()  # a codec may keep other bytes for forward than for backward
+            weights.unshard()  # a codec may keep different bytes for forward and for backward
             weights.register()
 
     def _check_owners(self) -> None:
@@ -436,7 +436,7 @@ class Unit:
         failed = output is None and sys.exc_info()[0] is not None
         if failed:
             if compat.backward_task() != -1:
-                return  # or stopped early, because all that is recomputed is there; the backward goes on, or ends everything
+                return  # or recomputation stopped early, because it has all it needs; the backward goes on, or ends everything
             if call is not None:
                 call.inputs = None  # hooks of the inputs hold the call, and it would hold the graph
             self.abandon()
@@ -458,10 +458,10 @@ class Unit:
         self.leave(reshard=call is None or not call.hides)
 
     def leave(self, *, reshard: bool) -> None:
-        """After forward: give weights back, unless they are needed again at once.
+        """After forward: reshard weights, unless they are needed again at once.
 
         Args:
-            reshard: False where a backward may come that nobody would notice: the module returned no tensor to hook.
+            reshard: False where a backward may come undetected: the module returned no tensor to hook.
         """
         if compat.backward_task() != -1 or self._open_calls:
             return
@@ -476,7 +476,7 @@ class Unit:
         if not (unnoticed or (keeps and torch.is_grad_enabled())):
             self.reshard()
         else:
-            # Outside of forwards `parameters()` are those that have gradients and take what is written.
+            # Outside of forwards `parameters()` must yield those that have gradients and accept writes.
             self.unregister()
             if not (is_root or unnoticed):
                 self._end_lease()
@@ -484,18 +484,18 @@ class Unit:
 
     @property
     def keeps_after_forward(self) -> bool:
-        """Whether its weights stay between forward and backward whatever was asked for: the root's, and those that backward needs first."""
+        """Whether its weights stay between forward and backward regardless of the option: the root's, and those backward needs first."""
         return self is self.context.root() or self.context.schedule.last_of_forward == self.number
 
     def refuse_lost_writes(self) -> None:
-        """Raise where a forward wrote to weights that cannot take it over; see `Weights.unregister`."""
+        """Raise if a forward wrote to weights that cannot adopt it; see `Weights.unregister`."""
         for weights in self.weights:
             if weights.lost_writes and not sys.exc_info()[0]:
                 weights.refuse_lost_writes()
 
     @property
     def reads_unnoticed(self) -> bool:
-        """Whether a backward may begin with a hidden result of it, so that weights are read before anybody hears of it."""
+        """Whether a backward may begin with a hidden result of it, so that weights are read before the engine is notified."""
         awaited = self.awaited
         hidden = [call for call in awaited.spent if call.hides and call.outlasts_pass] if awaited.spent else None
         if not hidden:
@@ -505,7 +505,7 @@ class Unit:
         return self.awaited.hides_calls or not (is_notified and all(call.notifies_root for call in hidden))
 
     def share_no_memory(self) -> None:
-        """Nobody knows when its weights are read."""
+        """Keep its weights out of shared memory: it cannot be detected when they are read."""
         for weights in self.weights:
             if weights.is_sharded:
                 self.context.lane.pool.keep_alone(weights.client)
@@ -542,7 +542,7 @@ class Unit:
         call = self.awaited.new_call() if self.all_groups else None
         if call is not None:
             root = self.context.root()
-            # A root without parameters makes no calls, so nothing tells it of a backward but a step (`watch_backward`).
+            # A root without parameters makes no calls, so only a step notifies it of a backward (`watch_backward`).
             call.notifies_root = self.is_inside_root and root is not None and (root.pinned or bool(root.all_groups))
         return call
 
@@ -556,7 +556,7 @@ class Unit:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def pre_backward(self, call: Call) -> None:
-        """A gradient of an output is there; the call's own nodes run next, unless it returned an input as it was."""
+        """A gradient of an output has arrived; the call's own nodes run next, unless it returned an input unchanged."""
         context = self.context
         if torch.is_grad_enabled() and any(weights.is_sharded for weights in self.weights):
             raise EngineStateError(
@@ -580,8 +580,8 @@ class Unit:
             following.prefetch_for_backward()
 
     def post_backward(self, call: Call) -> None:
-        """All gradients of the call's inputs are there, so its share of the parameters' gradients is."""
-        self.context.begin_backward()  # nobody may have noticed, if results were hidden
+        """All gradients of the call's inputs have arrived, so its share of the parameters' gradients is complete."""
+        self.context.begin_backward()  # it may have gone undetected, if results were hidden
         call.ended_in = compat.backward_task()
         nothing_comes = self.awaited.ended(call)
         if self._recomputed:
@@ -605,12 +605,12 @@ class Unit:
             self.unshard(calls[-1].slots, ahead=True, for_backward=True)
 
     def _latest_buffers(self) -> list[Slot | None] | None:
-        """Where the last call that waits for its backward, or else for another one, left saved tensors; `None` if no call waits."""
+        """Where saved tensors of the last call that waits for its backward, or else for another one, point; `None` if no call waits."""
         waiting = self.awaited.calls or self.awaited.spent
         return waiting[-1].slots if waiting else None
 
     def show_for_hidden_calls(self) -> None:
-        """A backward begins: weights that calls with hidden results read are there until all of these have ended, or it ends."""
+        """A backward begins: weights that calls with hidden results read stay until all of these have ended, or the backward ends."""
         slots = self.awaited.hidden_slots()
         if slots is not None:
             self._running += self.awaited.begin_hidden(self.context.backwards_finished)
@@ -618,12 +618,12 @@ class Unit:
             self.register()
 
     def rest(self, *, keeps_graph: bool) -> None:
-        """After a backward, or after one that failed: nothing of it is waited for any more."""
+        """After a backward, or after one that failed: stop waiting for any part of it."""
         self._running = 0
         self._recomputed = 0
         for handle in self.leaf_hooks:
             handle.remove()
         self.leaf_hooks.clear()
         self.outside_for = max(0, self.outside_for - (not keeps_graph))
-        if not self._open_calls:  # else the backward ran inside its forward, which goes on
+        if not self._open_calls:  # otherwise the backward ran inside its forward, which goes on
             self.unregister() if self.reads_unnoticed else self.reshard()
