@@ -570,7 +570,7 @@ def what_cannot_be_streamed_is_refused(rank, world):
     model = sharded_chain(offload="optimizer")
     with pytest.raises(ShardingError, match="which needs an optimizer that treats every number by itself"):
         fully_shard_optimizer(NormScaled(model.parameters()))
-    with pytest.raises(ShardingError, match="and Muon looks at whole tensors"):
+    with pytest.raises(ShardingError, match="and Muon reads whole tensors"):
         fully_shard_optimizer(Muon([p for p in model.parameters() if p.dim() == 2], lr=0.1))
     with pytest.raises(ShardingError, match="steps NormScaled chunk by chunk from inside its closure"):
         fully_shard_optimizer(NormScaled(model.parameters()), elementwise=True)

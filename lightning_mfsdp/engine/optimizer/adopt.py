@@ -1,20 +1,20 @@
-"""Who writes main weights, and the refresh of compute weights after a step.
+"""Adopts optimizers: how they write main weights, and the refresh of compute weights after a step.
 
 An elementwise optimizer does to each number what it would do to it in the whole tensor, so it can work on plain local
-rows: no DTensor dispatch, and fused kernels. So can one that fetches by itself what it needs of other ranks (local_rows.py), and
+rows: no DTensor dispatch, and fused kernels. So can one that fetches what it needs from other ranks itself (local_rows.py), and
 any optimizer at all where every rank has all rows (`no_shard`, one rank). Others (LARS, LAMB: norms of the whole tensor) keep DTensors
 of divided parameters; those that need whole matrices (torch's Muon, Shampoo, Adafactor) are refused there, by name or by the operation.
 
-What `param_groups` hold is seen by the program, too: it takes norms of it, clips it, sets it to None. So an optimizer that is known to use
+The user's program reads `param_groups`, too: it takes norms, clips gradients, sets them to None. So an optimizer that is known to use
 its parameters in `step` alone has rows in `param_groups` for as long as its own code runs there; at all other times, the closure's
-included, they hold what the module shows. Of another optimizer nobody knows which of its methods read `param_groups`, so one that works
+included, they hold what the module shows. For other optimizers it is unknown which methods read `param_groups`, so one that works
 on rows always has them there. The optimizer's own code begins where its closure has been called: all of PyTorch's call it first.
 
 Alternatives considered: rows at all times, which made `clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)` scale every rank's
 gradients by another number.
 
-Source of the list: the update rules in `torch.optim`; a class is taken only if it is exactly one of these, since a
-subclass may do anything. Of other optimizers, and of steps that need more, `OptimizerSupport` knows (driver.py).
+Source of the list: the update rules in `torch.optim`; a class counts only if it is exactly one of these, since a
+subclass may do anything. `OptimizerSupport` (driver.py) handles other optimizers, and steps that need more.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _State: TypeAlias = MutableMapping[Any, Any]
 def adopt_optimizer(
     optimizer: Optimizer, elementwise: bool | None, grad_scaler: object | None, support: Callable[[], OptimizerSupport]
 ) -> None:
-    """Do what `fully_shard_optimizer` says (engine/api/optimizer.py)."""
+    """Implements `fully_shard_optimizer` (engine/api/optimizer.py)."""
     step = next((hook for hook in compat.step_pre_hooks(optimizer) if isinstance(hook, _ShardedStep)), None)
     if step is not None:
         step.adopt(optimizer, elementwise, grad_scaler)
@@ -84,17 +84,17 @@ def adopt_optimizer(
     optimizer.register_state_dict_post_hook(show_state)
     optimizer.register_load_state_dict_pre_hook(step.begin_load)
     optimizer.register_step_pre_hook(step)
-    # They find weights and gradients as after any step.
+    # They see weights and gradients as after any step.
     compat.before_other_hooks(optimizer.register_step_post_hook(step.end))
 
 
 def steps_rows(optimizer: Optimizer) -> bool:
-    """Whether an optimizer was taken over, and steps plain local rows."""
+    """Whether an optimizer was adopted, and steps plain local rows."""
     return any(isinstance(hook, _ShardedStep) and hook.steps_rows for hook in compat.step_pre_hooks(optimizer))
 
 
 def prepare_state(optimizer: Optimizer) -> None:
-    """Have the state of an optimizer that was taken over as `state_dict()` shows it, for those who read `optimizer.state`."""
+    """Show the state of an adopted optimizer as `state_dict()` does, for code that reads `optimizer.state`."""
     for hook in compat.step_pre_hooks(optimizer):
         if isinstance(hook, _ShardedStep):
             hook.begin_state(optimizer)
@@ -103,8 +103,8 @@ def prepare_state(optimizer: Optimizer) -> None:
 class _Representations:
     """What one optimizer holds: local rows and state of them while its own code runs, and what the module shows at all other times.
 
-    Where both are the same nothing happens here. State of local rows is a table of its own, over the same memory. It is made anew for each
-    step, at half a microsecond a parameter, so whoever moves or clears state between two steps frees its memory.
+    Where both are the same nothing happens here. State of local rows is a table of its own, over the same memory. It is rebuilt for each
+    step, at half a microsecond a parameter, so moving or clearing state between two steps frees its memory.
 
     Attributes:
         stepped: What `param_groups` hold while the optimizer's own code runs, in order.
@@ -120,15 +120,15 @@ class _Representations:
         self._lies = {id(one): one.lies for one in shown if isinstance(one, Rows)}
         self._shown_state: _State = {}
         self._begun_with: list[object] = []
-        self._is_new = False  # somebody has put something into the shown state
+        self._is_new = False  # something was put into the shown state
 
     @property
     def differ(self) -> bool:
-        """Whether there are two."""
+        """Whether there are two tables."""
         return self.shown is not self.stepped
 
     def begin(self, optimizer: Optimizer) -> None:
-        """The optimizer's own code is about to run."""
+        """Called when the optimizer's own code is about to run."""
         if self.is_running or not self.differ:
             return
         self.is_running = True
@@ -138,7 +138,7 @@ class _Representations:
         self._begun_with = _content(optimizer.state)
 
     def end(self, optimizer: Optimizer) -> None:
-        """It has run."""
+        """Called when it has run."""
         if not self.is_running:
             return
         self.is_running = False
@@ -147,7 +147,7 @@ class _Representations:
         if self._is_new or not _is_same(content, self._begun_with):
             self._is_new = False
             now = dict(map(self._by_parameter, optimizer.state.items()))
-            shown.clear()  # whoever holds it sees what is new
+            shown.clear()  # references to it see the new content
             shown.update(now)
         optimizer.state = shown  # type: ignore[assignment]
         self._shown_state, self._begun_with = {}, []
@@ -190,7 +190,7 @@ class _Representations:
 
 
 class _ShardedStep:
-    """What is done around the steps of one optimizer, and what was said of it. The optimizer's own hooks keep it.
+    """What is done around the steps of one optimizer, and the options passed for it. The optimizer's own hooks keep it alive.
 
     Attributes:
         steps_rows: It works on plain local rows.
@@ -210,7 +210,7 @@ class _ShardedStep:
         self._optimizer: Callable[[], Optimizer | None] = lambda: None
 
     def adopt(self, optimizer: Optimizer, elementwise: bool | None, grad_scaler: object | None) -> None:
-        """Take over the parameters that the optimizer holds. `None` leaves what was said before."""
+        """Adopt the parameters that the optimizer holds. `None` leaves earlier options."""
         if elementwise is not None:
             self._elementwise = elementwise
         if grad_scaler is not None:
@@ -228,7 +228,7 @@ class _ShardedStep:
         has_known_steps = type(optimizer) in ELEMENTWISE_OPTIMIZERS or isinstance(optimizer, LocalRowsOptimizer)
         writes_in_steps_alone = has_known_steps or self._support.writes_in_steps_alone(optimizer)
         local = _works_on_rows(optimizer, self._elementwise, known=writes_in_steps_alone)
-        # Whoever says elementwise=True has plain rows in `param_groups` always, and may compile the step.
+        # With elementwise=True `param_groups` always hold plain rows, so the step may be compiled.
         hides_rows = local and has_known_steps and not self._elementwise and compat.takes_closure(optimizer)
         found = _held_entries(optimizer, local, self._grad_scaler)
         before = _parameters(optimizer)
@@ -243,7 +243,7 @@ class _ShardedStep:
             self._drivers = self._support.prepare(optimizer, found, local=local)
         finally:
             self._held.end(optimizer)  # also where it is refused
-        # DTensors note what is written to them; local rows do not.
+        # DTensors record writes to them; local rows do not.
         self._is_watched, self._writes_elsewhere = local, not writes_in_steps_alone
         for group, entries in found.items():
             if (context := context_of_group(group)) is not None:
@@ -255,7 +255,7 @@ class _ShardedStep:
         ]
 
     def _take_over_new(self, optimizer: Optimizer) -> None:
-        """Take over what came into `param_groups` since, and have them as they are between steps, also after a step that raised."""
+        """Adopt what was added to `param_groups` since, and put them into their state between steps, also after a step that raised."""
         self._held.end(optimizer)
         if not _is_same(self._held.shown, _parameters(optimizer)):
             self._take_over(optimizer)
@@ -266,7 +266,7 @@ class _ShardedStep:
         roots: dict[Root, None] = {}
         for reference, _ in self._groups:
             group = reference()
-            if group is None or (root := group.root()) is None or root.root() is None:  # gone, or plain again
+            if group is None or (root := group.root()) is None or root.root() is None:  # deleted, or plain again
                 refuse_left_behind(optimizer, "step")
             else:
                 roots[root] = None
@@ -312,7 +312,7 @@ class _ShardedStep:
         """Hook for the beginning of `state_dict()`."""
         refuse_left_behind(optimizer, "state_dict")
         self._take_over_new(optimizer)
-        self._held.begin(optimizer)  # which takes in what somebody has put into the state
+        self._held.begin(optimizer)  # which adopts what was put into the state
         self._held.end(optimizer)
 
     def begin_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -325,10 +325,10 @@ class _ShardedStep:
         _note_step((group, indices) for reference, indices in self._groups if (group := reference()) is not None)
 
     def _was_written(self) -> bool:
-        """Whether rows that are watched were written since this was last asked, or compute shards refreshed."""
+        """Whether rows that are watched were written since the last call, or compute shards refreshed."""
         if not self._is_watched:
             return False
-        written = [group.weights.note_writes() for group in self._present_groups()]  # all of them, not up to the first
+        written = [group.weights.note_writes() for group in self._present_groups()]  # all, without short-circuit
         return any(written)
 
     def _present_groups(self) -> list[ParameterGroup]:
@@ -337,7 +337,7 @@ class _ShardedStep:
     def _evaluating(
         self, optimizer: Optimizer, closure: Callable[..., Any], roots: Sequence[Root]
     ) -> Callable[..., Any]:
-        """A closure that sees what was written since it was last called (LBFGS), or since the step began (SAM), and holds nothing back."""
+        """A closure that sees writes since its last call (LBFGS), or since the step began (SAM), and runs with nothing held back."""
         was_called = False
         if self._was_written():  # between the last pass and this step
             self._note_write()
@@ -355,7 +355,7 @@ class _ShardedStep:
         return evaluate
 
     def _begin(self, optimizer: Optimizer, roots: Sequence[Root]) -> None:
-        """The last thing before the optimizer's own code. As part of its closure, since hooks of the user's may come after ours."""
+        """Runs right before the optimizer's own code. Part of its closure, since hooks of the user may run after ours."""
         self._is_due = False
         self._take_over_new(optimizer)
         self._held.begin(optimizer)
@@ -372,7 +372,7 @@ class _ShardedStep:
 
     @staticmethod
     def _with_closure(closure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Arguments of a step with another closure."""
+        """Arguments of a step with the closure replaced."""
         return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
 
 
@@ -387,7 +387,7 @@ def _works_on_rows(optimizer: Optimizer, said: bool | None, *, known: bool) -> b
 
     Args:
         optimizer: The user's.
-        said: What the user says of it.
+        said: What the user specified.
         known: It is known to work on rows.
 
     Raises:
@@ -397,7 +397,7 @@ def _works_on_rows(optimizer: Optimizer, said: bool | None, *, known: bool) -> b
     if said is not False and owners and all(_is_whole(group) for group in owners.values()):
         return True
     name = type(optimizer).__name__
-    # Of a class of its own the user may know better.
+    # For a class of their own users may override this.
     if isinstance(optimizer, _WHOLE_OPTIMIZERS) and (said is None or type(optimizer) in _WHOLE_OPTIMIZERS):
         instead = "an elementwise optimizer such as torch.optim.AdamW"
         if isinstance(optimizer, torch.optim.Muon):
@@ -415,7 +415,7 @@ def _is_whole(group: ParameterGroup) -> bool:
 
 
 def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:
-    """What an optimizer holds was stepped: these groups are out of date, and graphs that saved what had a gradient are, too."""
+    """After a step: these groups are out of date, and so are graphs that saved parameters which had a gradient."""
     by_root: dict[Root, list[ParameterGroup]] = {}
     written: list[Entry] = []
     for group, indices in stepped:
@@ -435,7 +435,7 @@ def _as_sharded(parameter: Tensor) -> Tensor:
 
 
 def _replace(optimizer: Optimizer, by_identity: Mapping[int, Tensor]) -> None:
-    """Have `param_groups` hold others in the place of some. Lists stay the same: whoever holds one sees that."""
+    """Replace some entries of `param_groups`. The lists stay the same objects, so references to them see the change."""
     for group in optimizer.param_groups:
         held = group["params"]
         now = [by_identity.get(id(one), one) for one in held]
@@ -448,7 +448,7 @@ def _replace(optimizer: Optimizer, by_identity: Mapping[int, Tensor]) -> None:
 def _content(state: _State) -> list[object]:
     """Every object in it: keys, names and values."""
     values = list(state.values())
-    tables = [one for one in values if isinstance(one, dict)]  # under a key of their own people put what they like
+    tables = [one for one in values if isinstance(one, dict)]  # users may store anything under keys of their own
     return [*state, *values, *chain.from_iterable(tables), *chain.from_iterable([one.values() for one in tables])]
 
 
@@ -494,7 +494,7 @@ def _held_entries(optimizer: Optimizer, local: bool, grad_scaler: object | None)
             if owner.offloads and (not local or isinstance(optimizer, LocalRowsOptimizer)):
                 raise ShardingError(
                     f'fully_shard_optimizer: parameter {entry.name} was sharded with offload="optimizer", which needs an optimizer that '
-                    f"treats every number by itself, and {type(optimizer).__name__} looks at whole tensors; shard without offload, use one "
+                    f"treats every number by itself, and {type(optimizer).__name__} reads whole tensors; shard without offload, use one "
                     "such as torch.optim.AdamW, or pass elementwise=True if it does"
                 )
             held.setdefault(owner, []).append(entry)
@@ -536,7 +536,7 @@ def _shard_state(state: dict[str, Any], group: ParameterGroup, entry: Entry, *, 
         )
     index = group.entries.index(entry)
     rows = group.layout.owned_rows(index, group.main_extent.start, len(group.main_extent))
-    shape = torch.Size(group.layout.shapes[index])  # before sharding, parts of a parameter are apart
+    shape = torch.Size(group.layout.shapes[index])  # before sharding, parts of a parameter are separate
     return {
         key: value[rows.start : rows.stop].clone()
         if isinstance(value, Tensor) and value.shape == shape and value.dim()

@@ -1,4 +1,4 @@
-"""What an optimizer may need beside the rest, as protocols: the core calls what it was handed, and knows none of it."""
+"""What an optimizer may need in addition, as protocols: the core calls what it was passed, and depends on no implementation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["OptimizerDriver", "OptimizerSupport"]
 
 
 class OptimizerDriver(Protocol):
-    """Something that takes part in each step of one optimizer."""
+    """An object that is called around each step of one optimizer."""
 
     def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before a step: other arguments for it, as a pre-hook returns them, or `None`."""
@@ -24,7 +24,7 @@ class OptimizerDriver(Protocol):
 
 
 class OptimizerSupport(Protocol):
-    """What is known of optimizers beyond `torch.optim`; one for each optimizer that is adopted."""
+    """Support for optimizers beyond `torch.optim`; one for each optimizer that is adopted."""
 
     def writes_in_steps_alone(self, optimizer: Optimizer) -> bool:
         """Whether it is known to work on rows, and to write to them nowhere but in `step`, after its closure."""
@@ -32,7 +32,7 @@ class OptimizerSupport(Protocol):
     def prepare(
         self, optimizer: Optimizer, held: Mapping[ParameterGroup, Sequence[Entry]], *, local: bool
     ) -> Sequence[OptimizerDriver]:
-        """It holds these parameters from now on.
+        """Called when it holds these parameters from now on.
 
         Args:
             optimizer: Its `param_groups` hold what it works on.
@@ -40,7 +40,7 @@ class OptimizerSupport(Protocol):
             local: It works on plain local rows.
 
         Returns:
-            What takes part in its steps from now on.
+            The driver of its steps from now on.
 
         Raises:
             ShardingError: It cannot step them.

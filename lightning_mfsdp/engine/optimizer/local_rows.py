@@ -1,6 +1,6 @@
-"""What an optimizer may know that works on local rows without being elementwise: where the other rows of a parameter are.
+"""For optimizers that work on local rows without being elementwise: where the other rows of a parameter are.
 
-Such an optimizer derives from `LocalRowsOptimizer`. `fully_shard_optimizer` then gives it plain local rows, and it brings together by
+Such an optimizer derives from `LocalRowsOptimizer`. `fully_shard_optimizer` then gives it plain local rows, and it collects by
 itself what its rule needs of other ranks.
 """
 
@@ -44,7 +44,7 @@ class LocalRowsOptimizer(Optimizer):
     Its `step(closure=None)` calls the closure first, as PyTorch's optimizers do, and finds local rows in `param_groups` from then on. At
     other times they hold what the module shows. One whose `step` takes no closure has local rows there at all times.
 
-    A rank without rows of a parameter has an empty gradient of it. Such an optimizer makes the same state there as elsewhere, over no
+    A rank without rows of a parameter has an empty gradient of it. Such an optimizer creates the same state there as elsewhere, over no
     rows: `state_dict()` has to show the same on all ranks.
     """
 

@@ -1,7 +1,7 @@
 """Global norm, clipping and finite checks over sharded gradients. Only owned elements count; nothing here waits for the device.
 
 Each number is on exactly the ranks whose shard has it, or on all of them where a gradient is not sharded, so sums are
-taken over the sharded axes of each group and no others. All ranks take part in every sum, whether or not they own
+taken over the sharded axes of each group and no others. All ranks join every sum, whether or not they own
 anything.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["clip_grad_norm_", "clip_grad_value_", "grad_norm", "scale_gradients_
 
 @dataclass(eq=False)
 class _Owned:
-    """Gradients with one answer to the question which axes they are sharded over: flat pieces of this rank."""
+    """Gradients that are sharded over the same axes: flat pieces of this rank."""
 
     axes: tuple[Axis, ...] = ()
     tensors: list[Tensor] = field(default_factory=list)
@@ -96,7 +96,7 @@ def clip_grad_value_(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
 def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor) -> list[_Owned]:
     """This rank's gradients by the axes they are sharded over, in an order that all ranks share."""
     if isinstance(module_or_parameters, nn.Module):
-        # In the order of `parameters()`, at a fraction of its host time: that builds the name of each.
+        # In the order of `parameters()`, at a fraction of its host time, as it builds no names.
         found_in = (module._parameters.values() for module in module_or_parameters.modules())
         parameters: list[Tensor] = [parameter for table in found_in for parameter in table if parameter is not None]
     elif isinstance(module_or_parameters, Tensor):
@@ -132,7 +132,7 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
         part = parts.setdefault(tuple(id(axis.group) for axis in axes), _Owned(axes=axes))
         part.device = group.device
         if group.spec.main_dtype is torch.float64:
-            part.dtype = torch.float64  # from what all ranks know: a rank may own no gradient here
+            part.dtype = torch.float64  # from what is known to all ranks: a rank may own no gradient here
         part.tensors += local_gradients(group, sorted(indices))
     return list(parts.values())
 
@@ -147,7 +147,7 @@ def _norm(parts: list[_Owned], norm_type: float) -> Tensor:
     if whole and not any(part.axes for part in parts):
         # Nothing is sharded: the same sum as PyTorch's, parameter by parameter, so that one rank clips to the bit like
         # plain PyTorch.
-        if math.isinf(norm_type):  # which an empty tensor has not
+        if math.isinf(norm_type):  # which is undefined for an empty tensor
             whole = [tensor for tensor in whole if tensor.numel()]
         return torch.nn.utils.get_total_norm(whole, norm_type)
     totals = [_power_sum(part, norm_type) for part in parts]

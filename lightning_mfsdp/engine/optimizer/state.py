@@ -1,6 +1,6 @@
-"""What `optimizer.state_dict()` shows of an optimizer over sharded parameters, and what its `load_state_dict` takes: as with FSDP2.
+"""What `optimizer.state_dict()` shows of an optimizer over sharded parameters, and what its `load_state_dict` accepts: as with FSDP2.
 
-State that is shaped like a parameter is shown as a DTensor of the parameter's shape, over the memory that the optimizer has; so
+State that is shaped like a parameter is shown as a DTensor of the parameter's shape, over the optimizer's memory; so
 `torch.distributed.checkpoint` and its `get_state_dict` see which rows are where. All ranks show the same: one without rows of a parameter
 has an empty gradient of it, steps that as any other, and so has its state, over no rows.
 """
@@ -24,12 +24,12 @@ from lightning_mfsdp.engine.params.sharded_tensor import Rows
 
 __all__ = ["as_shown", "refuse_left_behind", "show_state", "take_state", "taken"]
 
-# State of PyTorch's optimizers that is one number for a parameter of any shape. Only at 0-D parameters the shape does not tell.
+# State of PyTorch's optimizers that is one number for a parameter of any shape. Only for 0-D parameters the shape is ambiguous.
 _NUMBERS = frozenset(("step", "eta", "mu", "mu_product"))
 
 
 def show_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What `state_dict()` gives, as users see it."""
+    """What `state_dict()` returns, as users see it."""
     held = [owner_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     owners = dict(enumerate(held))
     state = {
@@ -42,7 +42,7 @@ def show_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
 
 
 def take_state(state_dict: dict[str, Any], held: Sequence[Tensor]) -> dict[str, Any]:
-    """What `load_state_dict()` takes, as the optimizer keeps it. Collective for DTensors whose rows are not where the layout has them.
+    """What `load_state_dict()` takes, as the optimizer keeps it. Collective for DTensors whose rows are not placed as in the layout.
 
     Args:
         state_dict: The user's.
@@ -58,11 +58,11 @@ def take_state(state_dict: dict[str, Any], held: Sequence[Tensor]) -> dict[str, 
 
 
 def refuse_left_behind(optimizer: Optimizer, what: str) -> None:
-    """Raise where the module of an optimizer is plain again, and so has other parameters. It may also just be gone.
+    """Raise if the module of an optimizer is plain again, and so has other parameters. It may also just be deleted.
 
     Args:
-        optimizer: Any that was taken over.
-        what: Was called.
+        optimizer: Any adopted optimizer.
+        what: The method that was called.
     """
     if any(is_left_behind(parameter) for group in optimizer.param_groups for parameter in group["params"]):
         raise ShardingError(
@@ -84,7 +84,7 @@ def as_shown(key: str, value: Any, entry: Entry) -> Any:
 
 
 def taken(key: str, value: Any, held: Tensor, entry: Entry) -> Any:
-    """State as it is for what is held: of local rows, or a DTensor for a sharded parameter."""
+    """State in the form of what the optimizer holds: plain for local rows, a DTensor for a sharded parameter."""
     here, everywhere = entry.local.shape, entry.sharded.shape
     if isinstance(value, PlacedTensor) and lie_alike(value, entry.sharded):
         value = value._local_tensor  # itself, and not a view of it
