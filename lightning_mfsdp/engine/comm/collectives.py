@@ -1,8 +1,8 @@
 """Gather and reduce over one mesh axis.
 
 Everything here takes lists of flat tensors, one per segment of a group, and issues them as one coalesced call. It runs
-on the current stream and knows nothing of groups, schedules or strategies. On an axis of size 1 callers do not come
-here at all.
+on the current stream and is independent of groups, schedules and strategies. On an axis of size 1 callers do not call
+these functions at all.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Axis:
     def gather(self, outputs: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
         """Fill each output with the pieces of all ranks in rank order. A piece may be the output's own part at this rank's place."""
         group = self.gather_group or self.group
-        if not outputs[0].is_floating_point():  # backends do not know all integers
+        if not outputs[0].is_floating_point():  # backends do not support all integers
             outputs, pieces = ([tensor.view(torch.uint8) for tensor in part] for part in (outputs, pieces))
         if len(outputs) == 1:
             compat.all_gather_flat(outputs[0], pieces[0], group)
@@ -82,7 +82,7 @@ class Axis:
             factor: Applied once, to the sum.
 
         Source:
-            Megatron-LM pull request 3067 measures what fp32 sums are worth; the all-to-all form needs no help from
+            Megatron-LM pull request 3067 measures what fp32 sums are worth; the all-to-all form needs no support from
             NCCL.
         """
         group = self.reduce_group or self.group
@@ -106,7 +106,7 @@ class Axis:
             tensor.copy_(padded[: tensor.numel()])
 
     def _scaled_sum(self, group: dist.ProcessGroup, sources: Sequence[Tensor], factor: float) -> object:
-        """The reduction op for `factor`; where the backend cannot scale, the sources are scaled here instead."""
+        """The reduction op for `factor`; if the backend cannot scale, the sources are scaled here instead."""
         if factor == 1.0:
             return dist.ReduceOp.SUM
         if self.averages and factor == 1.0 / self.size:
@@ -121,7 +121,7 @@ class Axis:
 
 @dataclass(eq=False)
 class Axes:
-    """The mesh axes of a group. They are replaced by ones with communicators of their own when the first backward begins.
+    """The mesh axes of a group. They are replaced by axes with communicators of their own when the first backward begins.
 
     Attributes:
         shard: Along which parameters are sharded.
@@ -157,7 +157,7 @@ class Mesh:
 
     @cached_property
     def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Of `axes`."""
+        """The product of the sizes of `axes`."""
         return tuple(axis.group for axis in self.axes)
 
     @property
@@ -195,7 +195,7 @@ class Mesh:
 
 
 def broadcast_from_first(value: Tensor, mesh: Mesh) -> None:
-    """Overwrite a contiguous tensor of any dtype with that of the mesh's first rank: bytes, because backends do not know all dtypes."""
+    """Overwrite a contiguous tensor of any dtype with that of the mesh's first rank: bytes, because backends do not support all dtypes."""
     content = value.detach().view(-1).view(torch.uint8)
     for axis in mesh.axes:
         dist.broadcast(content, group=axis.group, group_src=0)

@@ -1,7 +1,7 @@
-"""Channels: over which communicators the units of a root talk, and symmetric memory for what they gather.
+"""Channels: the communicators that the units of a root use, and symmetric memory for what they gather.
 
 Where calls queue on a device (NCCL), reductions get a communicator of their own, so that a gather never waits behind one. With
-symmetric memory gathers get one as well, told to use no compute cores (zero CTA): copy engines move the bytes, and matrix
+symmetric memory gathers get one as well, configured to use no compute cores (zero CTA): copy engines move the bytes, and matrix
 products keep the whole device.
 
 Source: NCCL 2.28 introduced copy-engine collectives for symmetric windows; "Copy Engine Collectives" in PyTorch's page on
@@ -27,7 +27,7 @@ __all__ = ["Channels", "check_symmetric_memory"]
 
 
 class Channels:
-    """Communicators beside the user's own, one set for each process group; they live as long as the process group does.
+    """Communicators in addition to the user's own, one set for each process group; they live as long as the process group does.
 
     Args:
         device: Where shards live.
@@ -71,7 +71,7 @@ class Channels:
 
 
 def check_symmetric_memory(device: torch.device, axis: Axis, storage: str) -> None:
-    """Refuse symmetric memory where it cannot be had.
+    """Refuse symmetric memory where it is not available.
 
     Raises:
         ShardingError: With the reason.

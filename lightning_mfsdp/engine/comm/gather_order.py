@@ -1,25 +1,26 @@
-"""GatherOrder: ranks that share weights gather the same units in the same order, or end with an error that says where they differ.
+"""GatherOrder: ranks that share weights gather the same units in the same order, or end with an error that reports where they differ.
 
-A gather takes every rank of the axis. Where one rank leaves a block out, the others would wait for it for ever, or would compute with
-another unit's weights, because gathers of equal size fit each other. So every rank predicts its next gather from the gathers before, of
-which all ranks know that they were the same:
+A gather needs every rank of the axis. If one rank skips a block, the others would wait for it forever, or would compute with
+another unit's weights, because gathers of equal size match each other. So every rank predicts its next gather from the gathers before,
+which are known to be the same on all ranks:
 
-    it is the predicted one       nobody is asked; a step that repeats an earlier one costs half a microsecond for each gather
-    it is another, or none was    the rank says in the store what it gathers, and waits until all ranks have said the same. They do where
+    it is the predicted one       no rank is queried; a step that repeats an earlier one costs half a microsecond for each gather
+    it is another, or none was    the rank writes its gather into the store, and waits until all ranks have written the same. They do if
     predicted                     all begin something new: the first step, an evaluation
-    a rank says something else    nobody can go on: every rank gets an error with the units and the ranks
+    a rank writes another one     no rank can go on: every rank gets an error with the units and the ranks
     a rank has gone on, as it     the same
     predicted
 
-A rank that says nothing may be late, or it waits in a gather for this rank. Therefore a thread of each process writes into the store how
-many gathers were begun, once they have stood still for a second. Ends of backwards that reduce and steps of optimizers count like gathers.
+A silent rank may be late, or may be waiting in a gather for this rank. Therefore a thread of each process writes into the store how
+many gathers were begun, once that number has not changed for a second. Ends of backwards that reduce and steps of optimizers count like
+gathers.
 
-What is not seen: a rank that leaves out the last thing of all and goes on to another collective, and what ranks do while steps are
+Not detected: a rank that skips the very last operation and goes on to another collective, and what ranks do while steps are
 recorded as CUDA graphs, where nothing is checked.
 
-Alternatives considered: ranks that take part in gathers of units they do not use (the order of reductions between the gathers has to be
+Alternatives considered: ranks that join gathers of units they do not use (the order of reductions between the gathers has to be
 agreed on as well, and every new order of an evaluation costs collectives); a number of the unit in every gather (the host has to wait for
-it before the weights are used); asking before every gather. With sharding="optim_grads" weights are whole, and ranks may run any units.
+it before the weights are used); agreeing before every gather. With sharding="optim_grads" weights are whole, and ranks may run any units.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _ADVICE = (
 
 _STILL_S = 1.0
 _HEARD_S = 3.0
-_PAUSES_S = (0.02, 0.2)  # the longest between two looks at the store, at first and after `_STILL_S`
+_PAUSES_S = (0.02, 0.2)  # the longest pause between two reads of the store, at first and after `_STILL_S`
 
 _STEPS = (8, 1, 0)  # how many steps a past goes back
 _LONGEST_STEP = 4096  # gathers
@@ -62,13 +63,13 @@ _MOST_PASTS = 1 << 17
 
 
 class _Past:
-    """What was gathered until now, as far back as it is remembered.
+    """What was gathered until now, as far back as it is recorded.
 
     Attributes:
         lengths: Numbers of what was gathered since the last step of an optimizer together with so many steps before (`_STEPS`); empty where
-            nothing but the last few gathers counts.
+            only the last few gathers count.
         recent: The last few gathers.
-        since: How many came since the last step.
+        since: How many gathers came since the last step.
         expected: What came here last time.
         following: The past after that.
     """
@@ -87,9 +88,9 @@ class _Past:
 
 
 class History:
-    """What was gathered after what. It is the same on ranks that gathered the same, and so is what it predicts.
+    """The order of gathers so far. It is the same on ranks that gathered the same, and so are its predictions.
 
-    What came after the longest past that is known is expected again.
+    What followed the longest known past is expected again.
 
     Args:
         step: What is predicted where an optimizer steps.
@@ -115,7 +116,7 @@ class History:
         return next((found for key in past.keys if (found := self._after.get(key)) is not None), None)
 
     def add(self, event: int) -> None:
-        """Something was gathered."""
+        """Record a gather."""
         past = self._past
         if past.expected != event:
             self._expect(event)
@@ -123,7 +124,7 @@ class History:
         self._past = past.following
 
     def stepped(self) -> None:
-        """An optimizer stepped: what comes next begins anew."""
+        """An optimizer stepped: a new sequence begins."""
         past = self._past
         self._expect(self._step)
         if len(self._numbers) > _MOST_PASTS:
@@ -133,7 +134,7 @@ class History:
         self._past = self._known(lengths, past.recent, 0)
 
     def _expect(self, event: int) -> None:
-        """The next time as well, after what has been until now."""
+        """Expect this the next time as well, after what has been gathered until now."""
         past = self._past
         if past.expected != event:
             past.expected = event
@@ -164,15 +165,15 @@ class GatherOrder:
     Args:
         ranks: Global ranks of those that share weights, this one among them.
         rank: Index of this one in them.
-        store: Where they meet; `None`: nothing is checked.
+        store: The store that they share; `None`: nothing is checked.
         place: Prefix of the keys, the same on all ranks.
-        still_s: Seconds after which a rank that waits looks for the others.
-        heard_s: Seconds at most that a rank gives the others to hear why it ends.
+        still_s: Seconds after which a waiting rank checks on the others.
+        heard_s: Maximum seconds that a rank waits for the others to read why it ends.
 
     Attributes:
         is_on: Whether there are other ranks.
-        has_reductions: Whether reductions are to be noted, too.
-        asked: How often ranks were asked, for inspection.
+        has_reductions: Whether reductions are recorded, too.
+        asked: How often ranks were queried, for inspection.
     """
 
     def __init__(
@@ -195,12 +196,12 @@ class GatherOrder:
         self._count = 0
         self._latest = (-1, "")
         self._agreed_on: list[str] = []  # keys of the last agreement
-        self._seen = self._said = -1  # how many were begun when the thread came by, and as the store has it
+        self._seen = self._said = -1  # how many were begun when the thread last checked, and according to the store
         self._told = ""
 
     @classmethod
     def over(cls, axis: Axis, device: torch.device) -> GatherOrder:
-        """For the weights of a new root. All ranks of an axis make theirs in the same order.
+        """Create the order for the weights of a new root. All ranks of an axis create theirs in the same order.
 
         Where calls wait for other ranks (gloo), the order of gathers and reductions between each other counts as well. Where calls queue on
         a device, reductions have a communicator of their own.
@@ -227,7 +228,7 @@ class GatherOrder:
 
     def end_backward(self) -> None:
         """A backward that reduces gradients is at its end."""
-        if self._count:  # else weights are whole
+        if self._count:  # otherwise weights are whole
             self.note(*_WHOLE_BACKWARD)
 
     def stepped(self) -> None:
@@ -236,13 +237,13 @@ class GatherOrder:
         Raises:
             EngineStateError: Another rank does something else.
         """
-        # Without gathers before it weights are whole. Of several steps in a row, one for each parameter perhaps, the first counts.
+        # Without gathers before it weights are whole. Of several steps in a row (perhaps one for each parameter) the first counts.
         if self.is_on and self._count and self._latest[0] != _event(*_ANY_OPTIMIZER):
             self._come_to(*_ANY_OPTIMIZER)
             self._history.stepped()
 
     def _come_to(self, number: int, name: str, kind: int) -> int:
-        """The number of what comes now, for the history, once all ranks are known to come to the same."""
+        """The number of the present operation, for the history, once all ranks are known to reach the same one."""
         event = _event(number, name, kind)
         if self._history.prediction != event:
             self._agree(event, name)
@@ -251,28 +252,28 @@ class GatherOrder:
         return event
 
     def stop(self) -> None:
-        """Check nothing from now on. All ranks call it."""
+        """Stop checking. All ranks call it."""
         self.is_on = False
 
     def told(self) -> str:
-        """Why another rank could not go on; empty if none has said so."""
+        """Why another rank could not go on; empty if none has reported that."""
         if not self._told and self._store is not None:
             try:
                 self._told = self._word("end")
                 if self._told:
                     self._store.add(f"{self._place}/heard", 1)
-            except RuntimeError:  # the store is gone with the rank that had it
+            except RuntimeError:  # the store is gone with the rank that hosted it
                 return ""
         return self._told
 
     def say_where(self) -> None:
-        """Called once in a while, by another thread: where this rank stands still, write how far it is, and hear of others that ended."""
+        """Called periodically by another thread: if this rank is stuck, write how far it is, and check whether others have ended."""
         count = self._count
         if self.is_on and count and count == self._seen and not self.told() and self._said < count:
             begun, _, _ = self._word("furthest").partition(" ")
             if begun and int(begun) >= count:
                 self._said = count
-            else:  # looked at again the next time, because another rank may write at the same time
+            else:  # checked again the next time, because another rank may write at the same time
                 assert self._store is not None
                 where = f"{count} rank {self._ranks[self._rank]} has come to {_described(*self._latest)}"
                 self._store.set(f"{self._place}/furthest", where)
@@ -316,7 +317,7 @@ class GatherOrder:
             raise EngineStateError(f"{what} does not come about, because another rank ended: {told}")
         first = self._store.compare_set(f"{place}/of", "", f"{event} rank {mine} to {what}").decode()
         begun, _, other = self._word("furthest").partition(" ")
-        # Who goes on after all have come has said before that it came.
+        # A rank that goes on after all have arrived has written before that it arrived.
         if self._store.add(f"{place}/{event}", 0) == len(self._ranks):
             return
         if int(first.partition(" ")[0]) != event:
@@ -331,7 +332,7 @@ class GatherOrder:
             raise EngineStateError(message)
 
     def _tell(self, message: str) -> None:
-        """Leave word of why this rank ends, and give the others time to hear it: the store may go with this rank."""
+        """Record why this rank ends, and give the others time to read it: the store may end with this rank."""
         assert self._store is not None
         self._told = message
         self._store.set(f"{self._place}/end", message)
@@ -354,7 +355,7 @@ def _described(event: int, name: str) -> str:
 
 
 class _Watch:
-    """All orders of a process, and the thread that says where they are; one while a default process group lives."""
+    """All orders of a process, and the thread that reports their positions; one while a default process group lives."""
 
     def __init__(self) -> None:
         self._store = compat.default_store()
@@ -368,7 +369,7 @@ class _Watch:
 
     def order(self, ranks: list[int], rank: int) -> GatherOrder:
         among, key = tuple(ranks), f"mfsdp/gathers/{hash(tuple(ranks))}"
-        if among not in self._sessions:  # a store may outlive a process group, and have keys of the one before
+        if among not in self._sessions:  # a store may outlive a process group, and have keys of the previous one
             self._sessions[among] = (self._store.add(key, 1) - 1) // len(ranks)
         number = self._made[among] = self._made.get(among, 0) + 1
         made = GatherOrder(ranks, rank, self._store, f"{key}/{self._sessions[among]}/{number}")

@@ -1,6 +1,6 @@
-"""Ranges: what the engine does, by name, in a profile. Off until asked for.
+"""Ranges: what the engine does, by name, in a profile. Off by default.
 
-`torch.profiler` shows them beside the kernels they launch; under `torch.autograd.profiler.emit_nvtx()` Nsight Systems does as well.
+`torch.profiler` shows them next to the kernels they launch; under `torch.autograd.profiler.emit_nvtx()` Nsight Systems does as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Ranges:
         enabled: Whether new ones are recorded; those that are open end in any case.
         open: Those that another hook ends.
         collectives: How many were begun.
-        told: Why another rank could not go on; empty if none has said so.
+        told: Why another rank could not go on; empty if none has reported that.
     """
 
     def __init__(self, told: Callable[[], str] = str) -> None:
@@ -37,12 +37,12 @@ class Ranges:
 
     @property
     def latest(self) -> str:
-        """The last one that was begun, in words; empty before the first."""
+        """A description of the last one that was begun; empty before the first."""
         what, name = self._latest
         return f"{what} of {name} (collective {self.collectives} of this model)" if what else ""
 
     def around(self, what: str, name: str) -> Ranges:
-        """For a `with` around the lines of a collective: a range, and its name in the error if other ranks are not there for it."""
+        """For a `with` around the lines of a collective: a range, and its name in the error if other ranks do not join it."""
         self.collectives += 1
         self._latest = what, name
         return self

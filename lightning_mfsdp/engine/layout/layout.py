@@ -2,12 +2,12 @@
 
 A layout gives every tensor one contiguous range of a *segment*. A segment is an address space of
 `num_shards * shard_numel` elements, and shard `k` is its range `[k * shard_numel, (k + 1) * shard_numel)`. One
-full-size buffer per segment is then all it takes to gather weights and reduce gradients without copies::
+full-size buffer per segment then suffices to gather weights and reduce gradients without copies::
 
     segment 0   |--------shard 0--------|--------shard 1--------|--------shard 2--------|
                 [ a: rows 0..3            rows 4..6  ][ b: row 0  rows 1..4  ][ c ]..gap..
 
-Three rules hold, and `Layout` proves them when it is built:
+Three rules hold, and `Layout` checks them when it is built:
 
 * A shard boundary inside a tensor falls between two rows (a row is one index of dim 0), so every shard owns a plain
   range of rows; where `rows_together` is more than one, between two strips of so many rows, of which a tensor's last may be
@@ -16,7 +16,7 @@ Three rules hold, and `Layout` proves them when it is built:
 * Every tensor starts on a multiple of 16 bytes. No shape prevents that: boundaries are multiples of 16 bytes
   themselves, so a start that is congruent to one modulo lcm(row, 16 bytes) keeps this rule and the first one together.
 
-This room is pure arithmetic. It knows no torch, no process groups and no dtype beyond an item size; equal arguments
+This folder is pure arithmetic. It uses no torch, no process groups and no dtype beyond an item size; equal arguments
 give equal layouts on every rank. The search is in packing.py; what it reaches on real models, in docs/design/layout.md.
 """
 
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from lightning_mfsdp.engine.layout.packing import find_packing
 
 START_ALIGNMENT_BYTES = 16  # widest vector load of a GPU thread
-_NEGLIGIBLE_BYTES_PER_SHARD = 4096  # padding nobody needs advice about
+_NEGLIGIBLE_BYTES_PER_SHARD = 4096  # padding too small for advice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class Layout:
                 end = self._check_tensor(tensor, end)
 
     def _check_tensor(self, tensor: int, lowest: int) -> int:
-        """Proves the rules for one tensor that must start at or after `lowest`; returns where it ends."""
+        """Checks the rules for one tensor that must start at or after `lowest`; returns where it ends."""
         start, shard = self.offset_of[tensor], self._shard_of(tensor)
         row = _undivided_numel(self.shapes[tensor], self.rows_together)
         stop = start + self.numel(tensor)
@@ -158,7 +158,7 @@ class Layout:
 
     @functools.cached_property
     def rows_by_shard(self) -> tuple[tuple[range, ...], ...]:
-        """Of each tensor, the rows in each shard: `owned_rows`, looked up once."""
+        """For each tensor, the rows in each shard: `owned_rows`, computed once."""
         shards = range(self.num_shards)
         return tuple(tuple(self.owned_rows(tensor, shard) for shard in shards) for tensor in range(len(self.shapes)))
 
@@ -272,12 +272,12 @@ def _plan_cached(
 
 
 def _undivided_numel(shape: tuple[int, ...], rows_together: int) -> int:
-    """Elements of what stays in one shard."""
+    """Elements of the rows that must stay in one shard."""
     return min(rows_together, shape[0]) * math.prod(shape[1:]) if shape else 1
 
 
 def padding_advice(layout: Layout, *, acceptable: float = 0.1) -> str:
-    """What to tell the user about a layout that wastes more than `acceptable`; empty when there is nothing to tell.
+    """What to tell the user about a layout that wastes more than `acceptable`; empty if there is nothing to report.
 
     Names the figure, the cause, and the longest halving of the shard axis that is acceptable, or else pads least. Plans
     those, so call it once per distinct group and not in a training step.

@@ -1,6 +1,6 @@
 """Finds addresses for the tensors of a layout: which segments to have, how long their shards are, what goes where.
 
-Knows numbers only. A tensor that spans two or more shard boundaries forces its row size to divide the shard length; one
+Works on numbers only. A tensor that spans two or more shard boundaries forces its row size to divide the shard length; one
 boundary only fixes where the tensor may start, and none fixes nothing. So few tensors constrain the shard length, and
 there is no need for a common multiple of all rows.
 
@@ -81,7 +81,7 @@ class _Search:
     def __init__(self, items: list[_Item], num_shards: int, unit: int, start_unit: int) -> None:
         self.items, self.num_shards, self.unit, self.start_unit = items, num_shards, unit, start_unit
         self.least = -(-sum(item.numel for item in items) // num_shards)
-        self.weight: dict[int, int] = {unit: 0}  # what a shard length may be a multiple of -> elements that ask for it
+        self.weight: dict[int, int] = {unit: 0}  # what a shard length may be a multiple of -> elements that require it
         for item in items:
             # Shorter tensors never span two boundaries of a segment worth having.
             base = math.lcm(item.row, unit) if 16 * item.numel > self.least else unit
@@ -164,8 +164,8 @@ class _Search:
     def fill(self, lengths: _Lengths) -> tuple[_Lengths, list[tuple[int, int]]] | None:
         """Packs every item into segments of these shard lengths; None where it cannot.
 
-        Items with the fewest segments to go to come first, then those with the longest rows. When an item fits nowhere,
-        the last choice is taken back, within a budget.
+        Items with the fewest possible segments come first, then those with the longest rows. When an item fits nowhere,
+        the last choice is undone, within a budget.
         """
         options = [
             [s for s, shard in enumerate(lengths) if shard % item.row == 0 or item.numel <= 2 * shard]
@@ -235,7 +235,7 @@ def _first_start(item: _Item, low: int, shard: int, start_unit: int) -> int | No
 
 
 def _multiples(base: int, least: int) -> Iterator[int]:
-    """Multiples of `base` from `least` up: each one at first, then ever wider apart, so that any length comes soon."""
+    """Multiples of `base` from `least` up: each one at first, then ever wider apart, so that any length is reached soon."""
     first, excess = -(-least // base), 0
     while True:
         yield (first + excess) * base

@@ -1,6 +1,6 @@
 """A sharding strategy as data: where weight, gradient and main weight lie on each mesh axis.
 
-Nothing else in the engine asks for a strategy by name; everything follows from these three placements on two axes.
+Nothing else in the engine checks a strategy by name; everything follows from these three placements on two axes.
 
                           weight          gradient        main weight
     no_shard            (outer) whole     whole           whole            ZeRO-0, data parallel

@@ -124,7 +124,7 @@ class FlatBuffer:
 
 
 def transient(layout: Layout, extent: range, dtype: torch.dtype, device: torch.device) -> tuple[Slot, FlatBuffer]:
-    """A buffer whose memory comes and goes, and the slot to ask for it. Its views are made now and stay valid."""
+    """A buffer whose memory is allocated and freed, and the slot that does so. Its views are made now and stay valid."""
     memory = Slot(buffer_numel(layout, extent) * dtype.itemsize, device, fixed=False)
     with torch.inference_mode(False):
         buffer = FlatBuffer.over(layout, extent, memory.memory.view(dtype))

@@ -1,13 +1,13 @@
-"""Host memory that everyone sees as a tensor of the device: rest for what is needed once in a step.
+"""Host memory that is seen as a tensor of the device: storage for what is needed once in a step.
 
-CUDA addresses page-locked host memory as it does its own, only slower: every access crosses the bus. A tensor over such memory may
-therefore be a CUDA tensor. Whoever reads or writes it now and then (checkpoints, averages, `unshard`) need not know; whoever does so in
+CUDA addresses page-locked host memory like its own, only slower: every access crosses the bus. A tensor over such memory may
+therefore be a CUDA tensor. Code that accesses it occasionally (checkpoints, averages, `unshard`) needs no change; code that does so in
 every step copies it to the device and back, through `HostMemory.host`, with the copy engines.
 
 On CPU it is ordinary memory, and both are one tensor.
 
 Alternatives considered: `pin_memory=True`, whose allocator rounds sizes up to powers of two, so that up to half of the memory is lost;
-managed memory, which moves pages when they are touched and stalls whoever touches them.
+managed memory, which moves pages when they are touched and stalls the access.
 
 Source: "Unified Virtual Address Space" in NVIDIA's CUDA programming guide; version 3 of the CUDA array interface.
 """
@@ -28,7 +28,7 @@ _ALIGNMENT_BYTES = 512
 
 
 def aligned(size_bytes: int) -> int:
-    """The next size at whose end anything may begin."""
+    """A size rounded up so that anything may begin at its end."""
     return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
@@ -38,7 +38,7 @@ class HostMemory:
     Attributes:
         size_bytes: How many.
         host: `[size_bytes]` uint8 on the CPU, page-locked: for copies that run beside other work.
-        seen: The same memory as a tensor of the device: for everyone else.
+        seen: The same memory as a tensor of the device: for all other code.
     """
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
@@ -63,14 +63,14 @@ class HostMemory:
 
 
 class _PageLocked:
-    """Whole pages of host memory that CUDA knows, until nobody uses them any more.
+    """Whole pages of host memory that are registered with CUDA until the last reference is dropped.
 
     PyTorch keeps this object alive as long as a tensor made of it.
     """
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         pages = _pages(size_bytes)
-        with torch.cuda.device(device):  # which the memory will be said to belong to
+        with torch.cuda.device(device):  # the device that the memory is attributed to
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             torch.cuda.check_error(runtime.cudaHostRegister(pages.data_ptr(), pages.numel(), 0))
         self.memory = pages[:size_bytes]
@@ -80,14 +80,14 @@ class _PageLocked:
             "data": (pages.data_ptr(), False),
             "version": 3,
         }
-        # At the interpreter's exit the process gives everything back, and tensors may still be in use.
+        # At the interpreter's exit all memory is freed with the process, and tensors may still be in use.
         weakref.finalize(self, _unlock, pages, device).atexit = False
 
 
 def _pages(size_bytes: int) -> Tensor:
     """Zeroed pages that share none with other memory, `[at least size_bytes]` uint8.
 
-    A forked process (a loader's worker) does not get them: copying them on write would part the host's pages from those CUDA knows.
+    A forked process (a loader's worker) does not get them: copy-on-write would separate the host's pages from those that CUDA knows.
     """
     room_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     room = mmap.mmap(-1, room_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

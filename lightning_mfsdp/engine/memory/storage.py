@@ -5,14 +5,14 @@ memory exists only while it is held. In pooled mode the first training step show
 clients that never do share a fixed slot from then on. Addresses do not change, the allocator is not called for gathered
 weights, and what is reserved is what is used.
 
-Gradients are not planned: they exist only from backward to the optimizer's step, when activations are on their way out, so
-they live in memory of the caching allocator that activations have just left (see gradients.py).
+Gradients are not planned: they exist only from backward to the optimizer's step, when activations are being freed, so
+they live in memory of the caching allocator that activations have just freed (see gradients.py).
 
-The plan is a preference, not a script: nothing replays a recorded sequence. Whoever finds its fixed slot taken (a
+The plan is a preference, not a script: nothing replays a recorded sequence. A client that finds its fixed slot taken (a
 validation pass, a skipped layer, a second forward) holds its own slot instead; if that was a training step, the next plan
-knows it.
+includes it.
 
-Alternatives considered: a private CUDA memory pool (frees fragmentation, keeps the allocator calls and gives no static
+Alternatives considered: a private CUDA memory pool (removes fragmentation, keeps the allocator calls and gives no static
 addresses); a trace that is replayed call by call (Megatron-FSDP's trace pool: a forward-only pass between two steps
 breaks it).
 """
@@ -35,14 +35,14 @@ _ALIGNMENT_BYTES = 512
 
 
 class Slot:
-    """Memory for one buffer, whose views stay valid while the memory comes and goes.
+    """Memory for one buffer, whose views stay valid while the memory is freed and allocated again.
 
     Attributes:
         size_bytes: Room in it.
         fixed: Planned and shared (memory stays), or private (memory only while it is needed).
-        holder: Who holds it, not kept alive by it: a `Client.reference`.
-        released: After the last use of the memory; whoever writes next waits for it.
-        is_allocated: There is memory at the moment. Nothing but the slot's own methods changes that.
+        holder: The client that holds it, by weak reference: a `Client.reference`.
+        released: Event after the last use of the memory; the next writer waits for it.
+        is_allocated: It has memory at the moment. Only the slot's own methods change that.
     """
 
     def __init__(self, size_bytes: int, device: torch.device, *, fixed: bool, memory: Tensor | None = None) -> None:
@@ -56,7 +56,7 @@ class Slot:
         self.is_allocated = memory is not None
 
     def is_free_for(self, client: Client) -> bool:
-        """Whether nobody else holds it."""
+        """Whether no other client holds it."""
         return self.holder is None or self.holder is client.reference or self.holder() is None
 
     @property
@@ -71,7 +71,7 @@ class Slot:
 
     @property
     def address(self) -> int:
-        """Where the memory starts, as `untyped_storage().data_ptr()` says it."""
+        """Where the memory starts, as returned by `untyped_storage().data_ptr()`."""
         return self.memory.untyped_storage().data_ptr()
 
     @property
@@ -80,7 +80,7 @@ class Slot:
         return 0 if self._storage is None else self._storage.size()
 
     def materialize(self) -> None:
-        """Make sure the memory is there; allocated on the current stream."""
+        """Allocate the memory if necessary, on the current stream."""
         if self.is_allocated:
             return
         if self._storage is None:
@@ -90,14 +90,14 @@ class Slot:
             self.is_allocated = True
 
     def retire(self) -> None:
-        """No longer fixed. Saved tensors may still point here: their gather brings the memory back."""
+        """No longer fixed. Saved tensors may still point here: their gather allocates the memory again."""
         if self._storage is not None and self._storage.resizable():
             self.fixed = False
             if self.holder is None or self.holder() is None:
                 self.discard()
 
     def discard(self) -> None:
-        """Give private memory back to the allocator; fixed memory stays."""
+        """Return private memory to the allocator; fixed memory stays."""
         if self.is_allocated and not self.fixed and self._storage is not None:
             self._storage.resize_(0)
             self.is_allocated = False
@@ -105,7 +105,7 @@ class Slot:
 
 @dataclass(eq=False, kw_only=True)
 class Client:
-    """Someone who needs full-size memory for a while, again and again.
+    """A user of full-size memory that acquires and releases it repeatedly.
 
     Attributes:
         name: For messages.
@@ -113,8 +113,8 @@ class Client:
         evict: Called when another client must have the slot; gives it up if it was only prefetched, and says
             whether it did.
         planned: Its fixed slot, if there is a plan.
-        is_alone: It shares that with nobody.
-        reference: To itself, for who must not keep it.
+        is_alone: It shares its slot with no other client.
+        reference: Weak reference to itself, for holders that must not keep it alive.
     """
 
     name: str
@@ -137,7 +137,7 @@ class SlotPool:
         self.pooled = pooled
         self._device = device
         self._clients: list[Client] = []
-        # Who was seen holding memory while whom did; in order of first appearance. It only grows, and only by new pairs.
+        # Pairs of clients seen holding memory at the same time, in order of first appearance. It only grows, and only by new pairs.
         self._met: dict[Client, dict[Client, None]] = {}
         self._outdated = False
         self._fixed: list[Slot] = []
@@ -148,13 +148,13 @@ class SlotPool:
         self._keeper = Client(name="a forward recomputed in this backward", size_bytes=0, evict=lambda: False)
 
     def add(self, client: Client) -> None:
-        """Make a client known, maybe from the pool of a root that became a nested unit; it starts with its own slot."""
+        """Register a client, maybe from the pool of a root that became a nested unit; it starts with its own slot."""
         client.planned = None
         client.private = client.slot = Slot(client.size_bytes, self._device, fixed=False)
         self._clients.append(client)
 
     def keep_alone(self, client: Client) -> None:
-        """Nobody knows when a client's memory is read, so it shares none from now on, but for what it holds at the moment."""
+        """It cannot be detected when a client's memory is read, so it shares none from now on, except for what it holds at the moment."""
         if not client.is_alone:
             client.planned, client.is_alone = None, True
             self._outdated = True
@@ -176,7 +176,7 @@ class SlotPool:
 
         Args:
             client: Holds no slot now.
-            needed: The one slot that will do, because saved tensors of a forward point into it.
+            needed: The only usable slot, because saved tensors of a forward point into it.
             training: Part of a step that the plan should suit; passes without gradients are not.
             apart: Keep out of shared slots: saved tensors of an earlier forward still wait for their backward there.
 
@@ -184,7 +184,7 @@ class SlotPool:
             An event to wait for before writing.
 
         Raises:
-            EngineStateError: `needed` is in use by somebody else.
+            EngineStateError: `needed` is in use by another client.
         """
         slot = needed or (client.private if apart else client.planned) or client.private
         if self._reserved and self._reserved.get(slot) is client:
@@ -207,7 +207,7 @@ class SlotPool:
         return slot.released if slot.fixed else self._last_release
 
     def _meet(self, client: Client) -> None:
-        """Note who else holds memory now: they cannot share a slot."""
+        """Record which other clients hold memory now: they cannot share a slot."""
         known = self._met.get(client)
         if known is None:
             known = self._met[client] = {}
@@ -229,7 +229,7 @@ class SlotPool:
         self._held.pop(client, None)
 
     def reserve(self, client: Client, event: Event) -> None:
-        """The client lets go of its slot, whose content stays as it is until `end_backward`."""
+        """The client releases its slot, whose content stays unchanged until `end_backward`."""
         slot = client.slot
         self._held.pop(client, None)
         self._reserved[slot] = client
@@ -245,7 +245,7 @@ class SlotPool:
                 slot.discard()
 
     def forget_events(self) -> None:
-        """All work is done: nobody has to wait for the last use of a slot."""
+        """All work is done: no client has to wait for the last use of a slot."""
         self._last_release = None
         for slot in self._fixed:
             slot.released = None
@@ -260,20 +260,20 @@ class SlotPool:
 
     @property
     def is_plan_held(self) -> bool:
-        """Whether fixed slots must stay where they are. Who finds its slot taken then holds memory of its own, every time."""
+        """Whether fixed slots must stay in place. A client that finds its slot taken then holds memory of its own, every time."""
         return bool(self._plan_users)
 
     @property
     def is_outdated(self) -> bool:
-        """Whether a step showed something that the plan of fixed slots does not know."""
+        """Whether a step showed something that the plan of fixed slots does not include."""
         return self._outdated
 
     def outdate(self) -> None:
-        """Plan anew at the end of this step."""
+        """Plan again at the end of this step."""
         self._outdated = True
 
     def described_plan(self) -> list[str]:
-        """The fixed slots that the next plan will have: bytes and who shares them."""
+        """The fixed slots that the next plan will have: bytes and the clients that share them."""
         return [f"{size}: {', '.join(client.name for client in clients)}" for size, clients in self._coloring()]
 
     def _coloring(self) -> list[tuple[int, list[Client]]]:
@@ -290,10 +290,10 @@ class SlotPool:
         return found
 
     def finish_step(self, event: Event, allocate: Callable[[int], Tensor] | None = None) -> None:
-        """A training step is complete: plan fixed slots if it showed anything new and nobody holds the plan.
+        """A training step is complete: plan fixed slots if it showed anything new and nothing holds the plan.
 
         That happens once or twice in a training. What the caching allocator keeps of the unplanned step is freed then:
-        it lies on the gather stream, of no use to anybody, and would split up what the optimizer's state is about to need.
+        it lies on the gather stream, where it cannot be reused, and would fragment what the optimizer's state is about to need.
 
         Args:
             event: After all work issued so far; fixed memory may be reused blocks that earlier kernels still read.
@@ -302,7 +302,7 @@ class SlotPool:
         if not self._outdated or self.is_plan_held:
             return
         for slot in self._fixed:
-            slot.retire()  # the old plan's memory goes before the new plan's comes
+            slot.retire()  # the old plan's memory is freed before the new plan's is allocated
         self._outdated, self._fixed = False, []
         if self._device.type != "cpu":
             torch.get_device_module(self._device).empty_cache()
