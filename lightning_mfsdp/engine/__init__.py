@@ -1,15 +1,15 @@
-"""The sharding engine: torch only. It knows no Lightning, no Transformer Engine and no mixture of experts.
+"""The sharding engine: torch only. It does not depend on Lightning, Transformer Engine or mixture of experts.
 
-Words, and where they are made:
+Terms, and where they are defined:
 
     unit                   what is unsharded and reduced together: a sharded module, or several that run one after the other (runtime/unit)
     root, group            the units of one outermost module; the parameters of a unit with one dtype (runtime/context, params/group)
     main weight            what the optimizer steps, in the main dtype: this rank's rows
-    compute shard          the same rows in the compute dtype, where they are kept beside it
+    compute shard          the same rows in the compute dtype, where they are kept in addition to it
     unsharded weight       all rows in the compute dtype, which forward and backward read (params/weights)
     main gradient          what the optimizer reads: this rank's rows, reduced; the bucket is what is in flight (params/gradients)
     representation         of a parameter: unsharded (the module's own), sharded (a DTensor) or local (plain rows)
-    unshard, reshard       all-gather a weight; give its memory back. Prefetch: unshard before it is needed
+    unshard, reshard       all-gather a weight; free the gathered memory. Prefetch: unshard before it is needed
     register               have modules show one representation or another
     pooled buffer, slot    memory for an unsharded weight that units take in turn (memory/storage)
     layout, segment, gap   addresses of a group's parameters; one flat address space; cells that belong to no parameter (layout/layout)

@@ -1,1 +1,1 @@
-"""How a model is sharded, and functions for loops of one's own."""
+"""The functions that shard a model, and those for custom training loops."""

@@ -1,4 +1,4 @@
-"""The front door: validate, find parameters, attach a unit."""
+"""The entry point: validate, find parameters, attach a unit."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def fully_shard(
     initialised by their modules' `reset_parameters`.
 
     Args:
-        module: Any module. Its parameter names do not change; at rest its parameters are DTensors of the main weights. A list of
+        module: Any module. Its parameter names do not change; while sharded, its parameters are DTensors of the main weights. A list of
             modules that run one after the other becomes one unit: small blocks are gathered and reduced faster together. Called in
-            another order they are still right, only gathered more often; so are they under reentrant checkpointing of each.
+            another order they are still correct, only gathered more often; so are they under reentrant checkpointing of each.
         mesh: 1-D (shard) or 2-D (outer, shard), or with axes named "outer" and "shard". `None`: all ranks, 1-D; a process that is alone
             and has no process group gets one. Along one more axis, named "expert", parameters differ: every rank holds other rows of
             one larger parameter, and computes with them for the data of all. Gradients, norms and checkpoints are those of the larger
@@ -72,26 +72,26 @@ def fully_shard(
         outer_sharding: On the outer axis: "no_shard" (HSDP) or "optim" (HFSDP: main weights and optimizer state sharded
             there too).
         policy: Dtypes and reduction; the default keeps the module's dtype for compute and float32 for the rest.
-        reshard_after_forward: Give full weights back between forward and backward (only with sharded weights). The root
+        reshard_after_forward: Reshard full weights between forward and backward (only with sharded weights). The root
             keeps its own in any case. "auto": after two steps, weights of as many units stay as the memory left on the device
-            holds (a tenth of it is not touched), last units first.
+            can hold (a tenth of it stays free), last units first.
         ignored_parameters: Left as they are: neither sharded nor reduced.
         storage: "pooled": full-size memory in fixed slots planned from the first training step. "dynamic": from the
             caching allocator. The root's choice holds for all its units.
         symmetric_memory: Gather into symmetric memory, moved by copy engines instead of compute cores (NCCL 2.28 or later, ranks
             of one NVLink domain). Needs pooled storage. The root's choice holds for all its units.
-        offload: "optimizer": main weights and the optimizer's state rest in host memory and visit the device a few at a time while the
+        offload: "optimizer": main weights and optimizer state stay in host memory and are staged on the device a few at a time while the
             optimizer steps. What gathers read, this rank's shard of the compute weights, stays on the device. For elementwise optimizers.
-        unused_parameters: Whose gradient no rank computed in a step. "none": `.grad` stays `None` and optimizers leave them alone, as
+        unused_parameters: Whose gradient no rank computed in a step. "none": `.grad` stays `None` and optimizers skip them, as
             under DDP(find_unused_parameters=True); a rank that leaves a parameter unused waits for the device once in each backward that
-            reduces, to hear of the others. "zero": their gradient is zeros, which weight decay and momentum go on from; nobody waits.
+            reduces, to learn of the others. "zero": their gradient is zeros, to which weight decay and momentum apply; no rank waits.
             CUDA graphs always do that. The root's choice holds for all its units.
 
     Returns:
         The same module.
 
     Raises:
-        ShardingError: What cannot be sharded, with the names of the parameters or axes concerned.
+        ShardingError: Something cannot be sharded; names the parameters or axes concerned.
     """
     if storage not in ("pooled", "dynamic"):
         raise ShardingError(f'fully_shard: storage: expected "pooled" or "dynamic", got {storage!r}')
@@ -173,7 +173,7 @@ def mesh_device(mesh: Mesh) -> torch.device:
 
 
 def _members(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules of the unit to be."""
+    """The modules of the new unit."""
     members = [module] if isinstance(module, nn.Module) else list(module)
     for member in members:
         if not isinstance(member, nn.Module):
@@ -231,7 +231,7 @@ def _is_inside_unit(module: nn.Module, prefix: str) -> bool:
 def _by_spec(
     named: Sequence[Named], policy: MixedPrecisionPolicy, keep_fp32: set[int]
 ) -> list[tuple[GroupSpec, list[Named]]]:
-    """Groups of equal dtypes, equal wish for gradients and one codec, in order of first appearance."""
+    """Groups of equal dtypes, equal `requires_grad` and one codec, in order of first appearance."""
     found: dict[GroupSpec, list[Named]] = {}
     for item in named:
         parameter = item[1]
@@ -248,7 +248,7 @@ def _by_spec(
         elif id(parameter) in keep_fp32:
             compute = torch.float32
         if not parameter.requires_grad and codec is None:
-            main = parameter.dtype  # a codec's dtype says nothing of the value before
+            main = parameter.dtype  # a codec's dtype is not that of the value before
         spec = GroupSpec(
             compute_dtype=compute,
             main_dtype=main,
@@ -263,7 +263,7 @@ def _by_spec(
 def _encode(
     module: nn.Module, policy: MixedPrecisionPolicy, device: torch.device, ignored: set[int]
 ) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Let codecs make quantized parameters of ordinary ones; returns those that went, each with its successor."""
+    """Let codecs replace ordinary parameters by quantized ones; returns the replaced ones, each with its successor."""
     names = {id(parameter): name for name, parameter in module.named_parameters() if id(parameter) in ignored}
     sites = [
         (child._parameters, key, parameter)
@@ -288,7 +288,7 @@ def _encode(
 
 
 def _share_buffers(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
-    """Buffers are not sharded; they go where the parameters are, with the values of the mesh's first rank."""
+    """Buffers are not sharded; they are moved to the parameters' device and get the values of the mesh's first rank."""
     moved: dict[int, Tensor] = {}
     for prefix, child in module.named_modules():
         if prefix and _is_inside_unit(module, prefix):
@@ -301,7 +301,7 @@ def _share_buffers(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
 
 
 def _advise_on_padding(groups: Sequence[ParameterGroup]) -> None:
-    """Say on one rank, once for each kind of group, where more ranks than rows waste memory."""
+    """Warn on one rank, once for each kind of group, if more ranks than rows waste memory."""
     for layout in {group.layout: None for group in groups}:
         advice = padding_advice(layout) if dist.get_rank() == 0 else ""
         if advice:

@@ -1,4 +1,4 @@
-"""Hand an optimizer over, with what its kind and its parameters need."""
+"""Adopt an optimizer, with what its kind and its parameters need."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def fully_shard_optimizer(
     every rank has all rows (`no_shard`, one rank), local rows with `elementwise=True`; else they keep DTensors. State (if any yet) is
     taken over. The weights that forward uses are refreshed after each step, and within one before its closure is
     called again (LBFGS). No step is taken here: step counters and weight decay start where the user starts. What comes into the groups
-    later, by `add_param_group` or otherwise, is taken over when the next step begins. Parameters that were sharded with
+    later, by `add_param_group` or otherwise, is adopted when the next step begins. Parameters that were sharded with
     `offload="optimizer"` are stepped a few at a time (streamed_step.py). `optimizer.state_dict()` shows state as DTensors, as under FSDP2,
     and `load_state_dict` takes these, or whole tensors (state.py).
 
     Args:
         optimizer: Built from `module.parameters()`, before or after `fully_shard`.
         elementwise: Overrides the list, for an optimizer of your own, or one whose step is compiled: `True` gives it plain local rows at
-            all times, `False` DTensors. Once said, it holds for later calls that leave it out: the Trainer's strategy calls this again
+            all times, `False` DTensors. Once passed, it holds for later calls that omit it: the Trainer's strategy calls this again
             for what `configure_optimizers` returns.
         grad_scaler: Needed (any object) when parameters compute in float16: without loss scaling their gradients
-            underflow. Once said, it holds, too.
+            underflow. Once passed, it holds for later calls, too.
 
     Returns:
         The same optimizer.
@@ -59,7 +59,7 @@ def fully_shard_optimizer(
 
 
 class _Support:
-    """CPU offload of optimizer state, and Transformer Engine's FusedAdam, which is known by its name. An `OptimizerSupport`."""
+    """CPU offload of optimizer state, and Transformer Engine's FusedAdam, which is recognized by its name. An `OptimizerSupport`."""
 
     def __init__(self) -> None:
         self._streamed: StreamedStep | None = None

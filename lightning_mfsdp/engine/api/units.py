@@ -21,7 +21,7 @@ def fully_shard_units(
 ) -> nn.Module:
     """`fully_shard` every unit, then `module`, initialising meta parameters in the order in which their modules were built.
 
-    One unit at a time is whole in memory, and under one seed the values are those of a model built for real.
+    One unit at a time is whole in memory, and under one seed the values are those of a model built on a real device.
 
     Args:
         module: The root.

@@ -1,4 +1,4 @@
-"""What is checked of a module before it is sharded."""
+"""Checks of a module before it is sharded."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def refuse_parts(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> None:
 
 
 def refuse_other_mesh(nested: Unit, context: Context) -> None:
-    """Refuse a unit that is not used for the data of all ranks of its root, or gathers elsewhere than its root's slots are.
+    """Refuse a unit that is not used for the data of all ranks of its root, or gathers over other ranks than its root's slots.
 
     Raises:
         ShardingError: With its name and both meshes' sizes.
@@ -155,7 +155,7 @@ def check_same_model(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> N
 
 
 def _from_all_ranks(value: Any, mesh: Mesh) -> list[Any]:
-    """What every rank of the mesh passed, the same list on all of them."""
+    """What every rank of the mesh passed, as the same list on all of them."""
     collected: list[Any] = [value]
     for axis in mesh.axes:
         pieces: list[Any] = [None] * axis.size

@@ -1,1 +1,1 @@
-"""What a model may use beside the core of sharded training."""
+"""Optional features on top of the core of sharded training."""

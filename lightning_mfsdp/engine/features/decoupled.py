@@ -35,20 +35,20 @@ class _DecoupledRows(nn.Parameter):
 
 
 def reads_decoupled_gradients(optimizer: Any) -> bool:
-    """Whether an optimizer looks for `decoupled_grad` and nowhere else: FusedAdam so built, and what derives from it."""
+    """Whether an optimizer reads only `decoupled_grad`: a FusedAdam with that option, or one derived from it."""
     return bool(getattr(optimizer, "use_decoupled_grad", False))
 
 
 def show_gradients(group: ParameterGroup, held: Sequence[Entry], *, decoupled: bool) -> None:
-    """Let an optimizer find gradients of local rows as it looks for them.
+    """Set the dtype and attribute in which an optimizer reads the gradients of local rows.
 
     Args:
         group: Its gradients lie together and have one dtype.
         held: What the optimizer holds of it.
-        decoupled: In `main_grads_dtype` and as `decoupled_grad` too; else in the dtype of the main weight, as in plain PyTorch.
+        decoupled: In `main_grads_dtype` and as `decoupled_grad` too; otherwise in the dtype of the main weight, as in plain PyTorch.
 
     Raises:
-        ShardingError: The dtype would change for parameters that the optimizer does not hold, or amid unreduced gradients.
+        ShardingError: The dtype would change for parameters that the optimizer does not hold, or while gradients are unreduced.
     """
     main = group.spec.main_dtype
     dtype = group.policy.sum_dtype(main) if decoupled and main.is_floating_point else main
@@ -71,7 +71,7 @@ def _change_dtype(group: ParameterGroup, held: Sequence[Entry], dtype: torch.dty
         )
     if not group.gradients.begin_anew():
         raise ShardingError(
-            f"fully_shard_optimizer: {group.name} has gradients that wait for their reduction (no_sync), and the optimizer wants them in "
+            f"fully_shard_optimizer: {group.name} has gradients that wait for their reduction (no_sync), and the optimizer needs them in "
             f"{dtype} (use_decoupled_grad). Hand the optimizer over before the first backward, or after a step"
         )
     for entry in group.entries:

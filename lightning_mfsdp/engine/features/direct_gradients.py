@@ -1,12 +1,13 @@
-"""Direct weight gradients: a Linear writes the gradient of its weight straight into the buffer in which it is reduced.
+"""Direct weight gradients: a Linear writes the gradient of its weight directly into the buffer in which it is reduced.
 
 Autograd would leave it in `weight.grad`, rounded to the compute dtype, and the engine would copy it. Here the matrix product has the
 buffer's dtype and memory: one pass over memory less, no rounding in between, and microbatches are added in that dtype.
 
-It happens where nobody can tell the difference: a plain `nn.Linear`, in eager mode, in a backward that accumulates into `.grad`. Under
-hooks on the weight, `torch.compile`, `torch.autograd.grad`, `create_graph=True` or a functorch transform the gradient goes the usual way.
+It is used only where the result is indistinguishable: a plain `nn.Linear`, in eager mode, in a backward that accumulates into `.grad`.
+Under hooks on the weight, `torch.compile`, `torch.autograd.grad`, `create_graph=True` or a functorch transform the gradient goes
+through autograd as usual.
 
-Layers of other libraries that can do nothing else ask for the memory instead (`gradient_memory`).
+Layers of other libraries that always write gradients themselves request the memory instead (`gradient_memory`).
 
 Source: gradient accumulation fusion of Megatron-LM (`main_grad`), here without a copy of the gradient kept per weight.
 """
@@ -30,15 +31,15 @@ from lightning_mfsdp.engine.runtime.context import context_of_group
 
 __all__ = ["gradient_memory", "write_directly"]
 
-# Smaller products save less than the host spends on an autograd function written in Python.
+# Smaller products save less than the host time of an autograd function written in Python.
 _WORTHWHILE_ELEMENTS = 1 << 23
 
 
 def write_directly(modules: Sequence[nn.Module], groups: Sequence[ParameterGroup]) -> list[Callable[[], None]]:
-    """Have the Linear layers in `modules` write into the buffers of `groups`, as far as the groups' policy wants it.
+    """Have the Linear layers in `modules` write into the buffers of `groups`, as far as the groups' policy enables it.
 
     Returns:
-        What gives each of them its own forward back.
+        What restores the own forward of each of them.
     """
     undo: list[Callable[[], None]] = []
     for module in modules:
@@ -49,7 +50,7 @@ def write_directly(modules: Sequence[nn.Module], groups: Sequence[ParameterGroup
                 or "forward" in vars(layer)
             ):
                 continue
-            weight = layer._parameters.get("weight")  # a parametrization has taken it away
+            weight = layer._parameters.get("weight")  # a parametrization has removed it
             place = place_of(weight) if weight is not None else None
             if weight is not None and place is not None and place[0] in groups and _is_wanted(place[0], weight):
                 this = weakref.ref(layer)
@@ -72,7 +73,7 @@ def _is_wanted(group: ParameterGroup, weight: Tensor) -> bool:
 
 
 def _forward_of(this: weakref.ref[nn.Linear]) -> Callable[[Tensor], Tensor]:
-    """The forward of one layer; it does not keep the layer alive."""
+    """The forward of one layer; it holds no strong reference to the layer."""
 
     def forward(input: Tensor) -> Tensor:
         layer = this()
@@ -110,7 +111,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
-        ctx.leaf = weakref.ref(weight)  # what checkpointing hands back is a copy of it
+        ctx.leaf = weakref.ref(weight)  # what checkpointing returns is a copy of it
         return F.linear(input, weight, bias)
 
     @staticmethod
@@ -145,15 +146,15 @@ def _write(weight: Tensor | None, left: Tensor, right: Tensor) -> bool:
 
 
 def gradient_memory(weight: Tensor, *, overwrites: bool) -> tuple[Tensor, bool]:
-    """Where a layer that leaves no gradient to autograd is to write that of its weight, in the backward that runs now.
+    """Where a layer that leaves no gradient to autograd must write that of its weight, in the current backward.
 
     Args:
         weight: A full parameter of a sharded module.
         overwrites: The layer replaces what is in the memory; otherwise it adds to it.
 
     Returns:
-        Memory of the weight's shape, in the dtype that gradients are reduced or kept in; and whether it is beside the buffer, because an
-        earlier gradient of this weight is there that must not be overwritten. It is valid until the next call.
+        Memory of the weight's shape, in the dtype that gradients are reduced or kept in; and whether it is outside the buffer, because an
+        earlier gradient of this weight is in it that must not be overwritten. It is valid until the next call.
 
     Raises:
         EngineStateError: The weight belongs to no sharded module.
@@ -169,6 +170,6 @@ def gradient_memory(weight: Tensor, *, overwrites: bool) -> tuple[Tensor, bool]:
     if not (group.entries[index].is_trained and compat.accumulates(weight)):
         return torch.zeros(
             weight.shape, dtype=group.policy.sum_dtype(group.spec.main_dtype), device=group.device
-        ), False  # nobody wants it
+        ), False  # it is not needed
     context.begin_backward()
     return context.reductions.required_writes(group.gradients).memory(index, overwrites=overwrites)

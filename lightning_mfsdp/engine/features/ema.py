@@ -23,7 +23,7 @@ __all__ = ["AveragedWeights"]
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """What is averaged: a parameter's main weight, and the representation that says whether it is trained."""
+    """What is averaged: a parameter's main weight, and the representation that shows whether it is trainable."""
 
     name: str
     main: Tensor
@@ -31,12 +31,12 @@ class _Source:
 
 
 class AveragedWeights:
-    """Average of what is trained in a sharded module. Parameters take part from the first `update` that finds them trained.
+    """Average of the trainable parameters of a sharded module. Each joins at the first `update` at which it is trainable.
 
-    Buffers are not averaged: the average goes with the module's present ones.
+    Buffers are not averaged: the average is used with the module's present ones.
 
     Args:
-        module: Sharded before the first `update`. It is not kept alive until then, nor after `release`.
+        module: Sharded before the first `update`. It is held only by a weak reference until then, and after `release`.
         dtype: Of the average.
         device: `None`: beside the weights. "cpu": in pinned host memory; every update moves it to the device and back, tensor by tensor.
     """
@@ -70,7 +70,7 @@ class AveragedWeights:
         return module
 
     def belongs_to(self, module: nn.Module) -> bool:
-        """Whether it was made for this very module."""
+        """Whether it was made for exactly this module."""
         return self._module() is module
 
     @property
@@ -102,7 +102,7 @@ class AveragedWeights:
     def _attach(self) -> None:
         if self._sources is None:
             self._find_sources()
-        # All rows of a module go at once.
+        # All rows of a module are dropped at once.
         if not self._sources or is_left_behind(self._sources[0].shown):
             raise EngineStateError(
                 "AveragedWeights: the module is not sharded, or unshard_model made it plain, so there are no rows to average; shard the "
@@ -130,14 +130,14 @@ class AveragedWeights:
         self._pairs = ([one for one, _ in found if one.numel()], [main for _, main in found if main.numel()])
 
     def _copy(self, value: Tensor) -> Tensor:
-        """In the average's dtype and place."""
+        """Copy a weight to the average's dtype and device."""
         place = torch.device(self.device or value.device)
         with torch.inference_mode(False):
             made = torch.empty(value.shape, dtype=self.dtype, device=place, pin_memory=place != value.device)
             return made.copy_(value, non_blocking=True)
 
     def release(self) -> None:
-        """Let go of the module's memory; the average stays."""
+        """Release the module's memory; the average stays."""
         self.hide()
         self._sources, self._waiting, self._pairs = None, [], ([], [])
 
@@ -145,7 +145,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Put the average into the module's weights, and remember those."""
+        """Write the average into the module's weights, and save those."""
         if not self._averages or self.is_shown:
             return
         self._attach()
@@ -163,7 +163,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def hide(self) -> None:
-        """Give the module its own weights back, to the bit. Nothing happens if they are there."""
+        """Restore the module's own weights, to the bit. Does nothing if they are in place."""
         if self._own is None:
             return
         with torch.inference_mode(False):
@@ -172,7 +172,7 @@ class AveragedWeights:
         self._own = None
         context = context_of(self.module)
         context.shown_averages.discard(self)
-        # No gather here: after an exception other ranks may not come along.
+        # No gather here: after an exception other ranks may not join.
         context.weights_changed()
 
     # -- saving --------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def load_rows(self, rows: Mapping[str, Tensor]) -> None:
-        """Take over what `rows` gave, on whatever number of ranks. An empty mapping forgets the average."""
+        """Load what `rows` returned, on any number of ranks. An empty mapping forgets the average."""
         self._averages = {}
         self._attach()
         self._pair()

@@ -1,4 +1,4 @@
-"""Transformer Engine's FusedAdam, known by its name: it works element by element, and some of its options would go wrong here.
+"""Transformer Engine's FusedAdam, known by its name: it works element by element, and some of its options would give wrong results here.
 
 Source: `transformer_engine.pytorch.optimizers.fused_adam`, version 2.20.
 """
@@ -41,12 +41,12 @@ def is_fused_adam(optimizer: Optimizer) -> bool:
 
 
 def keeps_remainders(optimizer: Optimizer) -> bool:
-    """Whether it keeps what bfloat16 weights lack of float32 beside its moments."""
+    """Whether it stores the bits that bfloat16 weights lack of float32 along with its moments."""
     return is_fused_adam(optimizer) and bool(getattr(optimizer, "store_param_remainders", False))
 
 
 class Remainders:
-    """An `OptimizerDriver`: remainders begin at zero where a checkpoint brought moments alone. The library makes all of a state or none."""
+    """An `OptimizerDriver`: remainders begin at zero where a checkpoint had only moments. The library creates all of a state or none."""
 
     def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a step."""
@@ -88,7 +88,7 @@ def refuse_unfit_options(optimizer: Any, groups: Sequence[ParameterGroup]) -> No
 def _refuse_old_library() -> None:
     try:
         found = version("transformer_engine")
-    except PackageNotFoundError:  # built by hand: nobody knows its version
+    except PackageNotFoundError:  # built by hand: its version is unknown
         return
     if tuple(int(part) for part in found.split(".")[:2]) < _PASSES_OVER_EMPTY:
         raise ShardingError(

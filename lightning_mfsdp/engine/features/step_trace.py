@@ -1,7 +1,7 @@
-"""What ranks do together in a forward-only step, in order, so that a rank without data can do it again without computing.
+"""The collective operations of a forward-only step, in order, so that a rank without data can repeat them without computing.
 
-Ranks issue the same collectives or wait for each other for ever. Which gathers a forward issues, also prefetched ones, follows from
-the order in which units begin and end. A rank that has run out of batches goes through that order once for every step of the others.
+Ranks issue the same collectives or wait for each other forever. Which gathers a forward issues, also prefetched ones, follows from
+the order in which units begin and end. A rank that has run out of batches repeats that order once for every step of the others.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ __all__ = ["StepTrace", "note_collective", "traced_step"]
 
 
 class StepTrace:
-    """What was done in a step: units that began and gave their weights back, and collectives of modules."""
+    """What was done in a step: units that began and resharded, and collectives of modules."""
 
     def __init__(self) -> None:
         self.events: list[Callable[[], object]] = []
 
     def repeat(self) -> None:
-        """Do it again. Collective: on the other ranks, what the step called is called."""
+        """Repeat it. Collective: the other ranks issue the same calls by running the step."""
         for event in self.events:
             event()
 
 
 def note_collective(parameter: Tensor, again: Callable[[], object]) -> None:
-    """Say that a module is about to do something with other ranks, which one without data repeats by calling `again`.
+    """Record that a module is about to run a collective, which a rank without data repeats by calling `again`.
 
     Args:
-        parameter: One of the module's. Its unit's weights are there when `again` is called.
-        again: Does the same with the other ranks, and nothing of its own.
+        parameter: One of the module's. Its unit's weights are unsharded when `again` is called.
+        again: Runs the same collective with the other ranks, and computes nothing.
     """
     owned = owner_of(parameter)
     context = context_of_group(owned[0]) if owned is not None else None
@@ -45,7 +45,7 @@ def note_collective(parameter: Tensor, again: Callable[[], object]) -> None:
 
 @contextmanager
 def traced_step(module: nn.Module) -> Iterator[StepTrace]:
-    """Note what happens inside to the units of `module`'s root. For steps without a backward."""
+    """Record what happens inside to the units of `module`'s root. For steps without a backward."""
     context = context_of(module)
     trace = StepTrace()
     context.trace = trace.events

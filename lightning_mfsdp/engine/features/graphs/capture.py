@@ -29,7 +29,7 @@ def capture_step(
 
     Args:
         step: Does everything between two batches: forward, backward, clipping, `optimizer.step()`, `optimizer.zero_grad()`.
-            Takes tensors (or containers of them) and returns some, the loss say. It must not look at values on the host.
+            Takes tensors (or containers of them) and returns some, such as the loss. It must not read values on the host.
         module: Sharded with `fully_shard` on CUDA devices, in pooled storage.
         optimizers: Stepped by `step`. Their learning rates become tensors, and `capturable` is turned on.
         warmup: Calls before the recording. They train like any other; at least 3, so that memory is planned and optimizer
@@ -99,7 +99,7 @@ class CapturedStep(Recording):
         return map_tensors(torch.clone, self._outputs)
 
     def close(self) -> None:
-        """Let go of the graph. Calls run as they are from now on."""
+        """Release the graph. Calls run eagerly from now on."""
         self.failure = "closed"
         self._end()
         self._replayable, self._outputs, self._inputs = None, None, None
@@ -109,7 +109,7 @@ class CapturedStep(Recording):
         self._written = []
 
     def _run(self, inputs: Any) -> Any:
-        """The step as it is, on the stream of the recording: autograd must have seen it."""
+        """Run the step eagerly, on the stream of the recording: autograd must have used that stream."""
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -127,13 +127,13 @@ class CapturedStep(Recording):
             put_gradients_back()
             self._give_up(error)
             return
-        except BaseException:  # no matter of recording: the step itself failed
+        except BaseException:  # unrelated to recording: the step itself failed
             put_gradients_back()
             self._drop()
             raise
         self._outputs = map_tensors(torch.Tensor.detach, outputs)
         self._replayable = graph
-        # Gradients that outlast the step lie where replays write them, and ordinary calls in between must not give that memory back.
+        # Gradients that outlast the step lie where replays write them, and ordinary calls in between must not free that memory.
         self._written = [gradients.main for gradients in self._context.gradients if gradients.is_open]
         for main in self._written:
             main.pin(True)

@@ -1,13 +1,13 @@
 """The forward of a loss and its backward as two CUDA graphs. What comes after the backward stays ordinary Python.
 
-Clipping, the optimizer, schedules and whatever looks at gradients in between need no care, so a training loop that somebody else
-wrote (Lightning's) goes on working. Only a few launches a step are left to the host: the graphs, and those of the optimizer.
+Clipping, the optimizer, schedules and code that reads gradients in between need no changes, so a training loop from elsewhere
+(Lightning's) keeps working. Only a few launches a step are left to the host: the graphs, and those of the optimizer.
 
     call            inputs are copied, the forward is replayed, the loss gets a backward of its own
     backward        the gradient of the loss is copied (loss scaling, division by microbatches), the backward is replayed;
-                    gradients appear in `.grad`, or are added to those that nobody cleared
+                    gradients appear in `.grad`, or are added to those that were not cleared
 
-The backward's graph holds the reductions too: every backward is synchronised, and `no_sync` is refused.
+The backward's graph holds the reductions too: every backward is synchronized, and `no_sync` is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def capture_loss(step: Callable[..., Any], module: nn.Module, *, warmup: int = 4
 
     Args:
         step: Takes tensors (or containers of them) and returns the loss, or a mapping with the loss under "loss". It does not call
-            backward, and must not look at values on the host.
+            backward, and must not read values on the host.
         module: Sharded with `fully_shard` on CUDA devices, in pooled storage.
         warmup: Calls before the recording; at least 3, so that memory is planned.
 
@@ -107,10 +107,10 @@ class CapturedLoss(Recording):
         return map_tensors(fresh, self._outputs)
 
     def outside(self, *inputs: Any) -> Any:
-        """One forward as it is, whatever was recorded."""
+        """One eager forward, whatever was recorded."""
         self.replayed = False
         if self._forward is not None:
-            self._context.weights_changed()  # the collectives of a replay, which always gathers whole weights
+            self._context.weights_changed()  # issues the collectives of a replay, which always gathers whole weights
         return self._step(*inputs)
 
     def _refuse_held_back(self) -> None:
@@ -122,7 +122,7 @@ class CapturedLoss(Recording):
             )
 
     def close(self) -> None:
-        """Forget the graphs and let main gradients give their memory back between steps. Calls run as they are from now on."""
+        """Forget the graphs and let main gradients free their memory between steps. Calls run eagerly from now on."""
         self.failure = "closed"
         self._end()
         self._let_go()
@@ -133,19 +133,19 @@ class CapturedLoss(Recording):
             gradients.main.pin(False)
 
     def record_again(self) -> None:
-        """Forget the graphs and record anew in the next call: memory that they use, and that is not the engine's, has moved."""
+        """Forget the graphs and record again in the next call: memory that they use, and that is not the engine's, has moved."""
         if self._forward is not None:
             self._forget()
 
     def _forget(self) -> None:
-        """Let go of both graphs and what they wrote. NCCL waits in the end of a process group for every graph that uses it."""
+        """Release both graphs and what they wrote. NCCL waits at the destruction of a process group for every graph that uses it."""
         self._forward, self._backward, self._outputs, self._inputs, self._awaited = None, None, None, None, None
         self._context.pool.let_go_of_plan(self)
         self._shown, self._shown_whole = [], []
         self._loss = self._gradient = torch.empty(0, device="cpu")
 
     def refuse(self, reason: str) -> None:
-        """Do not record, with a warning that says why."""
+        """Do not record, with a warning that gives the reason."""
         self._refuse(reason)
 
     # -- recording -----------------------------------------------------------------------------------------------------
@@ -165,14 +165,14 @@ class CapturedLoss(Recording):
                 watch_backward(self._module, loss)
                 self._gradient = torch.ones_like(loss)
                 with self._graph(backward, forward.pool()):
-                    self._context.lane.weights_ready = self._context.streams.record()  # takes the gather stream in
+                    self._context.lane.weights_ready = self._context.streams.record()  # captures the gather stream
                     torch.autograd.backward(loss, self._gradient)
                 self._remember_gradients()
         except RuntimeError as error:
             self._let_go()
             self._give_up(error)
             return
-        except BaseException:  # no matter of recording: the step itself failed
+        except BaseException:  # unrelated to recording: the step itself failed
             self.failure = "closed"
             self._let_go()
             self._drop()
@@ -186,7 +186,7 @@ class CapturedLoss(Recording):
 
     @contextmanager
     def _without_gradients(self) -> Iterator[None]:
-        """Record as if the optimizer's gradients were cleared: the graph overwrites them. They are back afterwards."""
+        """Record as if the optimizer's gradients were cleared: the graph overwrites them. They are restored afterwards."""
         put_back = self._gradients_now()
         for parameter in (*self._locals(), *self._whole()):
             parameter.grad = None
@@ -197,7 +197,7 @@ class CapturedLoss(Recording):
 
     @contextmanager
     def _gradients_hidden(self) -> Iterator[None]:
-        """Refuse a step that looks at gradients."""
+        """Refuse a step that reads gradients."""
         self._context.reductions.hides_gradients = True
         try:
             yield
@@ -211,7 +211,7 @@ class CapturedLoss(Recording):
 
     @contextmanager
     def _same_state(self) -> Iterator[None]:
-        """Refuse a step that puts new tensors in the place of a module's old ones, or into its lists: replays would not."""
+        """Refuse a step that replaces tensors of a module, or appends to its lists: replays would not."""
         buffers = [(module, name, buffer) for module in self._modules for name, buffer in module._buffers.items()]
         before = [_own_state(module) for module in self._modules]
         replaced = []

@@ -1,10 +1,10 @@
 """Recording: what all CUDA graphs of a training step have in common.
 
-The first calls run as they are. Then the work is recorded once and replayed: the host launches one graph instead of thousands of
-kernels. Gathered weights lie in fixed slots and everything else in the graph's own memory, so addresses hold.
+The first calls run eagerly. Then the work is recorded once and replayed: the host launches one graph instead of thousands of
+kernels. Gathered weights lie in fixed slots and everything else in the graph's own memory, so addresses stay valid.
 
-What a graph cannot hold is Python: it runs in the first calls and while it is recorded, and never again. Tensors given are copied
-into static ones. A call that the recording cannot stand for (other shapes, other Python values, other parameters trained) runs as it is.
+What a graph cannot hold is Python: it runs in the first calls and while it is recorded, and never again. Input tensors are copied
+into static ones. A call that the recording cannot replace (other shapes, Python values or trainable parameters) runs eagerly.
 
 Source: CUDA graphs and their rules, "CUDA semantics" in PyTorch's notes.
 """
@@ -40,7 +40,7 @@ _PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Recording:
-    """Work that becomes CUDA graphs, and the conditions under which they stand for it.
+    """Work that becomes CUDA graphs, and the conditions under which they can replace it.
 
     Attributes:
         failure: Why it could not be recorded; empty if it was, or was not tried yet.
@@ -55,7 +55,7 @@ class Recording:
         if warmup < 3:
             raise EngineStateError(f"{caller}: expected warmup of at least 3 calls, got {warmup}")
         self._context.reductions.recordings += 1
-        self._context.order.stop()  # a replay asks nobody, and a rank whose call does not fit the graph runs it as it is
+        self._context.order.stop()  # a replay queries no rank, and a rank whose call does not fit the graph runs it eagerly
         self._is_open = True
         self._remaining = warmup
         self._module = module
@@ -66,13 +66,13 @@ class Recording:
         self._last: list[str] = []
 
     def _end(self) -> None:
-        """All ranks are done with recordings. One that could not record goes on reducing as those that could."""
+        """All ranks are done with recordings. One that could not record keeps reducing like those that could."""
         if self._is_open:
             self._is_open = False
             self._context.reductions.recordings -= 1
 
     def _is_due(self, inputs: Any) -> bool:
-        """Whether to record now: enough calls ran as they are, and this one is like the last. Counts them."""
+        """Whether to record now: enough calls ran eagerly, and this one is like the last. Counts them."""
         if self.failure:
             return False
         if self._has_hooks():
@@ -86,7 +86,7 @@ class Recording:
 
     @contextmanager
     def _preparing(self, inputs: Any) -> Iterator[None]:
-        """Around a recording: nothing is under way, nothing is waited for, and what it reserves is counted."""
+        """Context around a recording: nothing is in flight or waited for, and what it reserves is counted."""
         device, context = self._context.device, self._context
         self._inputs = map_tensors(lambda tensor: tensor.detach().to(device, copy=True), inputs)
         self._state = self._described_state()
@@ -121,20 +121,20 @@ class Recording:
 
     def _graph(self, graph: torch.cuda.CUDAGraph, pool: Any = None) -> Any:
         """Record what is launched inside, on the recording's stream."""
-        # Thread-local: NCCL's watchdog, another thread, goes on asking for events.
+        # Thread-local: NCCL's watchdog, another thread, keeps querying events.
         return torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
 
     def _drop(self) -> None:
         """Forget a recording that did not come to its end."""
         self._inputs = None
         self._context.pool.let_go_of_plan(self)
-        self._context.forget_events()  # a broken recording's events never come
+        self._context.forget_events()  # a broken recording's events never complete
         self._context.recover()
         self._context.forget_events()
-        self._context.weights_changed()  # those that were cast in it never were
+        self._context.weights_changed()  # casts inside it never ran
 
     def _gradients_now(self) -> Callable[[], None]:
-        """Remember which gradients there are; what is returned puts them back, for a recording leaves some that nobody computed."""
+        """Save the present gradients; the returned callable restores them, as a recording leaves some that were never computed."""
         kept = [(local, local.grad) for local in self._locals()]
         kept_whole = [(parameter, parameter.grad) for parameter in self._whole()]
 
@@ -156,10 +156,10 @@ class Recording:
         return [parameter for parameter in self._module.parameters() if owner_of(parameter) is None]
 
     def _give_up(self, error: RuntimeError) -> None:
-        """Say which line of the user's code cannot be recorded, and train without a graph."""
+        """Warn which line of the user's code cannot be recorded, and train without a graph."""
         self._drop()
         first: BaseException = error
-        while isinstance(first.__context__, RuntimeError):  # what cleans up inside a broken recording fails as well
+        while isinstance(first.__context__, RuntimeError):  # cleanup inside a broken recording fails as well
             first = first.__context__
         self._refuse(f"{_line_of(first)}: {str(first).splitlines()[0]}")
 
@@ -175,12 +175,12 @@ class Recording:
     # -- replaying -----------------------------------------------------------------------------------------------------
 
     def _fill(self, inputs: Any) -> None:
-        """Copy what a call was given to where the graph reads it."""
+        """Copy a call's inputs to where the graph reads them."""
         for static, given in zip(tensors_in(self._inputs), tensors_in(inputs), strict=True):
             static.copy_(given, non_blocking=True)
 
     def _fits(self, inputs: Any) -> bool:
-        """Whether a replay would do what this call asks for; if not, a warning says why."""
+        """Whether a replay would do what this call requires; if not, a warning gives the reason."""
         wanted, found = _described(self._inputs), _described(inputs)
         if wanted != found:
             warnings.warn(
@@ -199,7 +199,7 @@ class Recording:
         return False
 
     def _described_state(self) -> list[bool]:
-        """Which modules are in training mode, and which parameters are trained."""
+        """Which modules are in training mode, and which parameters are trainable."""
         trained = [entry.is_trained for unit in self._context.units for group in unit.groups for entry in group.entries]
         return [module.training for module in self._modules] + trained + [self._has_hooks()]
 
@@ -241,7 +241,7 @@ def _described(inputs: Any) -> list[str]:
 
 
 def _line_of(error: BaseException) -> str:
-    """Where the user's code was: the innermost frame outside this package and installed ones."""
+    """Location in the user's code: the innermost frame outside this package and installed ones."""
     frames = traceback.extract_tb(error.__traceback__)
     foreign = (_PACKAGE, *site.getsitepackages(), os.path.dirname(inspect.getfile(torch)))
     own = [frame for frame in frames if not frame.filename.startswith(foreign)]

@@ -1,4 +1,4 @@
-"""Optimizer state at rest in host memory: the tensors shaped like their parameters, of one optimizer and one group, in one piece."""
+"""Optimizer state in host memory between steps: the tensors shaped like their parameters, of one optimizer and group, in one buffer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StateTensor:
 
 
 def state_of(optimizer: Optimizer, group: ParameterGroup) -> list[StateTensor]:
-    """What an optimizer keeps for each number of a group's parameters at the moment. Counters and other small things are none of it."""
+    """What an optimizer keeps for each number of a group's parameters at the moment. Counters and other small values are excluded."""
     found = []
     for entry in group.entries:
         local = entry.local
@@ -40,7 +40,7 @@ class OffloadedState:
 
     Attributes:
         memory: All of it.
-        at_rest: How the optimizer's table shows them at rest: tensors of the device.
+        at_rest: How the optimizer's table shows them between steps: as tensors of the device.
     """
 
     def __init__(self, tensors: list[StateTensor], device: torch.device) -> None:
@@ -68,7 +68,7 @@ class OffloadedState:
         )
 
     def take(self, tensors: list[StateTensor]) -> None:
-        """Copy the tensors it was made for to host memory, on the current stream; nothing waits."""
+        """Copy the tensors it was made for to host memory, on the current stream, without waiting."""
         for one, room in zip(tensors, self.views_in(self.memory.host), strict=True):
             room.copy_(one.tensor, non_blocking=True)
 
@@ -78,7 +78,7 @@ class OffloadedState:
             optimizer.state[local][key] = view
 
     def keep_in(self, optimizer: Optimizer, views: list[Tensor]) -> None:
-        """Where the optimizer put new tensors of the same kind into its table, copy them to `views` and show those."""
+        """If the optimizer put new tensors of the same kind into its table, copy them to `views` and show those."""
         for (local, key), view in zip(self._keys, views, strict=True):
             table = optimizer.state.get(local, {})
             value = table.get(key)
@@ -90,7 +90,7 @@ class OffloadedState:
                 table[key] = view.copy_(value)
 
     def replace(self, optimizer: Optimizer, views: list[Tensor]) -> None:
-        """Show the tensors at rest again where the table still shows `views`."""
+        """Show the host buffers again where the table still shows `views`."""
         for (local, key), view, tensor in zip(self._keys, views, self.at_rest, strict=True):
             table = optimizer.state.get(local, {})
             if table.get(key) is view:
@@ -98,7 +98,7 @@ class OffloadedState:
 
 
 def empty_at_rest(local: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory for a state tensor shaped like a parameter, where such state rests: in host memory or beside the parameter.
+    """Memory for a state tensor shaped like a parameter, where such state stays between steps: in host memory or on the parameter's device.
 
     Args:
         local: What the optimizer holds.
@@ -112,7 +112,7 @@ def empty_at_rest(local: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def put_to_rest(value: Tensor, local: Tensor) -> Tensor:
-    """A restored state tensor where such state rests; one that is on the parameter's device is taken for one at rest."""
+    """Move a restored state tensor to where such state is kept between steps; one on the parameter's device is assumed to be there."""
     place = place_of(local)
     if place is None or not place[0].offloads or value.device == local.device or value.shape != local.shape:
         return value

@@ -1,7 +1,7 @@
-"""OwnStep: what an optimizer's class does in `step`, run for one part of the parameters after the other.
+"""OwnStep: runs the `step` of an optimizer's class for one part of the parameters after the other.
 
-To the optimizer each part is a step. What it counts in its parameter groups (`group["step"] += 1`) is counted once all the same: options
-are put back after each part, and the call that the parts are made from counts in the end.
+To the optimizer each part is a step. What it counts in its parameter groups (`group["step"] += 1`) is still counted once: options
+are restored after each part, and the outer call counts in the end.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ __all__ = ["OwnStep"]
 
 
 class OwnStep:
-    """Steps whatever shows a gradient, without the optimizer's hooks.
+    """Steps the parameters that show a gradient, without the optimizer's hooks.
 
     Args:
         optimizer: Whose `step` takes a closure.
-        args: That `step` was called with, the optimizer itself first.
+        args: Arguments that `step` was called with, the optimizer itself first.
         kwargs: Likewise. The closure among them is left out: it was called.
     """
 
     def __init__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = compat.undecorated_step(type(optimizer))
-        assert step is not None, "looked at when the optimizer was adopted"
+        assert step is not None, "checked when the optimizer was adopted"
         self.optimizer = optimizer
         self._step = step
         self._args = (None, *args[2:]) if len(args) > 1 else ()

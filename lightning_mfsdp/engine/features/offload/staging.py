@@ -28,7 +28,7 @@ class StagedGroup:
     """One group's main weight and state in a staging area.
 
     Attributes:
-        state: What it brings besides the main weight; `None` if the optimizer has no state for the group yet.
+        state: What is staged besides the main weight; `None` if the optimizer has no state for the group yet.
         size_bytes: Room it needs.
     """
 
@@ -43,23 +43,23 @@ class StagedGroup:
 
     @property
     def known_group(self) -> ParameterGroup | None:
-        """Which group it is; not kept alive by it."""
+        """Weak reference to its group."""
         return self._group()
 
     @property
     def group(self) -> ParameterGroup:
-        """Which group it is, during a step."""
+        """Its group, during a step."""
         group = self._group()
-        assert group is not None, "the step holds it"
+        assert group is not None, "the step keeps it alive"
         return group
 
     def place(self, memory: Tensor) -> None:
-        """Take `memory`, `[size_bytes]` uint8, as room."""
+        """Take `memory`, `[size_bytes]` uint8, as its room."""
         group, start = self.group, aligned(self._main_bytes)
         self._main_room, self._state_room = memory[: self._main_bytes], memory[start : start + self._state_bytes]
         if group.host_buffer is not None:
             self._main = FlatBuffer.over(group.layout, group.main_extent, self._main_room.view(group.spec.main_dtype))
-            _ = self._main.views  # made now, and not while the optimizer steps
+            _ = self._main.views  # created now, and not while the optimizer steps
         if self.state is not None:
             self._views = self.state.views_in(self._state_room)
 
@@ -72,7 +72,7 @@ class StagedGroup:
             self._state_room.copy_(self.state.memory.host, non_blocking=True)
 
     def show(self, optimizer: Optimizer) -> None:
-        """Let the optimizer find what is in the room."""
+        """Show the optimizer the copies in the room."""
         if self._main is not None:
             _point(self.group, self._main)
         if self.state is not None:
@@ -82,7 +82,7 @@ class StagedGroup:
         """After the step: bring the compute shard up to date.
 
         Returns:
-            All state, where it does not fit what was brought (it is new, or some was added or removed); else nothing.
+            All state, if it does not fit what was staged (it is new, or some was added or removed); otherwise nothing.
         """
         if self._main is not None:
             self.group.weights.cast_from(self._main)
@@ -100,11 +100,11 @@ class StagedGroup:
             self.state.memory.host.copy_(self._state_room, non_blocking=True)
 
     def hide(self, optimizer: Optimizer) -> None:
-        """Let the optimizer, and everybody else, find what is in host memory."""
+        """Show the optimizer, and all other code, what is in host memory."""
         host_buffer = self.group.host_buffer
         if host_buffer is not None:
             _point(self.group, self.group.main)
-            host_buffer.note_writes()  # by the step; the compute shard shows them
+            host_buffer.note_writes()  # the step wrote them; the compute shard is up to date
         if self.state is not None:
             self.state.replace(optimizer, self._views)
 
@@ -121,9 +121,9 @@ class Area:
     """Staging memory that chunks use in turn.
 
     Attributes:
-        slot: The memory; it is there during a step only.
-        left: After everything in it was copied out.
-        kept: What is still copied out though nobody else needs it.
+        slot: The memory; allocated during a step only.
+        left: Event after everything in it was copied out.
+        kept: What is still being copied out and not referenced elsewhere.
     """
 
     slot: Slot
@@ -137,8 +137,8 @@ class Chunk:
 
     Attributes:
         staged_groups: Of each.
-        area: Where.
-        arrived: After they were copied in.
+        area: Where they are staged.
+        arrived: Event after they were copied in.
     """
 
     staged_groups: list[StagedGroup]
@@ -147,7 +147,7 @@ class Chunk:
 
     @staticmethod
     def plan(staged_groups: list[StagedGroup], device: torch.device, *, together_bytes: int, areas: int) -> list[Chunk]:
-        """Put neighbouring groups together up to `together_bytes`, and give the chunks `areas` staging areas in turn."""
+        """Put neighbouring groups together up to `together_bytes`, and assign `areas` staging areas to the chunks in turn."""
         together: list[list[StagedGroup]] = []
         room = 0
         for staged in staged_groups:

@@ -1,4 +1,4 @@
-"""The streamed step: an optimizer steps main weights and state that rest in host memory, one chunk after the other.
+"""The streamed step: an optimizer steps main weights and state that are in host memory between steps, one chunk after the other.
 
     copy in       | chunk 1 | chunk 2 | chunk 3 | chunk 4 |
     step                    | chunk 1 | chunk 2 | chunk 3 | chunk 4 |
@@ -9,13 +9,13 @@ Three staging areas take turns. Both directions of the bus are busy at once, and
 The optimizer is the user's, and so are its hooks: a call of `optimizer.step()` is one step to hooks and schedulers. Before it the engine
 puts a closure of its own around the user's (hooks may return new arguments). All optimizers of PyTorch call it first; it computes the
 user's loss, and then lets the class's own `step` run for each chunk while the gradients of all other parameters are hidden: parameters
-without a gradient are left alone by every optimizer. What is left of the call finds no gradients and does nothing. The gradients are back
+without a gradient are skipped by every optimizer. The rest of the call finds no gradients and does nothing. The gradients are restored
 before the first hook after the step.
 
 Alternatives considered: stepping on the CPU, as FSDP2 and DeepSpeed do, which moves fewer bytes (gradients down, compute weights up) but
-needs a CPU optimizer with the bandwidth of all memory channels, and computes other numbers than the device's kernels; kernels that read
-host memory where it is, which is what would happen without this file: every pass of an optimizer over its state would cross the bus;
-an optimizer of our own in the backward, group by group, which would know nothing of clipping and loss scaling.
+needs a CPU optimizer with the bandwidth of all memory channels, and gives other results than the device's kernels; kernels that read
+host memory in place, which is what would happen without this file: every pass of an optimizer over its state would cross the bus;
+an optimizer of our own in the backward, group by group, which would ignore clipping and loss scaling.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from lightning_mfsdp.engine.params.stepping import call_closure
 
 __all__ = ["StreamedStep"]
 
-# Copies of less than this cost more to issue than to make; and it bounds what small groups need of the device.
+# Copies of less than this cost more to issue than to execute. It also bounds the device memory that small groups need.
 _TOGETHER_BYTES = 64 << 20
 _AREAS = 3
 
 
 class StreamedStep:
-    """Steps one optimizer, as far as its parameters' state rests in host memory. An `OptimizerDriver`."""
+    """Steps one optimizer, as far as its parameters' state is kept in host memory. An `OptimizerDriver`."""
 
     def __init__(self) -> None:
         self._states: weakref.WeakKeyDictionary[ParameterGroup, OffloadedState] = weakref.WeakKeyDictionary()
@@ -55,7 +55,7 @@ class StreamedStep:
         self._is_due = False
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Take what the optimizer holds now: refuse it or bring the state it has already to host memory.
+        """Adopt what the optimizer holds now: refuse it, or move its existing state to host memory.
 
         Raises:
             ShardingError: It cannot be stepped in chunks.
@@ -94,7 +94,7 @@ class StreamedStep:
         return args, {**kwargs, "closure": evaluate_and_step}
 
     def end(self, optimizer: Optimizer) -> bool:
-        """After a step: give the gradients back. Returns whether it was the user's step and not one of its parts.
+        """After a step: restore the gradients. Returns whether it was the user's step and not one of its parts.
 
         Raises:
             EngineStateError: The optimizer did not call the closure.
@@ -123,7 +123,7 @@ class StreamedStep:
             self._stream(own_step, by_group)
             if others:
                 self._step(own_step, others)
-        except BaseException:  # an interrupt, too, must not leave gradients hidden; it goes on up
+        except BaseException:  # an interrupt, too, must not leave gradients hidden; re-raised
             self._give_gradients_back()
             for group in _groups_of(own_step.optimizer):  # the same on all ranks, whatever rows they have
                 group.note_write()
@@ -139,7 +139,7 @@ class StreamedStep:
         try:
             for chunk in chunks[:_AREAS]:
                 chunk.area.slot.materialize()
-            # For what the memory was used for, and for the last writes to host memory.
+            # Wait for earlier uses of the memory, and for the last writes to host memory.
             streams.wait(streams.record(), streams.copy_in)
             self._bring(chunks[0], streams)
             for chunk, following in zip(chunks, [*chunks[1:], None], strict=True):
@@ -205,7 +205,7 @@ class StreamedStep:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def _offload_if_new(self, optimizer: Optimizer, group: ParameterGroup) -> None:
-        """Bring state to host memory that somebody else put into the optimizer's table: `load_state_dict`, a restored checkpoint."""
+        """Move state to host memory that other code put into the optimizer's table: `load_state_dict`, a restored checkpoint."""
         found, known = state_of(optimizer, group), self._states.get(group)
         if known is not None and known.is_all(found, known.at_rest):
             return
@@ -223,7 +223,7 @@ class StreamedStep:
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def _step(self, own_step: OwnStep, parameters: Iterable[Tensor]) -> None:
-        """The optimizer's own step, of these parameters alone."""
+        """The optimizer's own step, for these parameters alone."""
         shown = list(parameters)
         for parameter in shown:
             parameter.grad = self._gradients[parameter]
@@ -242,7 +242,7 @@ class StreamedStep:
 
 
 def _groups_of(optimizer: Optimizer) -> list[ParameterGroup]:
-    """Whose parameters an optimizer holds, each once."""
+    """The groups whose parameters an optimizer holds, each once."""
     places = (place_of(parameter) for param_group in optimizer.param_groups for parameter in param_group["params"])
     return list(dict.fromkeys(place[0] for place in places if place is not None))
 
