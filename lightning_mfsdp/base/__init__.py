@@ -1,1 +1,1 @@
-"""What every package may import: errors, private torch names, containers, streams and initialisation. Torch only."""
+"""What every package may import: errors, private torch names, containers, streams and initialization. Torch only."""

@@ -1,6 +1,6 @@
-"""What sizes of low-precision products must be multiples of: one table, which batches, layers and docs/fp8.md go by.
+"""What sizes of low-precision products must be multiples of: one table, which batches, layers and docs/fp8.md use.
 
-Source: `get_align_size_for_quantization` of Transformer Engine 2.20 for tokens; its products for weights, tried in tests/gpu/test_te.py.
+Source: `get_align_size_for_quantization` of Transformer Engine 2.20 for tokens; its products for weights, verified in tests/gpu/test_te.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["ALIGNMENTS", "Alignment"]
 
 @dataclass(frozen=True, kw_only=True)
 class Alignment:
-    """Of one recipe.
+    """The multiples that one recipe requires.
 
     Attributes:
         tokens: Rows of an input, batch times sequence.

@@ -1,6 +1,6 @@
 """Every private or version-dependent PyTorch API the package uses, in one place.
 
-Tested with torch 2.11 and 2.13. `tests/engine/test_compat.py` notices when one of them goes away.
+Tested with torch 2.11 and 2.13. `tests/engine/test_compat.py` fails when one of them disappears.
 """
 
 from __future__ import annotations
@@ -99,13 +99,13 @@ OpOverload = operators.OpOverload  # one operator with its types (torch 2.11 to 
 BatchNorm = _BatchNorm  # the class that all layers of this kind derive from (torch 2.11 to 2.13)
 DispatchMode = TorchDispatchMode  # sees every operation before it runs, of subclasses too (torch 2.11 to 2.13)
 
-# torch.distributed has them too, where type checkers do not see them.
+# torch.distributed exports them too, but type checkers do not see them there.
 Store = distributed_types.Store
 PrefixStore = distributed_types.PrefixStore
 
 
 def overloads_of(packet: object) -> list[OpOverload]:
-    """All overloads of an operator that have a kernel; none if it is no operator. PyTorch's scripts have some without."""
+    """All overloads of an operator that have a kernel; none if it is no operator. Some of PyTorch's scripted operators have none."""
     if not isinstance(packet, operators.OpOverloadPacket):
         return []
     overloads = (getattr(packet, name) for name in packet.overloads())  # type: ignore[no-untyped-call]
@@ -113,11 +113,11 @@ def overloads_of(packet: object) -> list[OpOverload]:
 
 
 def is_composite(operator: OpOverload) -> bool:
-    """Whether it is made of other operators, which are seen in its place."""
+    """Whether it is a composite of other operators, which are dispatched in its place."""
     return bool(operator.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
 
 
-# Identity of the backward now running in this thread, or -1 (torch 2.11 to 2.13). Asked several times for each unit, so not wrapped.
+# Identity of the backward now running in this thread, or -1 (torch 2.11 to 2.13). Called several times for each unit, so not wrapped.
 backward_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -140,12 +140,12 @@ def in_function_forward() -> bool:
 
 
 def accumulates(leaf: Tensor) -> bool:
-    """Whether the backward now running adds to `leaf.grad`, and does not return it."""
+    """Whether the backward now running accumulates into `leaf.grad` instead of returning the gradient."""
     return _brings(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
 def leaves_gradients_out() -> bool:
-    """Whether the backward now running was told whose gradients to bring (`autograd.grad`, `inputs=`), and leaves others of its graph out.
+    """Whether the backward now running computes only selected gradients (`autograd.grad`, `inputs=`) and skips others of its graph.
 
     `_current_autograd_node`, torch 2.11 to 2.13. It walks the graph from there to the first leaf that is left out, or whose gradient is
     returned.
@@ -172,7 +172,7 @@ def _brings(leaf: Node) -> bool:
 
 
 def is_due(node: Node) -> bool:
-    """Whether the backward now running comes, or came, to a node (torch 2.11 to 2.13: `_will_engine_execute_node`)."""
+    """Whether the backward now running reaches, or has reached, a node (torch 2.11 to 2.13: `_will_engine_execute_node`)."""
     return bool(torch._C._will_engine_execute_node(node))
 
 
@@ -191,22 +191,22 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 
 
 def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> None:
-    """What `module.to(...)` and its like do with a module's tensors, by the rule of its class."""
-    # Recurrent layers would look for their flat weights, which are those of the full parameters and stay.
+    """Apply what `module.to(...)` and the like do to a module's tensors, by the rule of its class."""
+    # Recurrent layers would look up their flat weights, which belong to the full parameters and stay.
     inherited: Any = nn.Module._apply if isinstance(module, nn.RNNBase) else type(module)._apply
     inherited(module, function, recurse)
 
 
-# Where DistributedDataParallel looks, before anything else, for the names that it shall leave alone.
+# Where DistributedDataParallel reads, before anything else, the names that it must ignore.
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
 
 class OwnRows(Shard):
-    """A placement for a tensor whose rows on this rank follow a layout: DTensor's own functions ask it what this rank has.
+    """A placement for a tensor whose rows on this rank follow a layout: DTensor's own functions query it for what this rank has.
 
     Args:
         rows: Of dim 0, of the whole tensor, that lie here.
-        is_first: Of several axes that split it, the first answers for all.
+        is_first: Of several axes that split it, the first reports for all.
         like: A tensor that is shared out in this way.
     """
 
@@ -235,7 +235,7 @@ def all_gather_flat(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> 
 
 @functools.cache
 def _gather_options() -> AllgatherOptions:
-    """Made once: filling them takes a tenth of a call's host time."""
+    """Created once: filling them takes a tenth of a call's host time."""
     options = AllgatherOptions()
     options.asyncOp = False
     return options
@@ -270,7 +270,7 @@ def _scatter_options(op: Any) -> ReduceScatterOptions:
     return options
 
 
-# Not for operations with a factor: they are equal whatever it is.
+# Not for operations with a factor: they compare equal whatever it is.
 _plain_scatter_options = functools.cache(_scatter_options)
 
 
@@ -285,7 +285,7 @@ def reduce_scatter_coalesced(
 
 
 def _wait(work: dist.Work | None) -> None:
-    """Backends that do not wait by themselves return what to wait for."""
+    """Wait for the work that a backend returns; some wait by themselves and return none."""
     if work is not None:
         work.wait()
 
@@ -295,22 +295,22 @@ def _coalesced(group: dist.ProcessGroup, device: torch.device) -> AbstractContex
 
 
 def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether NCCL carries tensors of this device; a group's backend may be unnamed or a list such as "cpu:gloo,cuda:nccl"."""
+    """Whether NCCL handles tensors of this device; a group's backend may be unnamed or a list such as "cpu:gloo,cuda:nccl"."""
     return device.type == "cuda" and dist.get_backend(group) not in ("gloo", "mpi", "ucc", "fake")
 
 
 def carries_data(group: dist.ProcessGroup) -> bool:
-    """Whether ranks of a group exist; the fake backend stands in for them and moves nothing."""
+    """Whether ranks of a group exist; the fake backend simulates them and moves nothing."""
     return bool(dist.get_backend(group) != "fake")
 
 
 def default_store() -> Store:
-    """Where the ranks of the default process group met (torch 2.11 to 2.13: `_get_default_store`)."""
+    """The store of the default process group (torch 2.11 to 2.13: `_get_default_store`)."""
     return c10d._get_default_store()
 
 
 def averages(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Whether the backend divides by the number of ranks. The fake backend, which stands in for NCCL, takes any operation."""
+    """Whether the backend divides by the number of ranks. The fake backend, which stands in for NCCL, accepts any operation."""
     return uses_nccl(group, torch.device(device_type)) or dist.get_backend(group) == "fake"
 
 
@@ -342,7 +342,7 @@ def zero_cta_group(ranks: list[int]) -> dist.ProcessGroup:
 
 
 def symmetric_memory(size_bytes: int, device: torch.device, group: dist.ProcessGroup) -> Tensor:
-    """`[size_bytes]` uint8 at an address that all ranks of `group` know. Collective; sizes must agree."""
+    """`[size_bytes]` uint8 registered as symmetric memory on all ranks of `group`. Collective; sizes must agree."""
     symm_mem.set_backend("NCCL")
     dist.barrier(group=group, device_ids=[device.index])  # the communicator must exist
     memory = symm_mem.empty(size_bytes, dtype=torch.uint8, device=device)
@@ -351,19 +351,19 @@ def symmetric_memory(size_bytes: int, device: torch.device, group: dist.ProcessG
 
 
 class _Abort:
-    """Breaks off what runs in all process groups, and forgets them; nobody is waited for (torch 2.11 to 2.13: `_abort_process_group`).
+    """Aborts what runs in all process groups, and forgets them, without waiting (torch 2.11 to 2.13: `_abort_process_group`).
 
     NCCL may hang in this where ranks are connected by sockets and another one has closed its end (seen with torch 2.11). Where it lets
     other threads run meanwhile, callers go on after half a second; where it does not, the process ends after two seconds, with exit
-    code 1. The clock for that is faulthandler's, and a `dump_traceback_later` of somebody else does not go off any more.
+    code 1. The timer for that is faulthandler's, so a `dump_traceback_later` set elsewhere no longer fires.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # a failure is often heard of in two threads
+        self._lock = threading.Lock()  # a failure is often detected in two threads
         self._thread: threading.Thread | None = None
 
     def __call__(self) -> bool:
-        """Whether it is done. If not, work on the GPU may never end."""
+        """Whether the abort has finished. If not, work on the GPU may never end."""
         if dist.is_initialized() and dist.get_backend() in ("gloo", "mpi"):
             c10d._abort_process_group()
         with self._lock:
@@ -380,7 +380,7 @@ class _Abort:
                 self._thread = threading.Thread(target=c10d._abort_process_group, name="mfsdp-abort", daemon=True)
                 self._thread.start()
             self._thread.join(_ABORT_S)
-        except RuntimeError:  # at its end Python 3.12 starts no threads
+        except RuntimeError:  # at shutdown Python 3.12 starts no threads
             c10d._abort_process_group()
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -390,7 +390,7 @@ abort_process_groups = _Abort()
 _ABORT_S = 0.5  # more than an abort takes
 _HELD_S = 2.0  # for a thread that holds the interpreter
 
-# What backends and the store say where a rank is gone or does something else. Gloo raises plain RuntimeErrors.
+# Messages of backends and the store when a rank is gone or does something else. Gloo raises plain RuntimeErrors.
 _LOST = re.compile(
     "gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|process group|communicator",
     re.IGNORECASE,
@@ -398,14 +398,14 @@ _LOST = re.compile(
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether an error of a collective says that other ranks were not there for it."""
+    """Whether an error of a collective means that other ranks did not join it."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, (RuntimeError, ValueError)) and _LOST.search(str(error)) is not None
     )
 
 
 def undecorated_step(kind: type[Optimizer]) -> Callable[..., Any] | None:
-    """What `step` of an optimizer's class does between its hooks; `None` where PyTorch did not put any around it.
+    """What `step` of an optimizer's class does between its hooks; `None` if PyTorch did not wrap it with hooks.
 
     torch 2.11 to 2.13: `profile_hook_step` wraps the class's `step` and marks it `hooked`.
     """
@@ -414,7 +414,7 @@ def undecorated_step(kind: type[Optimizer]) -> Callable[..., Any] | None:
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's own `step` has a closure among its arguments; also no where `undecorated_step` finds none."""
+    """Whether an optimizer's own `step` has a closure among its arguments; also False if `undecorated_step` finds none."""
     step = undecorated_step(type(optimizer))
     return step is not None and "closure" in inspect.signature(step).parameters
 
@@ -427,27 +427,27 @@ def step_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
 def before_other_hooks(handle: RemovableHandle) -> None:
     """Let a hook run before those that were registered earlier (torch 2.11 to 2.13: `hooks_dict_ref`, an ordered dictionary)."""
     hooks = handle.hooks_dict_ref()
-    assert hooks is not None, "whoever was hooked is alive"
+    assert hooks is not None, "the hooked object is alive"
     hooks.move_to_end(handle.id, last=False)
 
 
 def shape_of_equal_part(tensor: DTensor) -> torch.Size:
-    """Of this rank's part of a DTensor, as DTensor shares rows out (torch 2.11 to 2.13: `compute_local_shape_and_global_offset`)."""
+    """Shape and offset of this rank's part of a DTensor (torch 2.11 to 2.13: `compute_local_shape_and_global_offset`)."""
     shape, _ = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return torch.Size(shape)
 
 
 def is_traced() -> bool:
-    """Whether torch.compile is at work here (torch 2.11 to 2.13: `CompileContext`)."""
+    """Whether torch.compile is active here (torch 2.11 to 2.13: `CompileContext`)."""
     return CompileContext.try_get() is not None
 
 
 def ddp_ignores(module: torch.nn.Module) -> frozenset[str]:
-    """Names that DistributedDataParallel was told to leave alone (torch 2.11 to 2.13: `_set_params_and_buffers_to_ignore_for_model`)."""
+    """Names that DistributedDataParallel was set to ignore (torch 2.11 to 2.13: `_set_params_and_buffers_to_ignore_for_model`)."""
     found = getattr(module, IGNORED_BY_DDP, ())
     return frozenset(
         found if isinstance(found, Collection) else getattr(found, "names", ())
-    )  # else what refuses DDP (conversion.py)
+    )  # otherwise it is the object that refuses DDP (conversion.py)
 
 
 def storage_users(tensor: Tensor) -> int:
@@ -480,7 +480,7 @@ foreach_add_: _Foreach = torch._foreach_add_
 
 
 def foreach_lerp(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> list[Tensor]:
-    """What lies between tensors and their ends, at the fraction `weight`, in one launch."""
+    """Linear interpolation between tensors and their ends, at the fraction `weight`, in one launch."""
     return list(torch._foreach_lerp(list(starts), list(ends), weight))
 
 

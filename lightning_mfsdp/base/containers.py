@@ -53,15 +53,15 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def renewed(function: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with `function(leaf)` for all in it that is no container, in containers that nobody else has.
+    """`value` with `function(leaf)` for all in it that is no container, in new containers.
 
-    Mappings that are no dicts are leaves, for they may not take what `function` returns.
+    Mappings that are not dicts are leaves, since they may not accept what `function` returns.
     """
     return _mapped(function, value, renews=True)
 
 
 def _mapped(function: Callable[[Any], Any], value: Any, *, renews: bool) -> Any:
-    """Containers are rebuilt where something changed; with `renews` all that somebody could write to."""
+    """Containers are rebuilt where something changed; with `renews`, all mutable ones."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""What the engine raises. Every message says what is wrong, where, what was expected and got, and what to do."""
+"""What the engine raises. Every message says what is wrong and where, what was expected and got, and what to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["CollectiveError", "EngineStateError", "ShardingError"]
 
 
 class ShardingError(ValueError):
-    """A module, mesh, policy or optimizer that cannot be sharded as asked."""
+    """A module, mesh, policy or optimizer that cannot be sharded as requested."""
 
 
 class EngineStateError(RuntimeError):
@@ -14,4 +14,4 @@ class EngineStateError(RuntimeError):
 
 
 class CollectiveError(RuntimeError):
-    """Ranks could not do together what they have to: one of them is gone, or does something else."""
+    """A collective operation failed: one of the ranks is gone, or does something else."""

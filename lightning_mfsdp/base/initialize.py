@@ -1,4 +1,4 @@
-"""Give parameters on the meta device memory and values, the same on every rank and the same as if they had been built for real."""
+"""Give parameters on the meta device memory and values: equal on every rank, and equal to those of a model built on a real device."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ __all__ = ["Replaced", "children_first", "materialize", "materialize_module"]
 # Meta parameter and its real successor, by the id of the first, which is kept so that the id stays its own.
 Replaced = dict[int, tuple[nn.Parameter, nn.Parameter]]
 
-# What Hugging Face's models have: the first initialises one module inside the model, the second tells the kind from others' first.
+# Attributes of Hugging Face's models: the first initializes one module inside the model, the second distinguishes them from other models.
 _MODEL_METHODS = ("_init_weights", "post_init")
 
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def materialize(module: nn.Module, device: torch.device, ignored: set[int] | None = None) -> None:
-    """Initialise every meta parameter and buffer of `module`, children before their parents, in registration order.
+    """Initialize every meta parameter and buffer of `module`, children before their parents, in registration order.
 
     That is the order in which modules are built (a constructor makes its children and then resets its own parameters),
-    so under one seed the numbers are those of a module built for real on `device`. Tied parameters stay tied.
+    so under one seed the numbers are those of a module built directly on `device`. Tied parameters stay tied.
 
     Args:
-        module: Parameters on the meta device belong to modules with `reset_parameters()`, or inside a model of Hugging Face's kind,
-            which initialises its modules by `_init_weights(module)`.
+        module: Parameters on the meta device belong to modules with `reset_parameters()`, or inside a model like Hugging Face's,
+            which initializes its modules by `_init_weights(module)`.
         device: Where they go.
-        ignored: Ids of parameters to leave alone.
+        ignored: Ids of parameters to skip.
 
     Raises:
-        ShardingError: Nothing initialises a module with meta parameters; names it and them.
+        ShardingError: Nothing initializes a module with meta parameters; names it and them.
     """
     replaced: Replaced = {}
     for name, child, model in children_first(module):
@@ -47,7 +47,7 @@ def children_first(
 ) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
     """Every module inside `module` once, with its name, each after its children; `module` itself comes last.
 
-    The third value is the model of Hugging Face's kind that is to initialise it: the innermost around it, if all inside is on meta.
+    The third value is the Hugging Face model that must initialize it: the innermost one around it, if all inside is on meta.
     """
     seen = set() if seen is None else seen
     if id(module) in seen:
@@ -70,7 +70,7 @@ def materialize_module(
     replaced: Replaced,
     ignored: set[int],
 ) -> None:
-    """Initialise what one module itself owns. `replaced` carries tied weights from module to module."""
+    """Initialize what one module itself owns. `replaced` carries tied weights from module to module."""
     meta = {
         key: parameter
         for key, parameter in module._parameters.items()
@@ -78,7 +78,7 @@ def materialize_module(
     }
     buffers = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
     if not meta and not buffers:
-        _initialise(module, None, model)  # some models give modules inside this one other values
+        _initialise(module, None, model)  # some models set other values in modules inside this one
         return
     fresh = [key for key, parameter in meta.items() if id(parameter) not in replaced]
     for key, parameter in meta.items():
@@ -91,13 +91,13 @@ def materialize_module(
     if not fresh and not buffers:
         return
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    # What took another module's place may reset itself as that one did; then a model around knows that one, too.
+    # A module that replaced another may reset itself like that one; then a model around it can initialize it, too.
     owner = getattr(reset, "__self__", None)
     _initialise(owner if isinstance(owner, nn.Module) else module, reset, model)
     for key, parameter in meta.items():
         replaced[id(parameter)] = (parameter, _settled(module, key, replaced[id(parameter)][1]))
     owned = {**module._parameters, **module._buffers}
-    # What has a way of its own may mean to leave values out; what a model does for it may not know this module.
+    # A module with its own method may leave values unset on purpose; the model's method may not support this module.
     left = [key for key in (*fresh, *buffers) if not callable(reset) and (model is None or _is_unset(owned[key]))]
     if left:
         raise ShardingError(
@@ -116,7 +116,7 @@ def _initialise(module: nn.Module, reset: Any, model: nn.Module | None) -> None:
 
 
 def _settled(module: nn.Module, key: str, real: nn.Parameter) -> nn.Parameter:
-    """What stays in place of `real`. Some libraries make new objects of parameters while they reset them: trained ones, tied to none."""
+    """What replaces `real`. Some libraries create new parameter objects while they reset them: trainable and untied."""
     made = module._parameters[key]
     if made is None or made is real:
         return real
@@ -124,12 +124,12 @@ def _settled(module: nn.Module, key: str, real: nn.Parameter) -> nn.Parameter:
         real.data = made.data
         module._parameters[key] = real
         return real
-    made.requires_grad_(real.requires_grad)  # of another kind, such as quantized ones
+    made.requires_grad_(real.requires_grad)  # of another class, such as quantized parameters
     return made
 
 
 def _unset_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory with values that `_is_unset` knows again, where the dtype has one that nobody would choose."""
+    """Memory filled with a value that `_is_unset` recognizes, if the dtype has one that is not used in practice."""
     made = torch.empty_like(tensor, device=device, requires_grad=False)
     if made.is_floating_point() or made.is_complex():
         return made.detach().fill_(math.nan)

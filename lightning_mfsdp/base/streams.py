@@ -13,16 +13,16 @@ __all__ = ["Event", "Streams", "join_when_gone"]
 
 Event = torch.Event | None
 
-# Making an event costs the host several times as much as recording one, so they are used in turn. Far more than a step records:
-# by the time one comes round again, nobody waits for what it stood for.
+# Creating an event costs the host several times as much as recording one, so they are reused in turn. Far more than a step records:
+# by the time one is reused, nothing waits for what it recorded before.
 _EVENTS = 4096
 
 
 class Streams:
-    """Compute (whatever stream the caller is on), gather and reduce; and copies from and to host memory, each way by itself.
+    """Compute (the caller's current stream), gather and reduce; and one stream each for copies from and to host memory.
 
-    Memory is allocated on the stream that writes it (gathered weights) or on the compute stream (gradients), and given back once
-    the other stream's event has been waited for, so nothing needs `record_stream`. Only a model that is dropped does not wait: see
+    Memory is allocated on the stream that writes it (gathered weights) or on the compute stream (gradients), and freed once
+    the other stream's event has been waited for, so nothing needs `record_stream`. Only a model that is deleted does not wait: see
     `join_when_gone`.
     """
 
@@ -35,7 +35,7 @@ class Streams:
         self.copy_out = self._new_stream()
         self._events: list[Any] = []
         self._turn = 0
-        self._compute: dict[Any, None] = {}  # that were current
+        self._compute: dict[Any, None] = {}  # streams that were current
 
     def _new_stream(self) -> Any:
         # High priority: a collective that starts late holds up every rank.
@@ -73,32 +73,32 @@ class Streams:
 
 
 def join_when_gone(owner: object, stream: torch.cuda.Stream) -> None:
-    """When `owner` goes, with the memory it has, let a stream and the current one of now wait for each other.
+    """When `owner` is deleted with its memory, let a stream and the one that is current now wait for each other.
 
-    The allocator gives memory to the next who asks at once. Without this a copy that is still under way would write into the tensors of
-    somebody else, who knows nothing of it.
+    The allocator reuses freed memory at once. Without this a copy that is still in flight would write into unrelated
+    tensors.
     """
     _join_when_gone(owner, stream.device, (stream,), {torch.cuda.current_stream(stream.device): None})
 
 
 def _join_when_gone(owner: object, device: torch.device, streams: tuple[Any, ...], compute: dict[Any, None]) -> None:
-    # At the interpreter's exit nothing is computed any more, and the device may be gone.
+    # At the interpreter's exit nothing is computed anymore, and the device may be gone.
     weakref.finalize(owner, _join, os.getpid(), device, streams, compute).atexit = False
 
 
 def _join(process: int, device: torch.device, streams: tuple[Any, ...], compute: dict[Any, None]) -> None:
-    """Called from wherever the last reference goes: another thread, inside another engine's gather, while a CUDA graph is recorded.
+    """Called wherever the last reference is dropped: another thread, inside another engine's gather, while a CUDA graph is recorded.
 
     Args:
-        process: Where the streams are; not those that were forked from it.
+        process: Process of the streams; nothing is done in processes forked from it.
         device: Of the streams.
-        streams: Where work on the memory may be under way, beside
+        streams: Where work on the memory may be in flight, besides
         compute: where it was allocated.
     """
     module = torch.get_device_module(device)
     if os.getpid() != process or module.is_current_stream_capturing():
         return  # before a recording PyTorch waits for the device, and has it use memory of its own
-    with suppress(RuntimeError):  # after an error of the device, which is known, nothing waits for anything
+    with suppress(RuntimeError):  # after a device error, which was reported already, no waiting is possible
         done = [stream.record_event() for stream in streams]
         for one in dict.fromkeys((*compute, module.current_stream(device))):
             for event in done:

@@ -1,4 +1,4 @@
-"""Text for people: sizes with units, and columns that stand under each other."""
+"""Text for people: sizes with units, and aligned columns."""
 
 from __future__ import annotations
 
