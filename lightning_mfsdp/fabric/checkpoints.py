@@ -1,7 +1,7 @@
-"""What a Fabric state (modules, optimizers, plain values by key) becomes on disk, and back.
+"""Saves a Fabric state (modules, optimizers, plain values by key) to disk, and loads it.
 
 A directory in the layout of `checkpoint/state/sharded.py`, with the user's keys in place of `model` and `optimizer_<i>`; or one file
-with whole tensors. Either is read by whatever reads that layout.
+with whole tensors. Any reader of that layout reads either.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def save(location: Location, state: Mapping[str, Any], filters: Filters, *, whol
         state: Modules, optimizers, objects with a `state_dict`, and values that `torch.save` takes.
         filters: By key, what of a state dict is saved.
         whole: One file from rank 0 instead of a directory.
-        ranks: Who writes, and waits for the others.
+        ranks: Ranks that write together and wait for each other.
 
     Raises:
-        RuntimeError: On all ranks, if something failed on any. An older checkpoint is as it was.
+        RuntimeError: On all ranks, if something failed on any. An older checkpoint is unchanged.
         ValueError: An optimizer without its module.
     """
     keep, indices = ranks.rank == 0, _indices(state)
@@ -76,17 +76,17 @@ def load(location: Location, state: dict[str, Any], *, strict: bool, weights_onl
     Args:
         location: From `save`, or from a Trainer (its keys are `model` and `optimizer_<i>`, in a file `state_dict`).
         state: What to restore.
-        strict: Keys of `state` and names in state dicts must be there.
-        weights_only: As for `torch.load`, and for everything in a directory: only `False` lets classes be loaded that nobody has allowed.
+        strict: Keys of `state` and names in state dicts must be present.
+        weights_only: As for `torch.load`, and for everything in a directory: only `False` loads classes that were not allowed.
 
     Returns:
-        What was saved and not asked for, without weights and optimizer states.
+        What was saved and not requested, without weights and optimizer states.
 
     Raises:
         ValueError: There is no checkpoint.
         KeyError: It lacks a key of `state`.
         RuntimeError: It does not fit.
-        RefusedError: It holds a class that nobody has allowed; nothing was changed.
+        RefusedError: It holds a class that was not allowed; nothing was changed.
     """
     ranks = Ranks()
     recover(location, ranks)
@@ -111,7 +111,7 @@ def load(location: Location, state: dict[str, Any], *, strict: bool, weights_onl
 
 
 def load_raw(location: Location, module: nn.Module, *, strict: bool, weights_only: bool | None) -> None:
-    """Read a file that holds nothing but the state dict of a plain module. All ranks call it."""
+    """Read a file that holds only the state dict of a plain module. All ranks call it."""
     if not location.is_file():
         raise no_checkpoint_error(location)
     full.load_model(location, read(location, None, weights_only), ParameterIndex(module), strict=strict)
@@ -138,7 +138,7 @@ def _load_rows(
         for key, optimizer in present.items()
         if isinstance(optimizer, Optimizer)
     }
-    # All of it fits; from here on things change.
+    # Everything fits; state is changed from here on.
     planned: list[ReadPlan] = [*models.values(), *(plan for plan in optimizers.values() if plan is not None)]
     read_rows(path, metadata, planned, trusted=trusted)
     for key, model_plan in models.items():
@@ -163,7 +163,7 @@ def _load_whole(path: Location, state: Mapping[str, Any], saved: dict[str, Any],
 def _present(path: Location, state: Mapping[str, Any], saved: Iterable[str], *, strict: bool) -> dict[str, Any]:
     """The part of `state` that was saved."""
     known = set(saved)
-    # Of a module without parameters and buffers, a loss say, nothing is written.
+    # For a module without parameters and buffers, such as a loss, nothing is written.
     empty = [key for key, value in state.items() if isinstance(value, nn.Module) and not value.state_dict()]
     missing = [key for key in state if key not in known and key not in empty]
     if missing and strict:

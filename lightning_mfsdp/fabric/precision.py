@@ -17,7 +17,7 @@ __all__ = ["MFSDPFabricPrecision"]
 class MFSDPFabricPrecision(ShardedPrecision):
     """Precision of a run under `MFSDPFabricStrategy`.
 
-    Under "*-mixed" inputs come as they are, as under the Trainer, and autocast decides what is computed in which dtype. What a model
+    Under "*-mixed" inputs are not converted, as under the Trainer, and autocast decides what is computed in which dtype. What a model
     returns has PyTorch's default dtype, as everywhere in Fabric.
 
     Args:
@@ -29,7 +29,7 @@ class MFSDPFabricPrecision(ShardedPrecision):
     """
 
     def convert_output(self, data: Any) -> Any:
-        """Floating-point tensors in the default dtype, unless everything is float32 or as the policy says."""
+        """Floating-point tensors in the default dtype, unless everything is float32 or the policy decides."""
         if self.precision == "32-true":
             return data
         dtype = torch.get_default_dtype()

@@ -2,8 +2,8 @@
 
 setup_environment   process group, device mesh (shard) or (outer, shard)
 setup_module        dtype of the module, units, fully_shard, buffers to the device
-setup_optimizer     local rows; made before or after the module was set up
-backward            forward hooks of the root fire, so the engine notices by itself
+setup_optimizer     local rows; created before or after the module was set up
+backward            forward hooks of the root run, so the engine detects it by itself
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
             ignored_parameters, storage, symmetric_memory, offload, unused_parameters, compile, recompute, state_dict_type, timeout,
             process_group_backend: As in `MFSDPStrategy`.
         broadcast_buffers: Buffers take the values of rank 0 before a checkpoint, a state dict and the first forward in evaluation mode
-            after one in training mode. `False` leaves those of each rank, and lets one rank evaluate alone where weights are whole.
+            after one in training mode. `False` leaves each rank's own, and lets one rank evaluate alone where weights are whole.
         accumulation: Inside `fabric.no_backward_sync`, "local": no communication, for a full-size gradient in memory. "sharded":
             strategies with sharded gradients reduce each microbatch over the shard axis; the outer axis waits.
         accelerator, parallel_devices, cluster_environment: As for every Fabric strategy; Fabric sets them.
@@ -152,7 +152,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        # One process needs nobody to start it, which lets notebooks in.
+        # A single process needs no launcher, so notebooks work.
         if not self.cluster_environment.creates_processes_externally and self.num_nodes * self.num_processes > 1:
             self._launcher = FabricLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
@@ -160,7 +160,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         communication.set_world_ranks(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
-        """Connect the processes, unless somebody has, and build the mesh."""
+        """Connect the processes, unless they are connected, and build the mesh."""
         check_device(self.root_device.type)
         super().setup_environment()
         self._set_world_ranks()
@@ -183,7 +183,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
     def all_reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Tensor | Any:
-        """A tensor over all ranks, in place; what is no tensor comes back as it is."""
+        """A tensor over all ranks, in place; anything else is returned unchanged."""
         return sync_if_available(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -196,7 +196,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
 
     @property
     def precision(self) -> MFSDPFabricPrecision:
-        """The precision, translated from whatever Fabric built."""
+        """The precision, translated from what Fabric built."""
         if isinstance(self._precision, MFSDPFabricPrecision):
             return self._precision
         return MFSDPFabricPrecision(policy=self._options.policy)
@@ -210,7 +210,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
     # -- modules and optimizers ----------------------------------------------------------------------------------------
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Modules in the dtype of the precision; on meta if `empty_init`, to be initialised unit by unit in `setup_module`."""
+        """Modules in the dtype of the precision; on meta if `empty_init`, to be initialized unit by unit in `setup_module`."""
         stack = ExitStack()
         if empty_init:
             stack.enter_context(torch.device("meta"))
@@ -225,13 +225,13 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         self._options.shard(module, self.device_mesh, self.precision)
         move_rest_to_device(module, self.root_device)
         if self._options.broadcast_buffers:
-            share_buffers(module)  # as DDP does; from here on all ranks know that they have the same ones, or none
+            share_buffers(module)  # as DDP does; from here on all ranks have the same ones, or none
         self._modules.add(module)
         return _Forward(module, self._share_buffers)
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Fabric's; the loop may catch what it raises."""
-        with around_backward(*self._modules):  # Fabric does not say whose backward it is
+        with around_backward(*self._modules):  # Fabric does not report which module's backward it is
             super().backward(tensor, module, *args, **kwargs)
 
     def _share_buffers(self, module: nn.Module) -> None:
@@ -244,7 +244,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         return super().get_module_state_dict(_unwrapped(module))
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Give an optimizer this rank's rows of the parameters it holds."""
+        """Replace the parameters that an optimizer holds by this rank's rows."""
         return fully_shard_optimizer(optimizer, grad_scaler=self.precision.scaler)
 
     def setup_module_and_optimizers(
@@ -253,7 +253,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         """Set up a module and the optimizers that were built from its parameters.
 
         Raises:
-            RuntimeError: Parameters on meta, which will be replaced by others.
+            RuntimeError: Parameters on meta, which will be replaced.
         """
         held = [entry for optimizer in optimizers for group in optimizer.param_groups for entry in group["params"]]
         if any(parameter.is_meta for parameter in held):
@@ -366,10 +366,10 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
 
 
 class _Forward(nn.Module):
-    """What Fabric calls in place of a sharded module.
+    """The module that Fabric calls in place of a sharded module.
 
-    Fabric sends methods marked by `mark_forward_method` through the forward of what a strategy returns, unless that is the module
-    itself; on that way the root's weights are gathered.
+    Fabric routes methods marked by `mark_forward_method` through the forward of what a strategy returns, unless that is the module
+    itself; this gathers the root's weights.
     """
 
     def __init__(self, module: nn.Module, before_evaluation: Callable[[nn.Module], None]) -> None:
@@ -379,7 +379,7 @@ class _Forward(nn.Module):
         self._was_trained = True
 
     def train(self, mode: bool = True) -> _Forward:
-        """As of any module; ranks that see no batch in training mode go with the others."""
+        """As of any module; ranks without a batch in training mode follow the others."""
         super().train(mode)
         self._was_trained |= mode
         return self

@@ -1,1 +1,1 @@
-"""How the processes of a run start, connect, hear of each other and stop; the same under the Trainer and under Fabric."""
+"""How the processes of a run start, connect, exchange failures and stop; the same under the Trainer and under Fabric."""

@@ -1,4 +1,4 @@
-"""How the processes of a run connect and talk about small things; the same under the Trainer and under Fabric."""
+"""How the processes of a run connect and exchange small objects; the same under the Trainer and under Fabric."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-_UNABORTED_S = 1.5  # for the program to say what it has to say
+_UNABORTED_S = 1.5  # for the program to report its own error
 _MEETING_TIMEOUT = timedelta(minutes=30)  # of PyTorch's own for gloo: nodes of a large job start minutes apart
 
 
 def set_world_ranks(environment: ClusterEnvironment | None, num_processes: int, num_nodes: int) -> None:
-    """Tell a cluster environment and Lightning's rank-zero helpers who we are. `num_processes`: on each node."""
+    """Set this process's rank in a cluster environment and in Lightning's rank-zero helpers. `num_processes`: on each node."""
     if environment is None:
         rank_zero_only.rank = 0  # type: ignore[attr-defined]
         return
@@ -50,10 +50,10 @@ def set_world_ranks(environment: ClusterEnvironment | None, num_processes: int, 
 def connect(
     environment: ClusterEnvironment, device: torch.device, backend: str | None, timeout: timedelta | None
 ) -> str:
-    """Connect the processes, unless somebody has.
+    """Connect the processes, unless they are connected.
 
     Args:
-        environment: Where ranks and addresses come from; it knows ours.
+        environment: Source of ranks and addresses; it has ours.
         device: Of this rank.
         backend: `None`: what PyTorch uses for the device.
         timeout: Of collectives; `None`: PyTorch's own.
@@ -62,7 +62,7 @@ def connect(
         The backend.
 
     Raises:
-        ValueError: Another number of processes is connected than the run was given.
+        ValueError: Another number of processes is connected than the run was configured for.
     """
     reset_seed()
     backend = backend or default_process_group_backend(device)
@@ -79,7 +79,7 @@ def connect(
 
 
 def _store_of_this_start(environment: ClusterEnvironment, timeout: timedelta) -> compat.Store:
-    """Where the processes exchange addresses: nothing of an earlier start of the same job is in it. Collective."""
+    """Where the processes exchange addresses: it contains nothing of an earlier start of the same job. Collective."""
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
     rank, world_size = environment.global_rank(), environment.world_size()
@@ -89,7 +89,7 @@ def _store_of_this_start(environment: ClusterEnvironment, timeout: timedelta) ->
 
 
 def peers() -> Peers | None:
-    """How ranks hear of failures and of SIGTERM beside collectives; `None` for one rank alone. Collective, the first time."""
+    """The channel for failures and SIGTERM outside of collectives; `None` for a single rank. Collective, the first time."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     found = kept("peers", Peers.connected)
@@ -100,7 +100,7 @@ def peers() -> Peers | None:
 
 
 def _abort_after_a_failure(peers: Peers) -> None:
-    """At the end of a process whose program raised: ranks that wait for it hear of it, and it waits for nobody."""
+    """At the end of a process whose program raised: notify the ranks that wait for it, without waiting for any."""
     error = getattr(sys, "last_value", None)
     if isinstance(error, BaseException):
         peers.failed(None, f"{type(error).__name__}: {error}")
@@ -109,14 +109,14 @@ def _abort_after_a_failure(peers: Peers) -> None:
 
 
 def break_off(error: BaseException) -> None:
-    """Wait for no other rank any more.
+    """Stop waiting for other ranks.
 
-    Where NCCL does not let go, everything on the GPU would wait for ever, the end of a run as well: then the process ends soon.
+    If NCCL does not abort, everything on the GPU would wait forever, the end of a run as well: then the process is ended soon.
 
     Args:
-        error: What the program is told meanwhile.
+        error: The error that the program raises meanwhile.
     """
-    if dist.is_initialized() and dist.get_backend() not in ("gloo", "mpi"):  # which may be the last that is heard of it
+    if dist.is_initialized() and dist.get_backend() not in ("gloo", "mpi"):  # this may be its last message
         _log.warning(
             f"rank {dist.get_rank()} aborts its communicators, because it failed with {type(error).__name__}: {error}"
         )
@@ -125,7 +125,7 @@ def break_off(error: BaseException) -> None:
 
     def end() -> None:
         time.sleep(_UNABORTED_S)
-        if not dist.is_initialized():  # late, but done
+        if not dist.is_initialized():  # late, but finished
             return
         try:
             traceback.print_exception(error)
@@ -136,11 +136,11 @@ def break_off(error: BaseException) -> None:
 
 
 def _end_process() -> NoReturn:
-    """With exit code 1, at once: no handler runs, and nothing waits."""
+    """End the process at once with exit code 1: no handler runs, and nothing waits."""
     try:
         rank = dist.get_rank() if dist.is_initialized() else ""
         _log.warning(
-            f"rank {rank} is ended: communicators cannot be aborted, and what waits for them would wait for ever"
+            f"rank {rank} is ended: communicators cannot be aborted, and what waits for them would wait forever"
         )
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

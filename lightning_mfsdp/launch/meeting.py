@@ -1,10 +1,10 @@
-"""How the ranks of one start of a job meet in a store that may hold what an earlier start of it left behind.
+"""How the ranks of one start of a job find each other in a store that may hold entries of an earlier start.
 
 torchrun keeps its store when it starts workers again, and backends would read addresses of processes that are gone. So the ranks agree on
-a name that nobody used before, and connect under it. Its restart count cannot serve as the name: it does not rise when nodes come or go.
+a name that was never used before, and connect under it. Its restart count cannot serve as the name: it does not rise when nodes come or go.
 
-Every rank leaves a word of its own, fresh for each call. Rank 0 draws the name, tells it to every word that it finds, and waits until all
-ranks have answered with it; a word of a process that is gone is never answered, and is read again until its successor has left another.
+Every rank writes a token of its own, new for each call. Rank 0 draws the name, sends it to every token that it finds, and waits until all
+ranks have answered with it; a token of a dead process is never answered, and is read again until its successor has written another.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _PAUSE_S = (0.001, 0.1)
 
 
 def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> PrefixStore:
-    """A part of `store` that only the ranks that live now know. Collective.
+    """A part of `store` that only the ranks alive now use. Collective.
 
     Raises:
-        TimeoutError: Some rank did not come in time; on rank 0 with their numbers.
+        TimeoutError: Some rank did not arrive in time; on rank 0 with their numbers.
     """
     common = PrefixStore("lightning_mfsdp/meeting", store)
     word = uuid.uuid4().hex

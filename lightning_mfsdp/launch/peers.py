@@ -1,12 +1,12 @@
-"""Peers: how ranks hear of each other, beside collectives, when something stops one of them.
+"""Peers: how ranks are notified, outside of collectives, when something stops one of them.
 
-Every rank has a connection to rank 0, and a thread that listens; a step costs a comparison of two numbers, and nothing is sent. Three
-things are said:
+Every rank has a connection to rank 0, and a thread that reads it; a step costs a comparison of two numbers, and nothing is sent. Three
+messages exist:
 
-    stop      a rank was asked to stop (SIGTERM). All say which batch they have begun and begin none meanwhile; rank 0 takes the largest,
+    stop      a rank received SIGTERM. All report which batch they have begun and begin none meanwhile; rank 0 takes the largest,
               so that all stop after the same one
-    failed    a rank has an exception. When all ranks have one, in the same place, they are together and may save. Otherwise those that
-              have none are told whose it was, and communicators are aborted: nobody waits for collectives that will never end
+    failed    a rank has an exception. If all ranks have one, in the same place, they are in step and may save. Otherwise those that
+              have none are told which rank failed, and communicators are aborted: no rank waits for collectives that never end
     gone      a connection ended in the middle of work: that process was killed
 """
 
@@ -32,7 +32,7 @@ __all__ = ["Peers"]
 _log = logging.getLogger(__name__)
 
 GRACE_S = 1.5  # for other ranks to fail as well, in the same place
-ENDING_S = 1.5  # for a process that is told of a failure to find it out by itself, or to say its own
+ENDING_S = 1.5  # for a process that is told of a failure to detect it by itself, or to report its own
 
 
 class _Line:
@@ -45,11 +45,11 @@ class _Line:
     def send(self, message: Mapping[str, Any]) -> None:
         try:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:  # the other end is gone, which its reader notices
+        except OSError:  # the other end is gone, which its reader detects
             _log.debug("a peer is gone", exc_info=True)
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """What has come; `None` at the end."""
+        """The messages received; `None` at the end."""
         try:
             came = self.socket.recv(65536)
         except OSError:
@@ -66,7 +66,7 @@ class _Hub:
     def __init__(self, listener: socket.socket, world_size: int, token: str) -> None:
         self._world_size, self._token = world_size, token
         self._lines: dict[int, _Line] = {}
-        self._begun: dict[int, int] | None = None  # answers to the question where everybody is
+        self._begun: dict[int, int] | None = None  # each rank's answer with the batch it has begun
         self._failed: dict[int, dict[str, Any]] = {}
         self._at_work: set[int] = set()
         self._left: set[int | None] = set()
@@ -152,7 +152,7 @@ class Peers:
     """This rank among the others.
 
     Attributes:
-        abort: Called in a thread when this rank must not wait for the others any more: a rank has failed, and not all have. Returns whether
+        abort: Called in a thread when this rank must stop waiting for the others: a rank has failed, and not all have. Returns whether
             nothing waits for them now.
     """
 
@@ -177,7 +177,7 @@ class Peers:
 
     @classmethod
     def connected(cls) -> Peers | None:
-        """Connect all ranks of the default process group; `None` where they cannot be. Collective."""
+        """Connect all ranks of the default process group; `None` if that is not possible. Collective."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         hosts: list[str] = [""] * world_size
         dist.all_gather_object(hosts, socket.gethostname())
@@ -213,7 +213,7 @@ class Peers:
 
     def may_begin_batch(self) -> bool:
         """Count a batch that is about to begin; `False`: all ranks stop before it."""
-        with self._changed:  # what the thread answers must not change meanwhile
+        with self._changed:  # the thread's answer must not change meanwhile
             if self._held:
                 self._changed.wait_for(lambda: not self._held)
             if self._last is not None and self._begun >= self._last:
@@ -227,7 +227,7 @@ class Peers:
         return self._begun
 
     def work_begins(self) -> None:
-        """This rank begins what all ranks do together: batches are counted anew, and what was said before is forgotten."""
+        """This rank begins an entry point that all ranks run: reset the count of batches, and forget earlier messages."""
         with self._changed:
             self._begun, self._last, self._at_work, self._heard, self._error = 0, None, True, False, None
             if self._verdict == "together":
@@ -235,7 +235,7 @@ class Peers:
         self._send({"at work": True})
 
     def work_ends(self) -> None:
-        """Failures of others do not end this process any more, and its own end is none."""
+        """Failures of others no longer end this process, and its own end is no longer a failure."""
         with self._changed:
             self._at_work = False
         self._send({"at work": False})
@@ -243,15 +243,15 @@ class Peers:
     # -- failing -------------------------------------------------------------------------------------------------------
 
     def failed(self, where: Sequence[int] | None, what: str, error: BaseException | None = None) -> bool:
-        """Say that this rank has an exception, and wait until it is known whether all have.
+        """Report that this rank has an exception, and wait until it is known whether all have.
 
         Args:
-            where: Numbers that are equal on ranks that failed in the same place. `None`: there is no such place, or it missed the others.
+            where: Numbers that are equal on ranks that failed in the same place. `None`: no such place, or other ranks were missing.
             what: The exception, for the others.
             error: The exception itself, to be printed if the process has to be ended.
 
         Returns:
-            Whether all have, there.
+            Whether all have one, in the same place.
         """
         with self._changed:
             self._heard, self._error = True, self._error or error
@@ -276,7 +276,7 @@ class Peers:
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _send(self, message: dict[str, Any]) -> None:
-        """Have the thread send it, so that a signal handler may."""
+        """Let the thread send a message, so that a signal handler may call this."""
         self._outgoing.append(message)
         with contextlib.suppress(BlockingIOError):  # it is awake
             self._wake.send(b".")
@@ -314,23 +314,23 @@ class Peers:
             self._changed.notify_all()
 
     def _fall_apart(self) -> None:
-        """End what waits for the others; and the process, where that does not help."""
+        """End what waits for the others; and the process, if that does not help."""
         until = time.monotonic() + ENDING_S
         released = True
         if self.abort is not None:
-            if self._at_work:  # which may be the last that is heard of it
+            if self._at_work:  # this may be its last message
                 _log.warning(f"rank {self.rank} aborts its communicators, because {_told(self._failures)}")
             released = self.abort()
 
         def goes_on() -> bool:
-            # Where NCCL does not let go, a program that knows of the failure hangs as well: in a callback, or when it frees memory.
+            # If NCCL does not abort, a program that is told of the failure hangs as well: in a callback, or when it frees memory.
             return not self._at_work or (self._heard and (released or not dist.is_initialized()))
 
         with self._changed:
             self._changed.wait_for(goes_on, timeout=max(until - time.monotonic(), 0))
             if goes_on():
                 return
-        _log.warning(f"rank {self.rank} is ended, which would have waited for ever: {_told(self._failures)}")
+        _log.warning(f"rank {self.rank} is ended, which would have waited forever: {_told(self._failures)}")
         try:
             if self._error is not None:
                 traceback.print_exception(self._error)
@@ -339,13 +339,13 @@ class Peers:
 
 
 def _told(failures: Sequence[Mapping[str, Any]]) -> str:
-    """The failure from which others follow: the first one that is not itself for want of other ranks."""
+    """The failure from which others follow: the first one that was not caused by missing other ranks."""
     first = next((failure for failure in failures if not failure.get("missed")), failures[0])
     return f"rank {first['rank']} failed: {first['what']}"
 
 
 def _addresses(here: bool) -> list[str]:
-    """Where others may find this host, likely ones first."""
+    """Addresses at which others may reach this host, likely ones first."""
     if here:
         return ["127.0.0.1"]
     found = []
@@ -353,7 +353,7 @@ def _addresses(here: bool) -> list[str]:
         try:
             probe.connect(
                 (os.environ.get("MASTER_ADDR", "192.0.2.1"), 9)
-            )  # sends nothing, and tells which interface would
+            )  # sends nothing, and shows which interface would be used
             found.append(probe.getsockname()[0])
         except OSError:
             _log.debug("no way to MASTER_ADDR", exc_info=True)
@@ -383,7 +383,7 @@ def _joined(addresses: Sequence[str], port: int, token: str, rank: int) -> _Line
 
 
 def _close_in_children(end: socket.socket) -> None:
-    """A forked process, a loader's worker say, would keep a connection open after its rank was killed."""
+    """A forked process, such as a loader's worker, would keep a connection open after its rank was killed."""
     number = end.fileno()
 
     def close() -> None:

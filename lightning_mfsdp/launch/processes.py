@@ -1,4 +1,4 @@
-"""ProcessStrategy: one process for each device. Who they are, how they start, how they connect and how they talk about small things."""
+"""ProcessStrategy: one process for each device: their ranks, how they start and connect, and how they exchange small objects."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ProcessStrategy(ParallelStrategy):
     Args:
         accelerator: CPU or CUDA.
         parallel_devices: One device for each local rank.
-        cluster_environment: Where ranks and addresses come from.
+        cluster_environment: Source of ranks and addresses.
         precision_plugin: As for any strategy.
         timeout: Of collectives; `None`: PyTorch's own.
         process_group_backend: `None`: what PyTorch uses for the device.
@@ -66,7 +66,7 @@ class ProcessStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning asks before it gives loaders a distributed sampler."""
+        """Lightning reads it before it sets a distributed sampler on loaders."""
         return True
 
     @property
@@ -87,24 +87,24 @@ class ProcessStrategy(ParallelStrategy):
 
     @property
     def process_group_backend(self) -> str | None:
-        """Name of the communication backend; known once processes are connected, or where it was given."""
+        """Name of the communication backend; known once processes are connected, or if it was given."""
         return self._process_group_backend
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        # One process needs nobody to start it, which lets notebooks in.
+        # A single process needs no launcher, so notebooks work.
         if not self.cluster_environment.creates_processes_externally and self.num_nodes * self.num_processes > 1:
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's rank-zero helpers who we are."""
+        """Set this process's rank in the cluster environment and in Lightning's rank-zero helpers."""
         communication.set_world_ranks(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
-        """Connect the processes, unless somebody has.
+        """Connect the processes, unless they are connected.
 
         Raises:
-            ValueError: Another number of processes is connected than the Trainer was given.
+            ValueError: Another number of processes is connected than the Trainer was configured for.
         """
         super().setup_environment()
         self.set_world_ranks()
@@ -148,7 +148,7 @@ class ProcessStrategy(ParallelStrategy):
     def _is_alone(self) -> bool:
         """Whether this rank ends by an exception that not all ranks have: it must not wait for the others, who may wait for it.
 
-        Asks the others, once.
+        Queries the others, once.
         """
         trainer = self._trainer
         if self._peers is None or trainer is None or not trainer.interrupted:
@@ -166,7 +166,7 @@ class ProcessStrategy(ParallelStrategy):
         return [self._trainer.global_step, self._peers.begun]
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks, unless a callback that wanted to save has made us do so; and wait for none of them any more."""
+        """Notify the other ranks, unless that was done for a callback that tried to save; and stop waiting for them."""
         if self._is_alone:
             communication.break_off(exception)
 
@@ -177,7 +177,7 @@ class ProcessStrategy(ParallelStrategy):
 
     @contextmanager
     def _with_others(self) -> Generator[None, None, None]:
-        """Around what all ranks do: where it fails for want of another rank, the error says what is known of that."""
+        """Context around collective work: if it fails because another rank is missing, the error explains what is known of that."""
         try:
             yield
         except Exception as error:
@@ -196,14 +196,14 @@ class ProcessStrategy(ParallelStrategy):
         return f"rank {self.global_rank} ends{when}: {failure}" + (f".\nIt was seen here as {seen}" if seen else "")
 
     def teardown(self) -> None:
-        """Put back what was replaced for SIGTERM; failures of other ranks do not concern this one any more."""
+        """Restore what was replaced for SIGTERM; failures of other ranks no longer concern this one."""
         if self._stopping is not None:
             stopping, self._stopping = self._stopping, None
             stopping.end()
         if self._peers is not None:
             self._peers.work_ends()
 
-    # -- small things --------------------------------------------------------------------------------------------------
+    # -- small objects -------------------------------------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
@@ -229,7 +229,7 @@ class ProcessStrategy(ParallelStrategy):
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Tensor | Any:
-        """A metric over all ranks; what is no tensor comes back as it is."""
+        """A metric over all ranks; anything else is returned unchanged."""
         if not isinstance(tensor, Tensor) or self._is_alone:
             return tensor
         with self._with_others():
@@ -237,5 +237,5 @@ class ProcessStrategy(ParallelStrategy):
 
 
 def _described(error: BaseException | None) -> str:
-    """For other ranks: kind and first lines."""
+    """Description for other ranks: type and first lines."""
     return f"{type(error).__name__}: {str(error)[:500]}".rstrip(": ")

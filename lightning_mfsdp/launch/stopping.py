@@ -1,9 +1,9 @@
 """How SIGTERM on any rank stops a fit on all ranks after the same batch, and the one method of Lightning's replaced for it.
 
 Lightning's handler of SIGTERM broadcasts from rank 0 in the middle of whatever runs, and its epoch loop broadcasts before every batch
-and waits for the device. Only rank 0 is heard, and the others wait for ever. There is no hook for either. So while a fit trains, the
-handler only makes a note that `peers.py` passes on, and the epoch loop of this Trainer asks it before every batch. Both are put back at
-the end.
+and waits for the device. Only rank 0's signal has an effect, and the others wait forever. There is no hook for either. So while a fit
+trains, the handler only sets a flag that `peers.py` passes on, and the epoch loop of this Trainer checks it before every batch. Both
+are restored at the end.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Stopping:
     """Between the start and the end of an entry point.
 
     Args:
-        trainer: Whose.
+        trainer: The Trainer of the entry point.
         peers: The other ranks; `None` for one alone.
-        lost: Raises what is known of ranks that failed.
+        lost: Raises an error with what is known of failed ranks.
 
     Attributes:
         agreed: All ranks stop here, after the same batch.
@@ -58,7 +58,7 @@ class Stopping:
         self._trains = self._trains or trains
 
     def end(self) -> None:
-        """Put back what was replaced. A signal that came after the last batch is handed to whoever is next."""
+        """Restore what was replaced. A signal that came after the last batch is passed to the next handler."""
         self._trains = False
         if self._replaces_method:
             delattr(self._trainer.fit_loop.epoch_loop, METHOD)
@@ -67,7 +67,7 @@ class Stopping:
             own, self._handler = self._handler, None
             before: Any = self._trainer._signal_connector._original_handlers.get(signal.SIGTERM)
             signal.signal(signal.SIGTERM, own)
-            if self._asked and not self._trainer.interrupted:  # an exception ends the process anyway, and is to be seen
+            if self._asked and not self._trainer.interrupted:  # an exception ends the process anyway; it must be seen
                 signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
                 os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""What users pass to MFSDPStrategy: checked where it is passed, and turned into a mesh and parameters once those exist."""
+"""What users pass to MFSDPStrategy: checked where it is passed, and converted into a mesh and parameters once those exist."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check_cuda_graph(cuda_graph: object, storage: str, offload: str | None) -> N
 
 
 def check_recompute_graph(cuda_graph: bool, recompute: object) -> None:
-    """Raise a ValueError where inputs would go to host memory inside a graph, which cannot reserve any."""
+    """Raise a ValueError if inputs would go to host memory inside a graph, which cannot allocate any."""
     if cuda_graph and isinstance(recompute, Recompute) and recompute.offload:
         raise ValueError(
             "cuda_graph=True with Recompute(offload=True): no graph can hold its copies to and from host memory; leave one out"
@@ -88,13 +88,13 @@ def check_ignored(ignored: object) -> None:
 
 
 def check_device(device_type: str) -> None:
-    """Raise a ValueError for devices the engine does not know."""
+    """Raise a ValueError for devices that the engine does not support."""
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f'mfsdp runs on CPU and CUDA, got {device_type}; use accelerator="cpu" or "gpu"')
 
 
 def check_batch_norms(module: nn.Module) -> None:
-    """Raise a ValueError where `sync_batchnorm=True` comes too late: layers are replaced before they are sharded, or not at all."""
+    """Raise a ValueError if `sync_batchnorm=True` comes too late: layers are replaced before they are sharded, or not at all."""
     if all(unit_of(part) is None for part in module.modules()):
         return
     for name, layer in module.named_modules():
@@ -106,7 +106,7 @@ def check_batch_norms(module: nn.Module) -> None:
 
 
 def check_adapters(module: nn.Module) -> None:
-    """Raise a ValueError for adapters of PEFT on the meta device: what sets their first values is gone when they get memory."""
+    """Raise a ValueError for adapters of PEFT on the meta device: the code that sets their first values has run before they get memory."""
     for name, part in module.named_modules():
         for kind in getattr(part, "adapter_layer_names", ()):
             adapter = getattr(part, kind, None)
@@ -118,7 +118,7 @@ def check_adapters(module: nn.Module) -> None:
 
 
 def check_sizes(data_parallel_size: int | str | None, outer_size: int, mesh: DeviceMesh | None) -> None:
-    """Raise a ValueError where a size is no size, or `outer_size` and `mesh` contradict each other."""
+    """Raise a ValueError if a size is invalid, or `outer_size` and `mesh` contradict each other."""
     sizes = {"data_parallel_size": data_parallel_size, "outer_size": outer_size}
     for argument, size in sizes.items():
         named = argument == "data_parallel_size" and size in (None, "auto")
@@ -138,7 +138,7 @@ def check_sizes(data_parallel_size: int | str | None, outer_size: int, mesh: Dev
 def check_world(
     world_size: int, data_parallel_size: int | str | None, outer_size: int, mesh: DeviceMesh | None
 ) -> None:
-    """Raise a ValueError where sizes do not fit the number of connected ranks."""
+    """Raise a ValueError if sizes do not fit the number of connected ranks."""
     mesh_size = mesh.size() if mesh is not None else None
     for argument, size in (("data_parallel_size", data_parallel_size), ("mesh", mesh_size)):
         if size not in (None, "auto", world_size):
@@ -150,8 +150,8 @@ def check_world(
 
 
 def build_mesh(device_type: str, world_size: int, outer_size: int, outer_sharding: str | int) -> DeviceMesh:
-    """One axis "shard", or ("outer", "shard") where an outer axis is asked for. Neighbouring ranks share the shard axis."""
-    # HFSDP is asked for by name; on one node its outer axis may have size 1, which costs nothing.
+    """One axis "shard", or ("outer", "shard") if an outer axis is requested. Neighbouring ranks share the shard axis."""
+    # HFSDP is requested by name; on one node its outer axis may have size 1, which costs nothing.
     shape: tuple[int, ...] = (outer_size, world_size // outer_size)
     names: tuple[str, ...] = ("outer", "shard")
     if outer_size == 1 and outer_sharding in ("no_shard", 0):
@@ -160,7 +160,7 @@ def build_mesh(device_type: str, world_size: int, outer_size: int, outer_shardin
 
 
 def ignored_parameters(module: nn.Module, wanted: Sequence[str | nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters meant by objects and name patterns, each once.
+    """The parameters selected by objects and name patterns, each once.
 
     Raises:
         ValueError: A pattern that matches no parameter of `module`.
@@ -187,7 +187,7 @@ def warn_of_other_options(
     offload: str | None,
     unused_parameters: str,
 ) -> None:
-    """A model that is sharded already stays as it is; say so where a Trainer asks for something else."""
+    """Warn if a Trainer requests something else than how a model is sharded already; it stays unchanged."""
     name = type(module).__name__
     if root.policy != policy:
         rank_zero_warn(
@@ -215,7 +215,7 @@ def warn_of_other_options(
 
 
 def warn_of_other_policies(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Units that the user sharded by hand keep their own policy; say so where it is not the Trainer's."""
+    """Warn if units that the user sharded by hand have another policy than the Trainer's; they keep theirs."""
     others = [unit.name for part in module.modules() if (unit := unit_of(part)) is not None and unit.policy != policy]
     if others:
         rank_zero_warn(

@@ -31,7 +31,7 @@ def compile_units(root: nn.Module, options: Mapping[str, Any]) -> list[str]:
     """`torch.compile` the forward of every unit below `root` that has modules inside; returns their names.
 
     Only the forward: gathers and reductions run around it, in hooks that a compiled graph would break at. Embeddings, heads and
-    other single layers gain nothing. Where activations are computed again, compiled code is; operators to keep are seen by the compiler.
+    other single layers gain nothing. With recomputation, compiled code is recomputed; the compiler sees which operators to keep.
     """
     compiled = []
     for name, module in root.named_modules():

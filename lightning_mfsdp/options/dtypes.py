@@ -1,6 +1,6 @@
-"""What a precision string stands for: a policy, autocast, dtypes of inputs, loss scaling. The Trainer's plugin and Fabric's derive from it.
+"""The meaning of a precision string: a policy, autocast, dtypes of inputs, loss scaling. The Trainer's plugin and Fabric's derive from it.
 
-It knows dtypes. It does not know units, meshes or checkpoints, nor who calls.
+It handles dtypes only. It is independent of units, meshes, checkpoints and its callers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true"
 _AUTOCAST_DTYPES = {
     "bf16-mixed": torch.bfloat16,
     "16-mixed": torch.float16,
-    "transformer-engine": torch.bfloat16,  # of all that the library's modules do not compute in 8 bits
+    "transformer-engine": torch.bfloat16,  # for everything that the library's modules do not compute in 8 bits
 }
 
 # Under autocast these compute in float32 with float32 weights. Rounding their few weights would save nothing and change results.
@@ -96,12 +96,12 @@ class ShardedPrecision(FabricPrecision):
     Args:
         precision: One of "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true", "transformer-engine". See
             `default_policy` for the dtypes.
-        policy: Replaces the dtypes the string stands for; autocast, the model's own dtype and the inputs' still follow the string. Beside
-            "32-true" any policy goes: without autocast, the policy alone decides.
+        policy: Replaces the dtypes the string stands for; autocast, the model's own dtype and the inputs' still follow the string. Besides
+            "32-true" any policy is accepted: without autocast, the policy alone decides.
         scaler: Loss scaler for float16 compute. `None` makes a `DistributedGradScaler` where one is needed. A plain
-            `torch.amp.GradScaler` is taken as settings for one; any other class must itself agree over all ranks on skipping a step.
+            `torch.amp.GradScaler` provides the settings for one; any other class must itself make ranks agree on skipping a step.
         recipe, replace_layers, keep_high_precision, overrides, fp8_weights, keep_transpose_cache, fuse_weight_gradients, keep_quantized:
-            For "transformer-engine", as `Fp8Options` explains them.
+            For "transformer-engine", as documented in `Fp8Options`.
 
     Raises:
         ValueError: An unknown precision, a policy that contradicts it, a scaler where nothing computes in float16, or options of FP8
@@ -159,11 +159,11 @@ class ShardedPrecision(FabricPrecision):
             )
 
     def known_as(self, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-        """What a policy given to this precision becomes: for FP8 it knows quantized weights."""
+        """The policy as this precision uses it: for FP8 it includes the codec of quantized weights."""
         return policy if self.fp8 is None else self.fp8.policy(policy)
 
     def policy_beside_precision(self) -> str:
-        """A sentence on what a policy of the user's makes other than the string does; empty where it makes nothing other."""
+        """A sentence on how a user's policy differs from the string's; empty if it does not."""
         return replaced_fields(self.precision, self.policy, self.known_as(default_policy(self.precision)))
 
     @property
@@ -173,17 +173,17 @@ class ShardedPrecision(FabricPrecision):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of matrix products; of what the string stands for where the policy leaves weights as they were built."""
+        """Dtype of matrix products; the string's if the policy leaves weights as they were built."""
         return self.policy.compute_dtype or _TRUE_DTYPES.get(self.precision, torch.float32)
 
     # -- module, inputs and contexts -----------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """The module as it is: a strategy calls `cast_module` where nothing is sharded yet."""
+        """The module unchanged: a strategy calls `cast_module` if nothing is sharded yet."""
         return module
 
     def prepare_module(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Once there are processes, before each use of a module, sharded or not: for FP8 it gets what it lacks."""
+        """Called once processes exist, before each use of a module, sharded or not: for FP8 it completes the module's setup."""
         if self.fp8 is None:
             refuse_prepared(module, self.precision)
             return
@@ -210,7 +210,7 @@ class ShardedPrecision(FabricPrecision):
 
     @contextmanager
     def tensor_init_context(self) -> Generator[None, None, None]:
-        """New tensors have the dtype of a "*-true" precision, and new modules FP8 weights if those were asked for."""
+        """New tensors have the dtype of a "*-true" precision, and new modules have FP8 weights if those were requested."""
         previous = torch.get_default_dtype()
         torch.set_default_dtype(_TRUE_DTYPES.get(self.precision, previous))
         try:
@@ -236,14 +236,14 @@ class ShardedPrecision(FabricPrecision):
                 yield
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        """Around a backward: what is computed again there needs FP8 as in its first forward."""
+        """Context around a backward: what is recomputed there needs FP8 as in its first forward."""
         return self.fp8.backward() if self.fp8 is not None else nullcontext()
 
     def take_sharded_module(self, module: nn.Module) -> None:
-        """Once, when a module has been sharded.
+        """Called once, when a module has been sharded.
 
         Its calls outside of steps, from a hook or after training, run under autocast as well, because weights have the compute dtype, and
-        in FP8 as in a step, also under an autocast of one's own.
+        in FP8 as in a step, also under an autocast of the user's own.
         """
         if has_engine_modules(module):
             _fuse_weight_gradients(module)
@@ -257,7 +257,7 @@ class ShardedPrecision(FabricPrecision):
         enter_around(module, context)
 
     def connect_device(self, device_type: str) -> None:
-        """Set where autocast and loss scaling happen: "cpu" or "cuda"."""
+        """Set the device of autocast and loss scaling: "cpu" or "cuda"."""
         self._device_type = device_type
         if self.needs_scaler:
             self.scaler = agreeing_scaler(self.scaler, device_type)
@@ -278,7 +278,7 @@ class ShardedPrecision(FabricPrecision):
         return {_FP8_SCALING: scaling} if scaling else {}
 
     def take_fp8_scaling(self, models: Mapping[str, nn.Module], rest: dict[str, Any]) -> None:
-        """Restore what `fp8_scaling` put into a checkpoint, and remove it there. A run without FP8 has no use for it."""
+        """Restore what `fp8_scaling` put into a checkpoint, and remove it there. A run without FP8 does not need it."""
         scaling = rest.pop(_FP8_SCALING, {})
         unused = self.fp8.load_scaling(models, scaling) if self.fp8 is not None else []
         if unused:
@@ -349,14 +349,14 @@ def translate(plugin: FabricPrecision, policy: MixedPrecisionPolicy | None, into
 
 
 def _fp8_options(plugin: FabricTransformerEnginePrecision) -> dict[str, Any]:
-    """What Lightning's plugin says, which is also what it builds from the string."""
+    """The settings of Lightning's plugin, which is also what Lightning builds from the string."""
     if {plugin.weights_dtype, plugin.fallback_compute_dtype} != {torch.bfloat16}:
         raise TypeError(
             f"TransformerEnginePrecision(weights_dtype={plugin.weights_dtype}, fallback_compute_dtype={plugin.fallback_compute_dtype}): "
             "mfsdp computes in bfloat16 what is not in FP8 (float16 would need loss scaling), and keeps float32 main weights. Use "
             'precision="transformer-engine", or plugins=[MFSDPPrecision("transformer-engine", policy=...)] for other dtypes'
         )
-    # The string says nothing of a recipe, and a plugin without one cannot be told from it.
+    # The string specifies no recipe, and a plugin without one cannot be distinguished from it.
     recipe = "current" if plugin.recipe == type(plugin.recipe)() else plugin.recipe
     if recipe == "current":
         rank_zero_info(
@@ -367,7 +367,7 @@ def _fp8_options(plugin: FabricTransformerEnginePrecision) -> dict[str, Any]:
 
 
 def _fuse_weight_gradients(module: nn.Module) -> None:
-    """Where layers are built for it; what came of it is said."""
+    """Report which modules write gradients themselves, and which leave them to autograd."""
     built = [name for name, layer in module.named_modules() if getattr(layer, "fuse_wgrad_accumulation", False)]
     fused = fuse_weight_gradients(module)
     if fused:

@@ -1,6 +1,6 @@
-"""Options of other strategies, answered with ours: what people who come from FSDP, FSDP2, DeepSpeed or DDP try first.
+"""Options of other strategies, mapped to ours: what users coming from FSDP, FSDP2, DeepSpeed or DDP try first.
 
-`answers_foreign_options` goes around a constructor that has no `**kwargs`. Its signature, for readers, type checkers and jsonargparse,
+`answers_foreign_options` wraps a constructor that has no `**kwargs`. Its signature, for readers, type checkers and jsonargparse,
 stays what it was.
 """
 
@@ -137,7 +137,7 @@ _SAME_ANSWER: dict[tuple[str, ...], str] = {
 }
 
 FOREIGN_OPTIONS: Mapping[str, str] = {name: answer for names, answer in _SAME_ANSWER.items() for name in names}
-"""What to do in place of each option that other strategies have and ours may lack."""
+"""What to use instead of each option that other strategies have and ours may lack."""
 
 
 def unknown_option(owner: str, name: str, known: tuple[str, ...]) -> str:
@@ -154,10 +154,10 @@ def unknown_option(owner: str, name: str, known: tuple[str, ...]) -> str:
 
 
 def answers_foreign_options(constructor: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
-    """Around an `__init__` without `**kwargs`: names that it does not take are answered before anything happens.
+    """Wrap an `__init__` without `**kwargs`: names that it does not take raise before anything else happens.
 
     Raises:
-        TypeError: From the constructor, for each name that it does not take; in one message.
+        TypeError: From the constructor, with one message for all names that it does not take.
     """
     known = tuple(inspect.signature(constructor).parameters)[1:]
     owner = constructor.__qualname__.partition(".")[0]

@@ -20,7 +20,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` whose decision to skip a step is the same on all ranks.
 
     Each rank sees only its own rows of a gradient, so an overflow may show on one rank alone. The flag is reduced over the whole
-    world; ranks that own no element of an optimizer's parameters take part as well. Overrides `GradScaler._unscale_grads_`, whose
+    world; ranks that own no element of an optimizer's parameters join it as well. Overrides `GradScaler._unscale_grads_`, whose
     signature is the same in torch 2.11 to 2.13.
     """
 
@@ -52,7 +52,7 @@ def unscales_by_itself(optimizer: Any) -> bool:
 
 
 def agreeing_scaler(scaler: torch.amp.GradScaler | None, device_type: str) -> torch.amp.GradScaler:
-    """A scaler whose ranks agree, with the settings of a plain one; any other class must agree by itself."""
+    """A scaler whose ranks agree, with the settings of a plain one; any other class must ensure agreement by itself."""
     if scaler is None:
         return DistributedGradScaler(device_type)
     if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):

@@ -1,4 +1,4 @@
-"""Where a policy and a precision string say different things: a contradiction in what is computed is refused, the rest is said."""
+"""Compares a policy with a precision string: a contradiction in what is computed is refused, other differences are reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_mfsdp.engine import MixedPrecisionPolicy
 
 __all__ = ["refuse_contradiction", "replaced_fields"]
 
-# What a policy may compute in beside each string, its own dtype first. Under autocast float32 weights are cast where they are used.
+# Compute dtypes that a policy may have with each string, its own dtype first. Under autocast float32 weights are cast where they are used.
 _COMPUTE_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "32-true": (torch.float32,),
     "bf16-mixed": (torch.bfloat16, torch.float32),
@@ -29,7 +29,7 @@ _MAIN_DTYPES = {
 
 
 def refuse_contradiction(precision: str, policy: MixedPrecisionPolicy, plugin: str) -> None:
-    """See to it that a policy can be meant beside a precision string.
+    """Check that a policy is compatible with a precision string.
 
     Args:
         precision: One of the strings.
@@ -37,7 +37,7 @@ def refuse_contradiction(precision: str, policy: MixedPrecisionPolicy, plugin: s
         plugin: Name of the class that takes both, for the message.
 
     Raises:
-        ValueError: They say different things of what is computed, or of what the optimizer updates.
+        ValueError: They contradict each other on what is computed, or on what the optimizer updates.
     """
     for field, known in (("compute_dtype", _COMPUTE_DTYPES), ("main_params_dtype", _MAIN_DTYPES)):
         given, allowed = getattr(policy, field), known[precision]
@@ -58,12 +58,12 @@ def refuse_contradiction(precision: str, policy: MixedPrecisionPolicy, plugin: s
 
 
 def replaced_fields(precision: str, policy: MixedPrecisionPolicy, alone: MixedPrecisionPolicy) -> str:
-    """A sentence on what a policy makes other than the string does; empty where it makes nothing other.
+    """A sentence on how a policy differs from the string's; empty if it does not.
 
     Args:
         precision: The string.
         policy: The one in use.
-        alone: What the string stands for.
+        alone: The policy that the string stands for.
     """
     changed = [
         f"{field.name}={_in_short(given)} instead of {_in_short(usual)}"

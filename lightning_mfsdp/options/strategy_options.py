@@ -1,4 +1,4 @@
-"""StrategyOptions: what the Trainer's strategy and Fabric's are told alike, and what they do with it to a mesh and to a model."""
+"""StrategyOptions: the options that the Trainer's strategy and Fabric's share, and how they apply them to a mesh and a model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ __all__ = ["REGISTERED", "StrategyOptions", "TrainerOptions", "move_rest_to_devi
 
 Options = TypeVar("Options", bound="StrategyOptions")
 
-# Names under which strategies are registered: what is sharded, in the words of the argument and in plain ones.
+# Names under which strategies are registered: the argument that says what is sharded, and a description.
 REGISTERED = {
     "mfsdp": ("optim_grads_params", "weights, gradients and optimizer state sharded"),
     "mfsdp_optim_grads": ("optim_grads", "gradients and optimizer state sharded"),
@@ -64,9 +64,9 @@ REGISTERED = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StrategyOptions:
-    """What both strategies take, with defaults, as `MFSDPStrategy` explains it.
+    """The arguments of both strategies, with defaults, as documented in `MFSDPStrategy`.
 
-    Each strategy spells them out in its signature, which users, type checkers and jsonargparse read; a test holds the three alike.
+    Each strategy repeats them in its signature, for users, type checkers and jsonargparse; a test keeps the three equal.
 
     Raises:
         ValueError, TypeError: An argument out of its range, of the wrong kind, or in contradiction to another.
@@ -132,7 +132,7 @@ class StrategyOptions:
         precision: ShardedPrecision,
         before: Callable[[nn.Module], object] | None = None,
     ) -> None:
-        """Choose units and shard `module` in place; one that is sharded already stays as it is.
+        """Choose units and shard `module` in place; one that is sharded already stays unchanged.
 
         Args:
             module: Any, or with modules inside that were given to `fully_shard`.
@@ -143,7 +143,7 @@ class StrategyOptions:
         precision.prepare_module(module, mesh)
         root = unit_of(module)
         if root is not None:
-            bring_home(module)  # from where `.cpu()` or `.half()` brought it
+            bring_home(module)  # undo `.cpu()` or `.half()`
             refuse_unsharded(module)
             self._recompute_in(module)
             warn_of_other_options(
@@ -189,18 +189,16 @@ class StrategyOptions:
         rank_zero_info(describe_units(units(module), sum(view.main.numel() for view in sharded_parameters(module))))
 
     def _recompute_in(self, module: nn.Module) -> None:
-        """Have activations computed again, if that was asked for; a model keeps what it has otherwise."""
+        """Apply recomputation of activations, if requested; otherwise a model keeps its own."""
         if isinstance(self.recompute, Recompute):
             names = apply_recompute(module, self.recompute)
             few = f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
-            rank_zero_info(
-                f"mfsdp: activations of {len(names)} modules are computed again in backward: {few or 'none'}"
-            )
+            rank_zero_info(f"mfsdp: activations of {len(names)} modules are recomputed in backward: {few or 'none'}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainerOptions(StrategyOptions):
-    """What the Trainer's strategy takes besides.
+    """The additional arguments of the Trainer's strategy.
 
     Raises:
         ValueError, TypeError: As `StrategyOptions`.

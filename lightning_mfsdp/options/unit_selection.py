@@ -1,4 +1,4 @@
-"""Which modules become units when the user does not say: the parts of a model that run one after the other.
+"""Which modules become units if the user does not specify them: the parts of a model that run one after the other.
 
 It reads module trees only; sharding them is the engine's work.
 """
@@ -25,7 +25,7 @@ _LARGE_SHARE = 1 / 32
 _LARGE_SHARE_MIN_NUMEL = 2**20
 _LARGE_NUMEL = 2**26
 # Blocks smaller than this are gathered together with their neighbours, but never so many that few units are left: then there would
-# be nothing to overlap, and as much gathered at once as without units.
+# be no overlap, and as much gathered at once as without units.
 _WORTH_A_GATHER_NUMEL = 2**25
 _FEWEST_UNITS = 6
 
@@ -47,13 +47,13 @@ def validate_units(units: UnitsArgument) -> None:
 
 
 def select_units(root: nn.Module, units: UnitsArgument) -> list[nn.Module]:
-    """The modules inside `root` to shard as units, in registration order; `root` itself takes what is left.
+    """The modules inside `root` to shard as units, in registration order; `root` itself takes the rest.
 
     Args:
         root: The whole model, not sharded yet.
         units: "auto": repeated blocks of `ModuleList` and `Sequential`, classes a Hugging Face model names in `_no_split_modules`, and
-            large embeddings and heads. Class names, classes or a callable: exactly those. Modules that several of them have inside, which
-            are no part of any one of them, become units of their own.
+            large embeddings and heads. Class names, classes or a callable: exactly those. Modules that are inside several of them, and
+            so belong to none, become units of their own.
 
     Raises:
         ValueError: A name or class that matches no module with parameters.
@@ -75,7 +75,7 @@ def join_blocks(
     Args:
         root: The whole model.
         chosen: By `select_units`.
-        blocks_per_unit: At most so many in a unit; "auto": until a unit is worth a gather of its own.
+        blocks_per_unit: At most this many in a unit; "auto": until a unit is worth a gather of its own.
     """
     left = {id(module): module for module in chosen}
     joined: dict[int, list[nn.Module]] = {}
@@ -215,7 +215,7 @@ def _is_stage(module: nn.Module) -> bool:
 
 
 def _no_split_names(root: nn.Module) -> frozenset[str]:
-    """Class names that Hugging Face models in `root` say must stay whole."""
+    """Class names that Hugging Face models in `root` declare as not to be split."""
     names: set[str] = set()
     for module in root.modules():
         declared = getattr(module, "_no_split_modules", None)

@@ -1,4 +1,4 @@
-"""What the strategy asks of callbacks beyond Lightning's own hooks, and which callbacks it refuses."""
+"""What the strategy requires of callbacks beyond Lightning's own hooks, and which callbacks it refuses."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ _UNFIT_CALLBACKS: dict[type[Callback], str] = {
 
 
 class ChoosesRecompute(ABC):
-    """A callback that says which activations are computed again; the strategy sees to it before it shards the model."""
+    """A callback that specifies which activations are recomputed; the strategy applies this before it shards the model."""
 
     @property
     @abstractmethod
     def recompute(self) -> Recompute:
-        """What it says."""
+        """The specification."""
 
 
 class HasParameterState(ABC):
-    """A callback that keeps a tensor for each parameter, sharded as it is.
+    """A callback that keeps a tensor for each parameter, sharded like it.
 
-    Saving is its own doing: `checkpoint["parameter_states"][key] = trainer.strategy.parameter_state(state)` in `on_save_checkpoint`.
-    Reading is the strategy's: rows are checked with everything else before anything changes, and then given to the state.
+    It saves by itself: `checkpoint["parameter_states"][key] = trainer.strategy.parameter_state(state)` in `on_save_checkpoint`.
+    The strategy reads: rows are checked with everything else before anything changes, and then passed to the state.
     """
 
     @property
@@ -65,7 +65,7 @@ class HasParameterState(ABC):
     @property
     @abstractmethod
     def parameter_state(self) -> ParameterState:
-        """Gives and takes this rank's rows."""
+        """Returns and loads this rank's rows."""
 
 
 class PreparesOptimizers(ABC):
@@ -73,32 +73,32 @@ class PreparesOptimizers(ABC):
 
     @abstractmethod
     def prepare_optimizers(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
-        """Bring optimizers into the shape they had when `state`, the callback's own, was saved."""
+        """Restore the structure that optimizers had when `state`, the callback's own, was saved."""
 
 
 class SeesTrainingSteps(ABC):
-    """A callback that is called right before each `training_step`, after all hooks that may change what the step will find."""
+    """A callback that is called right before each `training_step`, after all hooks that may change the inputs of the step."""
 
     @abstractmethod
     def before_training_step(self, arguments: tuple[Any, ...]) -> None:
-        """`arguments` are what `LightningModule.training_step` is about to get."""
+        """`arguments` are what `LightningModule.training_step` is about to be called with."""
 
 
 def recompute_option(given: Recompute | Mapping[str, Any] | None, callbacks: Sequence[Callback]) -> Recompute | None:
-    """What a strategy or one callback says about activations.
+    """What a strategy or one callback specifies about activations.
 
     Raises:
-        ValueError: Several of them say something.
+        ValueError: Several of them specify something.
     """
     asking = [callback for callback in callbacks if isinstance(callback, ChoosesRecompute)]
     names = [*(["MFSDPStrategy(recompute=...)"] if given is not None else []), *(type(one).__name__ for one in asking)]
     if len(names) > 1:
-        raise ValueError(f"{' and '.join(names)} both say what is computed again in backward; leave all but one out")
+        raise ValueError(f"{' and '.join(names)} both specify what is recomputed in backward; leave all but one out")
     return asking[0].recompute if asking else as_recompute(given)
 
 
 def check_callbacks(callbacks: Sequence[Callback], compute_dtype: torch.dtype) -> None:
-    """Raise a ValueError for callbacks of Lightning's that hold or average whole parameters, and warn of one that misjudges the dtype.
+    """Raise a ValueError for callbacks of Lightning's that hold or average whole parameters, and warn of one that assumes a wrong dtype.
 
     Also for two that would save what they keep for parameters under one name.
     """
@@ -115,7 +115,7 @@ def check_callbacks(callbacks: Sequence[Callback], compute_dtype: torch.dtype) -
         for kind, cure in _UNFIT_CALLBACKS.items():
             if isinstance(callback, kind) and not isinstance(callback, PreparesOptimizers):
                 raise ValueError(f"{type(callback).__name__} does not work with sharded parameters; {cure}")
-        # Lightning's own takes a precision plugin that it does not know for float32.
+        # Lightning's own treats an unknown precision plugin as float32.
         if type(callback) is ThroughputMonitor and callback.available_flops and compute_dtype != torch.float32:
             rank_zero_warn(
                 f"ThroughputMonitor compares with this device's float32 peak, but the run computes in {compute_dtype}, so the utilisation "
@@ -124,9 +124,9 @@ def check_callbacks(callbacks: Sequence[Callback], compute_dtype: torch.dtype) -
 
 
 def check_background_saves(callbacks: Sequence[Callback]) -> None:
-    """Raise a ValueError where two `ModelCheckpoint`s would give a checkpoint one name.
+    """Raise a ValueError where two `ModelCheckpoint`s would give a checkpoint the same name.
 
-    Lightning numbers the second (`-v1`) when it sees the first, and what is being saved in the background is not there yet. Then one
+    Lightning numbers the second (`-v1`) when it sees the first, and what is being saved in the background does not exist yet. Then one
     callback would remove what the other keeps.
     """
     known: dict[tuple[str, str], ModelCheckpoint] = {}

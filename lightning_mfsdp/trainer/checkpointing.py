@@ -1,4 +1,4 @@
-"""CheckpointingStrategy: what Lightning asks of a strategy about checkpoints. One is a directory with rows of every rank, or a file."""
+"""CheckpointingStrategy: Lightning's methods for checkpoints. A checkpoint is a directory with rows of every rank, or one file."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ __all__ = ["CheckpointingStrategy"]
 
 _log = logging.getLogger(__name__)
 
-# Smaller ones are done before anybody could read a bar.
+# Smaller ones finish before a progress bar could be read.
 _BYTES_WORTH_A_BAR = 256 * 2**20
 _MODEL = "model"  # the one that a Trainer has
 
 
 class _NothingYet(dict[str, Any]):
-    """A checkpoint that Lightning passes over, as it does with an empty one; it insists on a version."""
+    """A checkpoint that Lightning skips, as it does with an empty one; it requires a version."""
 
     def __bool__(self) -> bool:
         return False
@@ -98,7 +98,7 @@ class CheckpointingStrategy(ProcessStrategy):
         self._weights_only, self._can_read = None, False
 
     def can_read_checkpoints(self) -> None:
-        """The model is sharded, and its optimizers are there."""
+        """The model is sharded, and its optimizers exist."""
         self._can_read = True
 
     @property
@@ -122,10 +122,10 @@ class CheckpointingStrategy(ProcessStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Weights are read straight into shards. Before there are any, too, the Trainer is asked for the checkpoint.
+        """Weights are read directly into shards. Before there are any, too, the Trainer is queried for the checkpoint.
 
-        Lightning 2.6 gives the user's `weights_only` to strategies that restore before their setup, and forgets it for those that restore
-        after it. So both happen: the first call notes the argument, and the second reads.
+        Lightning 2.6 passes the user's `weights_only` to strategies that restore before their setup, and drops it for those that restore
+        after it. So both happen: the first call stores the argument, and the second reads.
         """
         return self._can_read
 
@@ -136,7 +136,7 @@ class CheckpointingStrategy(ProcessStrategy):
 
     @property
     def parameter_states(self) -> dict[str, ParameterState]:
-        """What is kept for parameters beside weights and optimizers, by its name in checkpoints. Callbacks save theirs themselves."""
+        """What is kept for parameters besides weights and optimizers, by its name in checkpoints. Callbacks save theirs themselves."""
         callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
         found: dict[str, ParameterState] = {GRADIENTS: PendingGradients(self._module, self._at_first_step)}
         for callback in callbacks:
@@ -180,7 +180,7 @@ class CheckpointingStrategy(ProcessStrategy):
     ) -> None:
         """Write a directory, every rank its rows and rank 0 the rest; or one file, from rank 0.
 
-        With `async_save`, training goes on once everything is copied to the host. A save that is still being written is waited for first.
+        With `async_save`, training goes on once everything is copied to the host. It first waits for a save that is still being written.
 
         Raises:
             TypeError: `storage_options` were given: they belong to a CheckpointIO.
@@ -199,7 +199,7 @@ class CheckpointingStrategy(ProcessStrategy):
         self._saver.wait()
         location = locate(self.broadcast(os.fspath(filepath)))
         if self._saving_ranks is None:
-            # Also used in the background: collectives of two threads must not meet, and one save is waited for before the next.
+            # Also used in the background: collectives of two threads must not interleave, and one save is waited for before the next.
             self._saving_ranks = Ranks.patient()
         ranks = self._saving_ranks
         scaling = self.precision_plugin.fp8_scaling({_MODEL: self._module})  # type: ignore[attr-defined]
@@ -221,13 +221,13 @@ class CheckpointingStrategy(ProcessStrategy):
 
     @property
     def _saves_in_background(self) -> bool:
-        """Not where nobody would wait for the end, nor where Lightning points a link to what is not there yet: a kill would lose both."""
+        """Whether to save in the background. Not if nothing would wait for the end, nor if Lightning links to what does not exist yet."""
         trainer = self._module.trainer
         links = any(isinstance(call, ModelCheckpoint) and call.save_last == "link" for call in trainer.callbacks)  # type: ignore[attr-defined]
         return self.async_save and not trainer.state.stopped and not links
 
     def _with_continuation(self, checkpoint: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-        """What a run that is resumed needs to go on exactly as this one does."""
+        """What a run that is resumed needs to continue exactly as this one does."""
         states = dict(checkpoint.get(PARAMETER_STATES, {}))
         if is_inside_a_step(self._module.trainer):
             states[GRADIENTS] = self.parameter_state(PendingGradients(self._module, self._at_first_step))
@@ -246,14 +246,14 @@ class CheckpointingStrategy(ProcessStrategy):
         return resumable(dataloader) if training else dataloader
 
     def on_train_start(self) -> None:
-        """Loaders of a resumed run go on where they were."""
+        """Loaders of a resumed run continue where they were."""
         super().on_train_start()
         if self._go_on_reading is not None:
             go_on_reading, self._go_on_reading = self._go_on_reading, None
             go_on_reading()
 
     def _restore_rank_state(self, rest: dict[str, Any]) -> None:
-        """Random numbers now, for what shuffles data, and once more where training goes on inside an epoch: its loaders draw some again."""
+        """Random numbers now, for what shuffles data, and once more if training continues inside an epoch: its loaders draw some again."""
         states, positions = rest.pop(RANK_STATES, None), rest.pop(DATA_POSITIONS, [])
         self._go_on_reading = None
         if self._module.trainer.state.fn != TrainerFn.FITTING or "loops" not in rest:
@@ -297,8 +297,8 @@ class CheckpointingStrategy(ProcessStrategy):
         restore_random_state(own["random"], self.root_device)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint; not before the save that takes its place has succeeded."""
-        if self._is_alone:  # nothing took its place
+        """Remove a checkpoint; not before the save that replaces it has succeeded."""
+        if self._is_alone:  # nothing replaced it
             return
         remove = super().remove_checkpoint
         self._saver.after(f"removing {filepath}", lambda: remove(filepath))
@@ -307,9 +307,9 @@ class CheckpointingStrategy(ProcessStrategy):
         """Read weights, and optimizer states when fitting, in place; returns what is left for Lightning.
 
         Raises:
-            ValueError: Nothing that can be read lies at the path.
+            ValueError: There is nothing readable at the path.
             RuntimeError: The checkpoint does not fit the model or the optimizers.
-            RefusedError: It holds a class that nobody has allowed, and `weights_only` is not False.
+            RefusedError: It holds a class that was not allowed, and `weights_only` is not False.
         """
         if not self._can_read:
             self._weights_only = weights_only
@@ -335,19 +335,19 @@ class CheckpointingStrategy(ProcessStrategy):
         return rest
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing is left to do: `load_checkpoint` read the weights."""
+        """Nothing to do: `load_checkpoint` has read the weights."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing is left to do: `load_checkpoint` read the states."""
+        """Nothing to do: `load_checkpoint` has read the states."""
 
     def go_on_exactly(self) -> None:
-        """Before the first training step after a checkpoint was read: what Lightning's own preparations would have undone."""
+        """Before the first training step after a checkpoint was read: restore what Lightning's own preparations would have undone."""
         for action in self._at_first_step:
             action()
         self._at_first_step.clear()
 
     def finish_saving(self) -> None:
-        """Wait for a save in the background, and give its memory back.
+        """Wait for a save in the background, and free its memory.
 
         Raises:
             RuntimeError: It failed.
@@ -356,7 +356,7 @@ class CheckpointingStrategy(ProcessStrategy):
         self._saver.close()
 
     def _finish_saving_alone(self) -> None:
-        """The same, where an error is on its way that must not be replaced."""
+        """The same while an exception is propagating that must not be replaced."""
         try:
             self.finish_saving()
         except RuntimeError as error:
@@ -365,7 +365,7 @@ class CheckpointingStrategy(ProcessStrategy):
             )
 
     def on_exception(self, exception: BaseException) -> None:
-        """After SIGTERM, save beside the checkpoints of a ModelCheckpoint, if no callback saves on exceptions."""
+        """After SIGTERM, save next to the checkpoints of a ModelCheckpoint, if no callback saves on exceptions."""
         trainer = self._module.trainer
         if isinstance(exception, SIGTERMException) and trainer.state.fn == TrainerFn.FITTING and not self._is_alone:
             savers: list[Any] = list(trainer.checkpoint_callbacks)
@@ -383,7 +383,7 @@ class CheckpointingStrategy(ProcessStrategy):
 
     @contextmanager
     def _progress(self, doing: str) -> Generator[Progress | None, None, None]:
-        """A bar of this rank's bytes, on rank 0, for what is large, where the Trainer shows bars."""
+        """A progress bar of this rank's bytes, on rank 0, for large saves, if the Trainer shows bars."""
         trainer = self._module.trainer
         if not self.is_global_zero or trainer.progress_bar_callback is None:
             yield None

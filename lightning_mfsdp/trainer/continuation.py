@@ -1,4 +1,4 @@
-"""What exact continuation needs beside weights and optimizers.
+"""What exact continuation needs besides weights and optimizers.
 
 Every rank's random state and the state of its loaders (Lightning keeps those of rank 0), and the gradients of a step that is not complete.
 """
@@ -32,7 +32,7 @@ GRADIENTS = "gradients"
 
 
 def rank_state(checkpoint: Mapping[str, Any], module: nn.Module, device: torch.device) -> dict[str, Any]:
-    """What is this rank's alone: in Lightning's dictionary, random numbers, and inside a step the gradients that are not sharded."""
+    """State that only this rank has: in Lightning's dictionary, random numbers, and inside a step the gradients that are not sharded."""
     gradients: dict[str, Tensor] = {}
     if is_inside_a_step(module.trainer):  # type: ignore[arg-type]
         for name, parameter in _unmanaged(module).items():
@@ -43,7 +43,7 @@ def rank_state(checkpoint: Mapping[str, Any], module: nn.Module, device: torch.d
 
 
 def set_whole_gradients(module: nn.Module, states: Sequence[Mapping[str, Any]]) -> None:
-    """Give parameters that are not sharded the gradients of a `rank_state`, or the mean of several."""
+    """Set the gradients of parameters that are not sharded from a `rank_state`, or the mean of several."""
     for name, parameter in _unmanaged(module).items():
         found = [state["gradients"][name] for state in states if name in state.get("gradients", {})]
         if found:
@@ -57,7 +57,7 @@ def _unmanaged(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def take_loader_states(checkpoint: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Put the states of this rank's loaders where Lightning looks for them."""
+    """Put the states of this rank's loaders where Lightning reads them."""
     if state["loaders"] is not None:
         _fit_state(checkpoint)["combined_loader"] = state["loaders"]
 
@@ -68,7 +68,7 @@ def _fit_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Random numbers of this process and its device; nothing in it but tensors and plain values, so it loads without trust."""
+    """Random numbers of this process and its device; only tensors and plain values, so it loads with `weights_only`."""
     state = collect_rng_states(include_cuda=False)
     if "numpy" in state:
         kind, keys, *rest = state["numpy"]
@@ -79,7 +79,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """What `rank_state` gave as "random"."""
+    """Restore what `rank_state` returned as "random"."""
     state = dict(state)
     on_device = state.pop("device", None)
     if on_device is not None and device.type == "cuda":
@@ -106,14 +106,14 @@ def is_inside_a_step(trainer: Trainer) -> bool:
 
 
 class PendingGradients:
-    """Gradients of the microbatches so far, as one more thing that checkpoints keep for each parameter.
+    """Gradients of the microbatches so far, as another value that checkpoints keep for each parameter.
 
-    To be saved as rows they are reduced, also where `no_sync` put that off: the run that goes on and the one that is resumed then add the
+    To be saved as rows they are reduced, also where `no_sync` defers that: the run that continues and the one that is resumed then add the
     same numbers in the same order.
 
     Args:
         module: Sharded.
-        at_first_step: Is given what is to be done before the first training step.
+        at_first_step: Is called with what must be done before the first training step.
     """
 
     def __init__(self, module: nn.Module, at_first_step: list[Callable[[], None]]) -> None:
@@ -121,7 +121,7 @@ class PendingGradients:
         self._at_first_step = at_first_step
 
     def rows(self) -> dict[str, Tensor]:
-        """Of all parameters that have a gradient, on this rank or elsewhere; optimizers pass over the others. Collective."""
+        """Of all parameters that have a gradient, on this rank or elsewhere; optimizers skip the others. Collective."""
         reduce_pending(self._module)
         return {
             view.name: torch.zeros_like(view.main, dtype=view.local.grad_dtype)
@@ -132,7 +132,7 @@ class PendingGradients:
         }
 
     def load_rows(self, rows: Mapping[str, Tensor]) -> None:
-        """Make them the parameters' gradients when training begins: before, Lightning clears all."""
+        """Make them the parameters' gradients when training begins: Lightning clears earlier ones."""
         if rows:
             self._at_first_step.append(lambda: self._set(rows))
 

@@ -1,7 +1,7 @@
 """training_step and its backward as CUDA graphs under a Trainer: `MFSDPStrategy(cuda_graph=True)`.
 
-Lightning's loop goes on as ever: hooks, clipping, the optimizer, schedules and callbacks run between and after the replays, on real
-gradients. Only `training_step` itself does not run as Python any more, so what it logged while it was recorded is logged again after
+Lightning's loop runs as usual: hooks, clipping, the optimizer, schedules and callbacks run between and after the replays, on real
+gradients. Only `training_step` itself no longer runs as Python, so what it logged while it was recorded is logged again after
 every replay, with the values of that step.
 """
 
@@ -51,7 +51,7 @@ def graphed_training_step(
 
 
 class LogRecorder:
-    """Takes the place of Lightning's result collection while a step is recorded.
+    """Replaces Lightning's result collection while a step is recorded.
 
     Attributes:
         logged: Name, value and options of every `self.log` that reached it.
@@ -69,8 +69,8 @@ class LogRecorder:
         """
         if isinstance(value, Tensor) and value.device.type != self._device_type:
             raise EngineStateError(
-                f"self.log({name!r}, a tensor on {value.device}): it would be logged as it was recorded for ever; log it from a hook, "
-                "on_train_batch_end say"
+                f"self.log({name!r}, a tensor on {value.device}): it would be logged as it was recorded forever; log it from a hook, "
+                "such as on_train_batch_end"
             )
         if not isinstance(value, Tensor):
             raise EngineStateError(
@@ -81,7 +81,7 @@ class LogRecorder:
         self.logged.append((name, value, options))
 
     def reset(self, **_: Any) -> None:
-        """Nothing was added up."""
+        """Nothing was accumulated."""
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def recorded_logs(trainer: Trainer) -> Iterator[LogRecorder]:
 
 
 class GraphedTrainingStep:
-    """Calls `training_step`, by graphs as soon as it can."""
+    """Calls `training_step`, by graphs as soon as possible."""
 
     def __init__(self, run: Callable[..., Any], module: LightningModule, trainer: Trainer) -> None:
         self._run = run
@@ -128,7 +128,7 @@ class GraphedTrainingStep:
         return self._captured.replayed
 
     def __call__(self, batch: Any, *rest: Any) -> Any:
-        """One `training_step`. Its other arguments, such as `batch_idx`, stay what they were when it was recorded."""
+        """One `training_step`. Its other arguments, such as `batch_idx`, keep the values from the recording."""
         if self._is_left:
             self._rest = rest
             return self._captured.outside(batch)
@@ -150,7 +150,7 @@ class GraphedTrainingStep:
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """Inside, steps run as they are; what was recorded stays. On all ranks alike."""
+        """Inside, steps run eagerly; what was recorded stays. The same on all ranks."""
         self._is_left = True
         try:
             yield
@@ -158,7 +158,7 @@ class GraphedTrainingStep:
             self._is_left = False
 
     def record_again(self) -> None:
-        """Record anew in the next step: memory that the graphs use has moved."""
+        """Record again in the next step: memory that the graphs use has moved."""
         self._captured.record_again()
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class GraphedTrainingStep:
             return self._run(batch, *self._rest)
 
     def _check_metrics(self, updates: dict[str, int]) -> None:
-        """Metrics updated in a step would stand still once it is replayed."""
+        """Refuse metrics updated in a step: they would no longer change once it is replayed."""
         moved = [name for name, metric in self._metrics.items() if metric.update_count != updates[name]]
         if moved:
             self._captured.refuse(

@@ -1,7 +1,7 @@
-"""Where in its epoch a run reads its data: a run that is resumed goes on with the first sample that has not been seen.
+"""Where in its epoch a run reads its data: a resumed run continues with the first sample that was not read.
 
-Samples are counted over all ranks, so that the position means the same on any number of them: of an epoch's order, rank `r` of `W` takes
-every W-th sample from `seen + r` on. The order is that of PyTorch's DistributedSampler, which Lightning gives to loaders.
+Samples are counted over all ranks, so that the position is valid for any number of them: of an epoch's order, rank `r` of `W` takes
+every W-th sample from `seen + r` on. The order is that of PyTorch's DistributedSampler, which Lightning sets on loaders.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ResumableSampler(DistributedSampler[Any]):
     """A DistributedSampler that can begin inside an epoch.
 
     Args:
-        other: What it stands for: its dataset, ranks, seed, shuffling and padding, and its epoch, which somebody may set there.
+        other: The sampler it replaces: its dataset, ranks, seed, shuffling and padding, and its epoch, which may be set there.
     """
 
     def __init__(self, other: DistributedSampler[Any]) -> None:
@@ -41,7 +41,7 @@ class ResumableSampler(DistributedSampler[Any]):
 
     @property
     def epoch(self) -> int:
-        """Of the next pass, if nothing is resumed."""
+        """Epoch of the next pass, if nothing is resumed."""
         return self._other.epoch
 
     @epoch.setter
@@ -55,11 +55,11 @@ class ResumableSampler(DistributedSampler[Any]):
 
     @property
     def current(self) -> tuple[int, int]:
-        """Epoch of the pass that was begun last, or is begun next if one is to be resumed, and samples that it leaves out."""
+        """Epoch of the current pass, or of the next one if it will be resumed, and the samples that it skips."""
         return self._next or self._passed
 
     def resume(self, epoch: int, seen: int) -> None:
-        """Have the next pass be that of `epoch`, without its first `seen` samples of all ranks; whatever `set_epoch` says until then."""
+        """Make the next pass that of `epoch`, without its first `seen` samples of all ranks, regardless of `set_epoch` until then."""
         self.epoch = epoch
         self._next = (epoch, seen) if seen else None
         self._passed = (epoch, 0)
@@ -86,7 +86,7 @@ class ResumableSampler(DistributedSampler[Any]):
         return torch.randperm(self.size, generator=generator, device="cpu").tolist()
 
     def _rest_of_rank(self, seen: int) -> int:
-        """Samples that each rank reads after `seen` of all."""
+        """Samples that each rank reads after the first `seen` of all ranks."""
         rest = max(self.size - seen, 0)
         return rest // self.num_replicas if self.drop_last else -(-rest // self.num_replicas)
 
@@ -102,12 +102,12 @@ class _ResumableLoader(DataLoader[Any]):
     positioned: ResumableSampler
 
     def position(self, batches: int, *, is_over: bool, repeats: bool) -> dict[str, int]:
-        """What a checkpoint keeps.
+        """The position as stored in a checkpoint.
 
         Args:
-            batches: That the Trainer has had of its epoch.
+            batches: Batches of its epoch that the Trainer has read.
             is_over: The next one belongs to another epoch.
-            repeats: The Trainer reads loaders again that are shorter than others.
+            repeats: The Trainer repeats loaders that are shorter than others.
         """
         epoch, before = self.positioned.current
         seen = 0
@@ -120,7 +120,7 @@ class _ResumableLoader(DataLoader[Any]):
         return {"epoch": epoch, "seed": self.positioned.seed, "seen": seen, "size": self.positioned.size}
 
     def go_on(self, position: Mapping[str, int]) -> int:
-        """Begin at a position that was kept; returns the batches of this epoch that lie before it."""
+        """Begin at a stored position; returns the batches of this epoch that lie before it."""
         self.positioned.seed = position["seed"]
         self.positioned.resume(position["epoch"], position["seen"])
         return len(self) - self._batches_after(position["seen"])
@@ -134,7 +134,7 @@ class _ResumableLoader(DataLoader[Any]):
         return self.batch_sampler.batch_size if isinstance(self.batch_sampler, BatchSampler) else 1
 
     def seem_stateful(self, seem: bool) -> None:
-        """Lightning, when it resumes, asks for two methods and warns where they are missing. This loader's state is kept beside them."""
+        """When it resumes, Lightning calls two methods and warns if they are missing. This loader's state is stored outside of them."""
         for name in ("state_dict", "load_state_dict"):
             if seem:
                 self.__dict__[name] = self.go_on
@@ -148,9 +148,9 @@ def _resumable_kind(kind: type[DataLoader[Any]]) -> type[_ResumableLoader]:
 
 
 def resumable(loader: object) -> object:
-    """A loader that can go on inside an epoch, where its order is that of a DistributedSampler; others as they are.
+    """A loader that can continue inside an epoch, if its order is that of a DistributedSampler; others unchanged.
 
-    The loader that was given is left as it is.
+    The original loader is not modified.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader, _ResumableLoader) or _is_stateful(loader):
         return loader
@@ -181,7 +181,7 @@ def data_positions(trainer: Trainer) -> list[dict[str, int] | None]:
     epochs: Any = trainer.fit_loop.epoch_progress.current
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress
     number, is_over = batches.current.processed, False
-    if epochs.ready > epochs.started:  # an epoch is about to begin, and Lightning still counts the one before
+    if epochs.ready > epochs.started:  # an epoch is about to begin, and Lightning still counts the previous one
         number = 0
     elif number >= trainer.fit_loop.max_batches or (batches.is_last_batch and number >= batches.current.ready):
         is_over = True
@@ -201,17 +201,17 @@ def go_on_reading(
     inside: bool,
     restore_random: Callable[[], None],
 ) -> bool:
-    """Before the first batch of a resumed run: bring the training loaders to where they were.
+    """Before the first batch of a resumed run: restore the positions of the training loaders.
 
     Args:
         trainer: Its loaders are set up and its loops are restored.
-        positions: Of the checkpoint, by loader; empty where it knows none.
-        states: What Lightning kept of loaders with a state_dict.
-        inside: Training goes on inside an epoch. Loaders that cannot are named in a warning then.
-        restore_random: Random numbers as they were at the save. An iterator that begins draws some, and does so once in an epoch.
+        positions: Of the checkpoint, by loader; empty if it has none.
+        states: What Lightning saved of loaders with a state_dict.
+        inside: Training continues inside an epoch. Loaders that cannot are named in a warning.
+        restore_random: Restores the random state of the save. A new iterator draws numbers, once in an epoch.
 
     Returns:
-        Whether all loaders are where they were to the sample, so that whatever they draw next they would have drawn.
+        Whether all loaders are restored to the sample, so that their next random draws are those of the original run.
     """
     loaders = _loaders(trainer)
     positions = positions if len(positions) == len(loaders) else [None] * len(loaders)
@@ -222,7 +222,7 @@ def go_on_reading(
     known = [batches for batches in before if batches is not None]
     late = bool(trainer.fit_loop._combined_loader_states_to_load)
     if (known or late) and (combined := trainer.fit_loop._combined_loader) is not None:
-        # Iterators exist since the loaders were set up, workers may have read ahead, and Lightning may not have restored the others.
+        # Iterators were created when the loaders were set up, workers may have read ahead, and Lightning may not have restored others.
         combined._load_state_dicts(list(states))
         trainer.fit_loop._combined_loader_states_to_load = []
         assert trainer.fit_loop._data_fetcher is not None
@@ -245,14 +245,14 @@ def go_on_reading(
 
 
 def training_begins(trainer: Trainer) -> None:
-    """Lightning has asked what it asks of loaders when it resumes."""
+    """Lightning has made its calls to loaders that are resumed."""
     for loader in _loaders(trainer):
         if isinstance(loader, _ResumableLoader):
             loader.seem_stateful(False)
 
 
 def _go_on(loader: Any, position: Mapping[str, int] | None, number: int, of: int, inside: bool) -> int | None:
-    """Batches of the epoch that lie before the position of a loader; `None` if it is not known here."""
+    """Batches of the epoch that lie before the position of a loader; `None` if it is not tracked here."""
     name = f"the training loader {type(loader).__name__}" + (f" (number {number} of {of})" if of > 1 else "")
     if isinstance(loader, _ResumableLoader) and position is not None:
         size = loader.positioned.size
@@ -266,7 +266,7 @@ def _go_on(loader: Any, position: Mapping[str, int] | None, number: int, of: int
         why = (
             "the checkpoint does not say which samples it had read"
             if isinstance(loader, _ResumableLoader)
-            else f"its samples are chosen by {_chooser(loader)}, whose place nobody kept"
+            else f"its samples are chosen by {_chooser(loader)}, whose position was not saved"
         )
         rank_zero_warn(
             f"training goes on inside an epoch, and {name} reads that epoch from its beginning again: {why}. Resume from a "

@@ -1,8 +1,8 @@
 """Steps of validation, testing and prediction, where ranks may have different numbers of batches.
 
-Lightning's sampler for predictions repeats no sample, so some ranks run out a batch earlier than others; loaders of users may differ
-by more. A sharded forward needs all ranks. Those that are done with a loader therefore take part in the gathers of the others until
-nobody has a batch of it left, and compute what experts of theirs are asked for; only then does Lightning put metrics of all ranks together.
+Lightning's sampler for predictions repeats no sample, so some ranks run out of batches earlier than others; loaders of users may differ
+by more. A sharded forward needs all ranks. Those that are done with a loader therefore join the gathers of the others until
+no rank has a batch of it left, and compute their experts for tokens sent to them. Only then does Lightning combine metrics.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["step_with_all_ranks"]
 def step_with_all_ranks(
     module: LightningModule, device: torch.device, precision: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[None]:
-    """Around one step of an evaluation; after this rank's last one of a loader, it waits for the others and takes part in their gathers.
+    """Around one step of an evaluation; after this rank's last one of a loader, it waits for the others and joins their gathers.
 
-    Ranks that have a batch say so and do not wait for an answer; only those that have none need one.
+    Ranks that have a batch report so without waiting; only those that have none wait for the others' reports.
 
     Args:
-        module: Of the step.
+        module: Module of the step.
         device: Of this rank.
-        precision: What steps compute in.
+        precision: Precision of the steps.
     """
     loop = module.trainer._active_loop
     if loop is None or dist.get_world_size() == 1:
@@ -51,7 +51,7 @@ def step_with_all_ranks(
 
 
 def _report(has_batch: bool, device: torch.device) -> torch.Tensor:
-    """Tell the other ranks; returns how many of them have a batch."""
+    """Exchange with the other ranks; returns how many of them have a batch."""
     count = torch.tensor(int(has_batch), device=device)
     dist.all_reduce(count)
     return count

@@ -28,9 +28,9 @@ def load_from_checkpoint(
     weights_only: bool | None = None,
     **hyperparameters: Any,
 ) -> Module:
-    """`module_class.load_from_checkpoint(path, ...)`, also of a sharded directory. One process does it; the module is not sharded.
+    """`module_class.load_from_checkpoint(path, ...)`, also of a sharded directory. It runs in one process; the module is not sharded.
 
-    The weights are whole in memory, and once more in a temporary file, which is read from there.
+    The weights are whole in memory, and copied to a temporary file, which is then loaded.
 
     Args:
         module_class: Of the LightningModule that was trained.
@@ -38,11 +38,11 @@ def load_from_checkpoint(
         map_location: As for `load_from_checkpoint`, and so are the next four.
         hparams_file: With hyperparameters.
         strict: Names must match exactly.
-        weights_only: Only `False` lets classes be loaded that nobody has allowed.
+        weights_only: Only `False` loads classes that were not allowed.
         **hyperparameters: Instead of the saved ones.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is damaged, or it holds a class that nobody has allowed.
+        CheckpointError: There is no checkpoint, it is damaged, or it holds a class that was not allowed.
     """
     checkpoint = load_checkpoint(path, weights_only=weights_only, optimizers=False)
     with tempfile.TemporaryFile() as file:

@@ -33,12 +33,12 @@ class MFSDPPrecision(ShardedPrecision, Precision):
     Args:
         precision: One of "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true", "transformer-engine". See
             `default_policy` for the dtypes.
-        policy: Replaces the dtypes the string stands for; autocast, the model's own dtype and the inputs' still follow the string. Beside
-            "32-true" any policy goes: without autocast, the policy alone decides.
+        policy: Replaces the dtypes the string stands for; autocast, the model's own dtype and the inputs' still follow the string. Besides
+            "32-true" any policy is accepted: without autocast, the policy alone decides.
         scaler: Loss scaler for float16 compute. `None` makes a `DistributedGradScaler` where one is needed. A plain
-            `torch.amp.GradScaler` is taken as settings for one; any other class must itself agree over all ranks on skipping a step.
+            `torch.amp.GradScaler` provides the settings for one; any other class must itself make ranks agree on skipping a step.
         recipe, replace_layers, keep_high_precision, overrides, fp8_weights, keep_transpose_cache, fuse_weight_gradients, keep_quantized:
-            For "transformer-engine", as `Fp8Options` explains them.
+            For "transformer-engine", as documented in `Fp8Options`.
 
     Raises:
         ValueError: An unknown precision, a policy that contradicts it, a scaler where nothing computes in float16, or options of FP8
@@ -48,7 +48,7 @@ class MFSDPPrecision(ShardedPrecision, Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Learn the device from the model, and make the scaler for it."""
+        """Take the device from the model, and create the scaler for it."""
         if isinstance(model, LightningModule):
             self.connect_device(model.device.type)
         return model, optimizers, lr_schedulers
@@ -62,7 +62,7 @@ class MFSDPPrecision(ShardedPrecision, Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """The module's backward, where activations may be computed again."""
+        """The module's backward, in which activations may be recomputed."""
         with self.backward_context():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
@@ -108,7 +108,7 @@ class MFSDPPrecision(ShardedPrecision, Precision):
         """Scale gradients down to a global norm over all ranks of at most `clip_val`.
 
         Where the norm is NaN or infinite, gradients stay as they are (`torch.nn.utils.clip_grad_norm_` would make all of them NaN), so
-        that a callback still finds the parameters it came from. Decided on the device; nothing waits.
+        that a callback still finds the parameters it came from. Decided on the device, without waiting.
         """
         parameters = list(self.main_params(optimizer))
         norm = grad_norm(parameters)

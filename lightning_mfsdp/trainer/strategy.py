@@ -2,11 +2,11 @@
 
     setup_environment   process group, device mesh (shard) or (outer, shard)
     setup               dtype of the module, units, fully_shard, buffers to the device, optimizers
-    *_step              the root unit's weights are there: Lightning calls these methods directly, so forward hooks do not fire
-    backward            the engine learns that a backward starts; gradients are final when it returns
-    optimizer_step      gradients may be given back at once
+    *_step              the root unit's weights are unsharded: Lightning calls these methods directly, so forward hooks do not run
+    backward            the engine is notified that a backward starts; gradients are final when it returns
+    optimizer_step      gradients may be freed at once
 
-Numbers are the engine's business, dtypes those of `precision.py`, processes those of `launch/processes.py`, checkpoints those of
+Numbers are computed by the engine, dtypes are set in `precision.py`, processes in `launch/processes.py`, checkpoints in
 `checkpointing.py`.
 """
 
@@ -71,33 +71,33 @@ class MFSDPStrategy(CheckpointingStrategy):
             that, and may not contradict it in what is computed.
         units: "auto", a list of module classes or class names, or a callable: which modules are gathered as one. See `select_units`.
         blocks_per_unit: How many neighbouring blocks are gathered as one. "auto": small ones together, if `units` is "auto".
-        data_parallel_size: Number of ranks that see different data. "auto" or `None`: all ranks, the only number this version takes.
+        data_parallel_size: Number of ranks that see different data. "auto" or `None`: all ranks, the only number this version supports.
         outer_size: Size of the outer axis; it must divide the number of ranks. Neighbouring ranks share the shard axis.
         mesh: A device mesh of your own instead of `outer_size`: one axis, or two, outer first unless they are named "outer" and "shard".
-        reshard_after_forward: Give weights back between forward and backward. `False` saves a gather and costs memory; "auto"
+        reshard_after_forward: Reshard weights between forward and backward. `False` saves a gather and costs memory; "auto"
             keeps as many units as fit into the memory left after two steps.
         ignored_parameters: Parameters, or `fnmatch` patterns of their names, that stay whole; their gradients are not reduced.
         storage: "pooled": full weights live in fixed slots; "dynamic": in the caching allocator.
         symmetric_memory: Gather by copy engines, which leaves compute cores to the matrix products (NCCL 2.28, one NVLink domain).
-        offload: "optimizer": main weights and optimizer state rest in host memory and visit the device a few at a time in the optimizer's
-            step. Takes elementwise optimizers, and no `cuda_graph`.
-        unused_parameters: Parameters that no rank used in a step. "none": they have no gradient and optimizers leave them alone, as under
+        offload: "optimizer": main weights and optimizer state stay in host memory and are staged on the device in parts in the optimizer's
+            step. Needs elementwise optimizers, and excludes `cuda_graph`.
+        unused_parameters: Parameters that no rank used in a step. "none": they have no gradient and optimizers skip them, as under
             DDP(find_unused_parameters=True). "zero": their gradient is zeros, so weight decay and momentum move them; no rank ever waits to
-            hear of the others. `cuda_graph` always does that, and names them.
+            learn of the others. `cuda_graph` always does that, and names them.
         compile: `torch.compile` the forward of every unit that has modules inside; a mapping holds options for it, such as
-            {"mode": "max-autotune-no-cudagraphs"}. A compiled LightningModule (`torch.compile(model)`) is taken as True.
-        recompute: Which activations are computed again in backward instead of being kept: a `Recompute`, or a mapping of its options.
+            {"mode": "max-autotune-no-cudagraphs"}. A compiled LightningModule (`torch.compile(model)`) counts as True.
+        recompute: Which activations are recomputed in backward instead of being saved: a `Recompute`, or a mapping of its options.
         broadcast_buffers: Before an evaluation, a checkpoint and a state dict buffers take the values of rank 0, such as running
-            statistics. `False` leaves those of each rank.
+            statistics. `False` leaves each rank's own.
         cuda_graph: Record training_step and its backward as CUDA graphs after a few steps and replay them: hardly any host time. For
-            fixed shapes. Every backward is reduced, also with `accumulate_grad_batches`. What cannot be recorded is named and runs as ever.
+            fixed shapes. Every backward is reduced, also with `accumulate_grad_batches`. What cannot be recorded is named and runs eagerly.
         free_gradients: Clear gradients right after the optimizer's step. Lightning clears them after the next training_step, so they take
-            memory while activations pile up. Hooks that run after the step then see no gradients.
+            memory while activations accumulate. Hooks that run after the step then see no gradients.
         accumulation: With `accumulate_grad_batches`, "local": no communication until the last microbatch, for a full-size gradient in
             memory. "sharded": strategies with sharded gradients reduce each microbatch over the shard axis; the outer axis waits.
         state_dict_type: Of saved checkpoints. "sharded": a directory, every rank writes its rows; "full": one file with whole tensors, as
-            without sharding, gathered one by one into the host memory of rank 0. Both kinds are read, whatever this says.
-        async_save: Copy what is saved to the host and go on training while it is written. The next save, loading and the end wait for it.
+            without sharding, gathered one by one into the host memory of rank 0. Both kinds are read, regardless of this option.
+        async_save: Copy what is saved to the host and train on while it is written. The next save, loading and the end wait for it.
         timeout: Of collectives. `None`: PyTorch's own, 10 minutes for NCCL and 30 for gloo.
         process_group_backend: `None`: NCCL for CUDA, gloo for CPU.
         accelerator, parallel_devices, cluster_environment: As for every Lightning strategy; the Trainer sets them.
@@ -164,7 +164,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         self._graphed: GraphedTrainingStep | None = None
         self._is_first_step = True
 
-    # -- where we are --------------------------------------------------------------------------------------------------
+    # -- environment ---------------------------------------------------------------------------------------------------
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -187,12 +187,12 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     @property
     def graphed_step(self) -> GraphedTrainingStep | None:
-        """training_step as CUDA graphs; `None` outside fits, and where it runs as it is."""
+        """training_step as CUDA graphs; `None` outside fits, and where it runs eagerly."""
         return self._graphed
 
     @property
     def precision_plugin(self) -> MFSDPPrecision:
-        """The precision, translated from whatever Lightning built."""
+        """The precision, translated from what Lightning built."""
         if isinstance(self._precision_plugin, MFSDPPrecision):
             return self._precision_plugin
         return MFSDPPrecision(policy=self._options.policy)
@@ -205,7 +205,7 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     @property
     def _lightning_module(self) -> LightningModule | None:
-        """What the Trainer trains; it sets it before it asks whether a compiled one is supported."""
+        """The module that the Trainer trains; it sets this before it checks whether a compiled one is supported."""
         return self._connected
 
     @_lightning_module.setter
@@ -216,7 +216,7 @@ class MFSDPStrategy(CheckpointingStrategy):
             if compile_options(self._options.compile) is None:
                 self._options = replace(self._options, compile=True)
             rank_zero_info(
-                "mfsdp: a compiled LightningModule was given, and is taken as MFSDPStrategy(compile=True): the forward of every unit is "
+                "mfsdp: a compiled LightningModule was given, and counts as MFSDPStrategy(compile=True): the forward of every unit is "
                 "compiled, without the hooks that gather and reduce around it. Options of torch.compile go there: compile={...}"
             )
 
@@ -239,7 +239,7 @@ class MFSDPStrategy(CheckpointingStrategy):
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the model unless it is, bring the rest to the device, and make optimizers for fitting."""
+        """Shard the model unless it is, move the rest to the device, and create optimizers for fitting."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         check_callbacks(trainer.callbacks, self.precision_plugin.compute_dtype)  # type: ignore[attr-defined]
@@ -277,7 +277,7 @@ class MFSDPStrategy(CheckpointingStrategy):
     # -- buffers -------------------------------------------------------------------------------------------------------
 
     def _share_buffers(self) -> None:
-        """All ranks have those of rank 0, if that is wanted."""
+        """Copy rank 0's buffers to all ranks, if that is enabled."""
         if self._options.broadcast_buffers and not self._is_alone:
             with self._with_others():
                 share_buffers(self._module)
@@ -298,14 +298,14 @@ class MFSDPStrategy(CheckpointingStrategy):
         self._share_buffers()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """As in `CheckpointingStrategy`, with the buffers of rank 0, so that the run goes on with what is saved. Collective."""
+        """As in `CheckpointingStrategy`, with the buffers of rank 0, so that the run continues with what is saved. Collective."""
         self._share_buffers()
         return super().lightning_module_state_dict()
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """`LightningModule.training_step` with the root unit's weights there."""
+        """`LightningModule.training_step` with the root unit's weights unsharded."""
         if self._is_first_step:
             refuse_unsharded(self._module)  # hooks such as on_train_start may have added some
             self._is_first_step = False
@@ -321,17 +321,17 @@ class MFSDPStrategy(CheckpointingStrategy):
             return module.training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """`LightningModule.validation_step` with the root unit's weights there."""
+        """`LightningModule.validation_step` with the root unit's weights unsharded."""
         with self._evaluation_context() as module:
             return module.validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """`LightningModule.test_step` with the root unit's weights there."""
+        """`LightningModule.test_step` with the root unit's weights unsharded."""
         with self._evaluation_context() as module:
             return module.test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """`LightningModule.predict_step` with the root unit's weights there."""
+        """`LightningModule.predict_step` with the root unit's weights unsharded."""
         with self._evaluation_context() as module:
             return module.predict_step(*args, **kwargs)
 
@@ -348,7 +348,7 @@ class MFSDPStrategy(CheckpointingStrategy):
             yield module
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Have the engine notice the backward of this loss."""
+        """Notify the engine of the backward of this loss."""
         if self._graphed is None or not self._graphed.replayed:
             watch_backward(self._module, closure_loss)
 
@@ -364,7 +364,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Lightning's step; gradients go at once if that was asked for."""
+        """Lightning's step; gradients are freed at once if that was requested."""
         with self._with_others():
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._options.free_gradients:
@@ -374,14 +374,14 @@ class MFSDPStrategy(CheckpointingStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Backwards inside keep gradients local, or sharded with `accumulation="sharded"`; not with `cuda_graph`."""
-        if self._options.cuda_graph:  # also where a rank runs without: all must communicate alike
+        if self._options.cuda_graph:  # also on a rank that runs without graphs: all must communicate alike
             yield
             return
         with no_sync(self._module, keep_sharded=self.accumulation == "sharded"):
             yield
 
     def teardown(self) -> None:
-        """Give back what this strategy made. The model stays sharded on its device, ready for the next entry point."""
+        """Release what this strategy created. The model stays sharded on its device, ready for the next entry point."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         try:
@@ -406,5 +406,5 @@ class MFSDPStrategy(CheckpointingStrategy):
 
 
 def register_strategies() -> None:
-    """Make `Trainer(strategy="mfsdp")` and its variants known to `lightning.pytorch`."""
+    """Register `Trainer(strategy="mfsdp")` and its variants with `lightning.pytorch`."""
     MFSDPStrategy.register_strategies(StrategyRegistry)

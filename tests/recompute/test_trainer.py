@@ -72,9 +72,9 @@ def front_doors(rank: int, world: int) -> dict[str, Any]:
     found["compiled"] = compiled(rank, world)
     found["fabric"] = fabric(rank, world)
     found["planned"] = planned(rank, world)
-    with pytest.raises(ValueError, match=r"MFSDPStrategy\(recompute=...\) and ActivationRecompute both say"):
+    with pytest.raises(ValueError, match=r"MFSDPStrategy\(recompute=...\) and ActivationRecompute both specify"):
         fit(seeded(), world, rank, callbacks=[callback], recompute=Recompute())
-    with pytest.raises(ValueError, match="ActivationRecompute and ActivationRecompute both say"):
+    with pytest.raises(ValueError, match="ActivationRecompute and ActivationRecompute both specify"):
         fit(seeded(), world, rank, callbacks=[callback, ActivationRecompute()])
     return found
 
