@@ -1,8 +1,8 @@
-"""Checkpoints of sharded models: every rank writes its own rows. Files that hold whole tensors are read as well.
+"""Checkpoints of sharded models: every rank writes its own rows. Files that hold whole tensors can be read as well.
 
 For models of other libraries: `load_safetensors` reads pretrained weights into shards, `export_model` and `export_checkpoint` write
-what Hugging Face's `from_pretrained` reads. `load_checkpoint` is `torch.load` for directories. `convert_checkpoint` turns those of other
-programs into directories.
+what Hugging Face's `from_pretrained` reads. `load_checkpoint` is `torch.load` for directories. `convert_checkpoint` converts those of other
+programs to directories.
 """
 
 from lightning_mfsdp.checkpoint.safetensors.export import export_checkpoint, export_model

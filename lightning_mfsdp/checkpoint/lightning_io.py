@@ -1,4 +1,4 @@
-"""What a Lightning checkpoint dictionary becomes on disk, and back."""
+"""Writes a Lightning checkpoint dictionary to disk, and reads it back."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ShardedContent:
     Attributes:
         state: For `torch.distributed.checkpoint`: this rank's rows of weights and optimizer states.
         rest: `meta.pt`; empty except on rank 0.
-        on_host: No tensor lies on a GPU.
+        on_host: No tensor is on a GPU.
     """
 
     state: dict[str, Any]
@@ -77,14 +77,14 @@ class ShardedContent:
         return cls(state=dict(state), rest=packed[0] if packed else b"")
 
     def staged(self, staging: Staging) -> ShardedContent:
-        """The same in memory of its own."""
+        """A copy in memory of its own."""
         return ShardedContent(state=staging.copy(self.state), rest=self.rest, on_host=True)
 
     def write(self, location: Location, ranks: Ranks, progress: Progress | None) -> None:
         """Write every rank's part, then `meta.pt`."""
         with location.saving(ranks, directory=True) as written:
             writer = location.writer(written, on_host=self.on_host)
-            # It sees to it that an error on one rank is raised on all.
+            # It ensures that an error on one rank is raised on all.
             dcp_save(self.state, storage_writer=writer, planner=SavePlanner(progress), process_group=ranks.group)
             ranks.first(
                 f"writing {META_FILE} of {location}", lambda: location.write(f"{written}/{META_FILE}", self.rest)
@@ -98,7 +98,7 @@ class FullContent:
     checkpoint: dict[str, Any]
 
     def staged(self, staging: Staging) -> FullContent:
-        """The same in memory of its own."""
+        """A copy in memory of its own."""
         return FullContent(checkpoint=copy.deepcopy(self.checkpoint))
 
     def write(self, location: Location, ranks: Ranks, progress: Progress | None) -> None:
@@ -118,13 +118,13 @@ def save(
     """Write a checkpoint. One at that place is replaced once all ranks have written; all ranks call it.
 
     Raises:
-        RuntimeError: On all ranks, if something failed on any. An older checkpoint is as it was.
+        RuntimeError: On all ranks, if something failed on any. An older checkpoint is unchanged.
     """
     content.write(location, ranks, progress)
 
 
 def _own_state(state: dict[str, Any], index: ParameterIndex, ranks: Ranks) -> dict[str, Any]:
-    """Of an optimizer; without parameters that are not sharded, except on rank 0, whose weights are saved for them too."""
+    """State of an optimizer; without parameters that are not sharded, except on rank 0, whose weights are saved for them too."""
     kept = {name: value for name, value in state["state"].items() if ranks.rank == 0 or name in index.views}
     return {**state, "state": kept}
 
@@ -153,18 +153,18 @@ def load(
         module: Sharded.
         optimizers: Empty unless training resumes.
         strict: Names must match exactly.
-        weights_only: As for `torch.load`, and for everything in a directory: only `False` lets classes be loaded that nobody has allowed.
-        progress: Hears of every tensor that was read.
-        parameter_states: Who else keeps something for parameters, by key.
+        weights_only: As for `torch.load`, and for everything in a directory: only `False` loads classes that were not allowed.
+        progress: Called for every tensor that was read.
+        parameter_states: Other objects that keep a tensor for each parameter, by key.
         prepare: Called with what is returned, before optimizers are compared with the checkpoint.
 
     Returns:
-        What neither weights nor optimizer states are: loops, callbacks, schedulers, hyperparameters.
+        Everything but weights and optimizer states: loops, callbacks, schedulers, hyperparameters.
 
     Raises:
         ValueError: There is no checkpoint.
         RuntimeError: The checkpoint does not fit, or is damaged.
-        RefusedError: It holds a class that nobody has allowed; nothing was changed.
+        RefusedError: It holds a class that was not allowed; nothing was changed.
     """
     ranks, states, index = Ranks(), parameter_states or {}, ParameterIndex(module)
     recover(location, ranks)
@@ -183,7 +183,7 @@ def load(
             plan_optimizer(location, metadata, index, optimizer, f"optimizer_{number}", trusted=trusted)
             for number, optimizer in enumerate(optimizers)
         ]
-        # All of it fits; from here on things change.
+        # Everything fits; state is changed from here on.
         all_plans: list[ReadPlan] = [model_plan, *(plan for plan in plans if plan is not None), *state_plans]
         read_rows(location, metadata, all_plans, progress, trusted=trusted)
         sharded.finish_model(model_plan, module)
@@ -216,13 +216,13 @@ def load(
         rank_zero_warn(
             f"{location} holds no state for {restored.count(False)} of {len(restored)} optimizers, which start afresh"
         )
-        # Lightning insists on the key; there is nothing to restore schedulers from.
+        # Lightning requires the key; there is nothing to restore schedulers from.
         rest.setdefault("lr_schedulers", [])
     return rest
 
 
 def _check_number(location: Location, metadata: Metadata, optimizers: Sequence[Optimizer]) -> None:
-    """Nothing that was saved for an optimizer may be lost where training resumes."""
+    """Raise if anything that was saved for an optimizer would be lost when training resumes."""
     keys = {str(item[0]) for item in sharded.paths_of(metadata).values() if str(item[0]).startswith("optimizer_")}
     if optimizers and len(keys) > len(optimizers):
         raise RuntimeError(

@@ -1,1 +1,1 @@
-"""Where a checkpoint lies, how it gets there whole or not at all, and how it is opened."""
+"""Where a checkpoint is stored, how it is written atomically, and how it is opened."""

@@ -1,4 +1,4 @@
-"""Saves that go on while training does: one at a time, in a thread."""
+"""Saves that run during training: one at a time, in a thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["BackgroundSaver"]
 
 
 class BackgroundSaver:
-    """Runs at most one save in the background, and afterwards what had to wait for its success."""
+    """Runs at most one save in the background, and afterwards the actions that depend on its success."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
@@ -19,25 +19,25 @@ class BackgroundSaver:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save has begun that nobody has waited for."""
+        """Whether a save has begun that was not waited for yet."""
         return self._save is not None
 
     def start(self, save: Callable[[], None]) -> None:
-        """Begin a save. The one before must have been waited for."""
+        """Begin a save. The previous one must have been waited for."""
         assert self._save is None, "wait for the save before this one first"
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mfsdp-save")
         self._save = self._thread.submit(save)
 
     def after(self, doing: str, action: Callable[[], None]) -> None:
-        """Do something once the save has succeeded, at once where there is none. `doing` names it if it cannot be done."""
+        """Run an action once the save has succeeded, or at once if there is none. `doing` names it if it cannot be done."""
         if self._save is None:
             action()
         else:
             self._waiting.append((doing, action))
 
     def wait(self) -> None:
-        """Wait for the save, and do what waited for it.
+        """Wait for the save, and run the actions that waited for it.
 
         Raises:
             RuntimeError: The save failed; from its error.

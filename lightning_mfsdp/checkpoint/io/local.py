@@ -22,7 +22,7 @@ __all__ = ["LocalLocation", "exchange", "part_of", "put_in_place", "remove"]
 
 
 class LocalLocation(Location):
-    """A path. Saves are written beside it, as `<name>.part`; the predecessor is `<name>.old` between the two renames of a commit."""
+    """A path. Saves are written next to it, as `<name>.part`; the predecessor is `<name>.old` between the two renames of a commit."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -111,7 +111,7 @@ class LocalLocation(Location):
 
 
 def part_of(path: Path) -> Path:
-    """Where something is written before it is moved to `path`."""
+    """Where a save is written before it is moved to `path`."""
     return path.with_name(f"{path.name}.part")
 
 
@@ -120,7 +120,7 @@ def _old_of(path: Path) -> Path:
 
 
 def put_in_place(path: Path) -> None:
-    """Move what was written beside `path` there. At any moment the old or the new one is complete under some name."""
+    """Move what was written next to `path` there. At any moment the old or the new one is complete under some name."""
     part = part_of(path)
     if part.is_file() and (path.is_symlink() or not path.is_dir()):
         part.replace(path)
@@ -136,13 +136,13 @@ def put_in_place(path: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Give two paths each other's name in one operation. Returns whether this system and file system can."""
+    """Exchange two paths in one operation. Returns whether this system and file system support that."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     return renameat2 is not None and not renameat2(-100, bytes(one), -100, bytes(other), 2)  # AT_FDCWD, RENAME_EXCHANGE
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link or a directory, if it is there."""
+    """Delete a file, a link or a directory, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

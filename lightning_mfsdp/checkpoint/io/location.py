@@ -1,8 +1,8 @@
-"""Where a checkpoint lies. A save never touches what is there before all ranks have written; then both are exchanged.
+"""Where a checkpoint is stored. A save never touches an existing one before all ranks have written; then both are exchanged.
 
     begin       where to write; nothing of an older checkpoint is touched
     ...         all ranks write; `meta.pt` comes last and marks a directory as complete
-    commit      the new checkpoint takes the place of the old one
+    commit      the new checkpoint replaces the old one
     abandon     instead of that, after a failure
     recover     before a load: finish a commit that was interrupted
 
@@ -60,7 +60,7 @@ META_FILE = "meta.pt"
 TABLE_OF_CONTENTS = ".metadata"
 # In it, where there are any: further names of tied weights, and the name that each is the same as.
 TIED_WEIGHTS = "tied_weights"
-# How much is copied from a GPU while what was copied before is written.
+# How much is copied from a GPU while the previous copy is written.
 COPY_AHEAD_BYTES = 64 * 2**20
 _READ_THREADS = 4
 
@@ -68,7 +68,7 @@ _READ_THREADS = 4
 class Location(ABC):
     """A path or URL that one checkpoint has, or will have; in messages, its text.
 
-    What writes or moves is called by rank 0 alone; the methods that make readers and writers, and those that look, by any rank.
+    Methods that write or move are called by rank 0 alone; those that create readers and writers, and those that check, by any rank.
     """
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Location(ABC):
 
     @abstractmethod
     def is_sharded(self) -> bool:
-        """Whether there is a directory that a save has finished."""
+        """Whether there is a directory with a finished save."""
 
     @abstractmethod
     def is_directory(self) -> bool:
@@ -88,7 +88,7 @@ class Location(ABC):
         """Whether there is a single file."""
 
     def missing(self) -> str:
-        """What to say where there is neither a directory nor a file."""
+        """Message if there is neither a directory nor a file."""
         return "there is nothing at that path"
 
     @abstractmethod
@@ -96,10 +96,10 @@ class Location(ABC):
         """Make room for a save.
 
         Returns:
-            Where to write: an empty directory, or a file that is not there yet.
+            Where to write: an empty directory, or a file that does not exist yet.
 
         Raises:
-            IsADirectoryError: At this place is a directory that is no checkpoint.
+            IsADirectoryError: There is a directory that is not a checkpoint.
         """
 
     @abstractmethod
@@ -116,18 +116,18 @@ class Location(ABC):
 
     @abstractmethod
     def create(self, path: str) -> Any:
-        """A context manager that gives a binary file to write; on leaving, what was written is durable."""
+        """A context manager that yields a binary file to write; on exit, what was written is durable."""
 
     @abstractmethod
     def writer(self, written: str, *, on_host: bool) -> FileSystemWriter:
-        """What `torch.distributed.checkpoint` writes with. `on_host`: nothing has to be copied from a device."""
+        """The writer for `torch.distributed.checkpoint`. `on_host`: nothing has to be copied from a device."""
 
     @abstractmethod
     def reader(self, metadata: Metadata | None = None, *, trusted: bool = False) -> Reader:
-        """What `torch.distributed.checkpoint` reads with; it need not read `metadata` again.
+        """The reader for `torch.distributed.checkpoint`; it need not read `metadata` again.
 
         Args:
-            metadata: The table of contents, where it was read already.
+            metadata: The table of contents, if it was read already.
             trusted: Values may be of any class.
         """
 
@@ -145,15 +145,15 @@ class Location(ABC):
 
     @contextmanager
     def saving(self, ranks: Ranks, *, directory: bool) -> Iterator[str]:
-        """Around a save by all ranks: `begin`, and `commit` where nothing failed.
+        """Context around a save by all ranks: `begin`, and `commit` if nothing failed.
 
         Raises:
-            RuntimeError: On all ranks; something failed on any. What was there before is there still.
+            RuntimeError: On all ranks, if something failed on any. An existing checkpoint is kept.
         """
         written = ranks.first(f"preparing to save {self}", lambda: self.begin(directory=directory))
         try:
             yield written
-        # Raised on all ranks: whoever writes sees to that. PyTorch's own is no Exception.
+        # Raised on all ranks: the writers ensure that. PyTorch's own error is not an Exception.
         except (Exception, CheckpointException) as error:
             ranks.first(f"cleaning up after a failed save of {self}", self.abandon)
             raise RuntimeError(
@@ -175,7 +175,7 @@ class Location(ABC):
 
 
 class Writer(FileSystemWriter):
-    """PyTorch's, whose errors say what the operating system said, and with a file for every so many bytes.
+    """PyTorch's writer, with the operating system's message in errors, and a new file after a number of bytes.
 
     PyTorch keeps all tensors of a file in host memory until the file is complete.
     """
@@ -205,7 +205,7 @@ class Writer(FileSystemWriter):
 
 
 def _batches(items: Sequence[WriteItem], most_bytes: int) -> list[list[WriteItem]]:
-    """Items in their order, together at most so many bytes unless one alone has more."""
+    """Consecutive items of at most so many bytes together, unless a single one has more."""
     batches: list[list[WriteItem]] = [[]]
     size = 0
     for item in items:
@@ -219,14 +219,14 @@ def _batches(items: Sequence[WriteItem], most_bytes: int) -> list[list[WriteItem
 
 
 class Reader(FileSystemReader):
-    """PyTorch's, with several threads: each reads, unpacks and copies to the device some of the tensors.
+    """PyTorch's reader, with several threads: each reads, unpacks and copies to the device some of the tensors.
 
     Nothing that it reads runs code unless `trusted`.
     """
 
     known: Metadata | None = None
     trusted = False
-    # In messages, how that is said.
+    # The words for `trusted` in messages.
     trusting = WEIGHTS_ONLY
 
     @override
@@ -293,12 +293,12 @@ class Reader(FileSystemReader):
 
 
 def strange_piece(place: object, index: MetadataIndex, error: BaseException) -> str:
-    """The message for a class where a tensor belongs."""
+    """The message for an object of another class in place of a tensor."""
     return f"{place}: {where_of(index)} is a tensor, and a piece of it holds {refused_class(error)}, which no program writes there"
 
 
 def where_of(index: MetadataIndex) -> str:
-    """The name of what lies there, for messages."""
+    """The name of what an index refers to, for messages."""
     return index.fqn if not index.offset else f"{index.fqn} at {tuple(index.offset)}"
 
 
@@ -311,7 +311,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def check_files(location: Location, ranks: Ranks, *, trusted: bool = False) -> Metadata:
-    """Look over the files of a sharded checkpoint, before anything is read into a model. Collective.
+    """Check the files of a sharded checkpoint, before anything is read into a model. Collective.
 
     Args:
         location: Of the checkpoint.
@@ -323,7 +323,7 @@ def check_files(location: Location, ranks: Ranks, *, trusted: bool = False) -> M
 
     Raises:
         RuntimeError: On all ranks, if on any it cannot be read, or files that it names are missing or too short; all of them are listed.
-        RefusedError: On all ranks, if on any it holds classes that nobody has allowed.
+        RefusedError: On all ranks, if on any it holds classes that were not allowed.
     """
     metadata, problem = look_over(location, trusted=trusted)
     for rank, (found, is_refused) in enumerate(ranks.gather((str(problem), isinstance(problem, RefusedError)))):
@@ -344,7 +344,7 @@ def look_over(location: Location, *, trusted: bool = False) -> tuple[Metadata | 
         metadata: Metadata = location.reader(trusted=trusted).read_metadata()
     except RefusedError as error:
         return None, error
-    except Exception as error:  # a damaged pickle may come to anything
+    except Exception as error:  # a damaged pickle may raise anything
         return None, f".metadata cannot be read ({type(error).__name__}: {error})"
     problems = list(file_problems(location.sizes(), metadata).values())
     return metadata, "; ".join(problems[:8]) + (f" and {len(problems) - 8} more" if len(problems) > 8 else "")
@@ -354,7 +354,7 @@ def file_problems(present: Mapping[str, int], metadata: Metadata) -> dict[str, s
     """Files that the table of contents names and that are missing or too short: a sentence for each, by name.
 
     Args:
-        present: Sizes of the files that are there.
+        present: Sizes of the existing files.
         metadata: The table of contents.
     """
     needed: dict[str, int] = {}

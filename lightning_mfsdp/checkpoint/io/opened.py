@@ -40,15 +40,15 @@ LIGHTNING_VERSION = "pytorch-lightning_version"
 
 
 def flat_name(path: NestedPath) -> str:
-    """A path as one word, for people."""
+    """A path as one word, for messages."""
     return ".".join(map(str, path))
 
 
 def check_is_file(path: Path) -> None:
-    """See to it that `torch.save` may have written a file.
+    """Check that a file can be one of `torch.save`.
 
     Raises:
-        CheckpointError: There is no file, or one of another kind.
+        CheckpointError: There is no file, or one of another format.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: there is nothing at that path; expected a checkpoint")
@@ -61,10 +61,10 @@ def check_is_file(path: Path) -> None:
 
 
 def load_file(path: Path, *, trust: bool) -> Any:
-    """What `torch.save` wrote, tensors mapped and not read.
+    """Load what `torch.save` wrote, with tensors mapped and not read.
 
     Raises:
-        CheckpointError: It is no such file, is damaged, or holds Python objects and `trust` is not set.
+        CheckpointError: It is not such a file, is damaged, or holds Python objects and `trust` is not set.
     """
     check_is_file(path)
     try:
@@ -81,10 +81,10 @@ def load_file(path: Path, *, trust: bool) -> Any:
 
 
 def load_meta(path: Path, *, trust: bool) -> dict[str, Any]:
-    """What Lightning writes beside the tensors of a directory; empty where there is no such file.
+    """What Lightning writes besides the tensors of a directory; empty if there is no such file.
 
     Raises:
-        CheckpointError: As `load_file`, or it is no dictionary.
+        CheckpointError: As `load_file`, or it is not a dictionary.
     """
     file = path / META_FILE
     if not file.is_file():
@@ -97,12 +97,12 @@ def load_meta(path: Path, *, trust: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A checkpoint, looked into.
+    """An opened checkpoint.
 
     Attributes:
         leaves: Of model and optimizers.
-        rest: What a Lightning checkpoint holds beside them; empty if Lightning did not write it.
-        tied: Further names of tied weights, and the name that each is the same as, where the checkpoint says so.
+        rest: What a Lightning checkpoint holds besides them; empty if Lightning did not write it.
+        tied: Further names of tied weights, and the name that each is the same as, if the checkpoint records that.
         metadata: Table of contents of a directory.
     """
 
@@ -113,7 +113,7 @@ class Opened:
 
 
 def check_table_of_contents(path: Path) -> None:
-    """See to it that a directory has one.
+    """Check that a directory has a table of contents.
 
     Raises:
         CheckpointError: It has none.
@@ -126,7 +126,7 @@ def check_table_of_contents(path: Path) -> None:
 
 
 def open_checkpoint(path: Path, *, trust: bool = False) -> Opened:
-    """Look into a directory of torch.distributed.checkpoint or a file of `torch.save`; tensor data is not read.
+    """Open a directory of torch.distributed.checkpoint or a file of `torch.save`; tensor data is not read.
 
     Raises:
         CheckpointError: There is neither, or it cannot be read.

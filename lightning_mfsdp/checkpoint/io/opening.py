@@ -1,4 +1,4 @@
-"""From a path or URL to what is in a checkpoint: where it lies, its dictionary, its rows."""
+"""From a path or URL to the contents of a checkpoint: its location, its dictionary, its rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["ReadPlan", "locate", "no_checkpoint_error", "read", "read_rows", "re
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-    """The place that a path or URL names. `file://` and what has no protocol is local."""
+    """The location that a path or URL names. `file://` and paths without a protocol are local."""
     text = os.fspath(path)
     protocol, separator, rest = text.partition("://")
     if not separator or protocol in ("file", "local"):
@@ -49,7 +49,7 @@ def recover(location: Location, ranks: Ranks) -> None:
 
 
 def no_checkpoint_error(location: Location) -> ValueError:
-    """What to raise where nothing lies that can be read."""
+    """The error if there is nothing readable."""
     return ValueError(
         f"{str(location)!r}: expected a directory with {META_FILE} in it, as this strategy writes, or a single Lightning checkpoint file; "
         + ("the directory has no such file" if location.is_directory() else location.missing())
@@ -105,14 +105,14 @@ def read_rows(
         location: Of the checkpoint.
         metadata: Its table of contents.
         plans: What to read.
-        progress: Hears of every tensor that was read.
+        progress: Called for every tensor that was read.
         trusted: Values may be of any class.
-        alone: Other ranks do something else.
-        in_place: Into the model, which a message then says.
+        alone: Other ranks do not join.
+        in_place: Into the model, which messages then mention.
 
     Raises:
-        RuntimeError: On all ranks, if any cannot; nobody knows then what was read.
-        RefusedError: On all ranks, if a value is of a class that nobody has allowed and not `trusted`; then nothing was read.
+        RuntimeError: On all ranks, if it fails on any; it is undefined then what was read.
+        RefusedError: On all ranks, if a value is of a class that was not allowed and not `trusted`; then nothing was read.
     """
     targets = {plan.key: plan.wanted for plan in plans}
     try:

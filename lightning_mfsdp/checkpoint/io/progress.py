@@ -1,4 +1,4 @@
-"""How far a save or load is, in bytes of tensors, from the planners of torch.distributed.checkpoint, which see every item."""
+"""Progress of a save or load in bytes of tensors, from the planners of torch.distributed.checkpoint, which see every item."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lightning_mfsdp.checkpoint.io.unpickling import load_trusting
 __all__ = ["CountingFile", "CountingReads", "LoadPlanner", "Progress", "SavePlanner", "bytes_to_write"]
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes this rank has written or read, and with all it will."""
+"""Called with the bytes this rank has written or read, and with the total."""
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Tells `progress` of each tensor that is about to be written."""
+    """Reports each tensor that is about to be written to `progress`."""
 
     def __init__(self, progress: Progress | None) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Raw(Protocol):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Tells `progress` of each tensor that was read. What is no tensor is loaded while ranks plan: if one is refused, nothing is read.
+    """Reports each tensor that was read to `progress`. Other objects are loaded while ranks plan: if one is refused, nothing is read.
 
     Args:
         reader: Of the same checkpoint.
@@ -119,7 +119,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class CountingFile:
-    """A file that tells `progress` what is written to it, out of the bytes of all tensors in `content`."""
+    """A file that reports to `progress` the bytes written to it, out of those of all tensors in `content`."""
 
     def __init__(self, file: IO[bytes], progress: Progress, content: Any) -> None:
         self._file, self._progress = file, progress
@@ -138,7 +138,7 @@ class CountingFile:
 
 
 class CountingReads:
-    """Tells `progress`, if there is one, how much of `content` was taken over: the bytes of tensors of which this rank has its rows."""
+    """Reports to `progress`, if there is one, how much of `content` was loaded: the bytes of tensors of which this rank has its rows."""
 
     def __init__(self, progress: Progress | None, content: Any) -> None:
         self._progress = progress
@@ -160,7 +160,7 @@ def _tensor_bytes(content: Any) -> int:
 
 
 def bytes_to_write(item: WriteItem) -> int:
-    """Of a tensor; what is no tensor counts for nothing."""
+    """Bytes of a tensor; other objects count as zero."""
     if item.tensor_data is None:
         return 0
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

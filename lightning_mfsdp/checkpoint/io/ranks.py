@@ -1,4 +1,4 @@
-"""Ranks that save or load together: what fails on one of them is raised on all, so that none waits for the others for ever."""
+"""Ranks that save or load together: an error on one of them is raised on all, so that none waits for the others forever."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Ranks", "on_all_ranks", "root_of"]
 
 T = TypeVar("T")
 
-# No write takes so long. A rank that has died is noticed at once, by its broken connections.
+# No write takes this long. A rank that has died is detected at once, by its broken connections.
 _PATIENCE = timedelta(days=7)
 
 
 def root_of(error: BaseException) -> BaseException:
-    """What the operating system said, where that lies behind an error: torch.save hides a full disk behind a position in its file."""
+    """The operating system's message, if that caused an error: torch.save hides a full disk behind a position in its file."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, OSError):
@@ -31,7 +31,7 @@ def root_of(error: BaseException) -> BaseException:
 
 @contextmanager
 def on_all_ranks(doing: str) -> Iterator[None]:
-    """What fails inside on one rank fails on all, each time at the end of the context. Collective; nothing inside may be.
+    """An error inside on one rank is raised on all, at the end of the context. Collective; nothing inside may be.
 
     Args:
         doing: Begins the message of ranks that met no error themselves.
@@ -64,9 +64,9 @@ class Ranks:
 
     @classmethod
     def patient(cls) -> Ranks:
-        """All ranks, through a group of its own over host memory, in which they wait as long as one of them writes. Collective.
+        """All ranks, through a separate group over host memory, in which they wait as long as one of them writes. Collective.
 
-        The default group gives up, and with NCCL ends the process, when a collective takes longer than its timeout.
+        The default group times out, and with NCCL ends the process, when a collective takes longer than its timeout.
         """
         if not dist.is_initialized():
             return cls()
@@ -94,7 +94,7 @@ class Ranks:
         if self.rank == 0:
             try:
                 result[0] = action()
-            except Exception as error:  # whatever it is, the other ranks must hear of it
+            except Exception as error:  # whatever it is, the other ranks must be notified
                 root = root_of(error)
                 cause, result[1] = error, f"{type(root).__name__}: {root}"
         if self.size > 1:

@@ -1,10 +1,10 @@
 """Checkpoints behind a URL, through fsspec: object stores and other file systems that cannot move a directory in one operation.
 
-A directory is written where it belongs if nothing is there. `meta.pt` is written last, so what lacks it was never finished. Over an older
-checkpoint the new one is first written beside it and then copied, `meta.pt` last again: as long as `<name>.part/meta.pt` exists, the new
+A directory is written in place if nothing is there. `meta.pt` is written last, so what lacks it was never finished. Over an older
+checkpoint the new one is first written next to it and then copied, `meta.pt` last again: as long as `<name>.part/meta.pt` exists, the new
 checkpoint is complete there, and `recover` copies it once more.
 
-Alternatives considered: always writing beside and copying (every byte is moved twice), and never (an interrupted save would have destroyed
+Alternatives considered: always writing next to it and copying (every byte moves twice), and never (an interrupted save would have destroyed
 the checkpoint it replaces).
 """
 
@@ -29,7 +29,7 @@ __all__ = ["RemoteLocation"]
 
 
 class RemoteLocation(Location):
-    """A URL whose file system fsspec knows."""
+    """A URL whose file system fsspec supports."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -167,12 +167,12 @@ def _name(path: str) -> str:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a save that did not get to its end may have left a file of this name."""
+    """Whether an unfinished save may have left a file of this name."""
     return name.endswith(".distcp") or name.startswith(".metadata")
 
 
 class _Files(FileSystemBase):
-    """What `torch.distributed.checkpoint` does with files, done by fsspec."""
+    """The file operations of `torch.distributed.checkpoint`, through fsspec."""
 
     def __init__(self, fs: fsspec.AbstractFileSystem) -> None:
         self._fs = fs

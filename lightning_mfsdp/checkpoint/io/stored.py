@@ -1,6 +1,6 @@
-"""What lies in a checkpoint, tensor data left where it is: sizes and dtypes are known, pieces are read when asked for.
+"""The contents of a checkpoint, without tensor data: sizes and dtypes are known, pieces are read on request.
 
-A sharded directory gives `StoredTensor` and `StoredObject`, a single file plain tensors that are mapped into memory. Both come as
+A sharded directory yields `StoredTensor` and `StoredObject`, a single file plain tensors that are mapped into memory. Both come as
 leaves by path: `("model", "head.weight")`, `("optimizer_0", "state", "head.weight", "exp_avg")`.
 """
 
@@ -49,7 +49,7 @@ __all__ = [
 NestedPath = tuple[str | int, ...]
 Leaves = dict[NestedPath, Any]
 
-# How users of commands and their functions say that they trust a checkpoint.
+# How users of commands and their functions declare that they trust a checkpoint.
 TRUSTING = "read it with --trust (trust=True)"
 
 
@@ -105,7 +105,7 @@ class StoredCheckpoint:
             self.metadata: Metadata = self._reader.read_metadata()
         except CheckpointError:
             raise
-        except Exception as error:  # a damaged pickle may come to anything
+        except Exception as error:  # a damaged pickle may raise anything
             raise CheckpointError(
                 f"{path}: the table of contents {TABLE_OF_CONTENTS} cannot be read ({type(error).__name__}: {error}). Use "
                 "another checkpoint"
@@ -134,15 +134,15 @@ class StoredCheckpoint:
         """What one save wrote for a chunk of a tensor or for an object: a whole file of `torch.save`.
 
         Raises:
-            CheckpointError: It is not there.
+            CheckpointError: It is missing.
         """
         return self._reader.raw(index, self.metadata)
 
     def value(self, index: MetadataIndex, data: bytes) -> Any:
-        """What `raw` gave, made into a tensor or an object again.
+        """Decode what `raw` returned into a tensor or an object.
 
         Raises:
-            CheckpointError: It cannot be.
+            CheckpointError: It cannot be decoded.
         """
         is_tensor = isinstance(self.metadata.state_dict_metadata.get(index.fqn), TensorStorageMetadata)
         try:
@@ -156,7 +156,7 @@ class StoredCheckpoint:
             raise CheckpointError(
                 f"{self.path}: {where_of(index)} does not load ({type(error).__name__}: {first_line(error)})"
             ) from error
-        # torch.load leaves a cycle of functions behind, which keeps the tensor in memory until young garbage is looked for.
+        # torch.load leaves a cycle of functions behind, which keeps the tensor in memory until the next collection of young garbage.
         gc.collect(1)
         return loaded
 
@@ -189,24 +189,24 @@ class StoredTensor(UnreadTensor):
 
     @property
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """Where each piece lies in the whole."""
+        """Where each piece is in the whole tensor."""
         return self.entry.chunks
 
     def index(self, chunk: ChunkStorageMetadata) -> MetadataIndex:
-        """Under which the checkpoint keeps a chunk."""
+        """The index under which the checkpoint stores a chunk."""
         return MetadataIndex(self.key, chunk.offsets)
 
     def read(self, offsets: torch.Size) -> Tensor:
         """The chunk at these offsets, `[*chunk.sizes]`, on the CPU.
 
         Raises:
-            CheckpointError: It is missing, damaged or of another size or dtype than the table of contents says.
+            CheckpointError: It is missing, damaged or of another size or dtype than the table of contents specifies.
         """
         index = MetadataIndex(self.key, offsets)
         return self.checked(index, self.checkpoint.value(index, self.checkpoint.raw(index)))
 
     def checked(self, index: MetadataIndex, value: Any) -> Tensor:
-        """`value`, if it is what the table of contents says of that chunk."""
+        """`value`, if it matches the table of contents for that chunk."""
         expected = next(tuple(chunk.sizes) for chunk in self.chunks if torch.Size(chunk.offsets) == index.offset)
         found = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
         if not isinstance(value, Tensor) or found != (expected, self.dtype):
@@ -216,7 +216,7 @@ class StoredTensor(UnreadTensor):
         return value
 
     def read_into(self, target: Tensor) -> Iterator[int]:
-        """Copy all chunks into `target`, `[*shape]`; yields the bytes of each once it is there."""
+        """Copy all chunks into `target`, `[*shape]`; yields the bytes of each once it is copied."""
         for chunk in self.chunks:
             piece = self.read(torch.Size(chunk.offsets))
             here = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
@@ -241,14 +241,14 @@ class StoredTensor(UnreadTensor):
 
 @dataclass(frozen=True, eq=False)
 class StoredObject:
-    """A value in a sharded checkpoint that is no tensor."""
+    """A value in a sharded checkpoint that is not a tensor."""
 
     checkpoint: StoredCheckpoint
     key: str
 
     @property
     def index(self) -> MetadataIndex:
-        """Under which the checkpoint keeps it."""
+        """The index under which the checkpoint stores it."""
         return MetadataIndex(self.key)
 
     def read(self) -> Any:

@@ -1,8 +1,8 @@
-"""Reading pickles that may come from anybody: nothing in them runs unless the user says so.
+"""Reading pickles from untrusted sources: nothing in them runs unless the user allows it.
 
-`torch.load` refuses unknown classes by itself, with `weights_only=True`. `torch.distributed.checkpoint` does not ask it to: it reads the
-table of contents with `pickle`, and what is no tensor with `weights_only=False`. Here both are read as `torch.load` reads by default:
-None and True are safe, False is the user's word, and what `torch.serialization.add_safe_globals` allows is allowed.
+`torch.load` refuses unknown classes by itself, with `weights_only=True`. `torch.distributed.checkpoint` does not use that: it reads the
+table of contents with `pickle`, and objects other than tensors with `weights_only=False`. Here both are read as by `torch.load`:
+None and True are safe, False is the user's decision, and what `torch.serialization.add_safe_globals` allows is allowed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "refused_class",
 ]
 
-# What a caller of load functions does to trust a checkpoint; commands have an option.
+# How a caller of load functions declares trust in a checkpoint; commands have an option.
 _LOADERS = "Trainer.fit, validate, test or predict, Fabric.load, export_checkpoint"
 WEIGHTS_ONLY = f"pass weights_only=False to what loads it ({_LOADERS}), or --trust to a command"
 
@@ -60,7 +60,7 @@ _PLAIN: dict[str, Any] = {
     "collections.OrderedDict": OrderedDict,
     "torch.Size": torch.Size,
 }
-# A table may say where it was written. That need not be a path of this system.
+# A table may record where it was written. That need not be a path of this system.
 _PATHS: dict[str, type[PurePath]] = {
     f"{module}.{name}": kind
     for module in ("pathlib", "pathlib._local")
@@ -72,15 +72,15 @@ _PATHS: dict[str, type[PurePath]] = {
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be read, or not be mapped to what was asked for."""
+    """A checkpoint that cannot be read, or cannot be mapped to what was requested."""
 
 
 class RefusedError(CheckpointError):
-    """A pickle holds a class that is not loaded unless somebody allows it; the message names it."""
+    """A pickle holds a class that is not loaded unless allowed; the message names it."""
 
 
 def is_trusted(weights_only: bool | None) -> bool:
-    """Whether any class may be loaded. As in `torch.load`, variables of the environment speak where no argument does."""
+    """Whether any class may be loaded. As in `torch.load`, environment variables decide if no argument does."""
     if _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD"):
         return False
     return _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD") if weights_only is None else not weights_only
@@ -104,7 +104,7 @@ def not_read(place: object, reason: object) -> str:
 
 
 def refused_class(error: BaseException) -> str:
-    """Which class `torch.load` refused, by its message; else how the message begins."""
+    """Which class `torch.load` refused, by its message; otherwise how the message begins."""
     text = str(error)
     named = re.search(r"GLOBAL ([\w.]+) (?:was not|whose)|but got <class '([\w.]+)'>", text)
     if named is not None:
@@ -118,7 +118,7 @@ def load_trusting(file: IO[bytes], what: str, *, trusted: bool) -> Any:
     Args:
         file: Can be sought in.
         what: Names it in messages.
-        trusted: Also load classes that nobody has allowed.
+        trusted: Also load classes that were not allowed.
 
     Raises:
         RefusedError: It holds such a class.
@@ -156,7 +156,7 @@ def read_table(file: IO[bytes], what: str, *, trusted: bool, trusting: str = WEI
 
 
 class _TableUnpickler(pickle.Unpickler):
-    """Knows plain data and the records of a table of contents."""
+    """Accepts only plain data and the records of a table of contents."""
 
     def __init__(self, file: IO[bytes], what: str, trusting: str) -> None:
         super().__init__(file)
@@ -187,7 +187,7 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 class _Sealed(type):
-    """Of classes that a pickle can only make instances of: nothing in it can change them."""
+    """Metaclass of classes that a pickle can only instantiate: nothing in it can change them."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise RefusedError(f"a table of contents would set {name} of the class {cls.__name__}; it is no checkpoint")
@@ -230,16 +230,16 @@ def _allowed_by_user() -> dict[str, Any]:
 
 
 def key_of(file: IO[bytes], name: str) -> str:
-    """Under which keys of a dictionary from `torch.save` a class occurs first, joined with dots; empty if that cannot be told.
+    """Under which keys of a dictionary from `torch.save` a class occurs first, joined with dots; empty if that cannot be determined.
 
-    Nothing in the file runs: every class in it is replaced by one that only remembers its name.
+    Nothing in the file runs: every class in it is replaced by one that only stores its name.
     """
     try:
         with zipfile.ZipFile(file) as archive:
             inner = next(entry for entry in archive.namelist() if entry.endswith("data.pkl"))
             with archive.open(inner) as pickled:
                 outline = _OutlineUnpickler(pickled).load()
-    except Exception:  # the file was refused already, and this is about a word of the message
+    except Exception:  # the file was refused already, and this only adds a detail to the message
         return ""
     return next((".".join(path) for path, found in _walk(outline, (), set()) if found == name), "")
 

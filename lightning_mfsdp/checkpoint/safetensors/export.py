@@ -1,6 +1,6 @@
 """Weights as a folder of safetensors files that Hugging Face's `from_pretrained` reads: from a checkpoint, or from a model in training.
 
-One tensor at a time is whole in memory, and a checkpoint's optimizer states are never read. Files appear in place when all are complete.
+One tensor at a time is whole in memory, and a checkpoint's optimizer states are never read. Files are put in place when all are complete.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ def export_checkpoint(
     progress: Progress | None = None,
     weights_only: bool | None = None,
 ) -> list[Path]:
-    """Write the weights of a finished checkpoint as safetensors. One process does it, without a Trainer or a process group.
+    """Write the weights of a finished checkpoint as safetensors. It runs in one process, without a Trainer or a process group.
 
     The folder gets `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with `model.safetensors.index.json`. Tied weights
-    are in it once, under their first name (a directory that another strategy saved does not say which are tied: there they are written
-    under all names). For `from_pretrained` the model's `config.json` belongs beside them.
+    are in it once, under their first name (a directory that another strategy saved does not record which are tied: there they are written
+    under all names). For `from_pretrained` the model's `config.json` must be added.
 
     Args:
         path: What this strategy saved: a directory, or one file (`state_dict_type="full"`).
         folder: New, empty, or an earlier export, which is replaced.
-        max_shard_bytes: Most bytes of tensors in one file; a larger tensor has a file to itself.
+        max_shard_bytes: Most bytes of tensors in one file; a larger tensor gets a file of its own.
         dtype: Floating-point tensors are cast to it. `None`: they keep the dtype of the main weights.
-        prefix: Part of all names that the exported model does not know, with its dot: "model." if the LightningModule holds it as
-            `self.model`. It is taken away.
+        prefix: Prefix of all names that the exported model does not have, with its dot: "model." if the LightningModule holds it as
+            `self.model`. It is removed.
         progress: Called with the bytes written and all bytes, after each tensor.
-        weights_only: As for `torch.load`: only `False` lets classes be loaded that nobody has allowed.
+        weights_only: As for `torch.load`: only `False` loads classes that were not allowed.
 
     Returns:
         The safetensors files.
 
     Raises:
         ValueError: No checkpoint at the path, an argument out of its range, names without the prefix, or entries that are no tensors.
-        RuntimeError: The checkpoint is damaged, or holds a class that nobody has allowed.
+        RuntimeError: The checkpoint is damaged, or holds a class that was not allowed.
         IsADirectoryError, NotADirectoryError: Something else is at `folder`.
     """
     options = _Options(max_shard_bytes=max_shard_bytes, dtype=dtype, prefix=prefix)
@@ -104,7 +104,7 @@ def export_model(
 ) -> list[Path]:
     """Write the main weights of a sharded model as safetensors. All ranks call it; rank 0 writes.
 
-    As `export_checkpoint`; and if the model has a Hugging Face `config` (and `generation_config`), it is saved with it, so that
+    As `export_checkpoint`; and if the model has a Hugging Face `config` (and `generation_config`), that is saved, too, so that
     `from_pretrained(folder)` reads the folder as it is.
 
     Args:
@@ -119,7 +119,7 @@ def export_model(
         The safetensors files, on every rank.
 
     Raises:
-        ValueError, IsADirectoryError, NotADirectoryError: As `export_checkpoint`; on the other ranks a RuntimeError says so.
+        ValueError, IsADirectoryError, NotADirectoryError: As `export_checkpoint`; on the other ranks as a RuntimeError.
     """
     options = _Options(max_shard_bytes=max_shard_bytes, dtype=dtype, prefix=prefix)
     doing = f"export_model: {type(module).__name__}"
@@ -149,13 +149,13 @@ def export_model(
     return writer.paths
 
 
-# By name: shape and dtype of a tensor, or the name that it is tied to, or `None` for what is no tensor.
+# By name: shape and dtype of a tensor, or the name that it is tied to, or `None` for other objects.
 _Described: TypeAlias = dict[str, tuple[torch.Size, torch.dtype] | str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Options:
-    """What the two exports have in common."""
+    """The common part of the two exports."""
 
     max_shard_bytes: int
     dtype: torch.dtype | None
@@ -252,7 +252,7 @@ def _file_source(path: Location, weights_only: bool | None) -> tuple[_Described,
 
 
 def _entry(value: Any) -> Entry | None:
-    """The parameter that a value of a state dict is, in whatever representation; `None` for what was computed from one."""
+    """The parameter that a value of a state dict is, in any representation; `None` for what was computed from one."""
     owner = owner_of(value) if isinstance(value, Tensor) else None
     if owner is None:
         return None
@@ -267,7 +267,7 @@ def _describe(value: Any) -> tuple[torch.Size, torch.dtype] | None:
 
 
 def _whole(value: Tensor) -> Tensor:
-    """The whole of a value of a state dict, of a parameter that of its main weight. Collective."""
+    """The whole of a value of a state dict; for a parameter, that of its main weight. Collective."""
     entry = _entry(value)
     if entry is not None:
         return entry.sharded.full_tensor()
@@ -275,7 +275,7 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _save_configs(model: nn.Module, folder: Path, tensors: Sequence[PlannedTensor]) -> None:
-    """What Hugging Face keeps beside weights, if the model has it: with the class and the dtype that the files are of."""
+    """Hugging Face's configs besides weights, if the model has them: with the class and the dtype of the files."""
     config: Any = getattr(model, "config", None)
     if callable(getattr(config, "save_pretrained", None)):
         saved = copy.deepcopy(config)

@@ -1,7 +1,7 @@
 """Folders of safetensors files as Hugging Face writes them: one file, or several with an index that says which tensor is where.
 
 A file is the length of its header in eight bytes, the header in JSON, and the bytes of its tensors. Reading is left to the `safetensors`
-package, which maps files into memory. Its writer takes all tensors of a file at once; this one takes them one by one.
+package, which maps files into memory. Its writer needs all tensors of a file at once; this one takes them one by one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
     "stored_tensors",
 ]
 
-# Bytes done and bytes in all.
+# Bytes done and total bytes.
 Progress: TypeAlias = Callable[[int, int], object]
 
 DTYPE_NAMES = {
@@ -56,7 +56,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-# What an earlier export left, which the next one may replace.
+# Files of an earlier export, which the next one may replace.
 _OWN = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json")
 
 
@@ -69,7 +69,7 @@ class PlannedTensor:
 
     Attributes:
         name: In the file.
-        origin: Its name where it comes from.
+        origin: Its name in the source.
         shape: Of the whole tensor.
         dtype: In the file; one of `DTYPE_NAMES`.
     """
@@ -93,7 +93,7 @@ class PlannedFile:
     tensors: Sequence[PlannedTensor]
 
     def header(self) -> bytes:
-        """What comes before the tensors."""
+        """The bytes before the tensors."""
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         start = 0
         for tensor in self.tensors:
@@ -110,7 +110,7 @@ class PlannedFile:
 
 
 def plan_files(tensors: Sequence[PlannedTensor], max_shard_bytes: int) -> list[PlannedFile]:
-    """Share tensors out over files of at most so many bytes of tensors, in their order; a larger tensor has a file to itself."""
+    """Distribute tensors in order over files of at most so many bytes of tensors; a larger tensor gets a file of its own."""
     shares: list[list[PlannedTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -123,16 +123,16 @@ def plan_files(tensors: Sequence[PlannedTensor], max_shard_bytes: int) -> list[P
     if len(shares) > 1:
         names = [f"model-{number:05}-of-{len(shares):05}.safetensors" for number in range(1, len(shares) + 1)]
     return [
-        # Wide dtypes first: then every tensor begins at a multiple of its element's size, as readers want it.
+        # Wide dtypes first: then every tensor begins at a multiple of its element's size, as readers require.
         PlannedFile(name=name, tensors=sorted(share, key=lambda tensor: -tensor.dtype.itemsize))
         for name, share in zip(names, shares, strict=True)
     ]
 
 
 class FolderWriter:
-    """Writes planned files tensor by tensor, beside their folder as `<name>.part`, and moves them there when all are complete.
+    """Writes planned files tensor by tensor, next to their folder as `<name>.part`, and moves them there when all are complete.
 
-    As a context it takes away what it began and could not finish.
+    As a context it removes what it began and could not finish.
 
     Args:
         folder: Where the files go.
@@ -158,7 +158,7 @@ class FolderWriter:
         """Make the folder `part`; other files for `folder` may be put into it until `finish`.
 
         Raises:
-            IsADirectoryError, NotADirectoryError: `folder` holds something that no export wrote, or is no folder.
+            IsADirectoryError, NotADirectoryError: `folder` holds something that no export wrote, or is not a folder.
         """
         if self.folder.exists() and not self.folder.is_dir():
             raise NotADirectoryError(f"export to {self.folder}: a file is there; expected a folder, or nothing yet")
@@ -195,7 +195,7 @@ class FolderWriter:
             self._progress(self._done, self._total)
 
     def finish(self) -> list[Path]:
-        """Write the index and put everything in place.
+        """Write the index and move everything into place.
 
         Returns:
             The safetensors files.
@@ -231,7 +231,7 @@ class FolderWriter:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInFile:
-    """A tensor in a file: its name there, shape and dtype (`None`: one that this PyTorch has no name for)."""
+    """A tensor in a file: its name there, shape and dtype (`None`: one that this PyTorch does not have)."""
 
     file: Path
     name: str
@@ -299,7 +299,7 @@ def _header(file: Path) -> dict[str, TensorInFile]:
 
 
 def _places(source: Path) -> dict[str, Path]:
-    """File of each tensor as an index has it, or one file for all, under the empty name."""
+    """File of each tensor according to an index, or one file for all, under the empty name."""
     if source.is_file():
         return {"": source}
     files = sorted(source.glob("*.safetensors")) if source.is_dir() else []

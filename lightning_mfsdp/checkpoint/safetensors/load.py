@@ -1,4 +1,4 @@
-"""Pretrained weights from safetensors files, straight into shards: every rank maps the files and copies the rows it owns."""
+"""Pretrained weights from safetensors files, directly into shards: every rank maps the files and copies the rows it owns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_mfsdp.engine import ShardingError, refresh_weights
 
 __all__ = ["load_safetensors"]
 
-# So much of a tensor is read at once: with another dtype or device, this much host memory is needed.
+# How much of a tensor is read at once: with another dtype or device, this much host memory is needed.
 _CHUNK_BYTES = 64 * 2**20
 
 _ADVICE = "Translate names with rename= (None leaves a tensor out), or pass strict=False to load what fits"
@@ -37,13 +37,13 @@ def load_safetensors(
 
     In a LightningModule call it in `on_fit_start`, for a model that may have been built on the meta device: by then it is sharded, and a
     checkpoint to resume from (`ckpt_path`) is read afterwards. Values are cast to the dtype of the main weights. Nothing is written
-    before all names and shapes were found to fit on all ranks.
+    before all names and shapes were checked on all ranks.
 
     Args:
         module: Sharded, or a part of it such as `self.model` of a LightningModule.
         source: A safetensors file, or a folder with one, or with several and their index, as `from_pretrained` takes it.
         strict: Names must match exactly. Of tied weights one name is enough. `False`: only shapes must.
-        rename: From a name in the files to the name in `module`; `None` for tensors to leave out.
+        rename: From a name in the files to the name in `module`; `None` for tensors to skip.
         progress: Called on each rank with the bytes it has read and all it will read, after each tensor.
 
     Raises:
@@ -79,7 +79,7 @@ class _Copy:
         return self.target.numel() * (self.stored.dtype or self.target.dtype).itemsize
 
     def chunks(self, opened: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Parts of the target, and what belongs there."""
+        """Parts of the target, and the values to copy there."""
         if self.rows is None:
             yield self.target, opened.get_tensor(self.stored.name).reshape(self.target.shape)
             return
@@ -138,7 +138,7 @@ def _renamed(
 
 
 def _check_kind(path: Path, name: str, item: TensorInFile, target: Tensor) -> None:
-    """Integers that stand for packed or quantized weights are no weights."""
+    """Refuse integers that represent packed or quantized weights."""
     if item.dtype is None or item.dtype.is_floating_point != target.is_floating_point():
         raise RuntimeError(
             f"{path}: {name} is {item.dtype or 'of a dtype that this PyTorch does not have'} in the files and {target.dtype} in the model, "

@@ -22,7 +22,7 @@ __all__ = ["check_optimizers", "load_model", "load_optimizers"]
 def load_model(
     path: Location, saved: Mapping[str, Any], index: ParameterIndex, *, strict: bool, reads: CountingReads | None = None
 ) -> None:
-    """Copy whole tensors by name into the rows this rank owns, and tell `reads` of each.
+    """Copy whole tensors by name into the rows this rank owns, and report each to `reads`.
 
     Raises:
         RuntimeError: Names or shapes differ; all of them are listed.

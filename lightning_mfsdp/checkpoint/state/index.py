@@ -1,6 +1,6 @@
 """ParameterIndex: the parameters of a module by name, by memory and by what optimizers hold. One for each save or load.
 
-A parameter is known by its memory, never by its name: names in a state dict may have been changed by anybody's hook.
+A parameter is identified by its memory, never by its name: names in a state dict may have been changed by a hook.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_mfsdp.engine import ParameterView, sharded_parameters
 
 __all__ = ["ParameterIndex", "plain_name"]
 
-# Modules of these names wrap another one and add nothing of their own: activation checkpointing and torch.compile.
+# Modules of these names wrap another one and have no state of their own: activation checkpointing and torch.compile.
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
@@ -26,12 +26,12 @@ def plain_name(name: str) -> str:
 
 
 class ParameterIndex:
-    """Finds the sharded parameter behind a name or behind memory, or the name behind whatever an optimizer holds. Names are plain.
+    """Finds the sharded parameter behind a name or behind memory, or the name of what an optimizer holds. Names are plain.
 
-    It is made once for an operation (a save, a load) and handed on. Parameters that come into the module later are not in it.
+    It is created once for an operation (a save, a load) and passed on. Parameters that are added to the module later are not in it.
 
     Attributes:
-        module: Whose parameters these are.
+        module: The module of these parameters.
         all: The sharded ones, once each, in module order.
         views: The same by every plain name they have.
         others: Parameters that are not sharded, each with its first full name, by the plain one.
@@ -61,7 +61,7 @@ class ParameterIndex:
                 self.views[plain_name(name)] = by_identity[id(parameter)]
 
     def rows_of(self, value: Any) -> Any:
-        """What is saved of an entry of a state dict: sharded parameters as their rows, everything else as it is.
+        """What is saved of an entry of a state dict: sharded parameters as their rows, everything else unchanged.
 
         Returns:
             `None` for a tensor that was computed from a sharded parameter: its rows are not where a DTensor's would be.

@@ -1,4 +1,4 @@
-"""Which parameter a number in `Optimizer.state_dict()` stands for. It counts parameters in the order of the optimizer's groups."""
+"""Which parameter a number in `Optimizer.state_dict()` refers to. It counts parameters in the order of the optimizer's groups."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def names_of_numbers(
         given: Names in the order of the numbers, from the caller.
 
     Raises:
-        CheckpointError: There is no way to know, or names do not fit shapes.
+        CheckpointError: Names cannot be determined, or do not fit shapes.
     """
     numbers = [number for group in groups for number in group["params"]]
     shapes = [_shape(state.get(str(number), {})) for number in numbers]
@@ -67,13 +67,13 @@ def names_of_numbers(
 
 
 def _shape(state: Mapping[str, Any]) -> torch.Size | None:
-    """Of the parameter, as far as its state tells: averages are shaped like it, step counts are single numbers."""
+    """Shape of the parameter, as far as its state shows it: averages are shaped like it, step counts are single numbers."""
     shapes = [leaf.shape for leaf in state.values() if is_tensor(leaf)]
     return max(shapes, key=lambda shape: (len(shape), shape.numel())) if shapes else None
 
 
 def _candidates(model: Mapping[str, Any]) -> list[tuple[str, torch.Size]]:
-    """Tensors of the model, tied ones once where that shows."""
+    """Tensors of the model, tied ones once if that is visible."""
     found: list[tuple[str, torch.Size]] = []
     seen: set[tuple[int, torch.Size]] = set()
     for name, leaf in model.items():

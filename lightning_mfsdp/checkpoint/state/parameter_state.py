@@ -1,6 +1,6 @@
-"""What others than optimizers keep for parameters: one tensor each, of its shape and sharded as it is. An average of weights, say.
+"""State for parameters besides optimizers': one tensor each, of its shape and sharded like it, such as an average of weights.
 
-<key>        {parameter name: tensor}        in a sharded checkpoint beside "model"; in a full one under "parameter_states"
+<key>        {parameter name: tensor}        in a sharded checkpoint next to "model"; in a full one under "parameter_states"
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ PARAMETER_STATES = "parameter_states"
 
 
 class ParameterState(Protocol):
-    """Whose state it is."""
+    """The object whose state it is."""
 
     def rows(self) -> Mapping[str, Tensor]:
         """This rank's rows, `[len(rows), *shape[1:]]`, by the names of `sharded_parameters`; other parameters are whole."""
         ...
 
     def load_rows(self, rows: Mapping[str, Tensor]) -> None:
-        """Take over what `rows` gave when the checkpoint was saved; empty if the checkpoint has none of it."""
+        """Load what `rows` returned when the checkpoint was saved; empty if the checkpoint has none."""
         ...
 
 
@@ -59,7 +59,7 @@ def whole_rows(index: ParameterIndex, rows: Mapping[str, Tensor], *, keep: bool)
     Args:
         index: Of the sharded module.
         rows: Of the same parameters on all ranks, in the same order.
-        keep: Whether this rank wants the result; else it is empty.
+        keep: Whether this rank needs the result; otherwise it is empty.
     """
     found: dict[str, Tensor] = {}
     for name, value in rows.items():
@@ -68,7 +68,7 @@ def whole_rows(index: ParameterIndex, rows: Mapping[str, Tensor], *, keep: bool)
             value = Rows.over(value.to(view.main.device), view.dtensor).full_tensor()
         if keep:
             found[plain_name(name)] = value.cpu()
-        del value  # its memory is free before the next one is gathered
+        del value  # frees its memory before the next one is gathered
     return found
 
 
@@ -78,7 +78,7 @@ class StatePlan:
 
     Attributes:
         key: Its name in the checkpoint.
-        wanted: Where it is read to, by the name in the checkpoint; without what has no rows here.
+        wanted: Where it is read to, by the name in the checkpoint; without tensors that have no rows here.
         rows: All of it, by the names here.
     """
 
@@ -91,7 +91,7 @@ def plan_state(path: Location, metadata: Metadata, index: ParameterIndex, key: s
     """Find the tensors under `key` and check that they fit the module's parameters; changes nothing.
 
     Raises:
-        RuntimeError: Shapes differ, or with `strict` a name is of no parameter here.
+        RuntimeError: Shapes differ, or with `strict` a name belongs to no parameter here.
     """
     saved: dict[str, tuple[torch.Size, torch.dtype]] = {}
     for flat, item in paths_of(metadata).items():

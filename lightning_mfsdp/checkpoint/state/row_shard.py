@@ -1,7 +1,7 @@
-"""RowShard: some rows of a larger tensor, as torch.distributed.checkpoint wants to see them.
+"""RowShard: some rows of a larger tensor, in the form that torch.distributed.checkpoint accepts.
 
-DCP computes the offsets of a DTensor by assuming equal chunks, which is wrong for shards that follow whole rows. It asks any tensor that
-brings these three methods instead, and needs no communication to do so.
+DCP computes the offsets of a DTensor by assuming equal chunks, which is wrong for shards that follow whole rows. It queries any tensor that
+has these three methods instead, and needs no communication to do so.
 """
 
 from __future__ import annotations

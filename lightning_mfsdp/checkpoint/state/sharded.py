@@ -2,13 +2,13 @@
 
     model                     {parameter or buffer name: tensor}
     optimizer_<i>             {"state": {parameter name: {state name: tensor}}, "param_groups": [{..., "params": [names]}]}
-    <key>                     {parameter name: tensor} of whoever keeps something for parameters, see parameter_state.py
+    <key>                     {parameter name: tensor} of other state for parameters, see parameter_state.py
     meta.pt                   everything else of a Lightning checkpoint, and which weights are tied (rank 0)
 
 Lightning's ModelParallelStrategy writes "state_dict" instead of "model"; both are read.
 
-Names, shapes and values do not depend on the number of ranks or on the sharding strategy, so neither does what can read it. Names are
-compared without what torch.compile and activation checkpointing put into them, so these may come and go.
+Names, shapes and values do not depend on the number of ranks or on the sharding strategy, so any number of ranks can read them. Names are
+compared without what torch.compile and activation checkpointing put into them, so these may be added or removed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 def drops_extra_state(name: str, present: Mapping[str, Any]) -> bool:
     """Whether what a checkpoint holds under a name is a module's extra state, and the module here has none.
 
-    Some checkpoints hold that of Transformer Engine's modules, which only these could use, and only where they trust any code in it.
+    Some checkpoints hold that of Transformer Engine's modules, which only these could use, and only if they trust any code in it.
     """
     value = present.get(name)
     has_some = name in present and not (isinstance(value, Tensor) and not value.numel())
@@ -79,7 +79,7 @@ def rows_by_name(state: Mapping[str, Any], index: ParameterIndex, doing: str) ->
 
 
 def own_share(rows: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """What this rank writes of them: its rows; and rank 0 what every rank has for itself (ignored parameters, statistics of batch norm)."""
+    """What this rank writes of them: its rows; and rank 0 what is replicated (ignored parameters, statistics of batch norm)."""
     return {name: value for name, value in rows.items() if ranks.rank == 0 or isinstance(value, (RowShard, DTensor))}
 
 
@@ -95,7 +95,7 @@ def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _identity(value: Any) -> tuple[Any, ...] | None:
-    """Equal for entries of a state dict that share memory wholly; `None` for what shares none."""
+    """A key that is equal for entries of a state dict that share all their memory; `None` for entries that share none."""
     place = place_of(value) if isinstance(value, Tensor) else None
     if place is not None:
         return id(place[0]), place[1]
@@ -126,7 +126,7 @@ def plan_model(
 
     Raises:
         RuntimeError: Names or shapes differ; all of them are listed. With `strict=False` only shapes count, and a warning says which
-            parameters stay as they are.
+            parameters keep their values.
     """
     rows = rows_by_name(index.module.state_dict(), index, f"loading {path}")
     targets = {plain_name(name): (name, value) for name, value in rows.items()}
@@ -164,7 +164,7 @@ def finish_model(plan: ModelPlan, module: nn.Module) -> None:
 
 
 def refresh(module: nn.Module) -> None:
-    """Take over what was written to main weights, if any part of `module` is sharded."""
+    """Note that main weights were written, if any part of `module` is sharded."""
     if any(is_sharded(part) for part in module.modules()):
         refresh_weights(module)
 
@@ -177,14 +177,14 @@ def check_restored(
     strict: bool,
     advice: str = "set strict_loading=False on the LightningModule, or load with strict=False under Fabric",
 ) -> None:
-    """See to it that no sharded parameter silently keeps the value it was built with.
+    """Check that no sharded parameter silently keeps its initial value.
 
     Args:
         path: For the message.
         index: Of the model.
         names: Plain names of what will be read.
-        strict: Whether it is an error; else it is a warning. A parameter without elements may be missing.
-        advice: What lets the rest be read.
+        strict: Whether it is an error; otherwise it is a warning. A parameter without elements may be missing.
+        advice: How to load the rest anyway, for the message.
 
     Raises:
         RuntimeError: Some parameter is not among them.

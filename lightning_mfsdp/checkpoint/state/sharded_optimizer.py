@@ -88,7 +88,7 @@ def plan_optimizer(
 
     Raises:
         RuntimeError: The optimizer's parameter groups hold other parameters than the saved ones.
-        RefusedError: An option is of a class that nobody has allowed, and not `trusted`.
+        RefusedError: An option is of a class that was not allowed, and not `trusted`.
     """
     names_by_group = index.names_by_group(optimizer)
     known = {name for names in names_by_group for name in names}
@@ -104,7 +104,7 @@ def plan_optimizer(
             target["param_groups"][int(item[2])][item[3]] = _empty_like_saved(metadata, flat, None)
         elif plain_name(str(item[2])) in known:
             view = index.views.get(plain_name(str(item[2])))
-            # Also where this rank has no rows: its gradient there is empty, and is stepped.
+            # Also if this rank has no rows: its gradient there is empty, and is stepped.
             _place(target["state"].setdefault(item[2], {}), item[3:], _empty_like_saved(metadata, flat, view))
     if not found:
         return None
@@ -115,7 +115,7 @@ def plan_optimizer(
 
 
 def restore_planned(plan: OptimizerPlan, optimizer: Optimizer) -> None:
-    """After everything planned was read: hand it to the optimizer."""
+    """After everything planned was read: load it into the optimizer."""
     state = {plain_name(name): values for name, values in plan.wanted["state"].items()}
     restore_optimizer(optimizer, state, plan.wanted["param_groups"], plan.names_by_group)
 
@@ -141,7 +141,7 @@ def restore_optimizer(
 
 
 def _at_rest(value: Any, local: Tensor) -> Any:
-    """State of local rows where the optimizer would have it. Its `load_state_dict` makes it a DTensor if need be."""
+    """State of local rows in the memory where the optimizer keeps it. Its `load_state_dict` makes it a DTensor if need be."""
     rows = value.piece if isinstance(value, RowShard) else value
     return put_to_rest(rows, local) if isinstance(rows, Tensor) and rows.dim() else rows
 
@@ -175,7 +175,7 @@ def _state_value(name: str, value: Any, view: ParameterView | None, parameter: T
 
 
 def is_packed(value: Tensor) -> bool:
-    """Whether a tensor is of a class of somebody's own, as torchao's states of 8 bits are: what operators it has is unknown."""
+    """Whether a tensor is of a custom class, like torchao's 8-bit states: it is unknown which operators it supports."""
     return type(value) not in (Tensor, nn.Parameter)
 
 
@@ -190,7 +190,7 @@ def _empty_like_saved(metadata: Metadata, key: str, view: ParameterView | None) 
 
 
 def _place(values: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
-    """Put what one flat key of a checkpoint stands for where it was: state may be lists of tensors (LBFGS)."""
+    """Put the value of one flat key of a checkpoint back in its place: state may be lists of tensors (LBFGS)."""
     inside: Any = values
     for key, following in pairwise(path):
         made: Any = [] if isinstance(following, int) else {}

@@ -14,7 +14,7 @@ __all__ = ["Staging"]
 
 
 class Staging:
-    """Host buffers, pinned for what lies on a GPU. They are kept from one save to the next: pinning takes longer than copying."""
+    """Host buffers, pinned for tensors on a GPU. They are kept from one save to the next: pinning takes longer than copying."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
@@ -22,7 +22,7 @@ class Staging:
     def copy(self, tree: Any) -> Any:
         """A copy of nested dictionaries, lists and tuples with tensors on the host; complete on return.
 
-        The buffers of the copy before are used again: nobody may read them any more.
+        The buffers of the previous copy are reused: it must no longer be in use.
         """
         devices: dict[torch.device, None] = {}
         copied = self._copy((), tree, devices)

@@ -1,6 +1,6 @@
 """Whole states of a sharded model, for checkpoints that plain PyTorch reads: gathered tensor by tensor, kept on one rank in host memory.
 
-The device holds one tensor at a time, in pieces and whole; the rank that keeps them the model and its optimizer state in main memory.
+The device holds one tensor at a time, in pieces and whole; the rank that keeps them holds the model and its optimizer state in host memory.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def whole_model_state(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]
 
     Args:
         state: Of a sharded module.
-        keep: Whether this rank wants the result; else it is empty.
+        keep: Whether this rank needs the result; otherwise it is empty.
     """
     whole: dict[str, Any] = {}
     known: dict[tuple[int, int], list[Tensor]] = {}
@@ -65,7 +65,7 @@ def whole_model_state(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]
         tensor = value.full_tensor() if isinstance(value, DTensor) else value
         if keep:
             whole[name] = _once(tensor.detach().cpu(), value, known) if isinstance(tensor, Tensor) else tensor
-        del tensor  # its memory is free before the next one is gathered
+        del tensor  # frees its memory before the next one is gathered
     return whole
 
 
@@ -87,7 +87,7 @@ def whole_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]
 
     Args:
         optimizer: Over sharded parameters.
-        keep: Whether this rank wants the result; else it is empty.
+        keep: Whether this rank needs the result; otherwise it is empty.
 
     Raises:
         ValueError: On all ranks; a state tensor of a sharded parameter that has neither its shape nor one value for all ranks.
@@ -146,7 +146,7 @@ def _described(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
 
 
 def _agreed(described: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What any rank knows, in an order that all share."""
+    """The union of what ranks have, in an order that all share."""
     everyones: list[list[dict[str, Any]]] = [described]
     if dist.is_initialized():
         everyones = [[] for _ in range(dist.get_world_size())]

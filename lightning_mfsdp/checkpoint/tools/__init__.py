@@ -1,1 +1,1 @@
-"""What is done with checkpoints outside of training: look, check, convert."""
+"""Tools for checkpoints outside of training: inspect, verify, convert."""

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, told without reading its tensors."""
+"""Lists what a checkpoint holds, without reading its tensors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class OptimizerSummary:
     """One optimizer.
 
     Attributes:
-        name: Its place in the checkpoint.
+        name: Its name in the checkpoint.
         parameters: How many its groups hold.
         groups: How many there are.
         states: For each kind of state how many parameters have it.
@@ -73,7 +73,7 @@ class Summary:
     Attributes:
         path: As it was given.
         kind: "sharded directory", "full file" or "safetensors folder".
-        epoch: `None` where nothing says.
+        epoch: `None` if it is not recorded.
         global_step: The same.
         versions: By program.
         writers: Ranks that wrote data; `None` where one process wrote the file.
@@ -81,7 +81,7 @@ class Summary:
         elements: Of all of them.
         bytes_by_dtype: Of all of them.
         optimizers: In order.
-        rest: Names of what Lightning keeps beside the two.
+        rest: Names of what Lightning saves besides the two.
         left_out: Names of everything else.
         largest: The largest tensors of model and optimizers.
     """
@@ -102,7 +102,7 @@ class Summary:
 
 
 def summarize(path: Path, *, trust: bool = False, largest: int = 10) -> Summary:
-    """Look at a sharded directory or at a file of `torch.save`; tensor data is not read.
+    """Inspect a sharded directory or a file of `torch.save`; tensor data is not read.
 
     Args:
         path: Of the checkpoint.
@@ -135,7 +135,7 @@ def summarize(path: Path, *, trust: bool = False, largest: int = 10) -> Summary:
 
 
 def summarize_leaves(path: Path, leaves: Leaves, *, kind: str = "", largest: int = 10) -> Summary:
-    """What leaves alone tell. Where no model can be told from other tensors, all tensors count as the model."""
+    """What can be derived from leaves alone. If no model can be distinguished from other tensors, all tensors count as the model."""
     tensors = {flat_name(leaf_path): leaf for leaf_path, leaf in leaves.items() if is_tensor(leaf)}
     try:
         parts = sort_out(path, leaves)

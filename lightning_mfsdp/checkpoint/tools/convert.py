@@ -1,4 +1,4 @@
-"""Checkpoints of other programs become directories of this one, and directories become single files, in bounded memory."""
+"""Converts checkpoints of other programs to directories of this one, and directories to single files, in bounded memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lightning_mfsdp.checkpoint.tools.portable import (
 __all__ = ["Progress", "consolidate_checkpoint", "convert_checkpoint"]
 
 Progress = Callable[[int, int], None]
-"""Told of the bytes that are done, and of all."""
+"""Called with the bytes done, and the total."""
 
 
 def convert_checkpoint(
@@ -57,12 +57,12 @@ def convert_checkpoint(
 
     Args:
         path: What to convert.
-        output: A free path. It is there once everything was written.
-        source: Who wrote it; see `read_portable`, also for the next five.
+        output: A free path. It exists once everything was written.
+        source: The program that wrote it; see `read_portable`, also for the next five.
         model_key: Where the model is.
         parameters: Names for numbers.
-        strip_prefix: Taken from names.
-        add_prefix: Put before names.
+        strip_prefix: Removed from names.
+        add_prefix: Prepended to names.
         trust: Read Python objects.
         progress: Called after each piece.
 
@@ -71,7 +71,7 @@ def convert_checkpoint(
 
     Raises:
         CheckpointError: `path` cannot be read or mapped, or `output` not be written.
-        FileExistsError: `output` is there already.
+        FileExistsError: `output` exists already.
     """
     _refuse_taken(output)
     parts = read_portable(
@@ -92,7 +92,7 @@ def convert_checkpoint(
     part.mkdir(parents=True)
     try:
         with warnings.catch_warnings():
-            # It says that it assumes one process, which is what it was told.
+            # It warns that it assumes one process, which is intended here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             planner = _ReadingPlanner(progress, _total_bytes(parts))
             dcp_save(state, storage_writer=_SmallFilesWriter(part), planner=planner, no_dist=True)
@@ -112,11 +112,11 @@ def consolidate_checkpoint(
 ) -> Portable:
     """Write a sharded directory as one file, as training without sharding would have.
 
-    Tensors are put together in files beside `output`, so the disk needs room for them twice, and memory for the largest chunk.
+    Tensors are assembled in files next to `output`, so the disk needs room for them twice, and memory for the largest chunk.
 
     Args:
-        path: A directory that this strategy wrote, or another that `read_portable` understands.
-        output: A free path. It is there once everything was written.
+        path: A directory that this strategy wrote, or another that `read_portable` supports.
+        output: A free path. It exists once everything was written.
         trust: Read Python objects that `torch.load` refuses by default.
         progress: Called after each piece.
 
@@ -125,7 +125,7 @@ def consolidate_checkpoint(
 
     Raises:
         CheckpointError: `path` is a file, or cannot be read or mapped.
-        FileExistsError: `output` is there already.
+        FileExistsError: `output` exists already.
     """
     _refuse_taken(output)
     if path.is_file():
@@ -174,7 +174,7 @@ class _SmallFilesWriter(Writer):
 
 
 class _Assembly:
-    """Puts tensors together in memory that is backed by files, so that the system can write it out and forget it."""
+    """Assembles tensors in memory that is backed by files, so that the system can write it out and evict it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -203,14 +203,14 @@ class _Assembly:
 
 
 def _completed(rest: dict[str, Any]) -> dict[str, Any]:
-    """What the Trainer needs to begin; counts and schedules start afresh where Lightning did not write the checkpoint."""
+    """What the Trainer needs to start; counts and schedules start from zero if Lightning did not write the checkpoint."""
     if LIGHTNING_VERSION in rest:
         return rest
     return {**rest, LIGHTNING_VERSION: version("lightning"), "epoch": 0, "global_step": 0, "lr_schedulers": []}
 
 
 def _unread(leaf: Any) -> Any:
-    """Tensors as they are, other leaves as values."""
+    """Tensors unchanged, other leaves as values."""
     return leaf if is_tensor(leaf) else value_of(leaf)
 
 

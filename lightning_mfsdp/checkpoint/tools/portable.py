@@ -1,11 +1,11 @@
-"""One form for checkpoints of many programs: the model by name, optimizer states by parameter name, and what Lightning keeps beside them.
+"""One form for checkpoints of many programs: the model by name, optimizer states by parameter name, and what Lightning saves besides them.
 
     model                 the tensors with a common parent: under "model", "state_dict", or anything else that holds tensors
     optimizers            whatever has "param_groups"; its state by parameter name, by number, or in flat keys "state.<name>.<key>"
     numbers               `Optimizer.state_dict()` numbers parameters in the order of its groups. Names come with the groups, from the
                           caller, or from the model's order, if only one way to match shapes exists
 
-Nothing is read but small values; tensors stay where they are.
+Only small values are read; tensors stay on disk.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PortableOptimizer:
         """As `Optimizer.state_dict()` has it: parameters counted through all groups.
 
         Args:
-            value: Makes what is wanted of a leaf.
+            value: Converts a leaf.
         """
         numbers: dict[str, int] = {}
         groups = []
@@ -84,8 +84,8 @@ class Portable:
     Attributes:
         model: By name.
         optimizers: In order.
-        rest: What a Lightning checkpoint holds beside the two; empty if Lightning did not write it.
-        tied: Further names of tied weights, and the name that each is the same as, where the checkpoint says so.
+        rest: What a Lightning checkpoint holds besides the two; empty if Lightning did not write it.
+        tied: Further names of tied weights, and the name that each is the same as, if the checkpoint records that.
         left_out: Paths of everything that is in none of these.
         notes: What had to be guessed, in words.
     """
@@ -112,12 +112,12 @@ def read_portable(
 
     Args:
         path: A directory of torch.distributed.checkpoint, or a file of `torch.save`.
-        source: Who wrote it. "megatron-fsdp" and "auto" know that megatron-fsdp puts "module." before every name.
+        source: The program that wrote it. "megatron-fsdp" and "auto" handle megatron-fsdp's "module." before every name.
         model_key: Path of the model's state dict, joined with dots, where it cannot be found.
         parameters: Names of all parameters in the order in which the optimizers hold them, for states that go by number. Names as in the
             result.
-        strip_prefix: Taken from the start of every parameter name.
-        add_prefix: Then put before it.
+        strip_prefix: Removed from the start of every parameter name.
+        add_prefix: Then prepended.
         trust: Read Python objects that `torch.load` refuses by default.
 
     Raises:
@@ -200,7 +200,7 @@ def _in_optimizer(path: NestedPath, parent: NestedPath) -> bool:
 
 
 def _by_number(item: tuple[NestedPath, Leaves]) -> int:
-    """Position of `optimizer_10`, and of whatever has no number; sorting is stable."""
+    """Position of `optimizer_10`, and of names without a number; sorting is stable."""
     digits = str(item[0][-1]).rpartition("_")[2] if item[0] else ""
     return int(digits) if digits.isdecimal() else 0
 
@@ -262,7 +262,7 @@ def _groups_of_flat(flat: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _renamed(path: Path, parts: Portable, strip: str, add: str) -> Portable:
-    """Another prefix before every name."""
+    """Replace the prefix of every name."""
     strange = [name for name in parts.model if not name.startswith(strip)]
     if strange:
         raise CheckpointError(

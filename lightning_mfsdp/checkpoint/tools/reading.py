@@ -17,18 +17,18 @@ __all__ = ["load_checkpoint"]
 def load_checkpoint(
     path: str | os.PathLike[str], *, weights_only: bool | None = None, optimizers: bool = True
 ) -> dict[str, Any]:
-    """What `torch.load` gives of a checkpoint in one file, of a directory or a file. One process reads it; nothing is sharded.
+    """What `torch.load` returns for a checkpoint in one file, for a directory or a file. One process reads it; nothing is sharded.
 
     Args:
         path: A directory that this strategy, FSDPStrategy or ModelParallelStrategy wrote, or a file of Lightning's, on this machine.
-        weights_only: As for `torch.load`: only `False` lets classes be loaded that nobody has allowed.
+        weights_only: As for `torch.load`: only `False` loads classes that were not allowed.
         optimizers: Also read their states.
 
     Returns:
         Lightning's dictionary: "state_dict" with whole tensors on the CPU, "optimizer_states" with parameters by number, "epoch" and so on.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is damaged, or it holds a class that nobody has allowed.
+        CheckpointError: There is no checkpoint, it is damaged, or it holds a class that was not allowed.
     """
     place, trust = Path(path), is_trusted(weights_only)
     if not place.is_dir():

@@ -1,4 +1,4 @@
-"""Is a checkpoint whole? Files, places and sizes; then every piece is read, one at a time."""
+"""Verifies a checkpoint: files, places and sizes; then every piece is read, one at a time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Verification:
         problems: A sentence for each; none in a whole checkpoint.
         tensors: How many there are.
         read_bytes: Of their data, as stored.
-        nonfinite: Tensors with NaN or infinity, by name. They are no damage of the checkpoint.
+        nonfinite: Tensors with NaN or infinity, by name. They are not damage of the checkpoint.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Verification:
     nonfinite: dict[str, NonFinite] = field(default_factory=dict)
 
     def count(self, name: str, piece: Tensor) -> None:
-        """Look at the numbers of a piece of tensor `name`."""
+        """Check the numbers of a piece of tensor `name`."""
         found = count_nonfinite(piece)
         if found.nan or found.inf:
             sofar = self.nonfinite.setdefault(name, NonFinite())
@@ -119,7 +119,7 @@ def _verify_directory(path: Path, fast: bool, trust: bool, progress: Progress | 
 def _look_at_pieces(
     stored: StoredCheckpoint, files: Mapping[str, str], found: Verification, fast: bool, progress: Progress | None
 ) -> None:
-    """See where every piece lies, and read it unless `fast`. Pieces in `files`, which have a problem already, are passed over."""
+    """Check where every piece lies, and read it unless `fast`. Pieces in `files`, which have a problem already, are skipped."""
     pieces = [
         (leaf_path, leaf, index)
         for leaf_path, leaf in stored.leaves.items()
@@ -178,7 +178,7 @@ def _check_file(path: Path, trust: bool, fast: bool) -> None:
 
 
 def _check_sums(file: IO[bytes], what: str) -> None:
-    """Compare the checksums that `torch.save` wrote, which `torch.load` does not look at."""
+    """Compare the checksums that `torch.save` wrote, which `torch.load` does not check."""
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
@@ -204,7 +204,7 @@ def count_nonfinite(piece: Tensor) -> NonFinite:
     """NaN and infinities in a tensor of any dtype."""
     if not (piece.is_floating_point() or piece.is_complex()):
         return NonFinite()
-    if piece.dtype.itemsize == 1:  # 8-bit floats have hardly any operators
+    if piece.dtype.itemsize == 1:  # 8-bit floats support hardly any operators
         piece = piece.float()
     return NonFinite(nan=int(torch.count_nonzero(piece.isnan())), inf=int(torch.count_nonzero(piece.isinf())))
 
