@@ -1,6 +1,6 @@
 """The activations of activations.py as Triton kernels: one pass over memory, and only over rows that count.
 
-How many those are is read on the device, so a call costs what its live rows cost, whatever the length of the buffer. Rows that do
+How many those are is read on the device, so the cost of a call depends on its live rows, not on the length of the buffer. Rows that do
 not count are neither read nor written. Sums are in float32.
 
 The backward reads the projection where it is: as a tensor, or in the pages of a saver.
@@ -37,7 +37,7 @@ def scaled_activation_backward(
     rows, columns = grad.shape
     result, grad_projected = torch.empty_like(grad), grad.new_empty(projected.shape, dtype=projected.dtype)
     grad_probabilities = torch.empty(rows, dtype=torch.float32, device=grad.device)
-    # Of a tensor without pages nothing is read through the addresses that stand for its header and table.
+    # For a tensor without pages, the placeholder addresses of its header and table are never read.
     source, header, table, page_rows = (
         (projected.pages, projected.header, projected.table, projected.page_rows)
         if isinstance(projected, PagedRows)
@@ -83,7 +83,7 @@ def _forward(projected, probabilities, live, result, columns, GATED: tl.constexp
             tl.store(result + row * columns + column, value * probability, mask=inside)
 
 
-# One kernel for rows in pages and for others: a graph may be recorded as soon as there are pages, and must find it compiled.
+# One kernel for rows in pages and for others: a graph may be recorded as soon as there are pages, and needs it compiled.
 @triton.jit(do_not_specialize=["header", "table", "page_rows"])  # type: ignore[untyped-decorator]
 def _backward(  # type: ignore[no-untyped-def]
     source,
@@ -111,7 +111,7 @@ def _backward(  # type: ignore[no-untyped-def]
         page = tl.load(table + number // height, mask=is_paged & has_pages, other=0)
         place = tl.where(is_paged, page * height + number % height, row)
         first = source + place * columns * (2 if GATED else 1)
-        kept = tl.where(has_pages, columns, 0)  # rows that are nowhere read as zero
+        kept = tl.where(has_pages, columns, 0)  # rows without memory read as zero
         total = tl.zeros([BLOCK], dtype=tl.float32)
         for start in range(0, columns, BLOCK):
             column = start + tl.arange(0, BLOCK)

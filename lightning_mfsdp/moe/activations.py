@@ -1,6 +1,6 @@
-"""What experts do between their two projections, with the derivative written out. On CUDA kernels compute live rows only.
+"""The activations of experts between their two projections, with explicit derivatives. On CUDA, kernels compute live rows only.
 
-Probabilities are multiplied in here and not after the second projection: so their gradient needs no output of the experts, and
+Probabilities are multiplied here and not after the second projection: so their gradient needs no output of the experts, and
 tokens are combined by plain sums.
 """
 
@@ -54,7 +54,7 @@ class Activation:
     def backward(
         self, projected: Tensor | PagedRows, probabilities: Tensor, grad: Tensor, live: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `forward` returned, computed again, and the gradients of its arguments.
+        """What `forward` returned, recomputed, and the gradients of its arguments.
 
         Args:
             projected: `[rows, width * I]`, whole or in pages.

@@ -1,4 +1,4 @@
-"""CapacityWatch: how large the buffers of experts should have been, counted on the device for somebody who asks before the step."""
+"""CapacityWatch: how large the buffers of experts should have been, counted on the device for a caller that checks before the step."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Watched(Protocol):
 
 
 class CapacityWatch:
-    """Of experts with a capacity factor. While it asks, they never wait for the device, and what they leave out is known to it.
+    """Watches experts with a capacity factor. While it does, they never wait for the device, and it records what they drop.
 
     Args:
         layers: By name. Their `capacity_watch` becomes this, until `close`.
         device: Where they are.
-        asks: Whether a step in which rows were left out will not be taken.
+        asks: Whether a step in which rows were dropped will be skipped.
 
     Attributes:
         names: Of the layers.
-        found: The least capacity factor with which each layer would have kept all its rows, 0 where it did; float64, `[layers]`.
+        found: The least capacity factor with which each layer would have kept all its rows, 0 if it did; float64, `[layers]`.
     """
 
     def __init__(self, layers: Mapping[str, Watched], device: torch.device, asks: Callable[[], bool]) -> None:
@@ -44,19 +44,19 @@ class CapacityWatch:
             layer.capacity_watch = self
 
     def close(self) -> None:
-        """Leave the layers alone."""
+        """Detach from the layers."""
         for layer in self._layers.values():
             if layer.capacity_watch is self:
                 layer.capacity_watch = None
 
     def asks(self, experts: Watched) -> bool:
-        """Whether somebody will ask about this call. Not about evaluations, nor about copies of the layers."""
+        """Whether this call is watched. Evaluations and copies of the layers are not."""
         return experts.training and id(experts) in self._place and self._asks()
 
     def note(self, experts: Watched, is_short: Tensor, factor: Tensor) -> None:
-        """A call left rows out if `is_short`; `factor` would have been enough. Nobody waits."""
+        """A call dropped rows if `is_short`; `factor` would have been enough. Does not wait."""
         place = self._place.get(id(experts))
-        if place is not None and compat.backward_task() == -1:  # a checkpoint that computes again was noted before
+        if place is not None and compat.backward_task() == -1:  # a recomputing checkpoint was recorded before
             mine = self.found[place]
             torch.maximum(mine, torch.where(is_short, factor, 0.0), out=mine)
 
@@ -71,5 +71,5 @@ class CapacityWatch:
 
 
 def rounded_up(factor: float) -> str:
-    """A capacity factor for messages, which is enough as it stands there."""
+    """A capacity factor for messages, rounded so that it is enough."""
     return f"{math.ceil(factor * 100) / 100:.2f}"

@@ -1,4 +1,4 @@
-"""GroupedExperts: stacked feed-forward experts, computed together and without a word to the host."""
+"""GroupedExperts: stacked feed-forward experts, computed together and without synchronizing with the host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GroupedExperts(nn.Module):
     """E feed-forward experts with stacked weights; every token goes through K of them.
 
     All experts are computed by grouped matrix products on offsets that stay on the device, so nothing waits for the host, and a call
-    can be recorded in a CUDA graph and replayed with other routes. That takes CUDA, bfloat16, and sizes that are multiples of 8;
+    can be recorded in a CUDA graph and replayed with other routes. That requires CUDA, bfloat16, and sizes that are multiples of 8;
     elsewhere experts are computed one by one.
 
     Args:
@@ -41,11 +41,11 @@ class GroupedExperts(nn.Module):
         intermediate_size: I, inside an expert.
         activation: "swiglu" (gated by SiLU) or "gelu".
         capacity_factor: Under expert parallelism by "all_gather" the buffer of rows holds so many times the average of a rank.
-            `None`: as many as there can be. Elsewhere buffers hold exactly the rows there are, and this changes nothing.
+            `None`: the maximum number. Elsewhere buffers hold exactly the needed rows, and this has no effect.
         over_capacity: What happens to rows beyond that. "grow": the call gets a larger buffer, and a warning says which factor would have
-            been enough. To know, the host waits for the device in each call, unless `capacity_watch` asks. "drop": they are left
-            out and flagged (`over_budget`), and nothing waits.
-        flat_weights: Keep weights as matrices, `[E * rows, columns]`, so that they are shared out by rows of those and not by whole
+            been enough. For that the host waits for the device in each call, unless `capacity_watch` checks. "drop": they are dropped
+            and flagged (`over_budget`), without waiting.
+        flat_weights: Keep weights as matrices, `[E * rows, columns]`, so that they are sharded by rows of those and not by whole
             experts. For more ranks than experts.
         init_std: Standard deviation of initial weights.
         device: Of the weights.
@@ -55,14 +55,14 @@ class GroupedExperts(nn.Module):
         weight_in: `[E, 2 * I, H]`, gate first ("swiglu"), or `[E, I, H]`. Under expert parallelism those of this rank's experts.
         weight_out: `[E, H, I]`.
         live_rows: How many rows the last call computed, int64, 0-D.
-        over_budget: Whether any call since this was last cleared had more rows than its buffer, bool, 0-D. Clear it with `zero_()`.
+        over_budget: Whether any call since the last reset had more rows than its buffer, bool, 0-D. Clear it with `zero_()`.
         capacity: Rows of the last call's buffer; 0 before the first one.
-        capacity_watch: Somebody who asks, before a step is taken, whether rows were left out, and does not take it then
-            (`PagedStash`, `RowStash.watch`). Under "grow" calls in training mode leave rows out for it and do not wait.
+        capacity_watch: An object that checks, before a step, whether rows were dropped, and skips it then
+            (`PagedStash`, `RowStash.watch`). Under "grow", calls in training mode then drop rows without waiting.
         saver: Keeps activations for backward.
         first_expert: Number of this rank's first expert.
-        dispatcher: `None`, or what expert parallelism set.
-        buffers_of_each_rank: Which buffers ranks have for themselves, see `broadcast_buffers`.
+        dispatcher: `None`, or the one that expert parallelism set.
+        buffers_of_each_rank: Which buffers each rank has for itself, see `broadcast_buffers`.
 
     Raises:
         ValueError: A size or factor out of range, or an unknown activation.
@@ -121,7 +121,7 @@ class GroupedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights again. Experts of other ranks are drawn too, and dropped: under one seed weights do not depend on ranks."""
+        """Draw the weights again. Experts of other ranks are drawn too, and discarded: under one seed weights do not depend on ranks."""
         for weight in self.stacked_weights():
             own = iter(weight.detach())
             for expert in range(self.num_experts):
@@ -141,11 +141,11 @@ class GroupedExperts(nn.Module):
         )
 
     def forward(self, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
-        """The sum over each token's experts of probability times what the expert makes of the token.
+        """The sum over each token's experts of probability times the expert's output for the token.
 
         Args:
             hidden: Tokens, `[T, H]`.
-            expert_index: Which experts each token goes through, integers `[T, K]`. A number outside `[0, E)` stands for none.
+            expert_index: Which experts each token goes through, integers `[T, K]`. A number outside `[0, E)` means none.
             probabilities: Their weights, `[T, K]`.
 
         Returns:
@@ -155,7 +155,7 @@ class GroupedExperts(nn.Module):
             ValueError: Shapes or dtypes that do not fit.
         """
         self._check(hidden, expert_index, probabilities)
-        expert_index = expert_index.long()  # numbers of experts need not fit what numbers of choices were stored in
+        expert_index = expert_index.long()  # numbers of experts may not fit the dtype of the choices
         if self.dispatcher is not None:
             return _uncompiled(self.dispatcher, self, hidden, expert_index, probabilities)
         return self.compute(hidden, expert_index, probabilities)
@@ -193,7 +193,7 @@ class GroupedExperts(nn.Module):
         )
 
     def compute_dtype(self, hidden: Tensor) -> torch.dtype:
-        """What products are computed in: what autocast says, else the dtype of the weights."""
+        """Dtype of the products: autocast's, otherwise that of the weights."""
         return product_dtype(hidden, self.weight_in)
 
     def _planned(self, expert_index: Tensor, num_experts: int, average_rows: int | None) -> RowPlan:
@@ -257,7 +257,7 @@ def _call(dispatcher: Dispatcher, *arguments: Any) -> Tensor:
     return dispatcher(*arguments)
 
 
-# Compilers take communication as it is.
+# Compilers do not trace communication.
 _uncompiled: Callable[..., Tensor] = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
 
 
@@ -268,7 +268,7 @@ def _check_sizes(**sizes: Any) -> None:
 
 
 def _check_capacity_factor(capacity_factor: float | None) -> None:
-    """Raise a ValueError for a buffer that could not even hold the average."""
+    """Raise a ValueError for a buffer too small for even the average."""
     is_number = isinstance(capacity_factor, (int, float)) and 1 <= capacity_factor < math.inf
     if capacity_factor is not None and not is_number:
         raise ValueError(

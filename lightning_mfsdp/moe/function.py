@@ -2,11 +2,11 @@
 
 x           hidden rows, sorted by expert                            gathered again in backward
 projected   x times the first weights of each row's expert       read where the saver keeps it
-scaled      activation(projected) * probability                      computed again in backward
+scaled      activation(projected) * probability                      recomputed in backward
 output      the sum of each token's rows of scaled times the second weights
 
-The input is kept as it was given, T rows and not a row for each choice, which are K times as many. Where they are fewer, because
-most choices are other ranks', x is kept instead. See docs/design/moe.md.
+The input is saved in its original form, T rows instead of one for each choice, which are K times as many. If those are fewer, because
+most choices are other ranks', x is saved instead. See docs/design/moe.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def experts_mlp(
     activation: Activation,
     saver: ActivationSaver,
 ) -> Tensor:
-    """What the experts make of their tokens, summed for each token.
+    """The experts' outputs, summed for each token.
 
     Args:
         hidden: `[T, H]`.
@@ -59,9 +59,9 @@ def experts_mlp(
 
 
 def no_choices(hidden: Tensor, *others: Tensor) -> Tensor:
-    """What experts make of tokens that chose none: zeros, `[T, H]`.
+    """The output for tokens that chose no expert: zeros, `[T, H]`.
 
-    All arguments take part all the same, by none of their elements: gradients are zero and not missing.
+    All arguments still enter the graph, with none of their elements: gradients are zero and not missing.
     """
     nothing: Tensor = sum((one[:0].sum() for one in (hidden, *others)), start=hidden.new_zeros(()))
     return torch.zeros_like(hidden) + nothing.to(hidden.dtype)
@@ -88,7 +88,7 @@ class _ExpertsMLP(torch.autograd.Function):
         needs_x, ctx.gathers_again = ctx.needs_input_grad[2], len(hidden) <= plan.rows
         ctx.saves_x = needs_x and not ctx.gathers_again
         kept = (
-            saver.save(ctx, (x, projected), plan.live)  # products read x, and only whole
+            saver.save(ctx, (x, projected), plan.live)  # products read x, and only as a whole
             if ctx.saves_x
             else save_to_lend(saver, ctx, (projected,), plan.live)
         )
@@ -126,7 +126,7 @@ class _ExpertsMLP(torch.autograd.Function):
 
 @contextmanager
 def _saved(ctx: Any, kept: Sequence[Tensor]) -> Iterator[tuple[Tensor | None, Tensor | PagedRows]]:
-    """The input, if it was saved, and the first projection. In the context alone, but for the input."""
+    """The input, if it was saved, and the first projection. Valid inside the context only, except for the input."""
     if ctx.saves_x:
         x, projected = ctx.saver.load(ctx, kept)
         yield x, projected
@@ -135,5 +135,5 @@ def _saved(ctx: Any, kept: Sequence[Tensor]) -> Iterator[tuple[Tensor | None, Te
         yield None, projected
 
 
-# Compilers take it as it is: savers are Python, and kernels are compiled already.
+# Compilers do not trace it: savers are Python, and kernels are compiled already.
 _apply: Callable[..., Tensor] = torch.compiler.disable(_ExpertsMLP.apply)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Gathering rows as a Triton kernel: only the rows that count, of which the number is read on the device."""
+"""Gathering rows as a Triton kernel: only the live rows, whose number is read on the device."""
 
 from __future__ import annotations
 

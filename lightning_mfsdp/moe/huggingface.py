@@ -1,6 +1,6 @@
 """Grouped experts inside Hugging Face's models (transformers 5), through its own registry of experts implementations.
 
-Their weights, names and checkpoints stay as they are; what changes is how they are computed, and what is saved for backward.
+Their weights, names and checkpoints are unchanged; only how they are computed, and what is saved for backward, changes.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver, has_saver
 
 __all__ = ["ExpertLayer", "ExpertsReport", "ModelWithExperts", "enable_grouped_experts", "models_with_experts"]
 
-# The name under which transformers knows the implementation.
+# The name under which the implementation is registered with transformers.
 IMPLEMENTATION = "mfsdp_grouped"
 
 # What transformers' decorator of experts sets on every instance.
 _DESCRIPTION = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
-# Names of the function and of the modules that are SiLU there.
+# Names of SiLU as a function and as modules in transformers.
 _SILU = ("silu", "SiLU", "SiLUActivation")
 
-# Of weights. What has fewer bits comes with scales, of which nothing is known here.
+# Of weights. Formats with fewer bits have scales, which are not supported here.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayer:
-    """What became of one layer of experts.
+    """The result for one layer of experts.
 
     Attributes:
         name: Of the module.
         kind: Its class.
-        refused_because: Empty where it is computed by this package now.
+        refused_because: Empty if it is computed by this package now.
     """
 
     name: str
@@ -78,8 +78,8 @@ class ExpertsReport:
 def enable_grouped_experts(module: nn.Module, saver: ActivationSaver | None = None) -> ExpertsReport:
     """Compute the experts of Hugging Face's models inside `module` by grouped products, and save their activations by `saver`.
 
-    Their layers have an attribute `saver` from then on. Modules of one's own that have one (`SavesActivations`; `GroupedExperts` does)
-    get the saver too. A model is switched as a whole: if one of its layers cannot be, all of them stay as they are. Before or after
+    Their layers have an attribute `saver` from then on. Modules of your own that have one (`SavesActivations`; `GroupedExperts` does)
+    get the saver too. A model is switched as a whole: if one of its layers cannot be, none is. Call it before or after
     `fully_shard`.
 
     Args:
@@ -87,7 +87,7 @@ def enable_grouped_experts(module: nn.Module, saver: ActivationSaver | None = No
         saver: Of activations. `None`: autograd keeps them.
 
     Returns:
-        What was done, layer by layer. Nothing is refused without a reason in it.
+        What was done, layer by layer, with a reason for each layer that is refused.
     """
     saver = saver or OrdinarySaver()
     layers: list[ExpertLayer] = []
@@ -133,7 +133,7 @@ class ModelWithExperts:
     @property
     def is_switched(self) -> bool:
         """Whether its experts are computed by this package."""
-        # Not the model's own: where a model of text lies in one of pictures, the outer one has no experts to speak of.
+        # Not the model's own: if a text model is inside a vision model, the outer one has no experts of its own.
         return all(cast(Any, layer).config._experts_implementation == IMPLEMENTATION for layer in self.layers.values())
 
     def switch(self, saver: ActivationSaver) -> None:
@@ -148,8 +148,8 @@ class ModelWithExperts:
             cast(Any, layer).saver = saver
 
     def restore(self) -> None:
-        """As it was before `switch`."""
-        for config, implementation in self._before:  # the outer ones first: they hand on what they are set to
+        """Undo `switch`."""
+        for config, implementation in self._before:  # the outer ones first: they propagate what they are set to
             config._experts_implementation = implementation
         for layer in self._given:
             del layer.saver
@@ -204,7 +204,7 @@ def _refused_because(layer: Any) -> str:
 
 
 def _grouped(layer: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What transformers calls in place of a layer's own forward."""
+    """The function that transformers calls in place of a layer's own forward."""
     weight_in, weight_out = layer.gate_up_proj, layer.down_proj
     if layer.is_transposed:
         weight_in, weight_out = weight_in.transpose(1, 2), weight_out.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Backwards that have no derivative of their own, and say so."""
+"""Backwards without a derivative of their own, which raise an error instead."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ class _Refusal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> NoReturn:
         raise RuntimeError(
-            "experts: gradients of gradients (create_graph=True) were asked for, and the experts' backward has none of its own; leave them "
+            "experts: gradients of gradients (create_graph=True) were requested, and the experts' backward has none of its own; leave them "
             "out of the penalty, or compute it with nn.Linear layers in their place"
         )

@@ -1,4 +1,4 @@
-"""Expert parallelism: the experts of a layer are divided among ranks, and tokens meet them there.
+"""Expert parallelism: the experts of a layer are divided among ranks, and tokens are sent there.
 
 "all_gather"    every rank of the axis sees all tokens, computes those that chose its experts, and the results are summed by a
 reduce-scatter. Sizes are fixed beforehand: nothing waits for the host, and a CUDA graph can hold it. For one node.
@@ -37,7 +37,7 @@ def expert_parallel(
 
     Args:
         experts: With the same weights on all ranks, or on the meta device.
-        mesh: Its axis "expert" is meant, or its only one. Rank p of it keeps experts from `p * E / size` on.
+        mesh: Its axis "expert" is used, or its only one. Rank p of it keeps experts from `p * E / size` on.
         dispatcher: How tokens reach their experts.
 
     Returns:
@@ -86,7 +86,7 @@ def _expert_axis(mesh: DeviceMesh) -> Axis:
 
 @dataclass(frozen=True, eq=False)
 class _Dispatcher(ABC):
-    """Copies of a module share it: it holds nothing but the way to other ranks.
+    """Copies of a module share it: it holds only the connection to other ranks.
 
     Args:
         axis: Ranks with different experts.
@@ -102,12 +102,12 @@ class _Dispatcher(ABC):
 
     @abstractmethod
     def _dispatch(self, experts: GroupedExperts, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
-        """What `__call__` returns."""
+        """The result of `__call__`."""
 
     def _take_part(
         self, experts: GroupedExperts, given: Sequence[tuple[torch.Size, torch.dtype, torch.device]]
     ) -> None:
-        """Compute for others, with as many tokens as were given before, which choose no expert."""
+        """Join the other ranks' calls, with as many tokens as in the last call, which choose no expert."""
         hidden, expert_index, probabilities = (torch.zeros(size, dtype=kind, device=at) for size, kind, at in given)
         self._dispatch(experts, hidden, expert_index.fill_(-1), probabilities)
 
@@ -181,7 +181,7 @@ def _exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], axis:
 
 
 def _moved(tensor: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    """What `there` makes of it; its gradient is what `back` makes of that of the result."""
+    """Apply `there`; in backward, apply `back` to the gradient of the result."""
     result: Tensor = _Moved.apply(tensor, there, back)  # type: ignore[no-untyped-call]
     return result
 
@@ -202,9 +202,9 @@ class _Moved(torch.autograd.Function):
 
 @torch.no_grad()
 def take_over_budget(module: nn.Module, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Whether any expert of any rank had more rows than its buffer since this was last asked; the flags are cleared. Collective.
+    """Whether any expert of any rank had more rows than its buffer since the last query; the flags are cleared. Collective.
 
-    Nothing waits for the device: the answer, bool and 0-D, stays there and is the same on all ranks.
+    It does not wait for the device: the answer, bool and 0-D, stays there and is the same on all ranks.
 
     Args:
         module: With `GroupedExperts` inside; the same number on every rank.

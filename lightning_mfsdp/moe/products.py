@@ -2,7 +2,7 @@
 
     ends        int32 [experts]   expert e has the rows from ends[e - 1] to ends[e]; rows past the last of them are dead
 
-Dead rows are neither read nor written: what comes out there is whatever the memory held before.
+Dead rows are neither read nor written: the result there is undefined.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ALIGNED_BYTES = 16  # of a row, for grouped products
 
 
 def product_dtype(hidden: Tensor, weights: Tensor) -> torch.dtype:
-    """What products are computed in: what autocast says, else the dtype of the weights."""
+    """Dtype of the products: autocast's, otherwise that of the weights."""
     kind, dtype = hidden.device.type, weights.dtype
     if torch.is_autocast_enabled(kind) and dtype is not torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -73,7 +73,7 @@ def no_grouped_product_because(*operands: Tensor) -> str:
 
 
 def warn_where_it_waits(*operands: Tensor) -> None:
-    """Say so if products of these make the host wait for a device. From one place, so that Python tells it once."""
+    """Warn if products of these make the host wait for a device. From one place, so that Python shows it once."""
     if operands[0].is_cuda and (reason := no_grouped_product_because(*operands)):
         warnings.warn(
             f"mixture of experts: experts are computed one by one, and each call waits for the device: {reason}",

@@ -1,6 +1,6 @@
 """TopKRouter: which experts a token goes through, with what weight, and how the load is kept even.
 
-Scores are float32 whatever the model computes in. Nothing here waits for the device.
+Scores are float32 regardless of the model's dtype. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Routes:
     Attributes:
         expert_index: Experts by falling score, int64 `[T, K]`.
         probabilities: Their weights, float32 `[T, K]`.
-        loss: What balancing and the z-loss add to the loss, weighted already; float32, 0-D, zero where there is neither.
+        loss: The term of balancing and z-loss to add to the loss, weighted already; float32, 0-D, zero without either.
     """
 
     expert_index: Tensor
@@ -35,13 +35,13 @@ class Routes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadStatistics:
-    """How choices were spread over experts since they were last counted. Tensors on the device: fit for `self.log`, no waiting.
+    """How choices were distributed over experts since the last count. Tensors on the device: fit for `self.log`, no waiting.
 
     Attributes:
         share: Of each expert in all choices, float32 `[E]`; zero before the first.
         most: The largest share over the mean: 1 where load is even, E where one expert has it all; 0-D.
         least: The smallest share over the mean; 0-D.
-        unused: How many experts nobody asked for; 0-D.
+        unused: How many experts no token chose; 0-D.
     """
 
     share: Tensor
@@ -51,7 +51,7 @@ class LoadStatistics:
 
 
 class ChoiceKeeper(Protocol):
-    """Remembers choices, so that a forward that is computed again in backward goes the same ways."""
+    """Stores choices, so that a forward that is recomputed in backward routes tokens the same way."""
 
     def keep(self, choose: Callable[[], Tensor]) -> tuple[Tensor, bool]:
         """The next choice, `choose()` the first time and the same tensor again, and whether it was made already."""
@@ -77,8 +77,8 @@ class TopKRouter(nn.Module):
         weight: `[E, H]`.
         bias: float32 `[E]` whatever the module is converted to, a buffer; zero without bias-based balancing.
         load: Choices of each expert in training since `balance()`, int64 `[E]`, a buffer.
-        choice_keeper: Asked for each choice; `None` where nothing is computed again.
-        buffers_of_each_rank: Which buffers ranks have for themselves, see `broadcast_buffers`.
+        choice_keeper: Called for each choice; `None` if nothing is recomputed.
+        buffers_of_each_rank: Which buffers each rank has for itself, see `broadcast_buffers`.
 
     Raises:
         ValueError: A size or option out of range.
@@ -126,13 +126,13 @@ class TopKRouter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight again, and forget bias and load."""
+        """Draw the weight again, and reset bias and load."""
         nn.init.normal_(self.weight, std=self.init_std)
         self.bias.zero_()
         self.load.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
-        """The bias goes where the module goes, in float32: its steps would be lost in 16 bits."""
+        """The bias moves with the module, but stays in float32: its steps would be lost in 16 bits."""
         bias = self.bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.bias.dtype is not torch.float32:
@@ -170,7 +170,7 @@ class TopKRouter(nn.Module):
         return (choose(), False) if self.choice_keeper is None else self.choice_keeper.keep(choose)
 
     def _count(self, index: Tensor, *, note: bool) -> Tensor:
-        """Choices of each expert, int64 `[E]`; noted in `load` if so asked."""
+        """Choices of each expert, int64 `[E]`; added to `load` if requested."""
         choices = index.reshape(-1)
         counts = torch.zeros_like(self.load).scatter_add_(0, choices, torch.ones_like(choices))
         if note:
@@ -190,7 +190,7 @@ class TopKRouter(nn.Module):
 
     @torch.no_grad()
     def balance(self, group: dist.ProcessGroup | None = None) -> None:
-        """Move the biases one step against the load and count anew. Call it once for each optimizer step, on all ranks.
+        """Move the biases one step against the load and reset the count. Call it once for each optimizer step, on all ranks.
 
         Args:
             group: Ranks that route different tokens. `None`: all.

@@ -1,12 +1,12 @@
 """RowPlan: which rows the experts compute, and where the results go. All of it stays on the device.
 
-Every token asks for several experts, and each such choice is a row. Rows are sorted by expert into a buffer whose length is known
-beforehand; the choices that are nobody's here come last. So the rows to compute are a prefix of the buffer:
+Every token chooses several experts, and each such choice is a row. Rows are sorted by expert into a buffer whose length is known
+beforehand; the choices that belong to no expert here come last. So the rows to compute are a prefix of the buffer:
 
     buffer      | expert 0 | expert 1 |  ...  | last expert |  dead rows  ...  |
                 0        ends[0]    ends[1]           ends[-1] = live         rows
 
-The last row is always dead, so that choices without a result have a place to point to.
+The last row is always dead, so that choices without a result have a row to point to.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class RowPlan:
 
     Attributes:
         choice: Which of the `T * K` choices a row is, int64 `[rows]`; any valid one for dead rows.
-        token: Whose choice that is, int64 `[rows]`.
+        token: The token of that choice, int64 `[rows]`.
         position: Row of each choice, int64 `[T, K]`; the last row where it has none.
         ends: Where the rows of each expert end, int32 `[E]`.
         live: How many rows are computed, int64, 0-D.
-        wanted: How many were asked for, int64, 0-D. Those of the last experts are left out where it is more than the buffer holds.
+        wanted: How many were requested, int64, 0-D. Those of the last experts are dropped if it is more than the buffer holds.
         over_budget: Whether it is, bool, 0-D.
     """
 
@@ -54,7 +54,7 @@ def plan_rows(expert_index: Tensor, num_experts: int, budget: int) -> RowPlan:
     """Sort choices by expert, without waiting for the device.
 
     Args:
-        expert_index: Integers `[T, K]`; what is not in `[0, num_experts)` is not computed here. At least one choice.
+        expert_index: Integers `[T, K]`; values outside `[0, num_experts)` are not computed here. At least one choice.
         num_experts: E.
         budget: Rows that may be live.
     """
@@ -81,7 +81,7 @@ def plan_rows(expert_index: Tensor, num_experts: int, budget: int) -> RowPlan:
 
 
 def gathered(values: Tensor, token: Tensor, live: Tensor) -> Tensor:
-    """The row of each choice's token, `[rows, width]` of `values` `[T, width]`. On CUDA dead rows cost nothing and hold anything."""
+    """The row of each choice's token, `[rows, width]` of `values` `[T, width]`. On CUDA dead rows cost nothing and are undefined."""
     if values.is_cuda:
         from lightning_mfsdp.moe.gather_kernel import gather_live_rows
 

@@ -54,17 +54,17 @@ class PagedRows:
 
     @property
     def device(self) -> torch.device:
-        """Where the pages are."""
+        """Device of the pages."""
         return self.pages.device
 
     def whole(self) -> Tensor:
-        """The tensor, with zeros after its live rows: memory of its own. Nobody waits for the device."""
+        """The tensor, with zeros after its live rows, in memory of its own. Does not wait for the device."""
         if not len(self.pages):
             return self.pages.new_zeros(self.shape)
         row = torch.arange(self.rows, device=self.device)
         is_there = (row < self.header[1]) & (self.header[0] == 0)
         place = self.table[row // self.page_rows] * self.page_rows + row % self.page_rows
-        # As bytes, whatever the dtype is.
+        # As bytes, for any dtype.
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         pages = self.pages.view(torch.uint8).view(len(self.pages), row_bytes)
         found = pages.index_select(0, torch.where(is_there, place, 0)).masked_fill_(~is_there[:, None], 0)
@@ -74,19 +74,19 @@ class PagedRows:
 class ActivationSaver(Protocol):
     """Keeps activations of experts between forward and backward. Set one as `GroupedExperts.saver`.
 
-    It is asked only for forwards that are recorded for a backward.
+    It is called only for forwards that are recorded for a backward.
     """
 
     def save(self, ctx: Any, tensors: Sequence[Tensor], live_rows: Tensor) -> Sequence[Tensor]:
         """Keep tensors of one call.
 
         Args:
-            ctx: Of the autograd function: the place for anything that `load` will need.
-            tensors: `[rows, width]` each, with the same number of rows. Only the first `live_rows` hold anything.
+            ctx: Of the autograd function: a place to store anything that `load` will need.
+            tensors: `[rows, width]` each, with the same number of rows. Only the first `live_rows` are defined.
             live_rows: int64, 0-D, on the device.
 
         Returns:
-            What autograd is to keep as it keeps all other saved tensors.
+            What autograd must keep like all other saved tensors.
         """
 
     def load(self, ctx: Any, kept: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -103,10 +103,10 @@ class LendingSaver(ActivationSaver, Protocol):
     """A saver whose backward may read rows where they are kept, instead of getting tensors of its own."""
 
     def save_to_lend(self, ctx: Any, tensors: Sequence[Tensor], live_rows: Tensor) -> Sequence[Tensor]:
-        """As `save`, with the promise that the backward will call `lend` and not `load`."""
+        """As `save`, but the backward will call `lend` and not `load`."""
 
     def lend(self, ctx: Any, kept: Sequence[Tensor]) -> AbstractContextManager[Sequence[Tensor | PagedRows]]:
-        """The tensors of one call, in pages until the context ends, or whole, as they are if `save` kept them.
+        """The tensors of one call, in pages until the context ends, or whole and unchanged if `save` kept them.
 
         Args:
             ctx: The same as in `save_to_lend`.
@@ -116,9 +116,9 @@ class LendingSaver(ActivationSaver, Protocol):
 
 @runtime_checkable
 class SavesActivations(Protocol):
-    """A module of experts that asks a saver, and may be given another one. `GroupedExperts` is one.
+    """A module of experts that uses a saver, which can be replaced. `GroupedExperts` is one.
 
-    Its forward calls `self.saver.save` in an autograd function where a backward will follow, and its backward `self.saver.load`; or
+    Its forward calls `self.saver.save` in an autograd function if a backward will follow, and its backward `self.saver.load`; or
     `save_to_lend` and `lent`.
     """
 
@@ -126,7 +126,7 @@ class SavesActivations(Protocol):
 
 
 class OrdinarySaver:
-    """Everything is kept by autograd, whole."""
+    """Autograd keeps everything, whole."""
 
     def save(self, ctx: Any, tensors: Sequence[Tensor], live_rows: Tensor) -> Sequence[Tensor]:
         """Keep all of them."""
@@ -159,7 +159,7 @@ def has_saver(module: nn.Module) -> bool:
 
 
 def wrong_saver_because(module: nn.Module) -> str:
-    """Why a module's attribute `saver` is no `ActivationSaver`; empty if it is one, or if there is no such attribute."""
+    """Why a module's attribute `saver` is not an `ActivationSaver`; empty if it is one, or if there is no such attribute."""
     if not isinstance(module, SavesActivations):
         return ""
     missing = [method for method in ("save", "load") if not callable(getattr(module.saver, method, None))]

@@ -159,7 +159,7 @@ def too_few_pages(rank: int, world: int) -> None:
         loss = model.loss(tokens(2))
         stash.abort()
         assert_all_free(stash)
-        with pytest.raises(EngineStateError, match="belong to a step that was given up"):
+        with pytest.raises(EngineStateError, match="belong to a step that was abandoned"):
             loss.backward()
 
 

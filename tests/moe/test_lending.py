@@ -330,7 +330,7 @@ def test_what_was_saved_to_lend_can_be_loaded_and_forgotten():
     finish(stash)
     assert pages_in_use(stash) < in_use
     stash.abort()
-    with pytest.raises(EngineStateError, match="belong to a step that was given up"), saver.lend(calls[1], ()):
+    with pytest.raises(EngineStateError, match="belong to a step that was abandoned"), saver.lend(calls[1], ()):
         pass
 
 

@@ -1,4 +1,4 @@
-"""A paged stash: keeps the live rows of experts' saved buffers from forward to backward, in pages, without asking the host how many."""
+"""A paged stash: keeps live rows of experts' saved buffers from forward to backward, in pages, without reading their number on the host."""
 
 from lightning_mfsdp.moe.stash.config import StashConfig
 from lightning_mfsdp.moe.stash.pages import PageKind

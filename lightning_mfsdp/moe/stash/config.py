@@ -21,11 +21,11 @@ class StashConfig:
             over steps and ranks.
         device_factor: Pages on the device, as a multiple of that.
         host_factor: Pages in pinned host memory, for tensors that find no place on the device; 0 for none.
-        overflow: What happens when neither has room. "keep": the tensor stays where it is; nothing is lost but memory. "skip": the
-            optimizer step is left out on all ranks alike. "rerun": the step is done again without the stash. All of them enlarge
+        overflow: What happens when neither has room. "keep": the tensor stays where it is, which only costs memory. "skip": the
+            optimizer step is skipped on all ranks alike. "rerun": the step is repeated without the stash. All of them enlarge
             the pages for the next step.
         recorded_steps: Steps that are watched, with ordinary saves, before the pages are allocated.
-        own_stream: Copy beside the computation. `False`: in line with it, so that each layer can be a CUDA graph by itself.
+        own_stream: Copy on a separate stream. `False`: on the compute stream, so that each layer can be a CUDA graph by itself.
 
     Raises:
         ValueError: An option out of its range.

@@ -1,9 +1,9 @@
-"""The question to all ranks whether some tensor found no place, or experts more rows than their buffers hold.
+"""The query over all ranks whether some tensor found no place, or experts had more rows than their buffers hold.
 
-It is asked on the side, and nobody waits until somebody wants to know.
+It runs on the side stream, and no rank waits until the answer is read.
 
-The answer tells of saves before the question. What overflows later is left for the next question, of the next step if need be; and where
-rows of such a save were read before anybody asked again, there is no answer, but an error.
+The answer covers saves before the query. What overflows later is left for the next query, if necessary in the next step; and if
+rows of such a save were read before the next query, the answer is an error.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["OverflowFlag"]
 
 
 class OverflowFlag:
-    """Of one step; later questions take the place of earlier ones, since counts only grow within a step.
+    """The queries of one step; later ones replace earlier ones, since counts only grow within a step.
 
     Attributes:
-        questions: How many there were, of all steps.
-        is_submitted: Whether there was one in this step.
-        was_read: Whether its answer was.
-        capacity: Experts whose buffers are asked about too.
+        questions: How many queries there were, in all steps.
+        is_submitted: Whether there was a query in this step.
+        was_read: Whether its answer was read.
+        capacity: Experts whose buffers are included.
     """
 
     def __init__(self) -> None:
@@ -39,10 +39,10 @@ class OverflowFlag:
         self._unasked = ""
         self._host: Tensor | None = None
         self._ready: Event = None
-        self._needed: Tensor | None = None  # hundredths, by all questions of this step
+        self._needed: Tensor | None = None  # hundredths, from all queries of this step
 
     def most_overflowed(self, pools: Sequence[PagePool], device: torch.device) -> Tensor:
-        """Of all ranks: most tensors without a place in a pool, and hundredths of the needed capacity factor. int64 `[2]`; collective."""
+        """Over all ranks: most tensors without a place in a pool, and hundredths of the needed capacity factor. int64 `[2]`; collective."""
         counts = [pool.overflowed for pool in pools]
         nothing = torch.zeros((), dtype=torch.int64, device=device)
         needed = nothing if self.capacity is None else self.capacity.hundredths
@@ -62,7 +62,7 @@ class OverflowFlag:
             self._host.copy_(most, non_blocking=True)
             for pool in pools:
                 pool.note_asked()
-            if self.capacity is not None:  # what is left out from now on is part of the next question
+            if self.capacity is not None:  # what is dropped from now on is part of the next query
                 self._needed = most[1]
                 self.capacity.found.zero_()
             self._ready = side.record()
@@ -71,12 +71,12 @@ class OverflowFlag:
         self.questions += 1
 
     def note_read(self, layer: str, question: int) -> None:
-        """Rows of a layer, stored after so many questions, are read where they may be missing."""
+        """Rows of a layer, stored after this many queries, are read although they may be missing."""
         if self.is_submitted and question == self.questions:
             self._unasked = layer
 
     def check(self) -> None:
-        """Before the answer: raise an EngineStateError if rows were read that the last question does not tell of."""
+        """Before the answer: raise an EngineStateError if rows were read that the last query does not cover."""
         if self._unasked:
             raise EngineStateError(
                 f"paged stash: rows of {self._unasked} were saved after submit_overflow() and read in backward, so its answer does not "
@@ -84,12 +84,12 @@ class OverflowFlag:
             )
 
     def check_read(self, overflow: str) -> None:
-        """At the end of a step: raise an EngineStateError if nobody asked, or not about all rows that were read."""
+        """At the end of a step: raise an EngineStateError if there was no query, or it did not cover all rows that were read."""
         self.check()
         if not self.was_read:
             raise EngineStateError(
-                f"paged stash: overflow={overflow!r} and nobody asked overflowed() before the optimizer step, which may have used wrong "
-                "gradients; ask it after backward, and leave the step out where it says so"
+                f"paged stash: overflow={overflow!r} and overflowed() was not called before the optimizer step, which may have used wrong "
+                "gradients; call it after backward, and skip the step if it returns True"
             )
 
     def wait(self) -> tuple[bool, float]:

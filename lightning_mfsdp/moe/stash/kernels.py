@@ -1,6 +1,6 @@
-"""What is done with pages, as Triton kernels: nothing waits, addresses stay, so a CUDA graph can hold all of it. See `PageOps`.
+"""The operations on pages, as Triton kernels: nothing waits, addresses stay fixed, so a CUDA graph can hold all of it. See `PageOps`.
 
-Where a tensor goes is decided by one program, which also moves the heads; the copies, many programs, come after it on the stream and
+One program decides where a tensor goes, and moves the heads; the copies, many programs, follow it on the stream and
 only read what it wrote. So no program can see heads that others have not published yet, and no barrier across a grid is needed.
 """
 
@@ -16,7 +16,7 @@ from lightning_mfsdp.moe.stash.pages import PagePool, pages_in
 
 __all__ = ["copy_in", "copy_out", "give_back", "place"]
 
-# Sizes that change when pages are enlarged are not compiled into kernels: a graph may be recorded right after, and must find all compiled.
+# Sizes that change when pages are enlarged are not compiled into kernels: a graph may be recorded right after, and needs all compiled.
 # One warp: a scalar that one warp has stored must not be loaded by another that is late.
 _BOOKKEEPING: dict[str, Any] = {"block": 512, "num_warps": 1}
 _TILE_BYTES = 8192
@@ -75,7 +75,7 @@ def _copy(kernel: Any, pool: PagePool, header: Tensor, table: Tensor, rows: Tens
         header,
         table,
         pool.rows,
-        # Without a host tier nothing is read there, but a kernel wants an address that the device knows.
+        # Without a host tier nothing is read there, but a kernel requires a valid device address.
         pool.host_rows if pool.size.host_pages else pool.rows,
         capacity,
         width,
@@ -110,7 +110,7 @@ def _place(  # type: ignore[no-untyped-def]
     tl.store(header + 1, rows)
     tl.store(header + 2, needed)
 
-    tl.debug_barrier()  # nobody stores before everybody has loaded
+    tl.debug_barrier()  # no thread stores before all have loaded
     head += tl.where(on_device, needed, 0)
     host_head += tl.where(on_host, needed, 0)
     now_wanted = tl.load(counters + 4) + needed

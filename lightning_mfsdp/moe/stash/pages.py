@@ -1,12 +1,12 @@
 """Pages of one (dtype, width): their memory, the free lists and the counters, all on the device and at fixed addresses.
 
     rows         device tier [pages * page_rows, width]         host tier, pinned, the same with its own number of pages
-    free         [pages]: a circle of page numbers              one for each tier
-    counters     head and tail of each circle, which only grow: entry i of a circle is at i modulo its length
+    free         [pages]: a ring buffer of page numbers              one for each tier
+    counters     head and tail of each ring, which only grow: entry i of a ring is at i modulo its length
                  head = pages ever taken, tail = pages ever put in, so tail - head are free
 
-A tensor goes to one tier whole, or nowhere. Who does the work is either of two modules of the same functions, `kernels` (Triton) and
-`reference` (torch), see `PageOps`. What they decide about a tensor they write into its record:
+A tensor goes to one tier whole, or nowhere. The work is done by either of two modules with the same functions, `kernels` (Triton) and
+`reference` (torch), see `PageOps`. They write their decision about a tensor into its record:
 
     header       [4]: tier, live rows, pages, unused            read by the copies, so that all programs act alike
     table        [most pages a tensor of this capacity needs]: its pages, in order
@@ -45,7 +45,7 @@ HEADER = 4
 
 
 class Tier(IntEnum):
-    """Where a tensor's rows are."""
+    """The tier of a tensor's rows."""
 
     DEVICE = 0
     HOST = 1
@@ -54,7 +54,7 @@ class Tier(IntEnum):
 
 
 class Header(IntEnum):
-    """Places in a record's header."""
+    """Indices in a record's header."""
 
     TIER = 0
     ROWS = 1
@@ -62,10 +62,10 @@ class Header(IntEnum):
 
 
 class Counter(IntEnum):
-    """Places in a pool's counters. The first five are its state, the others are statistics of a step.
+    """Indices in a pool's counters. The first five are its state, the others are statistics of a step.
 
-    Kernels know of all but the last two: tensors without a place that all ranks were asked about, and those of steps before that nobody
-    was asked about yet.
+    Kernels use all but the last two: tensors without a place that a query over all ranks has covered, and those of earlier steps that
+    no query has covered yet.
     """
 
     HEAD = 0
@@ -95,7 +95,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class PageKind:
-    """What fits into the same pages. `dtype` is an integer one: pages hold bits."""
+    """The kind of tensors that fit into the same pages. `dtype` is an integer one: pages hold bits."""
 
     dtype: torch.dtype
     width: int
@@ -133,7 +133,7 @@ class PoolSize:
 
 
 class PagePool:
-    """The pages of one kind. See the module's text for what its tensors hold."""
+    """The pages of one kind. See the module docstring for what its tensors hold."""
 
     def __init__(self, kind: PageKind, page_rows: int, device: torch.device, size: PoolSize) -> None:
         self.kind = kind
@@ -156,20 +156,20 @@ class PagePool:
         self.counters[:STATE].copy_(self._full)
 
     def clear_statistics(self) -> None:
-        """Nothing was counted, and nothing is to be asked."""
+        """Reset: nothing was counted, and no query is pending."""
         self.counters[STATE:].zero_()
 
     @property
     def overflowed(self) -> Tensor:
-        """Tensors without a place that no step has answered for yet: int64, 0-D, on the device."""
+        """Tensors without a place that no step has accounted for yet: int64, 0-D, on the device."""
         return self.counters[Counter.OVERFLOWED] + self.counters[Counter.CARRIED]
 
     def note_asked(self) -> None:
-        """All ranks are asked about what has overflowed so far."""
+        """The query over all ranks now covers what has overflowed so far."""
         self.counters[Counter.ASKED].copy_(self.overflowed)
 
     def begin_step(self) -> None:
-        """Count anew. What overflowed after the question is left for the next one, and so is the number of pages it wanted."""
+        """Reset the counts. What overflowed after the query is left for the next one, and so is the number of pages it needed."""
         unasked = self.overflowed - self.counters[Counter.ASKED]
         wanted = self.counters[Counter.MOST_WANTED] * (unasked > 0)
         self.clear_statistics()
@@ -177,7 +177,7 @@ class PagePool:
         self.counters[Counter.MOST_WANTED].copy_(wanted)
 
     def inherit(self, counters: Tensor) -> None:
-        """Take over what the pool that this one replaces left to be asked."""
+        """Take over the pending query counts of the pool that this one replaces."""
         for counter in (Counter.CARRIED, Counter.MOST_WANTED):
             self.counters[counter].copy_(counters[counter])
 
@@ -193,16 +193,16 @@ class PagePool:
 
 
 class PageOps(Protocol):
-    """What is done with pages. Nothing here waits for the device; one pool's calls are on one stream."""
+    """The operations on pages. Nothing here waits for the device; one pool's calls are on one stream."""
 
     def place(self, pool: PagePool, header: Tensor, table: Tensor, live_rows: Tensor, capacity: int) -> None:
         """Find pages for a tensor and write its record.
 
         Args:
-            pool: Whose pages.
+            pool: The pool of the pages.
             header: int64 [HEADER], written.
             table: int64 [at least as many as `capacity` rows need], written as far as pages were found.
-            live_rows: int64, one element. Below 0 or above `capacity` it counts as that, and is counted as such.
+            live_rows: int64, one element. It is clamped to 0 and `capacity`, and the clamping is counted.
             capacity: Rows of the tensor.
         """
         ...
@@ -216,12 +216,12 @@ class PageOps(Protocol):
         ...
 
     def give_back(self, pool: PagePool, header: Tensor, table: Tensor) -> None:
-        """Put the pages of a record back; doing it again changes nothing."""
+        """Return the pages of a record; doing it twice changes nothing."""
         ...
 
 
 def warm_up(ops: PageOps, pool: PagePool) -> None:
-    """Have kernels compiled before a CUDA graph wants them. The pool's pages are all free, before and after."""
+    """Compile kernels before a CUDA graph needs them. The pool's pages are all free, before and after."""
     rows = torch.zeros(1, pool.kind.width, dtype=pool.kind.dtype, device=pool.rows.device)
     header, table = torch.zeros(2, HEADER, dtype=torch.int64, device=rows.device)
     ops.place(pool, header, table, torch.ones((), dtype=torch.int64, device=rows.device), 1)
@@ -240,7 +240,7 @@ def replace_pools(
     ops: PageOps,
     side: SideStream,
 ) -> None:
-    """Other pools in the places of `pools`, whose memory goes before new memory is asked for. What is to be asked is still to be asked."""
+    """Replace `pools` by other ones, and free their memory before new memory is allocated. Pending query counts are kept."""
     side.join(side.record())
     before = {kind: pool.counters for kind, pool in pools.items()}
     pools.clear()
@@ -254,12 +254,12 @@ def replace_pools(
 
 
 def pages_in(rows: int, page_rows: int) -> int:
-    """Pages that so many rows need."""
+    """Pages that this many rows need."""
     return -(-rows // page_rows)
 
 
 def host_memory(kind: PageKind, rows: int, device: torch.device) -> Tensor:
-    """Rows on the host that kernels of `device` reach.
+    """Rows in host memory that kernels on `device` can access.
 
     Raises:
         EngineStateError: The system refuses to pin them.

@@ -1,4 +1,4 @@
-"""What is done with pages, in torch: for the CPU, and what the kernels are compared with, bit by bit. See `PageOps`."""
+"""The operations on pages, in torch: for the CPU, and as the reference for the kernels, bit by bit. See `PageOps`."""
 
 from __future__ import annotations
 

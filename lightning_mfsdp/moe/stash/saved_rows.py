@@ -1,13 +1,13 @@
 """SavedRows: the tensors of one save of one layer, from the forward that computed them to the backward that reads them.
 
-    WHOLE      as the forward computed them, where they were computed
+    WHOLE      as the forward computed them, in their original memory
     COPIED     the same, and in pages as well (none, while pages are still to be allocated)
     PAGED      in pages alone
-    FETCHED    whole again, in memory of their own; the pages are others'
-    GONE       read, or given up: there is nothing to load
+    FETCHED    whole again, in memory of their own; the pages are reused
+    GONE       read, or abandoned: there is nothing to load
 
-Each change is one method, in the order of a life: `store`, `let_go`, `fetch`, `take` or `lend`. Those that stay where they are skip what
-they do not need, and `forget` ends all of them. When each is called is `stash.py`'s.
+Each transition is one method, in this order: `store`, `let_go`, `fetch`, `take` or `lend`. Rows that stay in place skip what
+they do not need, and `forget` ends all of them. `stash.py` decides when each is called.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_mfsdp.moe.stash.side_stream import Event, SideStream
 
 __all__ = ["SavedRows", "Stage", "check_recomputed", "check_save", "warn_of_kept"]
 
-_LOADED = "were loaded before, and their pages belong to others now; call backward once (no retain_graph)"
+_LOADED = "were loaded before, and their pages were reused; call backward once (no retain_graph)"
 
 
 class Stage(Enum):
@@ -44,23 +44,23 @@ class Stage(Enum):
 class SavedRows:
     """The tensors of one save, which share their live rows, and the record of each.
 
-    Memory is allocated on the stream that uses it last, and given back after an event of the other one was waited for: originals and
-    reloaded tensors on the caller's stream, records on the side.
+    Memory is allocated on the stream that uses it last, and freed after an event of the other one was waited for: originals and
+    reloaded tensors on the caller's stream, records on the side stream.
 
     Args:
         layer: Its name, for messages.
-        tensors: `[capacity, ...]` each. Nobody writes to them while they are whole or copied.
+        tensors: `[capacity, ...]` each. They must not be written to while they are whole or copied.
         live_rows: int64, one element, on the device.
         pools: Of each tensor, where its pages will be.
-        to_lend: Whether the reader will come to the pages.
+        to_lend: Whether the reader will read the pages directly.
         captured: As the attribute.
 
     Attributes:
         stage: Where the rows are.
-        question: How many questions all ranks were asked before it was stored, or saved if it was not.
+        question: How many queries there were before it was stored, or saved if it was not stored.
         captured: Whether it exists in a CUDA graph only.
         nbytes: Of the tensors.
-        reader: Who may read the rows; set by the stash. Once it is gone, nobody will, and the pages come back at the end of the step.
+        reader: The object that may read the rows; set by the stash. Once it is gone, the pages are freed at the end of the step.
         previous: The save before this one, which is probably read after it.
         pools: As given; none once the rows are gone.
     """
@@ -86,26 +86,26 @@ class SavedRows:
         self.pools = list(pools)
         self._why_gone = ""
         self._to_lend = to_lend
-        # Detached: the graph that made a tensor must not be kept alive by what it keeps alive.
+        # Detached: the graph that made a tensor must not be part of a reference cycle.
         self._tensors = [tensor.detach() for tensor in tensors]
         self._versions = [tensor._version for tensor in self._tensors]
         self._live_rows: Tensor | None = live_rows
         self._kinds = [PageKind.of(tensor) for tensor in tensors]
         self._like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         self._headers = self._tables = self._verdict = torch.empty(0, device="cpu")
-        self._stored: Event = None  # after the copies into pages; `None` if somebody has waited for it
+        self._stored: Event = None  # after the copies into pages; `None` if it was waited for
         self._fetched: Event = None
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def store(self, ops: PageOps, side: SideStream, *, copies: bool, verdict: bool) -> None:
-        """Find pages and copy into them, on the side.
+        """Find pages and copy into them, on the side stream.
 
         Args:
-            ops: Do the work.
-            side: The stream beside.
+            ops: The implementation.
+            side: The side stream.
             copies: Whether there may be pages at all.
-            verdict: Whether the host will ask `found_no_place`.
+            verdict: Whether the host will read `found_no_place`.
         """
         assert self.stage is Stage.WHOLE
         assert self._live_rows is not None
@@ -131,21 +131,21 @@ class SavedRows:
         self.stage = Stage.COPIED
 
     def found_no_place(self) -> bool:
-        """Whether some tensor is in no page. The host waits until the copies are done; see `store`."""
+        """Whether some tensor found no pages. The host waits until the copies are done; see `store`."""
         if self._stored is not None:
             self._stored.synchronize()
         return bool((self._verdict[:, Header.TIER] == Tier.NOWHERE).any())
 
     def let_go(self, side: SideStream) -> None:
-        """The pages are enough: the originals' memory may be used again."""
+        """The pages suffice: release the originals, so that their memory can be reused."""
         assert self.has_originals
         self.joined(side)
-        self._unwritten()  # raises if the copies are of what was written later
+        self._unwritten()  # raises if the originals were written to before the copy
         assert self.stage is Stage.COPIED
         self.stage, self._tensors = Stage.PAGED, []
 
     def joined(self, side: SideStream) -> None:
-        """The caller's stream goes on after the copies into pages."""
+        """Let the caller's stream wait for the copies into pages."""
         side.join(self._stored)
         self._stored = self._live_rows = None
 
@@ -153,26 +153,26 @@ class SavedRows:
 
     @property
     def needs_fetch(self) -> bool:
-        """Whether rows are in pages, nobody has begun to bring them back, and their reader does not come to the pages."""
+        """Whether rows are in pages, no fetch has begun, and their reader does not read the pages directly."""
         return self.stage is Stage.PAGED and not self._is_read_in_pages
 
     @property
     def has_originals(self) -> bool:
-        """Whether the tensors are where they were."""
+        """Whether the tensors are in their original memory."""
         return self.stage in (Stage.WHOLE, Stage.COPIED)
 
     @property
     def _is_read_in_pages(self) -> bool:
-        """On the device only: a kernel that reads rows of the host waits for the bus, and a fetch ahead of it does that beside."""
+        """On the device only: a kernel that reads rows of the host waits for the bus, whereas a prefetch overlaps that."""
         return self._to_lend and not any(pool.size.host_pages for pool in self.pools)
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether nobody can load any more."""
+        """Whether the rows can no longer be loaded."""
         return self.reader is None or self.reader() is None
 
     def fetch(self, ops: PageOps, side: SideStream) -> None:
-        """Begin to bring rows back, and give the pages back after that."""
+        """Start to fetch rows, and free the pages after that."""
         assert self.stage is Stage.PAGED
         self.joined(side)
         self._tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self._like]
@@ -184,7 +184,7 @@ class SavedRows:
         self.stage = Stage.FETCHED
 
     def take(self, ops: PageOps, side: SideStream) -> list[Tensor]:
-        """The tensors, wherever they are; the pages go back."""
+        """The tensors, from wherever they are; the pages are freed."""
         self.joined(side)
         if self.has_originals:
             tensors = self._unwritten()
@@ -199,7 +199,7 @@ class SavedRows:
 
     @contextmanager
     def lend(self, ops: PageOps, side: SideStream) -> Iterator[Sequence[Tensor | PagedRows]]:
-        """What `take` returns, or where it lies, until the context ends; then the pages go back, after what was issued inside."""
+        """What `take` returns, or its pages, until the context ends; then the pages are freed, after what was issued inside."""
         if not (self.stage is Stage.PAGED and self._is_read_in_pages):
             yield self.take(ops, side)
             return
@@ -207,7 +207,7 @@ class SavedRows:
         try:
             yield self._in_pages()
         finally:
-            # The side waits for the readers, and so do the pages' next owners and the records' memory.
+            # The side stream waits for the readers, and so do the pages' next owners and the records' memory.
             self.give_back(ops, side)
             self.forget(_LOADED)
 
@@ -220,7 +220,7 @@ class SavedRows:
                 ops.give_back(pool, header, table)
 
     def forget(self, why: str) -> None:
-        """Nothing can be loaded any more."""
+        """Nothing can be loaded anymore."""
         self.stage, self._why_gone = Stage.GONE, why
         self._live_rows, self._tensors = None, []
         self._headers = self._tables = self._verdict = torch.empty(0, device="cpu")
@@ -232,7 +232,7 @@ class SavedRows:
             raise EngineStateError(f"paged stash: rows of {self.layer} {self._why_gone}")
 
     def _unwritten(self) -> list[Tensor]:
-        """The originals, if nobody wrote to one since it was saved."""
+        """The originals, unless one was written to since it was saved."""
         for tensor, version in zip(self._tensors, self._versions, strict=True):
             if tensor._version != version:
                 raise EngineStateError(
@@ -258,7 +258,7 @@ class SavedRows:
 
 
 def check_save(layer: str, tensors: Sequence[Tensor], live_rows: Tensor, device: torch.device) -> None:
-    """Raise an EngineStateError unless tensors and their number of live rows are as a save wants them."""
+    """Raise an EngineStateError unless tensors and their number of live rows are as a save requires them."""
     if live_rows.dtype != torch.int64 or live_rows.numel() != 1 or live_rows.device.type != device.type:
         raise EngineStateError(
             f"paged stash: {layer} gave live_rows as {live_rows.dtype} of shape {list(live_rows.shape)} on {live_rows.device}, expected "
@@ -273,19 +273,19 @@ def check_save(layer: str, tensors: Sequence[Tensor], live_rows: Tensor, device:
 
 
 def check_recomputed(layer: str, outstanding: Iterable[SavedRows]) -> None:
-    """Raise an EngineStateError if rows of a layer that a checkpoint computes again are in the stash as well."""
+    """Raise an EngineStateError if rows of a layer that a checkpoint recomputes are in the stash as well."""
     if any(rows.layer == layer for rows in outstanding):
         raise EngineStateError(
-            f"paged stash: {layer} is computed again in backward by an activation checkpoint while its rows are in the stash, so they "
+            f"paged stash: {layer} is recomputed in backward by an activation checkpoint while its rows are in the stash, so they "
             "cost both. Checkpoint only what is around the experts (modules= of ActivationRecompute), leave this layer out of the "
             "stash, or pass use_reentrant=True to checkpoints of your own"
         )
 
 
 def warn_of_kept(layer: str) -> None:
-    """Say that there were too few pages and nothing is wrong."""
+    """Warn that there were too few pages; results are still correct."""
     warnings.warn(
         f"paged stash: rows of {layer} found no pages and stay where they are, so nothing is lost but memory; there will be more pages "
-        "from the next step on. Larger device_factor or host_factor avoid it. This is said once",
+        "from the next step on. Larger device_factor or host_factor avoid it. This is reported once",
         stacklevel=2,
     )

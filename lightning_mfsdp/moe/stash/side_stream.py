@@ -1,4 +1,4 @@
-"""A stream beside the caller's, made when it is first used. On CPU everything is done at once and there is nothing to wait for."""
+"""A stream besides the caller's, created when it is first used. On CPU everything is done at once and there is nothing to wait for."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Event = Any  # torch.cuda.Event, or None on CPU
 
 
 class SideStream:
-    """Work that begins after what the caller has issued so far, and that the caller joins where it needs it.
+    """Work that begins after what the caller has issued so far, and that the caller joins when it needs it.
 
     Args:
-        device: Where.
-        is_own: Whether there is a stream beside. If not, work is issued on the caller's: nothing overlaps, and nothing has to be joined
+        device: The device.
+        is_own: Whether there is a separate stream. If not, work is issued on the caller's: nothing overlaps, and nothing has to be joined
             before a CUDA graph ends.
     """
 
@@ -31,7 +31,7 @@ class SideStream:
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        """Issue work on the side, after everything on the current stream."""
+        """Issue work on the side stream, after everything on the current stream."""
         if self._device.type == "cpu" or not self._is_own:
             yield
             return
@@ -43,7 +43,7 @@ class SideStream:
             yield
 
     def record(self) -> Event:
-        """An event after the work issued on the side so far."""
+        """An event after the work issued on the side stream so far."""
         if self._device.type == "cpu" or (self._is_own and self._stream is None):
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

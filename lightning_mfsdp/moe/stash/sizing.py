@@ -1,4 +1,4 @@
-"""How many pages: from what steps asked for, on this rank or on all."""
+"""The number of pages, from what steps requested, on this rank or on all."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_mfsdp.moe.stash.pages import PageKind, PoolSize
 
 __all__ = ["Demand", "everyones", "grown", "sized"]
 
-# Pages are enlarged by no less, so that overflows come to an end also where tensors fit neither tier as a whole.
+# Pages are enlarged by at least this factor, so that overflows end even if tensors fit neither tier as a whole.
 _LEAST_GROWTH = 1.25
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What tensors of one kind asked for in a step: most pages at once, found or not, and how many tensors found none.
+    """What tensors of one kind requested in a step: most pages at once, found or not, and how many tensors found none.
 
-    What overflowed in a step before and was not asked about then is part of both.
+    What overflowed in an earlier step and was not queried then is part of both.
     """
 
     most_wanted: int = 0
@@ -33,7 +33,7 @@ Demands = Mapping[PageKind, Demand]
 
 
 def everyones(mine: Any) -> list[Any]:
-    """What each rank has. Collective, and the host waits: for the rare steps after which pages are allocated."""
+    """Gather each rank's numbers. Collective, and the host waits: for the rare steps after which pages are allocated."""
     if not dist.is_initialized():
         return [mine]
     found = [None] * dist.get_world_size()
@@ -46,7 +46,7 @@ def sized(config: StashConfig, steps: Sequence[Demands]) -> dict[PageKind, PoolS
 
     Args:
         config: Factors, and whether they apply to the average or to the maximum.
-        steps: What was asked for, in each step of each rank.
+        steps: What was requested, in each step of each rank.
     """
     sizes = {}
     for kind in _kinds(steps):

@@ -1,16 +1,16 @@
-"""RowStash: when rows go into pages, when they come back, and what happens when there are too few pages.
+"""RowStash: when rows are copied into pages, when they are fetched, and what happens when there are too few pages.
 
-    save     on a stream beside, rows are copied into pages as soon as they exist. The originals live until the next layer or two
-             have saved; then the caller's stream waits for the copy, which is long done, and lets go of them
-    load     rows that were brought back in advance are there; those of the save before are fetched while this layer's backward runs
-    lend     instead of load, for a backward that reads rows where they lie: nothing comes back, and pages are free after that
+    save     on a side stream, rows are copied into pages as soon as they exist. The originals live until the next layer or two
+             have saved; then the caller's stream waits for the copy, which is done long before, and releases them
+    load     rows were prefetched; those of the previous save are fetched while this layer's backward runs
+    lend     instead of load, for a backward that reads rows in their pages: nothing is fetched, and pages are free after that
 
-A layer whose originals are still there (the last ones of a forward) loads or lends those. The last one of all, as far as the forward before
-tells, is not copied at all, unless another follows; layers that are graphs of their own cannot know, so all of them are. The save
-before is the right one to fetch next for any number of microbatches in the orders forward-backward and forward-forward-backward-
-backward; for others it costs time, never correctness. Pages come back in any order.
+A layer whose originals still exist (the last ones of a forward) loads or lends those. The very last one, as far as the previous forward
+shows, is not copied at all, unless another follows; layers that are graphs of their own cannot detect that, so all are. The previous
+save is the right one to fetch next for any number of microbatches in the orders forward-backward and forward-forward-backward-
+backward; for others it costs time, never correctness. Pages are freed in any order.
 
-What happens to the rows of one save is `SavedRows`; when it does is here. A layer's function talks to its `LayerSaver` and keeps a `Claim`.
+`SavedRows` defines what happens to the rows of one save; this file, when. A layer's function calls its `LayerSaver` and keeps a `Claim`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from lightning_mfsdp.moe.stash.statistics import HeldBytes, Occupancy, Snapshot,
 
 __all__ = ["Claim", "LayerSaver", "RowStash", "ops_for"]
 
-# Saves whose originals may be alive. "keep" lets the host see where rows went before it lets go of them; with two layers queued
-# behind, the device does not run dry meanwhile.
+# Saves whose originals may be alive. "keep" lets the host check where rows went before it releases them; with two layers queued
+# behind, the device does not idle meanwhile.
 _LOOKAHEAD = {"keep": 2, "skip": 1, "rerun": 1}
 
 
 def ops_for(device: torch.device) -> PageOps:
-    """Who works on pages: Triton's kernels on CUDA, torch's reference on CPU.
+    """The implementation of page operations: Triton's kernels on CUDA, torch's reference on CPU.
 
     Raises:
         EngineStateError: Triton is needed and not installed, or the device is of another type.
@@ -65,9 +65,9 @@ def ops_for(device: torch.device) -> PageOps:
 
 
 class Claim:
-    """The right to read the rows of one save, for whoever saved them.
+    """The right to read the rows of one save, held by the saver.
 
-    When nobody holds it any more and the rows were not read, their pages come back at the end of the step.
+    When it is no longer referenced and the rows were not read, their pages are freed at the end of the step.
     """
 
     def __init__(self, stash: RowStash, rows: SavedRows) -> None:
@@ -76,15 +76,15 @@ class Claim:
         rows.reader = weakref.ref(self)
 
     def load(self) -> list[Tensor]:
-        """The tensors that were saved; rows past the live ones are zero, unless the buffers never left. Once.
+        """The tensors that were saved; rows past the live ones are zero, unless they are the original buffers. Call it once.
 
         Raises:
-            EngineStateError: They were loaded before, or the step was given up.
+            EngineStateError: They were loaded before, or the step was abandoned.
         """
         return self._stash.load(self._rows)
 
     def lend(self) -> AbstractContextManager[Sequence[Tensor | PagedRows]]:
-        """The tensors that were saved, or the pages they lie in, until the context ends; instead of `load`, and as often.
+        """The tensors that were saved, or the pages they are in, until the context ends; instead of `load`, and once.
 
         Raises:
             EngineStateError: As `load`, when the context begins.
@@ -120,7 +120,7 @@ class LayerSaver:
         return nullcontext(kept) if ctx.saved_rows is None else ctx.saved_rows.lend()
 
     def __deepcopy__(self, memo: Any) -> OrdinarySaver:
-        """A copy of the layer (averaged weights, say) is no layer of this stash."""
+        """A copy of the layer (for averaged weights, for example) is not a layer of this stash."""
         return OrdinarySaver()
 
     def _save(self, ctx: Any, tensors: Sequence[Tensor], live_rows: Tensor, *, to_lend: bool) -> Sequence[Tensor]:
@@ -135,7 +135,7 @@ class LayerSaver:
 class RowStash:
     """Keeps live rows in pages from forward to backward.
 
-    Give each layer a `saver` of its own name. Between backward and `optimizer.step()` ask `overflowed()`, unless `overflow` is "keep";
+    Set a `saver` with its own name on each layer. Between backward and `optimizer.step()` call `overflowed()`, unless `overflow` is "keep";
     call `end_step()` after each optimizer step, on all ranks, and `abort()` after an exception in a step.
 
     Args:
@@ -146,8 +146,8 @@ class RowStash:
         is_recording: Whether pages are still to be allocated, after `config.recorded_steps`; until then saves are ordinary ones.
         is_paused: Whether saves are ordinary at the moment.
         growths: How often pages were enlarged.
-        found_no_pages: Whether the last `overflowed()` was true for want of pages.
-        needed_capacity: Of the same: the capacity factor that watched experts would have needed; 0.0 where theirs was enough.
+        found_no_pages: Whether the last `overflowed()` was true because pages were missing.
+        needed_capacity: The capacity factor that watched experts would have needed then; 0.0 if theirs was enough.
     """
 
     def __init__(self, config: StashConfig, device: torch.device) -> None:
@@ -173,7 +173,7 @@ class RowStash:
         self._bytes = HeldBytes()
 
     def saver(self, layer: str) -> LayerSaver:
-        """What a layer saves through: `layer.saver = stash.saver(name)`.
+        """The saver for a layer: `layer.saver = stash.saver(name)`.
 
         Args:
             layer: Its name, for messages.
@@ -181,9 +181,9 @@ class RowStash:
         return LayerSaver(self, layer)
 
     def watch(self, experts: Mapping[str, GroupedExperts]) -> None:
-        """Ask about rows beyond the capacity factor of these experts too, so that they need not wait; not under "keep".
+        """Also check for rows beyond the capacity factor of these experts, so that they need not wait; not under "keep".
 
-        `overflowed()` is true where they left rows out, and `needed_capacity` says which factor would have been enough. Under
+        `overflowed()` is true if they dropped rows, and `needed_capacity` is the factor that would have been enough. Under
         `paused()`, and in evaluations, they make room for all rows.
 
         Args:
@@ -194,7 +194,7 @@ class RowStash:
             self._flag.capacity = CapacityWatch(experts, self.device, lambda: not self.is_paused)
 
     def unwatch(self) -> None:
-        """Leave experts alone, which make room for all rows by themselves again."""
+        """Stop watching experts, which then make room for all rows by themselves again."""
         if self._flag.capacity is not None:
             self._flag.capacity.close()
             self._flag.capacity = None
@@ -202,25 +202,25 @@ class RowStash:
     # -- in a step -----------------------------------------------------------------------------------------------------
 
     def save(self, layer: str, tensors: Sequence[Tensor], live_rows: Tensor, *, to_lend: bool = False) -> Claim | None:
-        """Take the tensors of one call of a layer.
+        """Save the tensors of one call of a layer.
 
         Args:
             layer: Its name, for messages.
-            tensors: `[rows, ...]` each, with the same number of rows, contiguous. Nobody writes to them afterwards.
-            live_rows: int64, one element, on the device: how many first rows mean something. Nobody writes to it afterwards.
-            to_lend: Whether `lend` will be called and not `load`, so that nothing is to be fetched in advance.
+            tensors: `[rows, ...]` each, with the same number of rows, contiguous. They must not be written to afterwards.
+            live_rows: int64, one element, on the device: how many first rows are live. It must not be written to afterwards.
+            to_lend: Whether `lend` will be called and not `load`, so that nothing is prefetched.
 
         Returns:
-            What they are loaded from; `None` where autograd is to keep them, because the stash is paused or a checkpoint recomputes.
+            The claim they are loaded from; `None` if autograd must keep them, because the stash is paused or a checkpoint recomputes.
 
         Raises:
-            EngineStateError: Tensors or `live_rows` are not as the protocol says, a checkpoint recomputes a layer whose rows are in
+            EngineStateError: Tensors or `live_rows` are not as the protocol requires, a checkpoint recomputes a layer whose rows are in
                 the stash, or a CUDA graph is being recorded with `overflow="keep"`.
         """
         check_save(layer, tensors, live_rows, self.device)
         if self.is_paused:
             return None
-        if compat.backward_task() != -1:  # a checkpoint computes again, and will load at once
+        if compat.backward_task() != -1:  # a checkpoint recomputes, and will load at once
             check_recomputed(layer, self._outstanding.values())
             return None
         captured = is_capturing(self.device)
@@ -251,7 +251,7 @@ class RowStash:
         return claim
 
     def load(self, rows: SavedRows) -> list[Tensor]:
-        """The tensors of a save, and the beginning of the way back for those of the save before."""
+        """The tensors of a save, and start fetching those of the previous save."""
         with self._leaving(rows):
             return rows.take(self._ops, self._side)
 
@@ -263,7 +263,7 @@ class RowStash:
 
     @contextmanager
     def _leaving(self, rows: SavedRows) -> Iterator[None]:
-        """Around what gives the rows of a save to their reader."""
+        """Context around handing the rows of a save to their reader."""
         rows.check()
         if self._bytes.has_grown:
             self._bytes.keep(sum(one.nbytes for one in self._staying()))
@@ -284,7 +284,7 @@ class RowStash:
                 before.fetch(self._ops, self._side)
                 self._note(before.layer, "fetch", before.pools)
         finally:
-            # Memory of pages that were replaced goes now, and not before the side is done with them.
+            # Memory of pages that were replaced is freed now, and not before the side stream is done with them.
             if not self._outstanding or any(pool is not self._pools.get(pool.kind) for pool in pools):
                 self._side.join(self._side.record())
 
@@ -298,16 +298,16 @@ class RowStash:
             self.is_paused = before
 
     def submit_overflow(self) -> None:
-        """Begin to ask all ranks whether a tensor that was saved so far found no place. Collective; nobody waits.
+        """Start the query over all ranks whether a tensor that was saved so far found no place. Collective; does not wait.
 
-        Best before backward, and before each if there are several: a later question tells of all that came before.
+        Best before backward, and before each if there are several: a later query covers all earlier saves.
         """
         self._flag.submit(list(self._pools.values()), self._side, self.device)
 
     def overflowed(self) -> bool:
         """Whether gradients of this step are wrong on some rank, the same answer on all. Collective unless it was submitted before.
 
-        Then leave the optimizer step out or do the step again under `paused()`. The host waits until the answer has arrived.
+        If so, skip the optimizer step or repeat the step under `paused()`. The host waits until the answer has arrived.
 
         Raises:
             EngineStateError: Rows were read in backward that had been saved after `submit_overflow`.
@@ -322,9 +322,9 @@ class RowStash:
         return self.found_no_pages or self.needed_capacity > 0
 
     def overflow_on_device(self) -> Tensor:
-        """The same answer as float32 0 or 1 on the device, for optimizer steps inside a CUDA graph. Collective; nobody waits.
+        """The same answer as float32 0 or 1 on the device, for optimizer steps inside a CUDA graph. Collective; does not wait.
 
-        `optimizer.found_inf = stash.overflow_on_device()` after backward has torch's fused optimizers pass over a step that overflowed.
+        `optimizer.found_inf = stash.overflow_on_device()` after backward makes torch's fused optimizers skip a step that overflowed.
         """
         self._side.join(self._side.record())
         pages, needed = self._flag.most_overflowed(list(self._pools.values()), self.device)
@@ -332,10 +332,10 @@ class RowStash:
         return torch.maximum(pages.clamp(max=int(counts_here)), needed.clamp(max=1)).float()
 
     def abort(self) -> None:
-        """Give a step up: all pages are free, and what was saved cannot be loaded any more."""
+        """Abandon a step: all pages are freed, and what was saved can no longer be loaded."""
         self._side.join(self._side.record())
         for rows in self._outstanding.values():
-            rows.forget("belong to a step that was given up; compute the forward again")
+            rows.forget("belong to a step that was abandoned; compute the forward again")
         self._outstanding.clear()
         self._pending.clear()
         self._late = None
@@ -353,22 +353,22 @@ class RowStash:
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def end_step(self) -> bool:
-        """After the optimizer step, on all ranks: pages of abandoned saves come back, and where pages were too few there are more.
+        """After the optimizer step, on all ranks: pages of abandoned saves are freed, and pages are added if there were too few.
 
-        A save may be loaded in a later step, unless "skip" or "rerun" found too few pages in its own and all ranks were asked about it:
-        nobody would ask again. What was saved after the question is part of the next one.
+        A save may be loaded in a later step, unless "skip" or "rerun" found too few pages in its own and the query covered it:
+        no later query would. What was saved after the query is part of the next one.
 
         Returns:
             Whether pages moved, so that CUDA graphs that use them must be recorded again.
 
         Raises:
-            EngineStateError: Nobody asked `overflowed()`, or not about all that was read, so gradients may have been wrong.
+            EngineStateError: `overflowed()` was not called, or did not cover all that was read, so gradients may have been wrong.
         """
         has_pages = self.config.overflow != "keep" and not self.is_recording and bool(self._pools)
         if has_pages or self._flag.capacity is not None:
             self._flag.check_read(self.config.overflow)
         self._drop_captured()
-        if self._late is not None:  # nobody would hear that it found no pages
+        if self._late is not None:  # otherwise it would go unnoticed that it found no pages
             self._leave(self._late)
         self._retire(0)
         self._reclaim()
@@ -379,10 +379,10 @@ class RowStash:
         self._side.join(self._side.record())  # the next step may be a replay, which waits for the caller's stream alone
         return moved
 
-    # -- what it says of itself ----------------------------------------------------------------------------------------
+    # -- statistics ----------------------------------------------------------------------------------------------------
 
     def statistics(self, *, wait: bool = False) -> StashStatistics | None:
-        """Of the last step; `None` if there was none, or its numbers have not arrived and nobody is to wait."""
+        """Of the last step; `None` if there was none, or its numbers have not arrived and waiting is not requested."""
         if self._snapshot is None or not (wait or self._snapshot.is_ready):
             return None
         return self._snapshot.statistics()
@@ -398,11 +398,11 @@ class RowStash:
         return sum(pool.host_bytes for pool in self._pools.values())
 
     def start_trace(self) -> None:
-        """Note the pages in use after every save and load from now on."""
+        """Record the pages in use after every save and load from now on."""
         self._trace = Trace()
 
     def stop_trace(self) -> list[Occupancy]:
-        """What was noted since. Waits for the device."""
+        """What was recorded since. Waits for the device."""
         trace, self._trace = self._trace, None
         return trace.read() if trace is not None else []
 
@@ -420,10 +420,10 @@ class RowStash:
     def _begin_capture(self, layer: str) -> None:
         if self.config.overflow == "keep":
             raise EngineStateError(
-                f'paged stash: {layer} is recorded in a CUDA graph, but overflow="keep" decides on the host, which a replay never asks; '
+                f'paged stash: {layer} is recorded in a CUDA graph, but overflow="keep" decides on the host, which a replay never runs; '
                 'use overflow="skip"'
             )
-        if self._late is not None and not self._late.captured:  # its copy would be recorded and not made
+        if self._late is not None and not self._late.captured:  # its copy would be recorded and not executed
             self._leave(self._late)
         if not self._outstanding:  # a replay begins with all pages, also after one that was not finished
             with self._side.fork():
@@ -431,7 +431,7 @@ class RowStash:
                     pool.reset()
 
     def _drop_captured(self) -> None:
-        """What was recorded and not loaded belongs to a recording that failed: it never ran, and has no pages."""
+        """Forget what was recorded and not loaded: it belongs to a failed recording that never ran, and has no pages."""
         for key, rows in list(self._outstanding.items()):
             if rows.captured:
                 del self._outstanding[key]
@@ -447,7 +447,7 @@ class RowStash:
         self._note(rows.layer, "save", rows.pools)
 
     def _leave(self, rows: SavedRows) -> None:
-        """Keep the originals of a save where they are until it is loaded, or given up."""
+        """Keep the originals of a save in place until it is loaded, or abandoned."""
         if rows in self._pending:
             self._pending.remove(rows)
         if rows is self._late:
@@ -461,7 +461,7 @@ class RowStash:
         return [rows for rows in saves if rows.has_originals]
 
     def _retire(self, remaining: int) -> None:
-        """Let go of the originals of all but the last saves."""
+        """Release the originals of all but the last saves."""
         while len(self._pending) > remaining:
             rows = self._pending.popleft()
             if self.config.overflow == "keep" and rows.found_no_place():
@@ -473,7 +473,7 @@ class RowStash:
                 rows.let_go(self._side)
 
     def _reclaim(self) -> None:
-        """Take pages back from saves that nobody can load any more, or may."""
+        """Free the pages of saves that can or may no longer be loaded."""
         is_wrong = self._must_grow and self.config.overflow != "keep"
         for key, rows in list(self._outstanding.items()):
             is_lost = is_wrong and rows.question < self._flag.questions
@@ -482,11 +482,11 @@ class RowStash:
                 self._bytes.remove(rows.nbytes)
                 rows.joined(self._side)
                 rows.give_back(self._ops, self._side)
-                rows.forget("belong to a step in which rows found no pages" if is_lost else "were given up")
+                rows.forget("belong to a step in which rows found no pages" if is_lost else "were abandoned")
         self._side.join(self._side.record())
 
     def _settle_pages(self) -> bool:
-        """Count anew; allocate pages if that is due. Returns whether it was."""
+        """Reset counts; allocate pages if that is due. Returns whether it was."""
         if self._pools:
             self._snapshot = Snapshot(self._pools, self._side, self._bytes, recorded=self.is_recording)
             nobody_asks = self.is_recording or self.config.overflow == "keep"
@@ -510,12 +510,12 @@ class RowStash:
         return True
 
     def _grow(self, demand: dict[PageKind, Demand]) -> None:
-        # Unless "keep", all ranks know of it, and stay alike.
+        # Unless "keep", all ranks know this, and stay alike.
         demands = [demand] if self.config.overflow == "keep" else everyones(demand)
         self._allocate(grown(self.config, {kind: pool.size for kind, pool in self._pools.items()}, demands))
         self._must_grow = False
         self.growths += 1
 
     def _allocate(self, sizes: dict[PageKind, PoolSize]) -> None:
-        """Other pools. Saves that are still to be loaded keep their own."""
+        """Replace the pools. Saves that are still to be loaded keep theirs."""
         replace_pools(self._pools, sizes, self.config.page_rows, self.device, self._ops, self._side)

@@ -1,4 +1,4 @@
-"""What a stash counts: on the device as it goes, on the host when the numbers have arrived."""
+"""Statistics of a stash: counted on the device, read on the host when the numbers have arrived."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class StashStatistics:
     """One step of one rank.
 
     Attributes:
-        saves: Tensors that went into pages, or would have. The last save of a forward stays where it is and is not counted.
-        live_rows: Rows of theirs that meant something.
-        capacity_rows: Rows they had.
+        saves: Tensors that went into pages, or would have. The last save of a forward stays in place and is not counted.
+        live_rows: Their live rows.
+        capacity_rows: Their total rows.
         fill: The largest part of the device pages that was in use at once, of the kind of pages where it was largest; 0 without pages.
         host_fill: The same in host memory.
         spilled: Tensors that went to host memory.
         overflowed: Tensors that found no place; 0 in recorded steps, which have none.
         over_capacity: Tensors whose number of live rows was negative or above their capacity.
         ordinary_bytes: Most memory that ordinary saves would have held at once.
-        kept_bytes: Most memory that saved tensors held at once beside the pages when a backward began; in recorded steps, which have no
+        kept_bytes: Most memory that saved tensors held at once outside the pages when a backward began; in recorded steps, which have no
             pages, what they would have held.
         page_bytes: Memory of the pages on the device.
         host_bytes: Memory of the pages on the host.
-        moved_bytes: Copied into pages. What is not read there is copied out of them once more.
+        moved_bytes: Bytes copied into pages. What is not read there is also copied out of them.
     """
 
     saves: int
@@ -52,16 +52,16 @@ class StashStatistics:
 
     @property
     def saved_bytes(self) -> int:
-        """Device memory that the stash saves; negative where it costs some."""
+        """Device memory that the stash saves; negative if it costs some."""
         return self.ordinary_bytes - self.kept_bytes - self.page_bytes
 
 
 class HeldBytes:
-    """Memory of saves, which the host knows by itself.
+    """Memory of saves, which is counted on the host.
 
     Attributes:
         ordinary: Of the last step: most that ordinary saves would have held at once.
-        kept: Of the last step: most that stayed where it was when a backward began.
+        kept: Of the last step: most that stayed in place when a backward began.
         has_grown: Whether a backward is the first since there was one more save, or since the step began.
     """
 
@@ -71,34 +71,34 @@ class HeldBytes:
         self._now = self._most = self._most_kept = 0
 
     def add(self, nbytes: int) -> None:
-        """There is one more save."""
+        """A save was added."""
         self.has_grown = True
         self._now += nbytes
         self._most = max(self._most, self._now)
 
     def remove(self, nbytes: int) -> None:
-        """It was loaded, or nobody can load it any more."""
+        """It was loaded, or can no longer be loaded."""
         self._now -= nbytes
 
     def keep(self, nbytes: int) -> None:
-        """So much stays as a backward begins."""
+        """This many bytes stay as a backward begins."""
         self.has_grown = False
         self._most_kept = max(self._most_kept, nbytes)
 
     def end_step(self) -> None:
-        """The next one begins with what is still there. One without saves was a replay, and tells nothing."""
+        """The next step begins with the remaining saves. A step without saves was a replay, and is ignored."""
         self.has_grown = True
         if self._most:
             self.ordinary, self._most = self._most, self._now
             self.kept, self._most_kept = self._most_kept, 0
 
     def give_up(self) -> None:
-        """There are no saves any more."""
+        """All saves were dropped."""
         self._now = 0
 
 
 class Snapshot:
-    """A step's counters on their way to the host."""
+    """A step's counters, being copied to the host."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Snapshot:
         return self._ready is None or bool(self._ready.query())
 
     def demand(self) -> dict[PageKind, Demand]:
-        """What tensors asked for. Waits for the device."""
+        """What tensors requested. Waits for the device."""
         return {
             kind: Demand(count[Counter.MOST_WANTED], count[Counter.OVERFLOWED] + count[Counter.CARRIED])
             for (kind, *_), count in zip(self._pools, self._read(), strict=True)
@@ -183,7 +183,7 @@ class Trace:
         self._noted: list[tuple[str, str, PagePool, Tensor]] = []
 
     def note(self, layer: str, event: str, pools: Sequence[PagePool], side: SideStream) -> None:
-        """Remember what the counters are after what was issued on the side."""
+        """Copy the counters after the work issued on the side stream."""
         with side.fork():
             self._noted += [(layer, event, pool, pool.counters.clone()) for pool in dict.fromkeys(pools)]
 
