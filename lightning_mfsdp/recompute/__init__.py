@@ -1,4 +1,4 @@
-"""Activation recompute: which activations are computed again in backward instead of being kept."""
+"""Activation recompute: which activations are recomputed in backward instead of being saved."""
 
 from lightning_mfsdp.recompute.apply import apply_recompute, recomputed, remove_recompute
 from lightning_mfsdp.recompute.config import Recompute, as_recompute

@@ -1,4 +1,4 @@
-"""apply_recompute: which layers of a model are computed again, which of them together, and how they become regions."""
+"""apply_recompute: which layers of a model are recomputed, which of them together, and how they become regions."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Layer = tuple[str, nn.Module]
 
 
 def apply_recompute(root: nn.Module, config: Recompute) -> list[str]:
-    """Have activations of `root` computed again in backward. What was applied before is replaced.
+    """Have activations of `root` recomputed in backward. What was applied before is replaced.
 
-    Parameters, buffers, and names in state dicts stay as they are. Call it before `fully_shard`, so that large layers find their forward
-    as it will be; later calls work too. Forwards without gradients run as ever.
+    Parameters, buffers, and names in state dicts are unchanged. Call it before `fully_shard`, so that large layers see their final
+    forward; later calls work too. Forwards without gradients run as usual.
 
     Args:
         root: The whole model.
-        config: What is computed again.
+        config: What is recomputed.
 
     Returns:
-        Names of what is computed again, in registration order.
+        Names of what is recomputed, in registration order.
 
     Raises:
         ValueError: No layers, a pattern that matches nothing, layers that checkpoint themselves already, operators to keep inside modules
-            of Transformer Engine, or ones that there are not or whose results cannot be kept.
+            of Transformer Engine, or operators that do not exist or whose results cannot be kept.
     """
     if config.method == "none":
         remove_recompute(root)
@@ -60,7 +60,7 @@ def _apply_to(layers: Sequence[Layer], config: Recompute, copies: HostCopies | N
 
 
 def remove_recompute(root: nn.Module) -> None:
-    """Keep all activations again."""
+    """Undo it: save all activations again."""
     for module in root.modules():
         region = region_of(module)
         if region is not None:
@@ -68,7 +68,7 @@ def remove_recompute(root: nn.Module) -> None:
 
 
 def recomputed(root: nn.Module) -> list[str]:
-    """Names of modules in `root` whose activations are computed again."""
+    """Names of modules in `root` whose activations are recomputed."""
     return list(_present(root))
 
 
@@ -90,13 +90,13 @@ def _check(root: nn.Module, name: str, config: Recompute) -> None:
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:
-    """By the name that Hugging Face gives its switch, and the one that `MultiTokenPredictor` gives its own."""
+    """Detected by the name of Hugging Face's switch, and that of `MultiTokenPredictor`'s."""
     names = ("gradient_checkpointing", "recomputes_itself")
     return any(getattr(module, name, False) is True for name in names)
 
 
 def chunks_of(config: Recompute, stacks: Sequence[Sequence[Layer]]) -> list[list[Layer]]:
-    """What is computed again, layers that are computed again together in one list.
+    """What is recomputed, with layers that are recomputed together in one list.
 
     Args:
         config: Anything but "none".
@@ -131,8 +131,8 @@ def find_stacks(root: nn.Module, patterns: Sequence[str] = ()) -> list[list[Laye
         stacks.setdefault(name.rpartition(".")[0], []).append((name, module))
     if not stacks:
         raise ValueError(
-            f"Recompute: {type(root).__name__} has no layers that repeat in a ModuleList or Sequential; say which modules are computed "
-            'again with modules=["name.of.*"]'
+            f"Recompute: {type(root).__name__} has no layers that repeat in a ModuleList or Sequential; name the modules to recompute "
+            'with modules=["name.of.*"]'
         )
     return list(stacks.values())
 
@@ -188,6 +188,6 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _no_split_names(root: nn.Module) -> frozenset[str]:
-    """Class names that Hugging Face models in `root` say must stay whole."""
+    """Class names that Hugging Face models in `root` declare as not to be split."""
     declared = (getattr(module, "_no_split_modules", None) for module in root.modules())
     return frozenset(name for names in declared if isinstance(names, (list, tuple, set)) for name in names)

@@ -1,10 +1,10 @@
 """LayerChunk: consecutive layers of which only the first one's input is kept.
 
-Each layer is a region by itself, and its saved tensors are its own. But a layer whose input is what the layer before it returned
-keeps a link to that instead of a tensor. In backward the last layer comes first. It asks its link, which computes the layers before it
-again, the first one first, each once: their saved tensors are there when their own backward comes, and their results go along the links.
+Each layer is a region by itself, and its saved tensors are its own. But a layer whose input is what the previous layer returned
+keeps a link to that instead of a tensor. In backward the last layer comes first. It reads its link, which recomputes the layers before it,
+the first one first, each once: their saved tensors exist when their own backward comes, and their results are passed along the links.
 
-A region is computed again when one of its saved tensors is asked for, whoever's checkpoint it is. So each link has one of its own.
+A region is recomputed when one of its saved tensors is unpacked, in any checkpoint. So each link has one of its own.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["LayerChunk", "Link", "Linked", "Order", "Results", "handle"]
 
 
 class Results:
-    """What a region returned, computed again for the region after it.
+    """What a region returned, recomputed for the region after it.
 
     Attributes:
-        linked: There is one.
-        tensors: From when the region is computed again until the one after it has been, too.
+        linked: There is a region after it.
+        tensors: Set from when the region is recomputed until the one after it has been, too.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Results:
         self.tensors: list[Tensor] | None = None
 
     def note(self, outputs: Sequence[Tensor]) -> None:
-        """The region was computed again."""
+        """The region was recomputed."""
         if self.linked:
             self.tensors = [tensor.detach() for tensor in outputs]
 
@@ -51,7 +51,7 @@ class Link:
         self._results, self._handle, self._before = results, handle, before
 
     def tensors(self) -> list[Tensor]:
-        """What the region returned, computed again unless it was just now."""
+        """What the region returned, recomputed unless that just happened."""
         missing: list[Link] = []
         link: Link | None = self
         while link is not None and link._results.tensors is None:
@@ -59,7 +59,7 @@ class Link:
             link = link._before
         for one in reversed(missing):
             _ = one._handle.grad_fn.saved_tensors  # type: ignore[union-attr]
-        assert self._results.tensors is not None, "the region was computed again"
+        assert self._results.tensors is not None, "the region was recomputed"
         return self._results.tensors
 
     def used(self) -> None:
@@ -67,7 +67,7 @@ class Link:
         self._results.linked = True
 
     def taken(self) -> None:
-        """The region after it has what it needs."""
+        """The region after it has read what it needs."""
         self._results.tensors = None
 
 
@@ -78,7 +78,7 @@ class Linked:
         self._link, self._index, self._needs_grad = link, index, needs_grad
 
     def take(self) -> Tensor:
-        """The input for another forward, cut off from what computed it."""
+        """The input for another forward, detached from what computed it."""
         return self._link.tensors()[self._index].detach().requires_grad_(self._needs_grad)
 
 
@@ -94,7 +94,7 @@ class Order:
 
 
 class LayerChunk:
-    """Where the layers of one chunk stand in a forward.
+    """State of the layers of one chunk in a forward.
 
     Args:
         names: Of the layers, in order.
@@ -109,7 +109,7 @@ class LayerChunk:
         self._has_warned = False
 
     def inputs(self, index: int, tensors: Sequence[Tensor]) -> tuple[Link | None, dict[int, Linked]]:
-        """Which inputs of layer `index` are results of the layer before it, by position, and the link they share."""
+        """Which inputs of layer `index` are results of the previous layer, by position, and the link they share."""
         link, outputs = self._link, self._outputs
         follows = index > 0 and self._order.last == self.names[index - 1]
         self._order.last = self.names[index]
@@ -132,7 +132,7 @@ class LayerChunk:
         return (link, found) if found else (None, {})
 
     def offer(self, index: int, outputs: Sequence[Tensor], link: Link) -> None:
-        """Layer `index` has run; the next may link to it as long as somebody has what it returned."""
+        """Layer `index` has run; the next may link to it as long as its results are alive."""
         if index + 1 < len(self.names):
             this = weakref.ref(self)
 
@@ -150,15 +150,15 @@ class LayerChunk:
 
 
 def handle() -> Tensor:
-    """Made inside a region: asking for its saved tensor has the region computed again."""
+    """Created inside a region: unpacking its saved tensor recomputes the region."""
     return _Handle.apply(torch.empty(0, requires_grad=True, device="cpu"))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _is_same(tensor: Tensor, output: Tensor, version: int) -> bool:
-    """Whether a tensor is another one, or a view of all of it (units pass their inputs on as views), and nobody wrote to it since."""
+    """Whether a tensor is another one, or a view of all of it (units pass their inputs on as views), and not written to since."""
     if tensor is output:
         return output._version == version
-    # Not by address: tensors without elements have none, and a rank without tokens goes the way of all others.
+    # Not by address: tensors without elements have none, and a rank without tokens must behave like all others.
     is_plain = type(tensor) is type(output) is Tensor and tensor.dtype == output.dtype
     return is_plain and tensor.is_set_to(output) and output._version == version
 

@@ -1,4 +1,4 @@
-"""Recompute: which activations are computed again in backward, as one frozen value."""
+"""Recompute: which activations are recomputed in backward, as one frozen value."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _METHODS = ("none", "uniform", "block", "selective")
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """Which activations are not kept from forward to backward, but computed again there.
+    """Which activations are recomputed in backward instead of being saved.
 
-    A layer is an entry of a `ModuleList` or `Sequential` of its likes; a stack is the layers of one such container. Models with
-    several stacks (encoder and decoder, a multi-token-prediction head) have each treated by itself.
+    A layer is an entry of a `ModuleList` or `Sequential` with others of its class; a stack is the layers of one such container. Models with
+    several stacks (encoder and decoder, a multi-token-prediction head) have each stack treated by itself.
 
     Args:
         method: "uniform": all layers, `num_layers` consecutive ones together, of which only the first one's input is kept. "block": the
             first `num_layers` of each stack, each by itself. "selective": chosen modules, or layers in which chosen operators are kept.
-            "none": nothing, as if this was not given.
-        num_layers: For "uniform" and "block". `None`: 1 for "uniform"; "block" needs a number. A shorter stack counts whole.
-        modules: `fnmatch` patterns of names. They say which modules are layers; for "selective", which modules are computed again.
+            "none": nothing, the same as no `Recompute`.
+        num_layers: For "uniform" and "block". `None`: 1 for "uniform"; "block" needs a number. A shorter stack counts as a whole.
+        modules: `fnmatch` patterns of names. They say which modules are layers; for "selective", which modules are recomputed.
         every_nth: Of what the method chooses in a stack, only the first and each n-th after it. Not for "block".
-        save_ops: For "selective": operators whose results are kept, all others being computed again: "matmul", "attention", names such as
+        save_ops: For "selective": operators whose results are kept, all others being recomputed: "matmul", "attention", names such as
             "aten.mm" or "mylib.myop".
-        offload: Keep the inputs of what is computed again in host memory, pinned for CUDA devices.
+        offload: Keep the inputs of what is recomputed in host memory, pinned for CUDA devices.
 
     Raises:
-        ValueError: An option out of its range, or one that the method has no use for.
+        ValueError: An option out of its range, or one that the method does not use.
         TypeError: An option of the wrong kind.
     """
 
@@ -58,7 +58,7 @@ class Recompute:
         self._check_use()
 
     def _check_use(self) -> None:
-        """Nothing that was given may be without effect."""
+        """Raise if an option would have no effect."""
         unused = {
             "none": ("num_layers", "modules", "every_nth", "save_ops", "offload"),
             "uniform": ("save_ops",),
@@ -71,20 +71,20 @@ class Recompute:
                 f'Recompute(method="{self.method}"): {", ".join(given)} would have no effect; leave it out, or choose another method'
             )
         if self.method == "block" and self.num_layers is None:
-            raise ValueError('Recompute(method="block"): expected num_layers, how many first layers are computed again')
+            raise ValueError('Recompute(method="block"): expected num_layers, how many first layers are recomputed')
         if self.method == "selective" and not (self.modules or self.save_ops):
             raise ValueError(
-                'Recompute(method="selective"): expected modules, patterns of names of what is computed again, or save_ops, the operators '
+                'Recompute(method="selective"): expected modules, patterns of names of what is recomputed, or save_ops, the operators '
                 'whose results are kept, such as ["matmul"]'
             )
 
 
 def as_recompute(value: Recompute | Mapping[str, Any] | None) -> Recompute | None:
-    """What a strategy was given: a `Recompute`, its options as a mapping (from a YAML file), or `None`.
+    """What was passed to a strategy: a `Recompute`, its options as a mapping (from a YAML file), or `None`.
 
     Raises:
         TypeError: Neither of them.
-        ValueError: An option that there is not, or one out of its range.
+        ValueError: An unknown option, or one out of its range.
     """
     if value is None or isinstance(value, Recompute):
         return value

@@ -1,8 +1,8 @@
-"""Inputs of what is computed again, in host memory from forward to backward.
+"""Inputs of what is recomputed, in host memory from forward to backward.
 
-    forward     on a stream beside, an input is copied out once its region has run; it is let go when the next region's is on its way,
-                which waits for the copy, long done
-    backward    an input is copied in while the region after it is computed again
+    forward     on a side stream, an input is copied out once its region has run; it is released when the next region's is being copied,
+                which waits for the copy, done long before
+    backward    an input is copied in while the region after it is recomputed
 
 Host memory is pinned, by PyTorch's allocator, which keeps it for the next step. On a CPU there is one memory, and it is a copy there.
 """
@@ -21,7 +21,7 @@ __all__ = ["HostCopies", "HostCopy"]
 
 
 class HostCopies:
-    """Copies of one model, in the order in which they went out."""
+    """Copies of one model, in the order in which they were copied out."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -30,32 +30,32 @@ class HostCopies:
         self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Beside the computation."""
+        """The side stream."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             join_when_gone(self, self._stream)
         return self._stream
 
     def went(self, copy: HostCopy) -> weakref.ref[HostCopy] | None:
-        """A copy is on its way out: the one before can be let go. Returns that one."""
+        """A copy out has started: the previous one can be released. Returns that one."""
         if self._leaving is not None:
             self._leaving.let_go()
         before, self._leaving, self._last = self._last, copy, weakref.ref(copy)
         return before
 
     def stays(self, copy: HostCopy) -> None:
-        """Backward came before the original was let go."""
+        """Backward came before the original was released."""
         if self._leaving is copy:
             self._leaving = None
 
     def comes(self, tensor: Tensor, event: torch.cuda.Event) -> None:
-        """Memory that is written beside the computation is not given back before it was."""
+        """Keep memory that the side stream writes alive until it was written."""
         if self._arriving is not None:
             self._arriving[1].wait()
         self._arriving = (tensor, event)
 
     def arrived(self) -> None:
-        """The computation waits for what came last."""
+        """Let the computation wait for the last copy."""
         self._arriving = None
 
 
@@ -63,7 +63,7 @@ class HostCopy:
     """One input.
 
     Args:
-        tensor: Computed by the model; nobody writes to it before backward.
+        tensor: Computed by the model; not written to before backward.
         name: Of the region, for messages.
         copies: Of the model.
     """
@@ -79,7 +79,7 @@ class HostCopy:
         self._before: weakref.ref[HostCopy] | None = None
 
     def send(self) -> None:
-        """The forward has read it."""
+        """Called when the forward has read it."""
         assert self._tensor is not None, "once"
         tensor = self._tensor.detach()
         if self._device.type != "cuda":
@@ -87,7 +87,7 @@ class HostCopy:
             self.let_go()
             return
         side, current = self._copies.stream(self._device), torch.cuda.current_stream(self._device)
-        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)  # strides, too, where nothing lies between
+        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)  # strides, too, if it is dense
         side.wait_stream(current)
         with torch.cuda.stream(side):
             self._host.copy_(tensor, non_blocking=True)
@@ -95,20 +95,20 @@ class HostCopy:
         self._before = self._copies.went(self)
 
     def let_go(self) -> None:
-        """The copy is there, or the present stream waits until it is."""
+        """Wait for the copy, on the current stream."""
         tensor = self._tensor
         assert tensor is not None, "once"
         if tensor._version != self._version:
             raise EngineStateError(
                 f"{self._name}: its input was written in place after its forward, which has to read it again in backward; write into a "
-                "copy (x = x + y, not x += y), or leave it out of what is computed again"
+                "copy (x = x + y, not x += y), or leave it out of what is recomputed"
             )
         if self._left is not None:
             self._left.wait()
         self._tensor = None
 
     def take(self) -> Tensor:
-        """The input for another forward, cut off from what computed it."""
+        """The input for another forward, detached from what computed it."""
         if self._tensor is not None:
             self._copies.stays(self)
             return self._tensor.detach().requires_grad_(self._needs_grad)
@@ -122,12 +122,12 @@ class HostCopy:
         return tensor.requires_grad_(self._needs_grad)
 
     def fetch(self) -> None:
-        """Begin the way back, if it was let go."""
+        """Start copying it back, if it was released."""
         if self._tensor is not None or self._ahead is not None or self._host is None:
             return
         side = self._copies.stream(self._device)
         tensor = torch.empty_like(self._host, device=self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))  # who had that memory before
+        side.wait_stream(torch.cuda.current_stream(self._device))  # which used that memory before
         with torch.cuda.stream(side), torch.no_grad():
             tensor.copy_(self._host, non_blocking=True)
             event = side.record_event()

@@ -12,7 +12,7 @@ from lightning_mfsdp.base import compat
 
 __all__ = ["CHOICES", "check_registered", "check_save_ops", "drawing", "keeping"]
 
-# Names without overloads, of what reaches a dispatch mode: PyTorch's plain attention, for one, is made of others and never does.
+# Names without overloads, of operators that reach a dispatch mode: PyTorch's plain attention, for example, is composite and never does.
 _KINDS: dict[str, tuple[str, ...]] = {
     "matmul": (
         "aten.mm",
@@ -30,14 +30,14 @@ _KINDS: dict[str, tuple[str, ...]] = {
         "aten._scaled_dot_product_fused_attention_overrideable",
     ),
 }
-# Asked for by name, and made of the operators of a kind.
+# Requested by name, and composed of the operators of a kind.
 _MADE_OF = {"aten.linear": "matmul", "aten.matmul": "matmul", "aten.scaled_dot_product_attention": "attention"}
-# What routers choose by. Computed again inside another kernel, a near tie might fall differently.
+# What routers choose by. Recomputed inside another kernel, a near tie might be decided differently.
 CHOICES = ("aten.sort", "aten.topk")
 
 
 def check_save_ops(names: Iterable[str]) -> None:
-    """Raise a ValueError for what is neither a kind of operators nor a name such as "aten.mm"."""
+    """Raise a ValueError for anything but a kind of operators or a name such as "aten.mm"."""
     for name in names:
         if name not in _KINDS and not (name.count(".") == 1 and all(part.isidentifier() for part in name.split("."))):
             raise ValueError(
@@ -47,9 +47,9 @@ def check_save_ops(names: Iterable[str]) -> None:
 
 
 def check_registered(names: Iterable[str]) -> None:
-    """Raise a ValueError for an operator that there is not, or one whose result can never be kept.
+    """Raise a ValueError for an operator that does not exist, or one whose result can never be kept.
 
-    To be called once the model is there, for libraries register theirs when they are imported.
+    To be called once the model exists, since libraries register theirs when they are imported.
     """
     for name in names:
         if name in _KINDS:
@@ -74,7 +74,7 @@ def check_registered(names: Iterable[str]) -> None:
 
 
 def keeping(names: Iterable[str]) -> Callable[..., CheckpointPolicy]:
-    """The policy for `torch.utils.checkpoint.create_selective_checkpoint_contexts` that keeps results of these."""
+    """The policy for `torch.utils.checkpoint.create_selective_checkpoint_contexts` that keeps the results of these."""
     is_kept = _chosen(names)
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -86,7 +86,7 @@ def keeping(names: Iterable[str]) -> Callable[..., CheckpointPolicy]:
 def drawing(names: Iterable[str]) -> Callable[[Any], bool] | None:
     """Which of the operators that these keep may draw random numbers; `None`: none of them.
 
-    PyTorch's own are marked; who wrote another library's may not have thought of it.
+    PyTorch's own are marked; those of other libraries may not be.
     """
     is_kept = _chosen(names)
     if not any(_may_draw(operator) for name in _names(names) for operator in _registered(name)):
@@ -95,7 +95,7 @@ def drawing(names: Iterable[str]) -> Callable[[Any], bool] | None:
 
 
 def _chosen(names: Iterable[str]) -> Callable[[Any], bool]:
-    """Whether the result of an operator is kept. What writes into memory that it is given has none of its own."""
+    """Whether the result of an operator is kept. An operator that writes into its arguments has no result of its own."""
     kept = _names(names)
     return lambda operator: (
         isinstance(operator, compat.OpOverload)
@@ -109,7 +109,7 @@ def _names(names: Iterable[str]) -> frozenset[str]:
 
 
 def _registered(name: str) -> list[compat.OpOverload]:
-    """Operators of a full name, by overload. Those of PyTorch's scripts are never dispatched."""
+    """Operators of a full name, by overload. PyTorch's scripted ones are never dispatched."""
     library, _, operator = name.partition(".")
     packet = getattr(getattr(torch.ops, library), operator, None)
     return compat.overloads_of(packet)

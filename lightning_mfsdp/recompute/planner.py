@@ -1,12 +1,12 @@
-"""How many layers to compute again for a budget of memory: arithmetic on one recorded step, nothing else.
+"""How many layers to recompute for a memory budget: arithmetic on one recorded step.
 
 Tensors that autograd keeps share memory (a layer's result is the next one's input), so memory is a set of pieces, and what a choice keeps
-is a union: of what is kept outside of layers, of the inputs of those computed again, and of all that the others save.
+is a union: of what is kept outside of layers, of the inputs of recomputed layers, and of all that the others save.
 
-A choice moves the peak: with little kept it is no longer at the loss, but in the backward of some layer, beside the gradients that are
-there by then. So the step is recorded in parts, one per backward of a layer and one per stretch between, each with the most that was
-allocated in it and the layers that waited for their backward. Of each part a choice takes away what those layers would not have kept; all
-else in it (weights, gradients, work spaces) stays the same. The peak is the largest of what is left.
+A choice moves the peak: with little kept it is no longer at the loss, but in the backward of some layer, in addition to the gradients
+that exist by then. So the step is recorded in parts, one per backward of a layer and one per stretch between, each with the most that
+was allocated in it and the layers that waited for their backward. From each part a choice subtracts what those layers would not have
+kept; all else in it (weights, gradients, work spaces) stays the same. The peak is the largest remainder.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class LayerRecord:
         name: Of the module.
         stack: Name of the module around it; layers of a stack are counted together.
         saved: Memory that autograd kept for it until backward: bytes by the identity of the piece. Weights are not counted.
-        inputs: Memory of its inputs, which is what remains if it is computed again; nothing, where it has nothing to differentiate.
-        seconds: Of its forward, up to the last tensor that backward needs if it ends there when it is computed again.
-        forward_bytes: The most that its forward allocated at once; 0 where nobody counts.
+        inputs: Memory of its inputs, which is what remains if it is recomputed; empty if it has nothing to differentiate.
+        seconds: Of its forward, up to the last tensor that backward needs if recomputation ends there.
+        forward_bytes: The most that its forward allocated at once; 0 if memory is not counted.
     """
 
     name: str
@@ -45,13 +45,13 @@ class LayerRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Of a step: the backward of a layer, or what lies between two of them or before them.
+    """Part of a step: the backward of a layer, or what is between two of them or before them.
 
     Attributes:
-        layer: Name of the one whose backward it is; empty for another part.
+        layer: Name of the layer whose backward it is; empty for other parts.
         waiting: Names of layers whose forward has run and whose backward has not begun.
-        start_bytes: Allocated on the device when it began; 0 where nobody counts.
-        peak_bytes: The most in it; 0 where nobody counts.
+        start_bytes: Allocated on the device when it began; 0 if memory is not counted.
+        peak_bytes: The most in it; 0 if memory is not counted.
     """
 
     layer: str = ""
@@ -69,8 +69,8 @@ class StepRecord:
         others: Memory that autograd kept outside of layers.
         seconds: Of the step.
         parts: In their order in time.
-        recomputed: Layers, or parts of them, that were computed again in it.
-        modules: Patterns of names of layers, if they were not found.
+        recomputed: Layers, or parts of them, that were recomputed in it.
+        modules: Patterns of names of layers, if they were not found automatically.
     """
 
     layers: tuple[LayerRecord, ...]
@@ -82,7 +82,7 @@ class StepRecord:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was allocated on the device; 0 where nobody counts."""
+        """The most that was allocated on the device; 0 if memory is not counted."""
         return max((part.peak_bytes for part in self.parts), default=0)
 
     @property
@@ -96,11 +96,11 @@ class PlanRow:
     """What one choice costs.
 
     Attributes:
-        num_layers: First layers of each stack that are computed again.
+        num_layers: First layers of each stack that are recomputed.
         saved_bytes: Kept by autograd at the end of the forward.
         peak_bytes: The most memory in a step; of activations alone, where the record has no device.
-        extra_seconds: Of computing again.
-        step_seconds: With them.
+        extra_seconds: Of recomputation.
+        step_seconds: Of the step with recomputation.
     """
 
     num_layers: int
@@ -128,7 +128,7 @@ class Plan:
 
     @property
     def recompute(self) -> Recompute:
-        """What to give to the strategy, or to `apply_recompute`."""
+        """What to pass to the strategy, or to `apply_recompute`."""
         count = self.chosen.num_layers
         return Recompute(method="block", num_layers=count, modules=self.modules) if count else Recompute(method="none")
 
@@ -149,26 +149,26 @@ class Plan:
 
 
 def plan_recompute(record: StepRecord, budget_bytes: int) -> Plan:
-    """The fewest layers to compute again so that a step fits.
+    """The fewest layers to recompute so that a step fits.
 
     Args:
-        record: Of a step in which nothing was computed again.
-        budget_bytes: For all that lies on the device; for activations alone, where the record has none.
+        record: Of a step in which nothing was recomputed.
+        budget_bytes: For everything on the device; for activations alone, if the record has no device.
 
     Raises:
-        ValueError: A budget that is no positive number, a record of a step without backward or of one that computed something again, or no
+        ValueError: A budget that is not a positive number, a record of a step without backward or of one that recomputed something, or no
             choice that fits.
     """
     if budget_bytes < 1:
         raise ValueError(f"plan_recompute: budget_bytes: expected a positive number, got {budget_bytes}")
     if record.recomputed:
         raise ValueError(
-            f"plan_recompute: in the recorded step {record.recomputed[0]} was computed again already, so nobody knows what it would keep; "
+            f"plan_recompute: in the recorded step {record.recomputed[0]} was recomputed already, so it is unknown what it would keep; "
             "record a step without recompute, of a smaller batch if it does not fit"
         )
     if not any(part.layer for part in record.parts):
         raise ValueError(
-            "plan_recompute: no layer's backward ran in the recorded step, so nobody knows what layers keep for it; run a forward with "
+            "plan_recompute: no layer's backward ran in the recorded step, so it is unknown what layers keep for it; run a forward with "
             "gradients and its backward inside record_step"
         )
     longest = max(_by_stack(record).values(), key=len, default=[])
@@ -177,7 +177,7 @@ def plan_recompute(record: StepRecord, budget_bytes: int) -> Plan:
     if not fitting:
         least = min(rows, key=lambda row: row.peak_bytes)
         raise ValueError(
-            f"plan_recompute: a step takes {readable_bytes(least.peak_bytes)} with {least.num_layers} layers computed again, which is the "
+            f"plan_recompute: a step takes {readable_bytes(least.peak_bytes)} with {least.num_layers} layers recomputed, which is the "
             f"least, and the budget is {readable_bytes(budget_bytes)}; take a smaller batch, or Recompute(num_layers=..., offload=True)"
         )
     return Plan(rows=rows, chosen=fitting[0], budget_bytes=budget_bytes, modules=record.modules)
@@ -197,14 +197,14 @@ def _row(record: StepRecord, count: int) -> PlanRow:
 
 
 def _most(record: StepRecord, part: Part, again: frozenset[str]) -> int:
-    """The most memory in one part of the step if the layers in `again` are computed again."""
+    """The most memory in one part of the step if the layers in `again` are recomputed."""
     own = [layer for layer in record.layers if layer.name == part.layer]
     saved = [layer.saved for layer in own]
     before = _kept(record, part.waiting, frozenset(), saved)
     inputs = [layer.inputs for layer in own if layer.name in again]
     during = _kept(
         record, part.waiting, again, [*saved, *inputs]
-    )  # in its backward a layer has all it saves, however it came by that
+    )  # in its backward a layer has all it saves, kept or recomputed
     if not part.peak_bytes:
         return during
     most = part.peak_bytes - before + during
@@ -235,7 +235,7 @@ def _by_stack(record: StepRecord) -> dict[str, list[LayerRecord]]:
 
 
 def _bytes(pieces: Iterable[Pieces]) -> int:
-    """Of a union."""
+    """Bytes of a union."""
     union: dict[int, int] = {}
     for one in pieces:
         union.update(one)

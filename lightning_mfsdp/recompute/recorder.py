@@ -26,15 +26,15 @@ __all__ = ["DeviceMemory", "MemoryCounter", "NoMemory", "StepRecorder", "record_
 def record_step(
     root: nn.Module, modules: Sequence[str] = (), *, memory: MemoryCounter | None = None
 ) -> Iterator[StepRecorder]:
-    """Inside, run one forward and its backward; afterwards `recorder.record` is there.
+    """Inside, run one forward and its backward; afterwards `recorder.record` is set.
 
-    What operators keep (`save_ops`) and what went to host memory is not seen. The device is waited for once, at the end; its peak of
-    allocated memory is reset on the way.
+    What operators keep (`save_ops`) and what was copied to host memory is not seen. The host waits for the device once, at the end; its
+    peak allocated memory is reset in between.
 
     Args:
         root: The whole model, sharded or not.
         modules: Patterns of names of layers, as in `Recompute`.
-        memory: Counts allocated bytes. `None`: PyTorch's allocator of a CUDA device, and nobody on the CPU.
+        memory: Counts allocated bytes. `None`: PyTorch's allocator of a CUDA device, and no counter on the CPU.
 
     Raises:
         ValueError: No layers, or a pattern that matches nothing.
@@ -49,10 +49,10 @@ def record_step(
 
 
 class StepRecorder:
-    """Made by `record_step`.
+    """Created by `record_step`.
 
     Attributes:
-        record: Of the step; there when it has ended.
+        record: Of the step; set when it has ended.
     """
 
     record: StepRecord
@@ -75,7 +75,7 @@ class StepRecorder:
             self._weights = _weight_storages(self._root)
             inputs = tensors_in([args, kwargs])
             layer.has_backward = torch.is_grad_enabled() and _any_needs_grad(inputs, module.parameters())
-            if layer.has_backward:  # otherwise nobody keeps its inputs, computed again or not
+            if layer.has_backward:  # otherwise its inputs are not kept, recomputed or not
                 layer.inputs.update(self._pieces(inputs))
             self._parts.forward_begins()
             begin = self._clock.now()
@@ -86,7 +86,7 @@ class StepRecorder:
             self._running.pop()
             if layer.has_backward and not layer.stops_early:
                 layer.calls[-1][1] = self._clock.now()
-            self._weights = _weight_storages(self._root)  # what was given back may be anybody's memory now
+            self._weights = _weight_storages(self._root)  # freed memory may have been reused since
             layer.forward_bytes = max(layer.forward_bytes, self._parts.forward_ended(name))
             self._watch(name, tensors_in(output))
 
@@ -110,32 +110,32 @@ class StepRecorder:
         self._hooks += [tensor.register_hook(begins) for tensor in with_grad]  # type: ignore[no-untyped-call]
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Of `saved_tensors_hooks`: autograd keeps a tensor."""
+        """Hook of `saved_tensors_hooks`: autograd keeps a tensor."""
         pieces = self._pieces([tensor])
         if not self._running:
             self._others.update(pieces)
             return tensor.detach()
         layer = self._running[-1]
-        if not layer.has_backward:  # a checkpoint's inputs, let go at once
+        if not layer.has_backward:  # a checkpoint's inputs, released at once
             return tensor.detach()
         layer.saved.update(pieces)
         if layer.stops_early:
-            layer.calls[-1][1] = self._clock.now()  # computed again it ends with the last one
+            layer.calls[-1][1] = self._clock.now()  # when recomputed it ends with the last one
         return tensor.detach()
 
     def _pieces(self, tensors: Sequence[Tensor]) -> dict[int, int]:
-        """Bytes by an identity that nothing else gets, even when the memory has gone to somebody else."""
+        """Bytes by an identity that is not reused, even if the memory is."""
         storages = [tensor.untyped_storage() for tensor in tensors if not isinstance(tensor, nn.Parameter)]
         found: dict[int, int] = {}
         for storage in storages:
             if storage.nbytes() and storage.data_ptr() not in self._weights:
                 reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                self._seen[reference.cdata] = reference  # while it exists, nobody else has that identity
+                self._seen[reference.cdata] = reference  # while it exists, that identity is not reused
                 found[reference.cdata] = storage.nbytes()
         return found
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._parts.end()
         for hook in self._hooks:
             hook.remove()
@@ -155,10 +155,10 @@ class StepRecorder:
 
 
 class _Layer:
-    """What is known of one.
+    """The data of one layer.
 
     Attributes:
-        calls: Begin and end of each, as far as it is computed again.
+        calls: Begin and end of each, as far as it is recomputed.
         has_backward: The present call has something to differentiate: a weight or an input.
     """
 
@@ -183,7 +183,7 @@ class _Layer:
 
 
 class _Parts:
-    """Of the step, as they come.
+    """The parts of the step, as they occur.
 
     Attributes:
         done: Those that have ended.
@@ -196,19 +196,19 @@ class _Parts:
         self._begin("")
 
     def forward_begins(self) -> None:
-        """Of a layer."""
+        """Forward of a layer begins."""
         self.end()
         self._begin("")
 
     def forward_ended(self, name: str) -> int:
-        """Of a layer; returns the most that was allocated since it began."""
+        """Forward of a layer ends; returns the most that was allocated since it began."""
         self.end()
         self._waiting.append(name)
         self._begin("")
         return self.done[-1].peak_bytes - self.done[-1].start_bytes
 
     def backward_begins(self, name: str) -> None:
-        """Of one call of a layer."""
+        """Backward of one call of a layer begins."""
         self.end()
         self._waiting.remove(name)
         self._begin(name)
@@ -217,14 +217,14 @@ class _Parts:
         self._layer, self._start_bytes = layer, self._memory.begin()
 
     def end(self) -> None:
-        """The present part is over."""
+        """The current part is over."""
         waiting = tuple(dict.fromkeys(self._waiting))
         peak_bytes = self._memory.peak()
         self.done.append(Part(layer=self._layer, waiting=waiting, start_bytes=self._start_bytes, peak_bytes=peak_bytes))
 
 
 class _Clock:
-    """Of a device: CUDA events, which nobody waits for until the end, or the host's."""
+    """Clock of a device: CUDA events, read only at the end, or the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -249,7 +249,7 @@ def _any_needs_grad(*tensors: Iterable[Tensor]) -> bool:
 
 
 def _weight_storages(root: nn.Module) -> set[int]:
-    """Where weights are at the moment, whole ones of sharded units too."""
+    """Storages of weights at the moment, including unsharded ones of units."""
     units = [unit for module in root.modules() if (unit := unit_of(module)) is not None]
     parameters: list[nn.Parameter] = [entry.full for unit in units for group in unit.groups for entry in group.entries]
     parameters += [one for module in root.modules() for one in module._parameters.values() if type(one) is nn.Parameter]
@@ -267,7 +267,7 @@ class MemoryCounter(Protocol):
 
 
 class DeviceMemory:
-    """PyTorch's allocator of a CUDA device. Reading it waits for nothing."""
+    """PyTorch's allocator of a CUDA device. Reading it does not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -283,7 +283,7 @@ class DeviceMemory:
 
 
 class NoMemory:
-    """Nobody counts, and every number is 0."""
+    """No counting: every number is 0."""
 
     def begin(self) -> int:
         """As of `MemoryCounter`."""

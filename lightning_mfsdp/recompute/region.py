@@ -1,10 +1,10 @@
-"""Region: a module whose forward keeps its inputs alone, and runs again in backward.
+"""Region: a module whose forward saves only its inputs, and runs again in backward.
 
-A region takes the place of the module's `forward`, so hooks stay outside and run once: those of a sharded module have gathered its
-weights for the backward when its activations are computed again. Names of parameters and modules do not change.
+A region replaces the module's `forward`, so hooks stay outside and run once: those of a sharded module have gathered its
+weights for the backward when its activations are recomputed. Names of parameters and modules do not change.
 
-Computing again is PyTorch's non-reentrant checkpoint, or Transformer Engine's where its modules quantize. What neither knows comes
-from a `RegionCall`: precision, routes, statistics of norms, kept operators, inputs that lie elsewhere, weights of units around.
+Recomputation is PyTorch's non-reentrant checkpoint, or Transformer Engine's where its modules quantize. What neither handles comes
+from a `RegionCall`: precision, routes, statistics of norms, kept operators, inputs stored elsewhere, weights of units around.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from lightning_mfsdp.recompute.replay import (
 __all__ = ["Region", "can_stop_early", "refuse_operators", "region_of"]
 
 _REGION = "_mfsdp_recompute"
-# What decoders of Hugging Face call their cache of keys and values (`cache` since transformers 5.24). In training it is there, too, unless
-# somebody says otherwise.
+# What decoders of Hugging Face call their cache of keys and values (`cache` since transformers 5.24). In training it is passed, too, unless
+# disabled.
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 
 
@@ -64,7 +64,7 @@ def refuse_operators(name: str, config: Recompute) -> None:
     """Raise a ValueError if operators are to be kept in a module that has modules of Transformer Engine inside."""
     if config.save_ops:
         raise ValueError(
-            f"Recompute: save_ops: {name} has modules of Transformer Engine, which are one operator each; choose modules to compute again "
+            f"Recompute: save_ops: {name} has modules of Transformer Engine, which are one operator each; choose modules to recompute "
             'instead, as in Recompute(method="selective", modules=["*.mlp"])'
         )
 
@@ -74,19 +74,19 @@ class Region:
 
     Args:
         name: Of the module, for messages.
-        module: Gets the region in the place of its forward, unless
-        function: is given, a method of it that is computed. The module calls the region by itself then.
-        config: What made it one.
-        copies: Where inputs go, if they go to host memory.
-        chunk: Of which it is one layer.
-        index: Which one.
-        stops_early: As the attribute, which is found out if it is `None`.
+        module: Gets the region in place of its forward, unless
+        function: is given, a method of it that is computed. The module then calls the region itself.
+        config: The options that made it one.
+        copies: Where inputs are copied, if they are kept in host memory.
+        chunk: The chunk of which it is one layer.
+        index: Its index in the chunk.
+        stops_early: As the attribute, which is determined if it is `None`.
         is_shared: Whether it is called several times before its backward.
 
     Attributes:
         name: As given.
-        enabled: Whether activations are computed again, or kept as ever.
-        function: What is computed, if it is not what the module's class says.
+        enabled: Whether activations are recomputed, or saved as usual.
+        function: What is computed, if it is not the forward of the module's class.
         config: As given.
         kept_draws: Which operators that may draw random numbers are kept; `None`: none.
     """
@@ -124,12 +124,12 @@ class Region:
             module.__dict__["forward"] = self
 
     def remove(self) -> None:
-        """Give the module its own forward back."""
+        """Restore the module's own forward."""
         module = self._module()
         if module is None:
             return
         del module.__dict__[_REGION]
-        if module.__dict__.get("forward") is not self:  # somebody compiled it
+        if module.__dict__.get("forward") is not self:  # it was compiled
             self.enabled = False
         elif self.function is None:
             del module.__dict__["forward"]
@@ -137,13 +137,13 @@ class Region:
             module.__dict__["forward"] = self.function
 
     def compile(self, **options: Any) -> None:
-        """Have compiled code computed, and computed again. The compiler does not see this, so it can not keep operators."""
+        """Compute, and recompute, compiled code. The compiler does not see this, so it cannot keep operators."""
         module = self._module()
         function = self.function or MethodType(type(module).forward, module)  # type: ignore[union-attr]
         self.function = torch.compile(function, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
-        """Of a copy of the module, which is being made. It is in no chunk: the copy may be of one layer alone."""
+        """Region for a copy of the module that is being made. It is in no chunk: the copy may be of one layer alone."""
         module = self._module()
         twin = memo.get(id(module))
         if not isinstance(twin, nn.Module):
@@ -174,7 +174,7 @@ class Region:
         return type(module).forward(module, *args, **kwargs)  # type: ignore[union-attr]
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Inside a compiler, which sees to what is computed again and to random numbers. Routes are kept as operators."""
+        """Inside a compiler, which handles recomputation and random numbers. Routes are kept as operators."""
         if not self._traced_ops:
             return checkpoint(self.body, *args, use_reentrant=False, **kwargs)
         contexts = partial(create_selective_checkpoint_contexts, keeping(self._traced_ops))
@@ -185,7 +185,7 @@ class Region:
         named = {**dict(zip(self.__signature__.parameters, args, strict=False)), **kwargs}
         for name in _CACHES:
             given = named.get(name)
-            # Layers of others may call anything a cache; one that is written to can be updated, and is no dict of tables.
+            # Layers of other libraries may call anything a cache; one that is written to has an update method, and is not a dict of tables.
             if given is not None and (name != "cache" or _is_updated(given)):
                 raise EngineStateError(
                     f"{self.name} was given {name}, a cache that its forward writes to, and would write to again in backward; call the "
@@ -208,11 +208,11 @@ class Region:
         call.end(output)
         return output
 
-    # -- how it is computed again --------------------------------------------------------------------------------------
+    # -- how it is recomputed ------------------------------------------------------------------------------------------
 
     @property
     def has_engine_modules(self) -> bool:
-        """Whether modules of Transformer Engine are inside. They may have come after the region, so the first forward looks."""
+        """Whether modules of Transformer Engine are inside. They may have been added after the region, so the first forward checks."""
         if self._has_engine_modules is None:
             module = self._module()
             self._has_engine_modules = module is not None and te.has_engine_modules(module)
@@ -222,7 +222,7 @@ class Region:
 
     @property
     def stops_early(self) -> bool:
-        """Whether computing again ends with the last tensor that backward needs. Not where ranks talk to each other inside."""
+        """Whether recomputation ends with the last tensor that backward needs. Not if ranks communicate inside."""
         if self._stops_early is None:
             module = self._module()
             self._stops_early = self._chunk is None and module is not None and can_stop_early(module)
@@ -232,7 +232,7 @@ class Region:
         if self._chunk is not None and te.scales_are_delayed():
             raise EngineStateError(
                 f"{self.name}: with delayed scaling Transformer Engine keeps the scales of one region at a time, and layers of a chunk are "
-                'computed again together; give num_layers=1, or recipe="current"'
+                'recomputed together; give num_layers=1, or recipe="current"'
             )
         if self._is_shared and te.scales_are_delayed():
             raise EngineStateError(
@@ -247,12 +247,12 @@ class Region:
         if self._draws:
             raise EngineStateError(
                 f"{self.name} draws random numbers (dropout), which a CUDA graph cannot draw a second time in its backward; leave these "
-                "modules out of what is computed again, or dropout, or CUDA graphs"
+                "modules out of what is recomputed, or dropout, or CUDA graphs"
             )
         return False
 
     def draw(self, device: torch.device | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Compute, and learn whether that draws random numbers on the device."""
+        """Compute, and determine whether that draws random numbers on the device."""
         if device is None or device.type != "cuda" or self._draws or torch.cuda.is_current_stream_capturing():
             return self.body(*args, **kwargs)
         before = cuda_position(device)
@@ -260,7 +260,7 @@ class Region:
         self._draws = before != cuda_position(device)
         return output
 
-    # -- what a call asks -----------------------------------------------------------------------------------------------
+    # -- what a call queries --------------------------------------------------------------------------------------------
 
     def placed(self, tensors: list[Tensor]) -> tuple[Link | None, dict[int, Linked | HostCopy]]:
         """Inputs that are not simply kept, by position."""
@@ -290,30 +290,30 @@ class Region:
         return [router for reference in self._routers if (router := reference()) is not None]
 
     def gather_again(self) -> None:
-        """Inside a backward, have the weights there."""
+        """Inside a backward, unshard the weights."""
         module = self._module()
         if module is not None:
             gather_again(module)
 
     def statistics_counted_once(self) -> AbstractContextManager[None]:
-        """Around a forward that runs again."""
+        """Context around a forward that runs again."""
         module = self._module()
-        if self._keeps_statistics is None:  # looked for once, for most have none
+        if self._keeps_statistics is None:  # determined once, since most have none
             self._keeps_statistics = module is not None and keeps_statistics(module)
         return counted_once(module) if module is not None and self._keeps_statistics else nullcontext()
 
     def snapshot(self) -> PrecisionSnapshot:
-        """Of the precision at the moment."""
+        """The contexts of the current precision."""
         return PrecisionSnapshot(with_engine=self.has_engine_modules)
 
 
 class RegionCall:
     """One call of a region: first in forward, then in each backward that needs it.
 
-    Whoever computes again keeps it, so it keeps no tensor itself.
+    The checkpoint keeps it alive, so it holds no tensor itself.
 
     Attributes:
-        values: What it is to be called with: tensors among its arguments, and what stands for those that are not simply kept.
+        values: The arguments of its forward: tensors, and stand-ins for those that are not simply kept.
         device: Of the first of these tensors.
     """
 
@@ -333,12 +333,12 @@ class RegionCall:
         self._copies = tuple(place for place in places.values() if isinstance(place, HostCopy))
         self.device = tensors[0].device if tensors else None
         self._draws = KeptDraws(region.kept_draws, self.device)
-        # PyTorch asks the tensors among its arguments where random numbers are drawn.
+        # PyTorch takes the device of random numbers from the tensors among its arguments.
         self._marks = [tensors[0].detach().new_empty(0)] if tensors else []
         self.values = [*self._marks, *(places.get(position, one) for position, one in enumerate(tensors))]
 
     def __call__(self, *values: Any) -> Any:
-        """The forward, or the forward again."""
+        """The forward, or the repeated forward."""
         given, self._given = self._given, None
         again = given is None
         args, kwargs = given or filled(self._outline, [_taken(one) for one in values[len(self._marks) :]])
@@ -363,7 +363,7 @@ class RegionCall:
         return output
 
     def _settle(self) -> None:
-        """Inputs are there; weights, too."""
+        """Inputs and weights are available."""
         if self._link is not None:
             self._link.taken()
         self._region.gather_again()
@@ -384,7 +384,7 @@ def _taken(value: Any) -> Tensor:
 
 
 def can_stop_early(module: nn.Module) -> bool:
-    """Whether no ranks talk to each other inside of a module, so that each may end where it has what it needs."""
+    """Whether ranks do not communicate inside a module, so that each may stop where it has what it needs."""
     return not any(_communicates(part) for part in list(module.modules())[1:])
 
 

@@ -1,16 +1,16 @@
-"""What a forward that runs again must find as it was the first time: its arguments, the precision, norms, routes, random numbers.
+"""The state that a repeated forward must find as in the first one: its arguments, the precision, norms, routes, random numbers.
 
 arguments     containers of its own, from which tensors are taken out. A layer may replace entries of a dict that it is given, or add to a
-              list. The forward gets what it was given, and its caller sees that; the forward again gets containers as they were before.
-              Tensors inside are kept as those outside are, which notices what is written in place.
-precision     a backward has contexts of its own, or none. `torch.autocast` is restored by whoever computes again (PyTorch, Transformer
-              Engine); the default dtype ("*-true" precisions) and the recipe of Transformer Engine, FP8 or FP4 or none, are not.
+              list. The forward gets the caller's containers, so the caller sees changes; the repeated one gets them as they were before.
+              Tensors inside are saved like those outside, which detects in-place writes.
+precision     a backward has contexts of its own, or none. `torch.autocast` is restored by the checkpoint (PyTorch's, Transformer
+              Engine's); the default dtype ("*-true" precisions) and the recipe of Transformer Engine, FP8 or FP4 or none, are not.
 statistics    a batch counts once in the running statistics of norms, in its forward.
-routes        routers' choices are kept, so that tokens go the same ways in backward. Scores computed again are the same numbers only if
-              every kernel before them is; a near tie that falls differently would change how many tokens an expert gets, and with experts
-              on other ranks who waits for whom.
-draws         what is kept is not run again, so it does not draw random numbers again, and whatever draws after it would get its numbers.
-              Where the generators stood is read on the host: nobody waits for a device. A CUDA graph that is being recorded has nothing to
+routes        routers' choices are kept, so that tokens are routed the same way in backward. Recomputed scores are the same numbers only if
+              every kernel before them is; a near tie that decided differently would change how many tokens an expert gets, and with experts
+              on other ranks also which rank waits for which.
+draws         what is kept is not run again, so it does not draw random numbers again, and the next draws would get its numbers.
+              Generators' positions are read on the host, without waiting for a device. A CUDA graph that is being recorded has nothing to
               read, and draws nothing in a region.
 
 Used by `region.RegionCall` alone.
@@ -63,7 +63,7 @@ def outlined(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def filled(outline: Any, tensors: Sequence[Tensor]) -> Any:
-    """What was outlined, with these tensors, in containers that nobody else has."""
+    """What was outlined, with these tensors, in new containers."""
     return renewed(lambda leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf, outline)
 
 
@@ -79,10 +79,10 @@ def uncached_casts() -> Iterator[None]:
 
 
 class PrecisionSnapshot:
-    """Taken when it is made; entered as often as a backward computes again.
+    """Captured at creation; entered whenever a backward recomputes.
 
     Args:
-        with_engine: Whether modules of Transformer Engine take part, so that the library is there.
+        with_engine: Whether modules of Transformer Engine are used, so that the library is loaded.
     """
 
     def __init__(self, *, with_engine: bool) -> None:
@@ -91,7 +91,7 @@ class PrecisionSnapshot:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, all is as it was."""
+        """Inside, the precision is as it was."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
         try:
@@ -101,7 +101,7 @@ class PrecisionSnapshot:
             torch.set_default_dtype(before)
 
 
-# The buffer by which PyTorch's batch and instance norms that keep statistics are known, subclasses and synchronised ones included.
+# The buffer by which PyTorch's batch and instance norms that keep statistics are recognized, including subclasses and synchronized ones.
 _COUNT = "num_batches_tracked"
 
 
@@ -114,7 +114,7 @@ def keeps_statistics(module: nn.Module) -> bool:
 def counted_once(module: nn.Module) -> Iterator[None]:
     """Inside, norms in `module` write their statistics to copies."""
     norms = [part for part in module.modules() if part.training and part._buffers.get(_COUNT) is not None]
-    # Copies, and not nothing: as many tensors must be saved for backward as the first time.
+    # Copies instead of no writes: as many tensors must be saved for backward as the first time.
     before = [dict(norm._buffers) for norm in norms]
     for norm, buffers in zip(norms, before, strict=True):
         norm._buffers.update({name: buffer.clone() for name, buffer in buffers.items() if buffer is not None})
@@ -127,7 +127,7 @@ def counted_once(module: nn.Module) -> Iterator[None]:
 
 @runtime_checkable
 class _Chooses(Protocol):
-    """A module that asks a keeper for each choice, as `lightning_mfsdp.moe.TopKRouter` does."""
+    """A module that queries a keeper for each choice, as `lightning_mfsdp.moe.TopKRouter` does."""
 
     choice_keeper: Any
 
@@ -145,7 +145,7 @@ class KeptChoices:
 
     @contextmanager
     def around(self, routers: Sequence[Any], *, again: bool) -> Iterator[None]:
-        """Inside, routers keep what they choose, or choose what was kept."""
+        """Inside, routers store their choices, or reuse the stored ones."""
         before = [router.choice_keeper for router in routers]
         for router, kept in zip(routers, self._choices, strict=True):
             router.choice_keeper = _Replaying(kept) if again else _Keeping(kept)
@@ -177,11 +177,11 @@ class _Replaying:
 
 
 class KeptDraws:
-    """Of one call of a region.
+    """Random state of one call of a region.
 
     Args:
         draws: Which operators are kept and may draw; `None`: none.
-        device: Of the region, whose generator stands beside the CPU's.
+        device: Of the region, whose generator is used besides the CPU's.
     """
 
     def __init__(self, draws: Callable[[Any], bool] | None, device: torch.device | None) -> None:
@@ -189,7 +189,7 @@ class KeptDraws:
         self._noted: list[tuple[Tensor, int | None]] = []
 
     def around(self, *, again: bool) -> AbstractContextManager[Any]:
-        """Inside, note where the generators stand after each of those operators, or put them there."""
+        """Inside, record the generators' positions after each of those operators, or restore them."""
         if self._draws is None:
             return nullcontext()
         if not again:
@@ -211,7 +211,7 @@ class KeptDraws:
 class _AfterEach(compat.DispatchMode):  # type: ignore[no-untyped-call]
     """Calls `then` after each operator that `draws`."""
 
-    supports_higher_order_operators = True  # they pass
+    supports_higher_order_operators = True  # they pass through
 
     def __init__(self, draws: Callable[[Any], bool], then: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -90,7 +90,7 @@ def test_layers_within_stages_and_layers_registered_twice() -> None:
         ({"method": "block", "num_layers": 2, "every_nth": 2}, "every_nth would have no effect"),
         ({"method": "selective", "modules": ["*"], "num_layers": 2}, "num_layers would have no effect"),
         ({"method": "block"}, "expected num_layers, how many first layers"),
-        ({"method": "selective"}, "expected modules, patterns of names of what is computed again, or save_ops"),
+        ({"method": "selective"}, "expected modules, patterns of names of what is recomputed, or save_ops"),
         ({"method": "selective", "save_ops": ["mm"]}, "'mm' is neither one of 'matmul', 'attention' nor the name"),
     ],
 )

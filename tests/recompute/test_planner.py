@@ -113,9 +113,9 @@ def test_a_plan_is_for_the_layers_that_were_recorded() -> None:
 def test_no_plan_without_a_budget_a_fitting_choice_or_a_whole_record() -> None:
     with pytest.raises(ValueError, match="expected a positive number, got 0"):
         plan_recompute(record(), 0)
-    with pytest.raises(ValueError, match="a step takes 137 B with 3 layers computed again, which is the least"):
+    with pytest.raises(ValueError, match="a step takes 137 B with 3 layers recomputed, which is the least"):
         plan_recompute(record(), 100)
-    with pytest.raises(ValueError, match=r"in the recorded step layers\.0 was computed again already"):
+    with pytest.raises(ValueError, match=r"in the recorded step layers\.0 was recomputed already"):
         plan_recompute(record(recomputed=("layers.0",)), 1000)
     model = build()
     with record_step(model) as recorder:
