@@ -1,4 +1,4 @@
-"""FP8 by Transformer Engine: the only room that knows the library, and it loads it when a run asks for it."""
+"""FP8 by Transformer Engine: the only folder that uses the library, which it loads when a run needs it."""
 
 from lightning_mfsdp.te.checks import refuse_prepared
 from lightning_mfsdp.te.codec import weight_codecs

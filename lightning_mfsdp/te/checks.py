@@ -1,6 +1,6 @@
-"""What is checked of a model for FP8 once it is there, and what it was made ready with.
+"""Checks of a model for FP8, and the options it was prepared with.
 
-Layers, contexts and weights follow what a run made a model ready with, and another run may want something else: `Prepared`.
+Layers, contexts and weights depend on how a run prepared a model, and another run may require something else: `Prepared`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_something_multiplies(root: nn.Module, replaced: Mapping[str, nn.Module
     Args:
         root: Nothing was replaced in it yet.
         replaced: The layers that will be.
-        options: What the user asked for.
+        options: The user's options.
     """
     linear = any(isinstance(layer, nn.Linear) for layer in replaced.values())
     if linear or any(_multiplies(module) for module in root.modules()):
@@ -61,7 +61,7 @@ def _multiplies(module: nn.Module) -> bool:
 
 
 def check_options_have_use(root: nn.Module, options: Fp8Options, quantized: Mapping[str, nn.Module]) -> None:
-    """Raise a ValueError for options that nothing in a model follows; `quantized` are its modules with FP8 weights."""
+    """Raise a ValueError for options without effect on a model; `quantized` are its modules with FP8 weights."""
     if (options.fp8_weights or options.keep_transpose_cache) and not quantized:
         raise ValueError(
             f"fp8_weights={options.fp8_weights}, keep_transpose_cache={options.keep_transpose_cache}: {type(root).__name__} has no "
@@ -86,7 +86,7 @@ def check_other_recipe(name: str, module: nn.Module) -> None:
 
 
 def check_gradients(root: nn.Module) -> None:
-    """Raise a ValueError for modules whose gradients would not be there when their unit's are reduced.
+    """Raise a ValueError for modules whose gradients would not be ready when their unit's are reduced.
 
     Source: `TransformerEngineBaseModule.need_backward_dw` and `ops/_common.py`, version 2.20.
     """
@@ -125,10 +125,10 @@ _KEY = "_mfsdp_fp8"
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What one run made a model ready with.
+    """How one run prepared a model.
 
     Attributes:
-        options: As given.
+        options: As passed.
         recipe: The library's object.
         overrides: Its objects by pattern.
         replaced: Whether layers of `torch.nn` became the library's.
@@ -141,17 +141,17 @@ class Prepared:
 
     @staticmethod
     def of(root: nn.Module) -> Prepared | None:
-        """What a model, or some module in it, was made ready with; `None` if nothing was."""
+        """How a model, or some module in it, was prepared; `None` if it was not."""
         own = (module for module in root.modules() if library.is_engine_module(module))
         return next((vars(module)[_KEY] for module in own if _KEY in vars(module)), None)
 
     def note(self, root: nn.Module) -> None:
-        """Remember it at each module, so that parts of the model know it as well, and what comes to them later does not."""
+        """Store it in each module, so that parts of the model have it as well, and modules added later do not."""
         for module in root.modules():
             vars(module)[_KEY] = self
 
     def check(self, root: nn.Module, wanted: Prepared) -> None:
-        """Raise a ValueError where a later run wants what the model was not made ready for."""
+        """Raise a ValueError if a later run requires what the model was not prepared for."""
         before, now = self._compared(), wanted._compared()
         if wanted.options.replace_layers is not True:
             del now["replace_layers"]  # a model whose layers were replaced has the library's
@@ -163,7 +163,7 @@ class Prepared:
             )
 
     def check_knows(self, root: nn.Module, names: Iterable[str]) -> None:
-        """Raise a ValueError if some of these modules, which are to compute in FP8, were not there at the time."""
+        """Raise a ValueError if some of these modules, which are to compute in FP8, did not exist at that time."""
         new = [name for name in names if _KEY not in vars(root.get_submodule(name))]
         if new:
             named = ", ".join(new[:6]) + ", ..." * (len(new) > 6)
@@ -179,7 +179,7 @@ class Prepared:
 
 
 def refuse_prepared(root: nn.Module, precision: str) -> None:
-    """Raise a ValueError for a model that an earlier run made ready for FP8: some of its calls would still compute so."""
+    """Raise a ValueError for a model that an earlier run prepared for FP8: some of its calls would still compute in FP8."""
     before = Prepared.of(root)
     if before is not None:
         raise ValueError(

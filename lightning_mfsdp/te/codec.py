@@ -4,10 +4,10 @@
     Float8BlockwiseQTensor    a scale for each 128 x 128 block; the same
     MXFP8Tensor               scales along rows and along columns: two sets of bytes, the one for forward, the other for backward
 
-Scales are small and whole on every rank; `quantize_master_weights` brings them up to date along with the bytes. A transpose is as large
+Scales are small and whole on every rank; `quantize_master_weights` updates them along with the bytes. A transpose is as large
 as the weight, so it is dropped with the gathered bytes unless `keep_transpose_cache` says otherwise.
 
-Source: `transformer_engine.pytorch.tensor.utils`, Transformer Engine 2.20, for what its tensors consist of and how fragments are cast.
+Source: `transformer_engine.pytorch.tensor.utils`, Transformer Engine 2.20, for the parts of its tensors and how fragments are cast.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def weight_codecs(*, keep_transpose_cache: bool = False) -> tuple[WeightCodec, .
 
 
 class _Codec(ABC):
-    """What all kinds have in common. The parameter is a tensor of the library; its inner tensors are attributes."""
+    """The common part of all kinds. The parameter is a tensor of the library; its inner tensors are attributes."""
 
     storage_dtype = torch.uint8
     planes = 1
@@ -90,7 +90,7 @@ class _Codec(ABC):
         return bool(((now - value).abs() > value.abs() * _ROUNDING + least).any())
 
     def range_of(self, value: Tensor, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
-        """The largest error of a number near zero, and the largest number: 0-D. Scales that follow values leave none out."""
+        """The largest error of a number near zero, and the largest number: 0-D. Scales derived from the values cover all of them."""
         most = value.abs().amax()
         return most * 2**-17, most
 
@@ -99,7 +99,7 @@ class _Codec(ABC):
         value = _initial_value(parameter)
         assert value is not None, "why_not() asks for it"
         weight.clear_high_precision_init_val()
-        if not self._keep:  # else layers would make it in forward already, and keep it through the backward
+        if not self._keep:  # otherwise layers would create it in forward already, and keep it through the backward
             weight._quantizer.set_usage(columnwise=False)
         self.drop_transpose(weight)
         return value.view(parameter.shape)
@@ -140,21 +140,21 @@ class _Codec(ABC):
 
     @abstractmethod
     def has_transpose(self, weight: Any) -> bool:
-        """Whether what backward reads was derived from the present bytes."""
+        """Whether what backward reads was derived from the current bytes."""
 
     @abstractmethod
     def outdate_transpose(self, weight: Any) -> None:
-        """The bytes are about to change; its memory may be used again."""
+        """Mark it outdated: the bytes are about to change. Its memory may be reused."""
 
     @abstractmethod
     def drop_transpose(self, weight: Any) -> None:
-        """Give its memory back; the library makes it again when a backward needs it."""
+        """Free its memory; the library creates it again when a backward needs it."""
 
 
 class _PerTensor(_Codec):
-    """The library's casts transpose on Hopper what they write, unless told not to; flat fragments are eighteen times slower then.
+    """On Hopper the library's casts also transpose what they write, unless disabled; flat fragments are eighteen times slower then.
 
-    Delayed scaling asks the parameter's quantizer, which is told. Current scaling makes a new one, so there fragments keep their rows.
+    Delayed scaling uses the parameter's quantizer, which is set so. Current scaling creates a new one, so there fragments keep their rows.
     """
 
     kind = "Float8Tensor"
@@ -163,7 +163,7 @@ class _PerTensor(_Codec):
         quantizers = [item.parameter._quantizer for item in fragments]  # type: ignore[attr-defined]
         for quantizer in quantizers if self._keep else ():
             quantizer.set_usage(columnwise=False)
-        # Delayed scaling: what was noted since the last step is of weights that are gone, such as an average shown in an evaluation.
+        # Delayed scaling: maxima recorded since the last step belong to weights that are gone, such as an average shown in an evaluation.
         for quantizer in quantizers:
             if is_a(quantizer, "Float8Quantizer"):
                 quantizer.amax.zero_()
@@ -211,7 +211,7 @@ def _is_current(item: Fragment) -> bool:
 
 
 class _Blockwise(_Codec):
-    """The library's cast of a fragment writes whole strips of rows: beside a fragment that ends within one lie other weights' bytes.
+    """The library's cast of a fragment writes whole strips of rows: next to a fragment that ends within one are other weights' bytes.
 
     Source: `fp8_block_scaling_partial_cast_kernel`, whose warps store 16 rows each as soon as one element of these is the fragment's.
     """
@@ -234,7 +234,7 @@ class _Blockwise(_Codec):
         return weight._columnwise_data is not None
 
     def outdate_transpose(self, weight: Any) -> None:
-        self.drop_transpose(weight)  # the library cannot tell an outdated one
+        self.drop_transpose(weight)  # the library cannot detect an outdated one
 
     def drop_transpose(self, weight: Any) -> None:
         weight._columnwise_data = weight._columnwise_scale_inv = None
@@ -272,7 +272,7 @@ class _Microscaled(_Codec):
 
 
 class _Unknown(_Microscaled):
-    """Kinds that cannot be sharded, so that they are not taken for ordinary tensors."""
+    """Kinds that cannot be sharded, so that they are not treated as ordinary tensors."""
 
     kind = "QuantizedTensor"
     planes = 1

@@ -1,8 +1,8 @@
-"""Fp8Compute: the contexts in which modules of Transformer Engine compute in 8 bits, and what a model needs before it can.
+"""Fp8Compute: the contexts in which modules of Transformer Engine compute in 8 bits, and how a model is prepared for it.
 
-prepare     once, before sharding: layers replaced, overrides hooked in, extra state out of state dicts
-forward     around a step; on leaving it in training, delayed scaling takes the maximum over all ranks and sets new scales
-backward    around a backward: activations that are computed again there see what the first forward saw, and set no scales
+prepare     once, before sharding: layers replaced, overrides hooked in, extra state removed from state dicts
+forward     around a step; on exit in training, delayed scaling takes the maximum over all ranks and sets new scales
+backward    around a backward: activations that are recomputed there see what the first forward saw, and set no scales
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Fp8Compute:
     """FP8 of one run.
 
     Attributes:
-        options: As given.
+        options: As passed.
     """
 
     def __init__(self, options: Fp8Options) -> None:
@@ -68,7 +68,7 @@ class Fp8Compute:
 
     @contextmanager
     def forward(self) -> Generator[None, None, None]:
-        """Around forwards, of training and of evaluation."""
+        """Context around forwards, of training and of evaluation."""
         if self._was_interrupted:
             self._was_interrupted = False
             self._forget_present_amax()
@@ -86,22 +86,22 @@ class Fp8Compute:
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether this is inside of `forward`, of this object or of another run's, or computed again in a backward.
+        """Whether this is inside of `forward`, of this object or of another run's, or recomputed in a backward.
 
-        A backward on CUDA runs in threads of its own, which do not see the variable; what the library computes in is known in all.
+        A backward on CUDA runs in threads of its own, which do not see the variable; the library's precision is visible in all.
         """
         return _is_in_forward.get() or quantizes_now()
 
     @contextmanager
     def backward(self) -> Generator[None, None, None]:
-        """Around a backward. The outer context is off, so that leaving the inner one is not taken for the end of a forward."""
+        """Around a backward. The outer context is off, so that leaving the inner one does not count as the end of a forward."""
         try:
             with self._autocast(None), self._autocast(self.recipe):
                 yield
         except BaseException:
             self._was_interrupted = True
             raise
-        if not _is_in_forward.get():  # under manual optimization it is, and the step's own maxima are still to count
+        if not _is_in_forward.get():  # under manual optimization it is, and the step's own maxima still have to count
             self._forget_present_amax()
 
     def _forget_present_amax(self) -> None:
@@ -112,7 +112,7 @@ class Fp8Compute:
     def _autocast(self, recipe: Any) -> Generator[None, None, None]:
         context = self._library.autocast(
             enabled=recipe is not None,
-            recipe=self.recipe if recipe is None else recipe,  # without one it would ask the device
+            recipe=self.recipe if recipe is None else recipe,  # without one it would query the device
             amax_reduction_group=self._group,
         )
         context.__enter__()
@@ -128,10 +128,10 @@ class Fp8Compute:
     # -- the model -----------------------------------------------------------------------------------------------------
 
     def policy(self, given: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-        """A policy that knows the library's quantized weights, unless it knows some kind already.
+        """A policy with a codec for the library's quantized weights, unless it has one already.
 
         Raises:
-            ValueError: It knows them in another way than the options say, or computes in float16.
+            ValueError: Its codec contradicts the options, or it computes in float16.
         """
         if given.compute_dtype is torch.float16:
             raise ValueError(
@@ -147,22 +147,22 @@ class Fp8Compute:
         return given if given.weight_codecs else replace_field(given, weight_codecs=ours)
 
     def building(self) -> AbstractContextManager[Any]:
-        """Around code that builds modules."""
+        """Context around code that builds modules."""
         return quantized_init(self.recipe) if self.options.fp8_weights else nullcontext()
 
     def prepare(self, root: nn.Module, group: dist.ProcessGroup | None) -> str:
-        """Make a model ready; one that is stays as it is.
+        """Prepare a model; one that is prepared stays unchanged.
 
         Args:
             root: The whole model.
             group: All ranks with different data.
 
         Returns:
-            What was done, in words; empty if nothing.
+            A description of what was done; empty if nothing.
 
         Raises:
             ValueError: A pattern that matches nothing, a layer that cannot be replaced, no module that could compute in FP8, or a model
-                that an earlier run made ready in another way, or a part of.
+                of which an earlier run prepared all in another way, or a part.
         """
         self._group = group
         if all(known is not root for known in self._present_roots()):
@@ -213,14 +213,14 @@ class Fp8Compute:
         return f"{done}; FP8 weights in {len(quantized)}{copies}"
 
     def _drop_copies(self, inside: Mapping[str, nn.Module], overrides: Overrides) -> str:
-        """Have modules quantize 16-bit weights again in backward instead of keeping the copy; says where that cannot be."""
+        """Have modules quantize 16-bit weights again in backward instead of keeping the copy; reports where that is not possible."""
         if self.options.keep_quantized:
             return ""
         stay = 0
         for name, outer in inside.items():
             recipe = overrides.find(name, self.recipe)
             if recipe is None or recipe.delayed():
-                continue  # there is no copy, or the next step's scale would be there
+                continue  # there is no copy, or the next step's scale would be in use
             stay += sum(not quantize_again(module) for module in outer.modules())
         if not stay:
             return ""
@@ -247,12 +247,12 @@ class Fp8Compute:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def scaling(self, roots: Mapping[str, nn.Module]) -> dict[str, Any]:
-        """Scales and histories of models, under their names in a checkpoint; empty unless scaling is delayed and something has run."""
+        """Scales and histories of models, under their names in a checkpoint; empty unless scaling is delayed and a module has run."""
         found = {key: extra_state.scaling(root) for key, root in roots.items()} if self._is_delayed else {}
         return {key: states for key, states in found.items() if states}
 
     def load_scaling(self, roots: Mapping[str, nn.Module], saved: Mapping[str, Any]) -> list[str]:
-        """Take up what `scaling` returned; returns names of modules that have no use for theirs here."""
+        """Restore what `scaling` returned; returns names of modules that do not use theirs here."""
         unused = []
         for key, states in saved.items():
             if key not in roots:

@@ -1,7 +1,7 @@
-"""What modules of Transformer Engine keep beside their parameters, in checkpoints that anybody can read.
+"""State that modules of Transformer Engine keep besides their parameters, in checkpoints that can be read without trust.
 
-The library saves it as a pickle inside a tensor, which it refuses to read again unless an environment variable allows any code to run. So
-state dicts carry none of it, and the only state there is, scales and histories of delayed scaling, is saved as plain tensors.
+The library saves it as a pickle inside a tensor, which it refuses to read unless an environment variable allows any code to run. So
+state dicts carry none of it, and the only such state, scales and histories of delayed scaling, is saved as plain tensors.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _PARTS = ("scale", "amax_history")
 
 
 def keep_apart(root: nn.Module, replaced: list[nn.Module]) -> None:
-    """Take extra state out of state dicts.
+    """Remove extra state from state dicts.
 
-    Modules in `replaced` have none there, like the layers that they took the place of. Others keep an empty one, so that a model built of
-    them loads strictly anywhere. Whatever a state dict brings for them is not read.
+    Modules in `replaced` have none there, like the layers that they replaced. Others keep an empty one, so that a model built of
+    them loads strictly anywhere. What a state dict holds for them is not read.
     """
     new = {id(module) for module in replaced}
     for module in _owners(root):
@@ -46,7 +46,7 @@ def check_savable(root: nn.Module) -> None:
 
 
 def scaling(root: nn.Module) -> dict[str, dict[str, Any]]:
-    """Scales and histories under delayed scaling, on the CPU, by module name; empty where there are none. Ranks have the same ones."""
+    """Scales and histories under delayed scaling, on the CPU, by module name; empty if there are none. Ranks have the same ones."""
     found: dict[str, dict[str, Any]] = {}
     for name, module in _quantized(root):
         states = dict(_states(module))
@@ -59,15 +59,15 @@ def scaling(root: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def load_scaling(root: nn.Module, saved: dict[str, dict[str, Any]], recipe_of: Callable[[str], Any]) -> list[str]:
-    """Take up what `scaling` returned; a history that is longer or shorter here keeps its newest rows.
+    """Restore what `scaling` returned; a history that is longer or shorter here keeps its newest rows.
 
     Args:
-        root: Need not have run yet.
+        root: It need not have run yet.
         saved: By module name.
-        recipe_of: What a module will compute with; `None` for high precision.
+        recipe_of: The recipe of a module; `None` for high precision.
 
     Returns:
-        Names of saved modules that do not compute under delayed scaling here, whose state is of no use.
+        Names of saved modules that do not compute under delayed scaling here, whose state is unused.
     """
     modules = dict(_quantized(root))
     unused = []
@@ -90,8 +90,8 @@ def load_scaling(root: nn.Module, saved: dict[str, dict[str, Any]], recipe_of: C
 def forget_present_amax(root: nn.Module) -> None:
     """Forget maxima that no training forward has seen.
 
-    The first row of a history belongs to the forward under way and is empty between forwards, unless an evaluation or what was computed
-    again in a backward has written to it.
+    The first row of a history belongs to the forward under way and is empty between forwards, unless an evaluation or what was recomputed
+    in a backward has written to it.
     """
     rows = [
         part
@@ -100,7 +100,7 @@ def forget_present_amax(root: nn.Module) -> None:
         if key == "scaling_fwd"
         for part in _written_by_forward(module, state.amax_history[0])
     ]
-    with torch.inference_mode():  # where also what an evaluation has made may be written
+    with torch.inference_mode():  # where tensors created by an evaluation may be written as well
         if rows:
             compat.foreach_zero_(rows)
 
@@ -111,7 +111,7 @@ def _written_by_forward(module: Any, row: Tensor) -> list[Tensor]:
 
 
 def _copy_rows(saved: Tensor, history: Tensor) -> None:
-    """The first row is the step's under way; the others are older steps, the newest last."""
+    """The first row belongs to the current step; the others are older steps, the newest last."""
     history.zero_()
     history[0] = saved[0]
     count = min(len(saved), len(history)) - 1
@@ -132,7 +132,7 @@ def _quantized(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _states(module: Any) -> Iterator[tuple[str, Any]]:
-    """Of delayed scaling; other recipes keep none."""
+    """History of delayed scaling; other recipes keep none."""
     for key in ("scaling_fwd", "scaling_bwd"):
         state = module.fp8_meta.get(key)
         if getattr(state, "amax_history", None) is not None:

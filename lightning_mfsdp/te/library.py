@@ -1,6 +1,6 @@
-"""The one door to Transformer Engine: nothing else imports it, and nothing imports it before a run needs it.
+"""The only access to Transformer Engine: nothing else imports it, and nothing imports it before a run needs it.
 
-The second half is what the library needs where activations are computed again: its own checkpoint, and the recipe of the first time.
+The second half is what the library needs for recomputation: its own checkpoint, and the recipe of the first forward.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def load(name: str) -> Any:
     """A module of the library, such as "pytorch" or "common.recipe".
 
     Raises:
-        RuntimeError: There is no CUDA device, or the library is missing or broken; it says which, and what to do.
+        RuntimeError: There is no CUDA device, or the library is missing or broken; the message says which, and what to do.
     """
-    # First: without a driver the import itself fails, and with words about something else.
+    # First: without a driver the import itself fails, with a message about something else.
     if not torch.cuda.is_available():
         raise RuntimeError(
             'precision="transformer-engine" needs an NVIDIA GPU with compute capability 8.9 or higher, and torch.cuda.is_available() is '
@@ -53,7 +53,7 @@ def load(name: str) -> Any:
         raise RuntimeError(
             f'precision="transformer-engine" needs the package transformer-engine, which is not installed: {_INSTALL}'
         ) from error
-    except Exception as error:  # libraries it cannot find, another PyTorch or Python: each raises another kind
+    except Exception as error:  # libraries it cannot find, another PyTorch or Python: each raises another type
         raise _broken(error) from error
 
 
@@ -85,29 +85,29 @@ def quantizes_now() -> bool:
 
 
 def scales_are_delayed() -> bool:
-    """Whether they do so with scales from earlier steps, of which the library keeps those of each call."""
+    """Whether they do so with scales from earlier steps, which the library keeps for each call."""
     return quantizes_now() and bool(_manager().get_fp8_recipe().delayed())
 
 
 def autocast_snapshot() -> Callable[[], AbstractContextManager[Any]]:
-    """What makes the library compute as it does at the moment: on or off, the recipe, the ranks that share scales."""
+    """A context that restores the library's current state: on or off, the recipe, the ranks that share scales."""
     manager, autocast = _manager(), load("pytorch").autocast
     enabled, recipe, group = manager.is_fp8_enabled(), manager.get_fp8_recipe(), manager.get_fp8_group()
     return lambda: autocast(enabled=enabled, recipe=recipe, amax_reduction_group=group)
 
 
 def checkpoint(function: Callable[..., Any], *values: Any) -> Any:
-    """Call `function`, keep its arguments alone, and call it again in backward: quantized modules then see the scales they saw.
+    """Call `function`, save only its arguments, and call it again in backward: quantized modules then see the scales they saw.
 
-    PyTorch's own does not know these, and may find another number of saved tensors.
+    PyTorch's own checkpoint does not handle these, and may find another number of saved tensors.
     """
     return load("pytorch").checkpoint(function, *values, use_reentrant=False)
 
 
 def keep_scales_in_backward(outputs: Sequence[Tensor]) -> None:
-    """Of what is computed again under delayed scaling: its backward sets no scales, also where it runs outside of every context.
+    """For recomputation under delayed scaling: its backward sets no scales, even if it runs outside of every context.
 
-    The library enters one around what it computes again, and would take leaving the outermost for the end of a forward.
+    The library enters one around what it recomputes, and would treat leaving the outermost as the end of a forward.
     """
     recipe = _manager().get_fp8_recipe()
 
@@ -123,7 +123,7 @@ def keep_scales_in_backward(outputs: Sequence[Tensor]) -> None:
         def end() -> None:
             stack.close()
 
-        weakref.finalize(end, stack.close)  # it goes without having been called where the backward raised
+        weakref.finalize(end, stack.close)  # it dies without having been called if the backward raised
         compat.on_backward_end(end)
 
     for output in outputs:

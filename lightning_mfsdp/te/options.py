@@ -1,4 +1,4 @@
-"""What a user may say about FP8, checked where it is said and without loading the library."""
+"""The user's options for FP8, checked where they are passed and without loading the library."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _SWITCHES = ("fp8_weights", "keep_transpose_cache", "fuse_weight_gradients", "ke
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Options:
-    """What a user may say about FP8.
+    """The user's options for FP8.
 
     Attributes:
         recipe: "current", "delayed", "block", "mxfp8", "nvfp4", or a recipe of `transformer_engine.common.recipe`.
-        replace_layers: Put the library's layers in the place of `nn.Linear`, `nn.LayerNorm` and `nn.RMSNorm`. "auto": only in a model
+        replace_layers: Replace by the library's layers `nn.Linear`, `nn.LayerNorm` and `nn.RMSNorm`. "auto": only in a model
             that has none of the library's.
         keep_high_precision: Which layers compute in bfloat16: `fnmatch` patterns of module names, or "first" and "last" for the blocks at
             the ends of the largest `ModuleList` or `Sequential`. A module's pattern covers all inside it.
         overrides: Other recipes for some layers, by pattern.
-        fp8_weights: Weights are kept and gathered in 8 bits beside their float32 main weights: those of replaced linear layers, and of
+        fp8_weights: Weights are kept and gathered in 8 bits besides their float32 main weights: those of replaced linear layers, and of
             the library's modules that are built in `configure_model` or under `init_module`.
         keep_transpose_cache: FP8 weights keep their transpose until they change: a byte a parameter more on every rank, and one
             transposition a step instead of one for each backward.

@@ -1,7 +1,7 @@
-"""FP8 weights in modules of Transformer Engine: who gets them, and what an ordinary weight becomes one from.
+"""FP8 weights in modules of Transformer Engine: which modules get them, and how an ordinary weight is converted.
 
-Modules that are built inside `quantized_init` have them from the start. A layer in place of one of `torch.nn` begins with the very
-weight of that one, which is quantized once it has its value: when its unit is sharded (`quantize_late`). Until then it may be on meta,
+Modules that are built inside `quantized_init` have them from the start. A layer in place of one of `torch.nn` begins with the weight
+object of that one, which is quantized once it has its value: when its unit is sharded (`quantize_late`). Until then it may be on meta,
 on the host, or in an optimizer.
 """
 
@@ -26,7 +26,7 @@ __all__ = [
     "shared_weights",
 ]
 
-_NOMINAL = torch.bfloat16  # what quantized weights pass for: the dtype of their products
+_NOMINAL = torch.bfloat16  # the nominal dtype of quantized weights: that of their products
 
 
 def quantized_init(recipe: Any) -> AbstractContextManager[Any]:
@@ -38,7 +38,7 @@ def quantized_init(recipe: Any) -> AbstractContextManager[Any]:
 
 
 def is_quantized(parameter: Tensor | None) -> bool:
-    """Whether a parameter is one of the library's, which need not be loaded to know."""
+    """Whether a parameter is one of the library's, without loading it."""
     return library.is_a(parameter, "QuantizedTensor")
 
 
@@ -68,12 +68,12 @@ def quantize_late(root: nn.Module, device: torch.device) -> None:
 def quantize_again(module: Any) -> bool:
     """Have a module of the library quantize its 16-bit weights a second time in backward, and keep no 8-bit copy from forward to backward.
 
-    The library does so under torch's `fully_shard`, where a weight that is gathered again makes the copy pointless; so does ours. It
-    remembers in `_is_fsdp2` whether it is. Source: `TransformerEngineBaseModule.is_fsdp2` and `module/linear.py`, version 2.20.
+    The library does so under torch's `fully_shard`, where a weight that is gathered again makes the copy pointless; the same holds here. It
+    stores this in `_is_fsdp2`. Source: `TransformerEngineBaseModule.is_fsdp2` and `module/linear.py`, version 2.20.
 
     Returns:
-        Whether it does, or has nothing to keep. `False`: this version of the library has no such way. Its `LayerNormLinear` does not ask
-        for the gradient's memory then (`module/layernorm_linear.py`, `main_grad_func`), so it keeps the copy where it is to write there.
+        Whether it does, or has nothing to keep. `False`: this version of the library cannot. Its `LayerNormLinear` does not request
+        the gradient's memory then (`module/layernorm_linear.py`, `main_grad_func`), so it keeps the copy if it must write there.
     """
     if not library.is_a(module, "TransformerEngineBaseModule") or has_quantized_weights(module):
         return True
@@ -98,7 +98,7 @@ def _quantize(layer: Any, weight: nn.Parameter, device: torch.device) -> None:
     parameters.update(others)
     made = parameters["weight"]
     for name, value in vars(weight).items():
-        setattr(made, name, value)  # what users mark parameters with, for their optimizer's groups
+        setattr(made, name, value)  # attributes that users set on parameters, for their optimizer's groups
     # The library would have kept the rounded one.
     kept = [weight.detach()]
     made.get_high_precision_init_val = lambda: kept[0] if kept else None

@@ -1,7 +1,7 @@
 """How tensors are scaled before they are rounded to 8 bits, and where: recipes by name, and layers with another one than the run's.
 
-A recipe is looked at by name where the user says it, and made, by the library and for this device, when a run begins. Some layers compute
-with another recipe, or in high precision: `Overrides`.
+A recipe is checked by name where the user passes it, and created, by the library and for this device, when a run begins. Some layers
+compute with another recipe, or in high precision: `Overrides`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RECIPES = {
     "mxfp8": "MXFP8BlockScaling",
     "nvfp4": "NVFP4BlockScaling",
 }
-# What a recipe says it is, and the library's question to the device. All others need plain FP8.
+# A recipe's own predicate, and the library's query of the device. All others need plain FP8.
 _QUESTIONS = {
     "float8_block_scaling": "is_fp8_block_scaling_available",
     "mxfp8": "is_mxfp8_available",
@@ -36,7 +36,7 @@ _QUESTIONS = {
 
 
 def check_recipe(argument: str, recipe: Any) -> None:
-    """Raise a ValueError unless `recipe` is a known name; what is no string is looked at once the library is there."""
+    """Raise a ValueError unless `recipe` is a known name; anything but a string is checked once the library is loaded."""
     if recipe is None or (isinstance(recipe, str) and recipe not in RECIPES):
         raise ValueError(
             f"{argument}={recipe!r} is no recipe; expected one of {', '.join(map(repr, RECIPES))}, or one of "
@@ -45,12 +45,12 @@ def check_recipe(argument: str, recipe: Any) -> None:
 
 
 def make_recipe(recipe: Any) -> Any:
-    """The library's recipe for a name; an object as it is.
+    """The library's recipe for a name; an object unchanged.
 
     Raises:
-        TypeError: An object that is no recipe.
-        RuntimeError: This device cannot compute with it, in the library's words.
-        ValueError: State that no checkpoint could hold.
+        TypeError: An object that is not a recipe.
+        RuntimeError: This device cannot compute with it, with the library's reason.
+        ValueError: It has state that no checkpoint could hold.
     """
     recipes = library.load("common.recipe")
     made = getattr(recipes, RECIPES[recipe])() if isinstance(recipe, str) else recipe
@@ -74,7 +74,7 @@ def make_recipe(recipe: Any) -> Any:
 
 
 def alignment(recipe: Any, *, quantized: bool = False) -> int:
-    """What both sizes of a weight must be a multiple of, or of a `quantized` one, which is kept in 8 bits."""
+    """The number that both sizes of a weight, or of a `quantized` one kept in 8 bits, must be multiples of."""
     kinds = {"block": recipe.float8_block_scaling, "mxfp8": recipe.mxfp8, "nvfp4": recipe.nvfp4}
     known = ALIGNMENTS[next((name for name, is_it in kinds.items() if is_it()), "current")]  # "delayed" has the same
     return known.quantized_weights or known.weights if quantized else known.weights
@@ -90,7 +90,7 @@ def outermost(root: nn.Module) -> dict[str, nn.Module]:
     """Modules of the library that are inside no other of them, by name."""
     found: dict[str, nn.Module] = {}
     last: str | None = None
-    for name, module in root.named_modules():  # what is inside comes right after what it is inside of
+    for name, module in root.named_modules():  # inner modules follow right after the one around them
         is_inside = last is not None and (not last or name.startswith(f"{last}."))
         if not is_inside and library.is_engine_module(module):
             found[name] = module
@@ -99,11 +99,11 @@ def outermost(root: nn.Module) -> dict[str, nn.Module]:
 
 
 class Overrides:
-    """Patterns of module names and what the layers they match, and all inside, compute with.
+    """Patterns of module names and the recipe for the layers they match, and all inside.
 
     Args:
-        root: In which "first" and "last" are found.
-        kept: Patterns of what computes in high precision.
+        root: The model in which "first" and "last" are found.
+        kept: Patterns of modules that compute in high precision.
         others: Recipes by pattern. The first pattern that matches decides, those of `kept` before these.
 
     Raises:
@@ -146,7 +146,7 @@ def enter_around(module: nn.Module, make: Callable[[], AbstractContextManager[An
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether the name, or that of a module around, is meant."""
+    """Whether the name, or that of a module around it, matches."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[: count + 1]), pattern) for count in range(len(parts)))
 

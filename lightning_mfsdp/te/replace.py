@@ -1,4 +1,4 @@
-"""Layers of `torch.nn` become layers of Transformer Engine, with the same parameters under the same names."""
+"""Replaces layers of `torch.nn` by layers of Transformer Engine, with the same parameters under the same names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_mfsdp.te.recipes import alignment
 
 __all__ = ["replace", "replaceable"]
 
-# What makes a subclass more than its class; the library's layer would not have it.
+# What a subclass may add to its class; the library's layer would not have it.
 _OWN_WAYS = (
     "forward",
     "__call__",
@@ -28,8 +28,8 @@ _OWN_WAYS = (
 def replaceable(root: nn.Module) -> dict[str, nn.Module]:
     """Layers inside `root` that compute as `nn.Linear`, `nn.LayerNorm` or `nn.RMSNorm` do, by name. Each once.
 
-    Left as they are: layers with a forward, buffers or entries of a state dict of their own, norms without weight, bias or a number for
-    eps, which the library has not, and what attention of `torch.nn` only reads the weights of.
+    Not replaced: layers with a forward, buffers or entries of a state dict of their own, norms without weight, bias or a number for
+    eps, which the library does not have, and those of which attention of `torch.nn` only reads the weights.
     """
     found: dict[str, nn.Module] = {}
     inside: set[int] = set()  # modules that use their children's parameters themselves
@@ -49,10 +49,10 @@ def replace(
     quantized: bool = False,
     fused: bool = False,
 ) -> list[nn.Module]:
-    """Put a layer of the library in the place of each, wherever it is registered; returns the new ones.
+    """Replace each by a layer of the library, wherever it is registered; returns the new ones.
 
-    A new layer holds the very `Parameter` objects, so tied weights, optimizers and `requires_grad` need nothing. On the meta device it is
-    initialised later as the old one would have been.
+    A new layer holds the same `Parameter` objects, so tied weights, optimizers and `requires_grad` stay valid. On the meta device it is
+    initialized later as the old one would have been.
 
     Args:
         root: Not sharded yet.
@@ -82,7 +82,7 @@ def replace(
 
 
 def _maker(layer: nn.Module) -> Callable[[str, Any, bool], nn.Module] | None:
-    """What builds the library's counterpart, on meta; `None` if there is none."""
+    """The builder of the library's counterpart, on meta; `None` if there is none."""
     for kind, maker in _MAKERS.items():
         if isinstance(layer, kind) and not _has_own_ways(layer, kind):
             return maker if kind is nn.Linear or _is_full_norm(layer) else None
@@ -109,7 +109,7 @@ def _linear(name: str, layer: nn.Linear, fused: bool) -> nn.Module:
 
 
 def _as_it_is(weight: Tensor) -> None:
-    """The layer before drew the weight."""
+    """The previous layer drew the weight."""
 
 
 def _layer_norm(_: str, layer: nn.LayerNorm, __: bool) -> nn.Module:
@@ -142,7 +142,7 @@ def _made(name: str, layer: nn.Module, *, fused: bool) -> nn.Module:
     maker = _maker(layer)
     assert maker is not None, "replaceable() found it"
     made = maker(name, layer, fused)
-    # One dictionary for both: whoever puts other parameters into the new layer puts them into the old one, which knows how to reset them.
+    # One dictionary for both: parameters that are put into the new layer are also put into the old one, which can reset them.
     made._parameters = layer._parameters
     made.reset_parameters = layer.reset_parameters
     return made.train(layer.training)

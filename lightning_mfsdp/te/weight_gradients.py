@@ -1,15 +1,15 @@
 """Layers with `fuse_wgrad_accumulation=True` add the gradient of their weight to `weight.main_grad`: here that is the engine's bucket.
 
-The library asks a weight for memory when its backward runs (`get_main_grad`, if the weight is marked as one of a sharding engine), and has
-decided in forward whether it will overwrite what is there (`overwrite_main_grad`). It returns no gradient to autograd then, so there is
-none to discard. Both answers are noted at the weights before each forward, so that they belong together:
+The library requests memory from a weight when its backward runs (`get_main_grad`, if the weight is marked as one of a sharding engine),
+and has decided in forward whether it will overwrite the memory (`overwrite_main_grad`). It returns no gradient to autograd then, so
+there is none to discard. Both answers are set on the weights before each forward, so that they are consistent:
 
     overwrite    by default: the bucket of a microbatch is new, and the product is its first content
-    add          once the other turned out wrong for a layer (shared modules, gradients held back by `no_sync`): new memory is zeroed first
+    add          once overwriting was wrong for a layer (shared modules, gradients held back by `no_sync`): new memory is zeroed first
 
-An overwriting product that is not the first for its weight gets memory of its own, which the engine adds; so no order of calls is wrong.
+An overwriting product that is not the first for its weight gets memory of its own, which the engine adds; so any order of calls is correct.
 
-Source: the contract of Megatron-LM's `main_grad` as Transformer Engine 2.20 reads it (`module/linear.py`, `module/grouped_linear.py`).
+Source: the contract of Megatron-LM's `main_grad` as Transformer Engine 2.20 implements it (`module/linear.py`, `module/grouped_linear.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def fuse_weight_gradients(module: nn.Module) -> list[str]:
     """Have all layers in a sharded module that were built with `fuse_wgrad_accumulation=True` write into the engine's buckets.
 
     Call it once, after the module and all units in it were sharded. Layers with weights that no unit owns (`ignored_parameters`) give their
-    gradients to autograd from now on, unless somebody gave them a `main_grad`: there is no memory of the engine's for them.
+    gradients to autograd from now on, unless they have a `main_grad`: the engine has no memory for them.
 
     Returns:
         Names of the layers that write.
@@ -55,7 +55,7 @@ def fuse_weight_gradients(module: nn.Module) -> list[str]:
 
 
 def _matrices(layer: nn.Module) -> list[nn.Parameter]:
-    """What products are made with, in whatever representation it is."""
+    """The tensor used in products, for any representation."""
     found = []
     for parameter in layer.parameters(recurse=False):
         owned = owner_of(parameter)
@@ -70,14 +70,14 @@ def _weights_of(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def _forget_memory(reference: weakref.ref[nn.Parameter]) -> None:
-    """The library leaves what it was given at the weight, which would keep a full gradient alive long after it was reduced."""
+    """Drop the memory that the library leaves on the weight, which would keep a full gradient alive long after it was reduced."""
     weight = reference()
     if weight is not None:
         vars(weight).pop("main_grad", None)
 
 
 class _FusedLayer:
-    """The weights of one layer, which the library treats alike: it asks the first whether to overwrite."""
+    """The weights of one layer, which the library treats alike: it reads from the first whether to overwrite."""
 
     def __init__(self, weights: list[nn.Parameter], *, overwrites: bool) -> None:
         self._weights = [weakref.ref(weight) for weight in weights]
@@ -85,11 +85,11 @@ class _FusedLayer:
         self._collided = False
 
     def prepare(self) -> None:
-        """Note at the weights what their next forward finds."""
+        """Set on the weights what their next forward reads."""
         for index, reference in enumerate(self._weights):
             weight: Any = reference()
             if weight is not None:
-                vars(weight).pop("grad_added_to_main_grad", None)  # who has it gets a gradient without meaning
+                vars(weight).pop("grad_added_to_main_grad", None)  # a weight that has it gets a meaningless gradient
                 weight.__fsdp_param__ = True
                 weight.overwrite_main_grad = self._overwrites
                 weight.get_main_grad = partial(self._memory, index, overwrites=self._overwrites)
@@ -102,7 +102,7 @@ class _FusedLayer:
 
     def _memory(self, index: int, *, overwrites: bool) -> Tensor:
         weight = self._weights[index]()
-        assert weight is not None, "its own backward asks"
+        assert weight is not None, "its own backward calls this"
         memory, is_own = gradient_memory(weight, overwrites=overwrites)
         self._collided = self._collided or is_own
         compat.on_backward_end(partial(_forget_memory, self._weights[index]))
