@@ -1,6 +1,6 @@
 """Functions on plain tensors: log-probabilities and losses over large vocabularies, and batches whose sizes suit low precision.
 
-They know nothing of sharding. `LinearLossHead` makes a module of them that `fully_shard` can make a unit of.
+They are independent of sharding. `LinearLossHead` wraps them in a module that `fully_shard` can turn into a unit.
 """
 
 from lightning_mfsdp.ops.collator import AlignedCollator, alignment_of

@@ -1,4 +1,4 @@
-"""Who computes on a tile of logits: Triton's kernels or PyTorch."""
+"""Chooses the implementation for a tile of logits: Triton's kernels or PyTorch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Batches of samples of different lengths, as one slab of tokens whose size suits low precision.
 
-FP8 products want a number of rows that is a multiple of something. Under data-parallel sharding a layer sees all tokens of a rank at once,
-so only their total matters: the slab is padded once, at its end, and not sample by sample.
+FP8 products require a number of rows that is a multiple of some number. Under data-parallel sharding a layer sees all tokens of a rank
+at once, so only their total matters: the slab is padded once, at its end, and not sample by sample.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["AlignedCollator", "alignment_of"]
 
 
 def alignment_of(recipe: str | int | None) -> int:
-    """Of what a slab's number of tokens must be a multiple.
+    """The number of which a slab's number of tokens must be a multiple.
 
     Args:
         recipe: "delayed", "current" and "block" (16), "mxfp8" (32), "nvfp4" (128), a number of your own, or `None` (1).
 
     Raises:
-        ValueError: There is no such recipe, or the number is not positive.
+        ValueError: The recipe is unknown, or the number is not positive.
     """
     if isinstance(recipe, int) and not isinstance(recipe, bool) and recipe > 0:
         return recipe
@@ -43,8 +43,8 @@ def alignment_of(recipe: str | int | None) -> int:
 class AlignedCollator:
     """A `collate_fn` for samples of different lengths.
 
-    A sample is a 1-D tensor or list of token ids, or a mapping with "input_ids" and, where not every token is to be learned, "labels":
-    for each token itself, or `ignore_index`. Other fields are left out; an "attention_mask" must not have a zero.
+    A sample is a 1-D tensor or list of token ids, or a mapping with "input_ids" and, if not every token is to be learned, "labels":
+    for each token itself, or `ignore_index`. Other fields are dropped; an "attention_mask" must not have a zero.
 
     Args:
         recipe: As in `alignment_of`.
@@ -53,14 +53,14 @@ class AlignedCollator:
         padding_id: Token id of padding.
         shift_labels: A label is the token that comes next in the same sample, ready for `linear_cross_entropy`. False: for models that
             shift by themselves, it is the token itself, and the first of each sample is ignored.
-        num_tokens: Tokens of every batch, padding included, a multiple of what the recipe wants: batches of all ranks then have one
-            size, as experts' "all_gather" wants. `None`: as few as the recipe allows, different on each rank.
+        num_tokens: Tokens of every batch, padding included, a multiple of what the recipe requires: batches of all ranks then have one
+            size, as experts' "all_gather" requires. `None`: as few as the recipe allows, different on each rank.
         max_length: Tokens of the longest sample that may come. With `num_tokens`, batches of equally many samples then differ in
-            nothing but the contents of their tensors, as CUDA graphs and compilers want. `None`: `cu_seqlens` and `max_seqlen` of packed
+            nothing but the contents of their tensors, as CUDA graphs and compilers require. `None`: `cu_seqlens` and `max_seqlen` of packed
             batches vary with the samples.
 
     Raises:
-        ValueError: There is no such recipe, `num_tokens` is not a positive multiple of what it wants, or `max_length` not positive.
+        ValueError: The recipe is unknown, `num_tokens` is not a positive multiple of what it requires, or `max_length` not positive.
         TypeError: `packed` or `shift_labels` is neither True nor False.
     """
 
@@ -156,7 +156,7 @@ class AlignedCollator:
         return (padding - torch.arange(0, room, size, device=lengths.device)).clamp(0, size)
 
     def _piece(self, longest: int) -> int | None:
-        """Positions in padding begin anew after so many: a model may have none beyond those of its samples. `None`: they need not."""
+        """Positions in padding restart after this many: a model may have none beyond those of its samples. `None`: they need not."""
         return self.max_length or (None if self.num_tokens is None else longest)
 
     def _padded(self, ids: Tensor, labels: Tensor, lengths: Tensor) -> dict[str, Tensor | int]:
@@ -217,5 +217,5 @@ def _integers(index: int, values: Any) -> Tensor:
 
 
 def _tensor(values: Any) -> Tensor:
-    """Where it is, whatever the default device may be."""
+    """Use the tensor's own device, regardless of the default device."""
     return values if isinstance(values, Tensor) else torch.tensor(values, device="cpu")

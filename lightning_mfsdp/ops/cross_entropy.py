@@ -1,9 +1,9 @@
 """Cross-entropy of a linear layer over a large vocabulary.
 
 The gradient of a mean or a sum is known up to one number, the gradient of the loss itself. So it can be computed in forward, while the
-logits are there; backward multiplies it by that number. That is three products with the weight instead of four. It needs tiles that hold
+logits exist; backward multiplies it by that number. That is three products with the weight instead of four. It needs tiles that hold
 the whole vocabulary, and with them a sum as large as the weight. In bfloat16 that is the gradient to such a weight itself. In float32 it is
-twice that, so where tokens are fewer than token ids, four products with the smaller sum are the leaner way
+twice that, so if tokens are fewer than token ids, four products with the smaller sum need less memory
 (docs/benchmarks/2026-11-22-logprobs.md has both).
 """
 
@@ -56,7 +56,7 @@ class _Loss:
         return values.where(is_token(target, self.num_ids, self.options), 0)
 
     def factors(self, lse: Tensor, target: Tensor) -> Tensor:
-        """`[4, T]`: what the sum over tokens has for a, b, c and d of the one formula in tiles.py."""
+        """`[4, T]`: the factors a, b, c and d of the sum over tokens, in the formula of tiles.py."""
         each = counted(lse, target, self.num_ids, self.options)
         factors = lse.new_zeros(NUMBERS, *lse.shape)
         factors[0] = each * (1 + 2 * self.z_loss * lse)
@@ -82,21 +82,21 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Cross-entropy of `softmax(hidden @ weight.T + bias)`, without ever having all logits.
+    """Cross-entropy of `softmax(hidden @ weight.T + bias)`, without ever storing all logits.
 
     A mean or sum of no fewer tokens than token ids has its gradients computed in forward, tile by tile of tokens; so has one whose logits
     fit into one tile, and one with `token_chunk` or sums in bfloat16. Anything else (fewer tokens, a second backward by
-    `retain_graph=True`, `reduction="none"`, a split vocabulary) computes logits again in backward, as `linear_logprobs` does.
+    `retain_graph=True`, `reduction="none"`, a split vocabulary) recomputes logits in backward, as `linear_logprobs` does.
 
     Args:
-        hidden: As in `linear_logprobs`, as are the others that are not explained here.
+        hidden: As in `linear_logprobs`, as are the others that are not documented here.
         weight: `[V, H]`.
         target: Token ids, int64 of shape `[...]`.
         bias: `[V]`.
         temperature: Logits are divided by it.
         softcap: Before that, logits become `softcap * tanh(logits / softcap)`.
         token_chunk: Tokens of a tile; `None`: tiles of 64 MiB, or of a quarter of the memory of `hidden` and `weight` if that is more.
-        sum_dtype: In which a gradient is added up over tiles; see `linear_logprobs`.
+        sum_dtype: Dtype in which a gradient is summed over tiles; see `linear_logprobs`.
         ignore_index: Targets with this value count neither for the loss nor for the mean.
         vocab_group: Its ranks have equal parts of the vocabulary, in order.
         reduction: "mean" over the tokens that count, "sum", or "none" for the loss of each token.
@@ -140,7 +140,7 @@ def linear_cross_entropy(
 
 
 class _SumOfLosses(torch.autograd.Function):
-    """Its forward has computed the gradients of the sum. The first backward takes them; another one computes them again."""
+    """Its forward has computed the gradients of the sum. The first backward takes them; another one recomputes them."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss: _Loss) -> Tensor:
@@ -167,7 +167,7 @@ class _SumOfLosses(torch.autograd.Function):
 
 
 def _forward_and_backward(projection: Projection, loss: _Loss, wanted: Wanted) -> tuple[Tensor, ProjectionGradients]:
-    """Statistics `[4, T]` and the gradients of the sum of losses, each tile of logits being made once."""
+    """Statistics `[4, T]` and the gradients of the sum of losses, each tile of logits being computed once."""
     hidden, weight = projection.hidden, projection.weight
     tiling = Tiling.for_statistics(hidden, weight, loss.options.token_chunk)
     found = hidden.new_empty(NUMBERS, hidden.shape[0], dtype=wide_dtype(hidden.dtype))

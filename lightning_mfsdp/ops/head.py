@@ -20,9 +20,9 @@ __all__ = ["LinearLossHead"]
 
 
 class LinearLossHead(nn.Linear):
-    """A linear layer that also computes what is wanted of its logits, without having them all in memory.
+    """A linear layer that also computes losses or log-probabilities of its logits, without storing all of them.
 
-    It is a unit of its own under `fully_shard`: one gather in forward, one in backward. To tie it to an embedding, give it that one's
+    It is a unit of its own under `fully_shard`: one gather in forward, one in backward. To tie it to an embedding, assign that one's
     parameter: `head.weight = embedding.weight`.
 
     Args:
@@ -90,18 +90,18 @@ class LinearLossHead(nn.Linear):
         target: Tensor | None = None,
         output: Literal["loss", "logprobs", "logprobs_and_entropy"] = "loss",
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """What is wanted of the logits.
+        """Compute the requested output.
 
         Args:
             input: Hidden states `[..., H]`.
-            target: Token ids `[...]`; `None`: the logits `[..., V]` are wanted, after softcap and temperature.
+            target: Token ids `[...]`; `None`: return the logits `[..., V]`, after softcap and temperature.
             output: "loss"; "logprobs" `[...]`; or a pair of these and entropies `[...]`.
 
         Returns:
             The loss, 0-D unless the reduction is "none"; logits; log-probabilities; or the pair.
 
         Raises:
-            ValueError: As `linear_logprobs`, or there is no such output.
+            ValueError: As `linear_logprobs`, or the output is unknown.
         """
         check_choice("output", output, ("loss", "logprobs", "logprobs_and_entropy"))
         options = self.options

@@ -1,4 +1,4 @@
-"""What the public functions are given: checked, flattened to tokens, and brought to the dtype to compute in."""
+"""Inputs of the public functions: checked, flattened to tokens, and cast to the compute dtype."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Not float16: what is still to be divided by the number of tokens may be larger than it can say.
+# Not float16: what has yet to be divided by the number of tokens may exceed its range.
 _SUM_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -41,7 +41,7 @@ class SoftmaxOptions:
         temperature: Positive.
         softcap: Positive, or `None`.
         token_chunk: Positive, or `None` for an automatic choice.
-        sum_dtype: Of gradients that are added up over tiles; `None`: float32, or float64 for float64.
+        sum_dtype: Dtype of gradients that are summed over tiles; `None`: float32, or float64 for float64.
         ignore_index: Of targets.
         vocab_group: Ranks that have the vocabulary in equal parts, in the order of their ranks; `None`: this rank has it all.
 
@@ -88,7 +88,7 @@ class SoftmaxOptions:
         return 0 if self.vocab_group is None else dist.get_rank(self.vocab_group) * num_ids
 
     def check_sums(self, dtype: torch.dtype) -> None:
-        """Refuse sums that do not fit products in `dtype`; where nothing is differentiated there are none.
+        """Refuse sums that do not fit products in `dtype`; without gradients there are none.
 
         Raises:
             ValueError: They are neither in the wide dtype nor in bfloat16, as the products.
@@ -100,7 +100,7 @@ class SoftmaxOptions:
             raise ValueError(f"sum_dtype={self.sum_dtype}: for products in {dtype} expected {names}, or None")
 
     def projection(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Projection:
-        """Of a weight in any dtype; it computes in that of `hidden`."""
+        """For a weight in any dtype; it computes in that of `hidden`."""
         return Projection(
             hidden=hidden,
             weight=weight.to(hidden.dtype),
@@ -137,7 +137,7 @@ def flat_hidden(hidden: Tensor, weight: Tensor, bias: Tensor | None, where: str)
 
 
 def flat_target(target: Tensor, shape: torch.Size, num_ids: int, options: SoftmaxOptions, where: str) -> Tensor:
-    """`target` as `[T]`, and each inside the vocabulary as far as that can be told without waiting for a device.
+    """`target` as `[T]`, and each inside the vocabulary as far as that can be checked without waiting for a device.
 
     Raises:
         ValueError: It has another shape than the tokens, is not made of integers, or some are not token ids (checked on the CPU only).
@@ -166,7 +166,7 @@ def compute_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Have `torch.compile` call a function as it is: it would unroll the loop over tiles."""
+    """Have `torch.compile` call a function without tracing it: it would unroll the loop over tiles."""
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -175,17 +175,17 @@ def _has_autocast(hidden: Tensor) -> bool:
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuse what is none of `choices`.
+    """Refuse a value that is not in `choices`.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not.
     """
     if value not in choices:
         raise ValueError(f"{name}: expected {' or '.join(map(repr, choices))}, got {value!r}")
 
 
 def refuse_integers(values: Tensor, where: str) -> None:
-    """Refuse token ids where hidden states or logits belong.
+    """Refuse token ids in place of hidden states or logits.
 
     Raises:
         ValueError: `values` is not made of floating-point numbers.
@@ -195,7 +195,7 @@ def refuse_integers(values: Tensor, where: str) -> None:
 
 
 def check_not_negative(name: str, value: float) -> None:
-    """Refuse what is negative, infinite or not a number.
+    """Refuse a value that is negative, infinite or not a number.
 
     Raises:
         ValueError: It is.
@@ -205,7 +205,7 @@ def check_not_negative(name: str, value: float) -> None:
 
 
 def check_fraction(name: str, value: float) -> None:
-    """Refuse what is not in [0, 1].
+    """Refuse a value outside [0, 1].
 
     Raises:
         ValueError: It is not.
@@ -215,12 +215,12 @@ def check_fraction(name: str, value: float) -> None:
 
 
 def _refuse_sharded(weight: Tensor, where: str) -> None:
-    """A sharded parameter outside its unit has all rows in its shape, but not in memory.
+    """Refuse a sharded parameter outside its unit: its shape has all rows, its memory has not.
 
     Raises:
         ValueError: `weight` is a DTensor.
     """
-    from torch.distributed.tensor import DTensor  # slow to import, and already there where anything is sharded
+    from torch.distributed.tensor import DTensor  # slow to import, and already imported if anything is sharded
 
     if isinstance(weight, DTensor):
         raise ValueError(

@@ -1,14 +1,14 @@
-"""Logits that are made tile by tile from hidden states and a weight, used, and forgotten.
+"""Logits that are computed tile by tile from hidden states and a weight, used, and discarded.
 
 Shapes: T tokens, H width, V vocabulary (of this rank, where it is split). A tile is `[t, v]`, in the dtype of the hidden states.
 
-    what                    tiles                                sums, in float32 unless told otherwise
+    what                    tiles                                sums, in float32 unless specified otherwise
     statistics              some tokens, all V                   none
     gradients, T >= V       some tokens, all V                   to the weight, [V, H]
     gradients, T < V        all T, some of the vocabulary        to the hidden states, [T, H]
 
-Each product has one dim that is whole, so it is rounded once; only the other gradient adds up over tiles. Where one tile is enough there
-is no such sum, except in float16: a gradient that is still to be scaled may be larger than float16 can say.
+Each product has one dim that is whole, so it is rounded once; only the other gradient is summed over tiles. If one tile is enough there
+is no such sum, except in float16: a gradient that has yet to be scaled may exceed float16's range.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lightning_mfsdp.ops.tiles import NUMBERS, Shaping, slices, wide_dtype
 
 __all__ = ["Projection", "ProjectionGradients", "Tiling", "Wanted"]
 
-# Dtypes of the gradients to hidden states, weight and bias; `None`: that one is not wanted.
+# Dtypes of the gradients to hidden states, weight and bias; `None`: that one is not needed.
 Wanted: TypeAlias = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]
 
-# A tile may take so much memory, or a quarter of the hidden states and the weight if that is more: next to them it hardly counts, and
+# A tile may take this much memory, or a quarter of the hidden states and the weight if that is more: next to them it is small, and
 # products of 1,000 and more rows keep matrix units busy and the sums' traffic small.
 _TILE_BYTES = 64 << 20
 _TILE_SHARE = 4
@@ -57,7 +57,7 @@ class Tiling:
 
     @classmethod
     def for_gradients(cls, hidden: Tensor, weight: Tensor, token_chunk: int | None) -> Tiling:
-        """The smaller of both sums: over tokens if the vocabulary is no larger than they are many, or if told to."""
+        """The smaller of both sums: over tokens if the vocabulary is no larger than they are many, or if requested."""
         num_tokens, num_ids = hidden.shape[0], weight.shape[0]
         if token_chunk is not None or num_tokens >= num_ids:
             return cls.for_statistics(hidden, weight, token_chunk)
@@ -71,7 +71,7 @@ def _tile_numel(hidden: Tensor, weight: Tensor) -> int:
 
 
 def _equal_parts(length: int, most: int) -> int:
-    """Length of parts of about `most`, all nearly equal and multiples of what matrix units like."""
+    """Length of parts of about `most`, all nearly equal and multiples of a size that suits matrix units."""
     if length <= most:
         return max(1, length)
     aligned = max(_ALIGNMENT, most // _ALIGNMENT * _ALIGNMENT)
@@ -90,7 +90,7 @@ class Projection:
         target: `[T]`, token ids of the whole vocabulary.
         shaping: Temperature and softcap.
         first_id: Token id of the weight's first row.
-        sum_dtype: Of gradients that are added up over tiles.
+        sum_dtype: Dtype of gradients that are summed over tiles.
     """
 
     hidden: Tensor
@@ -102,7 +102,7 @@ class Projection:
     sum_dtype: torch.dtype
 
     def memory(self, tiling: Tiling) -> Tensor:
-        """For one tile after the other."""
+        """Iterate over tiles."""
         rows = min(tiling.tokens, self.hidden.shape[0])
         return self.hidden.new_empty(rows * min(tiling.vocabulary, self.weight.shape[0]))
 
@@ -133,7 +133,7 @@ class Projection:
         return found
 
     def gradients(self, lse: Tensor, factors: Tensor, token_chunk: int | None, wanted: Wanted) -> ProjectionGradients:
-        """To what is wanted, of what has gradients `factors` `[4, T]`; logits are computed again."""
+        """The requested gradients, from `factors` `[4, T]`; logits are recomputed."""
         tiling = Tiling.for_gradients(self.hidden, self.weight, token_chunk)
         found, memory = ProjectionGradients(self, tiling, wanted), self.memory(tiling)
         for rows in slices(self.hidden.shape[0], tiling.tokens):
@@ -145,12 +145,12 @@ class Projection:
 
 
 class ProjectionGradients:
-    """Gradients to hidden states, weight and bias, added up over tiles. It keeps no reference to any of the three.
+    """Gradients to hidden states, weight and bias, summed over tiles. It keeps no reference to any of the three.
 
     Args:
         projection: What they are gradients to.
         tiling: Of the tiles that will come.
-        wanted: Dtypes of the results; `None` for what is not wanted.
+        wanted: Dtypes of the results; `None` for those that are not needed.
     """
 
     def __init__(self, projection: Projection, tiling: Tiling, wanted: Wanted) -> None:
@@ -161,7 +161,7 @@ class ProjectionGradients:
         self._bias = hidden.new_zeros(weight.shape[0], dtype=wide_dtype(hidden.dtype)) if wanted[2] else None
 
     def add(self, projection: Projection, rows: slice, columns: slice, tile: Tensor) -> None:
-        """Add what a tile of gradients to logits gives."""
+        """Add the contribution of a tile of gradients to logits."""
         if self._hidden is not None:
             self._hidden.add(rows, tile, projection.weight[columns])
         if self._weight is not None:
@@ -179,9 +179,9 @@ class ProjectionGradients:
 
 
 def _sum_for(like: Tensor, wanted: torch.dtype | None, sum_dtype: torch.dtype, is_whole: bool) -> _Sum | None:
-    """For gradients to `like`; `is_whole`: one product makes each row, which is rounded once whatever the dtype.
+    """For gradients to `like`; `is_whole`: one product computes each row, which is rounded once in any dtype.
 
-    Not in float16: before it is divided by the number of tokens, a gradient may be larger than that can say.
+    Not in float16: before it is divided by the number of tokens, a gradient may exceed its range.
     """
     if wanted is None:
         return None
@@ -189,10 +189,10 @@ def _sum_for(like: Tensor, wanted: torch.dtype | None, sum_dtype: torch.dtype, i
 
 
 class _Sum:
-    """Products added up, each in some of the rows.
+    """A sum of products, each in some of the rows.
 
     Args:
-        like: What has the shape and the device.
+        like: A tensor with the shape and the device.
         dtype: Of the sum.
     """
 
@@ -217,17 +217,17 @@ class _Sum:
         self._begun.add(rows.start)
 
     def result(self, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-        """The sum in its final dtype. A narrower one lies in the same memory: a copy beside it would be the peak of a step."""
+        """The sum in its final dtype. A narrower one uses the same memory: an additional copy would be the peak of a step."""
         total = self._total if self._begun else self._total.zero_()
         if dtype.itemsize > total.dtype.itemsize:
             total = total.to(dtype)
         if scale is not None:
-            # As a vector, which keeps its dtype: a number would be rounded to that of the sum first, and all gradients be off by that.
+            # As a vector, which keeps its dtype: a number would be rounded to that of the sum first, which all gradients would inherit.
             torch.mul(total, scale.view(1), out=total)
         if dtype.itemsize == total.dtype.itemsize:
             return total.to(dtype)
         flat = total.view(-1)
         narrow = flat.view(dtype)[: flat.numel()]
         for part in slices(flat.numel(), _NARROWING_NUMEL):
-            narrow[part] = flat[part].to(dtype)  # written below what is still to be read
+            narrow[part] = flat[part].to(dtype)  # written before what is yet to be read
         return narrow.view(total.shape)

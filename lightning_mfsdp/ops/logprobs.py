@@ -65,10 +65,10 @@ def linear_logprobs(
     return_entropy: bool = False,
     entropy_requires_grad: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probability of each target under `softmax(hidden @ weight.T + bias)`, without ever having all logits.
+    """Log-probability of each target under `softmax(hidden @ weight.T + bias)`, without ever storing all logits.
 
-    Logits are made for a tile of tokens at a time, and made again in backward. Saved between the two are the arguments and four numbers for
-    each token.
+    Logits are computed for a tile of tokens at a time, and recomputed in backward. Saved between the two are the arguments and four
+    numbers for each token.
 
     Args:
         hidden: `[..., H]`; its dtype (or that of autocast) is the one of the products.
@@ -79,13 +79,13 @@ def linear_logprobs(
         softcap: Before that, logits become `softcap * tanh(logits / softcap)`.
         token_chunk: Tokens of a tile; one tile if there are no more. `None`: tiles of 64 MiB, or of a quarter of the memory of `hidden`
             and `weight` if that is more; in backward they are parts of the vocabulary if there are fewer tokens than token ids.
-        sum_dtype: In which the gradient to `weight` or, with such parts, to `hidden` is added up over tiles. `None`: float32 (float64 for
+        sum_dtype: Dtype of the sum over tiles of the gradient to `weight` or, with such parts, to `hidden`. `None`: float32 (float64 for
             float64), rounded once. `torch.bfloat16`, for products in it: rounded once a tile, and for arguments in it half the memory.
         ignore_index: Targets with this value have log-probability 0, entropy 0, and no gradient.
         vocab_group: Its ranks have equal parts of the vocabulary, in order, and the same `hidden` and `target`. One all-gather of four
             numbers a token in forward; one all-reduce of the gradient to `hidden` in backward.
         return_entropy: Also the entropy of each distribution, in nats.
-        entropy_requires_grad: False: the entropy is only looked at.
+        entropy_requires_grad: False: the entropy is not differentiated.
 
     Returns:
         Log-probabilities `[...]`, float32 (float64 for float64); with `return_entropy` a pair of them and the entropies.
@@ -147,9 +147,9 @@ def chunked_logprobs(
     return_entropy: bool = False,
     entropy_requires_grad: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probability of each target under logits that are already there, without a copy of them in float32.
+    """Log-probability of each target under existing logits, without a copy of them in float32.
 
-    Saved for backward are the logits themselves; nothing ever writes to them. Where you have hidden states and a weight,
+    Saved for backward are the logits themselves; nothing ever writes to them. If you have hidden states and a weight,
     `linear_logprobs` needs far less memory.
 
     Args:
@@ -157,11 +157,11 @@ def chunked_logprobs(
         target: As in `linear_logprobs`, as are the others.
         temperature: Logits are divided by it.
         softcap: Before that, logits become `softcap * tanh(logits / softcap)`.
-        token_chunk: Tokens handled by one call of the kernel; `None`: as many as lie together in memory.
+        token_chunk: Tokens handled by one call of the kernel; `None`: as many as are contiguous in memory.
         ignore_index: Targets with this value have log-probability 0, entropy 0, and no gradient.
         vocab_group: Its ranks have equal parts of the last dim, in order. One all-gather of four numbers a token, in forward.
         return_entropy: Also the entropy of each distribution, in nats.
-        entropy_requires_grad: False: the entropy is only looked at.
+        entropy_requires_grad: False: the entropy is not differentiated.
 
     Returns:
         Log-probabilities `[...]`, float32 (float64 for float64); with `return_entropy` a pair of them and the entropies.

@@ -1,4 +1,4 @@
-"""Left-padded batches, as samplers make them, moved to the left and back. No loop over rows, and differentiable."""
+"""Left-padded batches, as samplers produce them, moved to the left and back. No loop over rows, and differentiable."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["remove_left_padding", "restore_left_padding"]
 def remove_left_padding(
     values: Tensor, mask: Tensor, *, width: int | None = None, recipe: str | int | None = None, fill: float = 0
 ) -> tuple[Tensor, Tensor]:
-    """Move each row's tokens to its beginning, and cut off columns that are left without any.
+    """Move each row's tokens to its beginning, and cut off columns without tokens.
 
     Args:
         values: `[B, S, ...]`, padded on the left.
         mask: bool or integer `[B, S]`, true at tokens.
         width: Columns W of the result, at least the length of the longest row. `None`: exactly that, or the few more that the recipe
-            wants, for which the host waits for the device.
+            requires, for which the host waits for the device.
         recipe: Of low-precision products that see B * W tokens at once, as in `alignment_of`.
-        fill: Stands where there are no tokens.
+        fill: Value where there are no tokens.
 
     Returns:
         Values `[B, W, ...]` and their mask, bool `[B, W]`.
@@ -36,7 +36,7 @@ def remove_left_padding(
     num_rows, alignment = values.shape[0], alignment_of(recipe)
     if width is not None and num_rows * width % alignment:
         raise ValueError(
-            f"remove_left_padding: {num_rows} rows of width={width} are {num_rows * width} tokens, and recipe={recipe!r} wants a multiple "
+            f"remove_left_padding: {num_rows} rows of width={width} are {num_rows * width} tokens, and recipe={recipe!r} needs a multiple "
             f"of {alignment}; give width={_suiting(width, num_rows, alignment)}, or none"
         )
     if width is None:
@@ -54,9 +54,9 @@ def restore_left_padding(values: Tensor, mask: Tensor, *, fill: float = 0) -> Te
     """The inverse: put each row's tokens back to where they were.
 
     Args:
-        values: `[B, W, ...]`, such as what a model made of the result of `remove_left_padding`.
+        values: `[B, W, ...]`, such as a model's output for the result of `remove_left_padding`.
         mask: The mask `[B, S]` of the left-padded batch.
-        fill: Stands where there are no tokens.
+        fill: Value where there are no tokens.
 
     Returns:
         `[B, S, ...]`.

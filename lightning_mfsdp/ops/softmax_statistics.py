@@ -1,8 +1,8 @@
-"""The autograd functions from which log-probabilities, entropies and losses are made.
+"""The autograd functions on which log-probabilities, entropies and losses are built.
 
 Their result is the four numbers that describe each token (tiles.py), differentiable; what the public functions return are a few
-operations on `[T]` tensors after that. One function for all of them means one backward: log-probability and entropy cannot get into each
-other's way, and nobody writes into what was saved.
+operations on `[T]` tensors after that. One function for all of them means one backward: log-probability and entropy cannot interfere
+with each other, and what was saved is never written to.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_mfsdp.ops.vocabulary import add_over_parts, whole_vocabulary
 
 __all__ = ["counted", "describe_linear", "describe_logits", "entropy", "is_token", "log_probability", "wanted_by"]
 
-# What is lower was minus infinity before it became `LOWEST`.
+# Lower values were minus infinity before they became `LOWEST`.
 _MASKED = LOWEST / 2
 
 
@@ -35,12 +35,12 @@ def describe_linear(
 
 
 def describe_logits(logits: Tensor, target: Tensor, options: SoftmaxOptions) -> Tensor:
-    """Statistics `[4, T]` of logits `[..., V]` that are there."""
+    """Statistics `[4, T]` of existing logits `[..., V]`."""
     return _Logits.apply(logits, target, options)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def is_token(target: Tensor, num_ids: int, options: SoftmaxOptions) -> Tensor:
-    """Which targets are token ids, bool `[T]`. The others are ignored, or mistakes found too late to refuse."""
+    """Which targets are token ids, bool `[T]`. The others are ignored, or errors detected too late to refuse."""
     return (target >= 0) & (target < num_ids * options.num_parts) & (target != options.ignore_index)
 
 
@@ -51,16 +51,16 @@ def counted(lse: Tensor, target: Tensor, num_ids: int, options: SoftmaxOptions) 
 
 
 def log_probability(found: Tensor, target: Tensor, num_ids: int, options: SoftmaxOptions) -> Tensor:
-    """`[T]`: 0 where ignored, and not a number where the target is a mistake."""
+    """`[T]`: 0 where ignored, and not a number where the target is invalid."""
     ignored = torch.where(target == options.ignore_index, 0.0, torch.nan)
-    # Added and not chosen: a masked target has a gradient to the other logits.
+    # Added instead of selected: a masked target has a gradient to the other logits.
     masked = torch.where(found[TARGET] < _MASKED, -torch.inf, 0.0).to(found.dtype)
     each = (found[TARGET] - found[LSE] + masked) * counted(found[LSE].detach(), target, num_ids, options)
     return torch.where(is_token(target, num_ids, options), each, ignored.to(found.dtype))
 
 
 def entropy(found: Tensor, target: Tensor, num_ids: int, options: SoftmaxOptions) -> Tensor:
-    """`[T]`: 0 where the target is none."""
+    """`[T]`: 0 where there is no target."""
     each = (found[LSE] - found[MEAN]) * counted(found[LSE].detach(), target, num_ids, options)
     return each.where(is_token(target, num_ids, options), 0)
 
@@ -75,9 +75,9 @@ def wanted_by(ctx: Any, tensors: tuple[Tensor, Tensor, Tensor | None]) -> Wanted
 
 
 class _Linear(torch.autograd.Function):
-    """Keeps its inputs and four numbers a token; logits are computed again for the backward.
+    """Keeps its inputs and four numbers a token; logits are recomputed for the backward.
 
-    What is saved is the weight as it was given: a parameter of a sharded unit is gathered for the backward, and a copy would not be.
+    The weight is saved as it was passed: a parameter of a sharded unit is gathered for the backward, and a copy would not be.
     """
 
     @staticmethod
@@ -103,7 +103,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Logits(torch.autograd.Function):
-    """Keeps the logits that it was given; their gradient has memory of its own."""
+    """Saves the logits that it was passed; their gradient has memory of its own."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: SoftmaxOptions) -> Tensor:
@@ -163,7 +163,7 @@ def _in_chunks(logits: Tensor, token_chunk: int | None) -> Iterator[tuple[slice,
 
 
 def _matrices(logits: Tensor) -> Iterator[Tensor]:
-    """As few `[t, V]` as can be had without a copy: `logits[:, :-1]` of a batch is one for each row of the batch."""
+    """As few `[t, V]` views as possible without a copy: `logits[:, :-1]` of a batch is one for each row of the batch."""
     if logits.dim() == 1:
         logits = logits[None]
     while logits.dim() > 2 and logits.stride(-3) == logits.stride(-2) * logits.shape[-2]:

@@ -1,8 +1,8 @@
-"""What is computed on one tile of logits: numbers that describe each row, and the gradient of any function of them.
+"""Computations on one tile of logits: numbers that describe each row, and the gradient of any function of them.
 
 A tile is `[t, v]`, some tokens by some of the vocabulary. `z` are its logits after softcap and temperature, `p = softmax(z)` over the
 whole vocabulary. Each row is described by four numbers (`LSE`, `MEAN`, `TARGET`, `TOTAL`); log-probability, entropy, cross-entropy with
-label smoothing and z-loss are all functions of them. So one formula is the gradient of them all:
+label smoothing and z-loss are all functions of them. So one formula gives the gradient of all of them:
 
     dz[j] = p[j] * (a + b * log p[j]) + c * [j is the target] + d
 
@@ -26,7 +26,7 @@ LSE, MEAN, TARGET, TOTAL = range(
 )  # log sum exp z; sum of p * z; z of the target, 0 if it is not in the tile; sum of z
 NUMBERS = 4
 
-# Masked logits are minus infinity, and 0 * inf is no number. This is low enough for a probability of exactly 0.
+# Masked logits are minus infinity, and 0 * inf is NaN. This is low enough for a probability of exactly 0.
 LOWEST = -1e30
 
 # Temporary memory of the reference, in elements of the wide dtype.
@@ -105,7 +105,7 @@ class TorchMath:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which sums are kept: float32, or float64 for float64."""
+    """Dtype of sums: float32, or float64 for float64."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 

@@ -1,7 +1,7 @@
-"""The two functions on tiles as Triton kernels: logits are read once, in their own dtype, and nothing else is written but the result.
+"""The two functions on tiles as Triton kernels: logits are read once, in their own dtype, and only the result is written.
 
 Each kernel has its reference in tiles.py; tests/gpu/test_ops.py compares the two. Importing this file imports Triton, so only
-`choice.math_for` does, once it has seen logits on CUDA.
+`choice.math_for` does, once it gets logits on CUDA.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _shaped(logits, inverse_temperature, softcap, HAS_CAP: tl.constexpr, LOW: tl
         tanh = (1.0 - folded) / (1.0 + folded)
         z = softcap * tl.where(z < 0, -tanh, tanh)
     z = z * inverse_temperature
-    return tl.where(z < LOW, LOW, z)  # and not a maximum, which would hide what is not a number
+    return tl.where(z < LOW, LOW, z)  # and not a maximum, which would hide NaN
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -113,7 +113,7 @@ def _statistics(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * row_stride
-    # Sums of exp(z - peak), z * exp(z - peak) and z, lane by lane, so that only the peak is agreed on in every round.
+    # Sums of exp(z - peak), z * exp(z - peak) and z, lane by lane, so that only the peak is reduced in every round.
     peak = tl.full([], LOW, tl.float32)
     weights = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)

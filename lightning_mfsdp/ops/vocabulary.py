@@ -1,4 +1,4 @@
-"""A vocabulary split over ranks: every rank describes its own part, and one exchange of four numbers for each token puts them together.
+"""A vocabulary split over ranks: every rank describes its own part, and one exchange of four numbers for each token combines them.
 
 It comes once, after the last tile. All ranks combine the same numbers in the same order, so they agree to the bit.
 """
@@ -37,7 +37,7 @@ def whole_vocabulary(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def add_over_parts(to_hidden: Tensor | None, group: dist.ProcessGroup | None) -> Tensor | None:
-    """Gradients to hidden states, which every part of the vocabulary has a share in. Collective over `group`."""
+    """Gradients to hidden states, to which every part of the vocabulary contributes. Collective over `group`."""
     if group is not None and to_hidden is not None:
         dist.all_reduce(to_hidden, group=group)
     return to_hidden

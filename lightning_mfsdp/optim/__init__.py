@@ -1,4 +1,4 @@
-"""Optimizers that are not elementwise, for sharded parameters: they bring rows together themselves."""
+"""Optimizers that are not elementwise, for sharded parameters: they gather rows themselves."""
 
 from lightning_mfsdp.optim.muon import Muon
 

@@ -1,9 +1,9 @@
-"""Rows of a batch of matrices on their way to the matrices' owners, and the rows of what the owners made of them on their way back.
+"""Sends the rows of a batch of matrices to the matrices' owners, and the rows of the owners' results back.
 
     rows here, of every member        ->  all-to-all  ->  rows of every rank, of the members this rank owns
     results of those, row by row      ->  all-to-all  ->  result rows of every member, as they lie here
 
-Everything travels in bfloat16. An exchange is started and waited for apart, so that it runs beside the work on another batch.
+Everything travels in bfloat16. An exchange is started and waited for separately, so that it overlaps with the work on another batch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["BatchExchange"]
 
 
 class BatchExchange:
-    """One batch of matrices, brought together and taken apart. All ranks of the group make the same, in the same order.
+    """One batch of matrices, gathered and scattered again. All ranks of the group create the same batches, in the same order.
 
     Args:
         batch: Which matrices.
-        matrices: All that the batch's numbers speak of.
-        updates: This rank's rows of each member, `[len(rows), C]`, in any float dtype; on the way when this returns.
-        group: Whose ranks share the rows.
+        matrices: All matrices that the batch's numbers index.
+        updates: This rank's rows of each member, `[len(rows), C]`, in any float dtype; being sent when this returns.
+        group: The ranks that share the rows.
         device: Of the rows.
     """
 
@@ -68,7 +68,7 @@ class BatchExchange:
         self._work = self._start(self._received, self._outwards, results, self._inwards)
 
     def results(self) -> list[Tensor]:
-        """Wait for the result rows that lie on this rank, `[len(rows), C]` of each member."""
+        """Wait for the result rows that belong to this rank, `[len(rows), C]` of each member."""
         self._work.wait()
         return self._pieces_here(self._received)
 

@@ -1,4 +1,4 @@
-"""Muon for sharded matrices: momentum where the rows are, Newton-Schulz where the whole matrix is brought together."""
+"""Muon for sharded matrices: momentum where the rows are, Newton-Schulz where the whole matrix is gathered."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ADAMW_EPS = 1e-8
 
 @dataclass(frozen=True)
 class _Plan:
-    """How the matrices of one parameter group that one process group shares are exchanged."""
+    """How those matrices of one parameter group are exchanged that one process group shares."""
 
     parameters: list[Tensor]
     matrices: list[SharedMatrix]
@@ -43,25 +43,25 @@ class Muon(LocalRowsOptimizer):
     rank, without communication; under HSDP each replica works by itself.
 
     A parameter group with `"use_muon": False` is updated by AdamW, with the group's `lr`, `betas`, `eps` (1e-8 there) and
-    `weight_decay`. So one optimizer does for a model whose embedding, head, biases and norms are not for Muon.
+    `weight_decay`. So one optimizer suffices for a model whose embedding, head, biases and norms are not for Muon.
 
     Args:
         params: Matrices (2-D), or parameter groups; those of AdamW may have any shape.
         lr: Learning rate.
         weight_decay: Of the weights, decoupled from the gradient.
-        momentum: Share of the old momentum that stays.
+        momentum: Share of the old momentum that is kept.
         nesterov: Look ahead by one step of momentum.
         ns_coefficients: Of x, x^3 and x^5 in the Newton-Schulz polynomial.
         eps: Smallest norm that a matrix is divided by.
         ns_steps: Newton-Schulz iterations, below 100.
-        adjust_lr_fn: What the rate of a matrix `[R, C]` is multiplied by. "original" (or `None`): sqrt(max(1, R / C)).
+        adjust_lr_fn: Factor for the rate of a matrix `[R, C]`. "original" (or `None`): sqrt(max(1, R / C)).
             "match_rms_adamw": 0.2 sqrt(max(R, C)), so that rates found for AdamW fit.
         betas: Of AdamW's groups.
         exchange_bytes: What a rank sends, and what it receives, in one exchange at most, unless a single matrix is larger (2
-            bytes an element). The step takes up to eight times as much memory, beside what one matrix takes while it is computed.
+            bytes an element). The step takes up to eight times as much memory, besides what one matrix takes while it is computed.
 
     Raises:
-        ValueError: An option out of its range, or a parameter that is no matrix in a group that is not AdamW's.
+        ValueError: An option out of its range, or a parameter that is not a matrix in a group that is not AdamW's.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class Muon(LocalRowsOptimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickling and copying; plans are made anew."""
+        """For pickling and copying; plans are computed again later."""
         return {**super().__getstate__(), "exchange_bytes": self.exchange_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also of what `load_state_dict` read; `torch.optim.Muon` saves no options of AdamW's."""
+        """Also fill defaults after `load_state_dict`: `torch.optim.Muon` saves no options of AdamW."""
         super().__setstate__(state)
         self._placements, self._plans = {}, {}
         for group in self.param_groups:
@@ -132,7 +132,7 @@ class Muon(LocalRowsOptimizer):
         """Update every parameter that has a gradient. All ranks call it.
 
         Args:
-            closure: Computes the loss and gradients anew; what it returns is returned.
+            closure: Computes the loss and gradients again; its result is returned.
 
         Raises:
             ShardingError: A parameter is a DTensor, or has this rank's experts in one matrix.
@@ -181,7 +181,7 @@ class Muon(LocalRowsOptimizer):
         return known
 
     def _step_shared(self, group: dict[str, Any], plan: _Plan, ranks: dist.ProcessGroup) -> None:
-        """Rows of the next batch go out, and results of the last come in, while this one is orthogonalised."""
+        """Rows of the next batch are sent, and results of the last received, while this one is orthogonalized."""
 
         def start(batch: Batch) -> BatchExchange:
             updates = self._take_gradients(group, [plan.parameters[member] for member in batch.members])
@@ -205,7 +205,7 @@ class Muon(LocalRowsOptimizer):
             finish(*returning)
 
     def _take_gradients(self, group: Mapping[str, Any], parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Move the momentum of these rows towards their gradient; what is to be orthogonalised, without rows where there are none."""
+        """Move the momentum of these rows towards their gradient; returns what must be orthogonalized, without rows if there are none."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         momenta = []
         for parameter in parameters:
@@ -275,7 +275,7 @@ def _check_options(group: Mapping[str, Any]) -> None:
 
 
 def _whole_matrix(parameter: Tensor) -> RowPlacement | None:
-    """Where its rows lie. Collective for some; see `row_placement`."""
+    """Where its rows are. Collective for some; see `row_placement`."""
     placement = row_placement(parameter)
     if placement is not None and placement.parts > 1:
         raise ShardingError(

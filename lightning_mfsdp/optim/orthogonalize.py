@@ -1,6 +1,6 @@
 """Newton-Schulz iteration: from a matrix to one nearby whose singular values are about one.
 
-Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, as `torch.optim.Muon` has it; the same operations
+Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, as in `torch.optim.Muon`; the same operations
 in the same order, so the results are the same to the bit.
 """
 
@@ -36,6 +36,6 @@ def orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], step
 
 
 def work_of(shape: torch.Size) -> int:
-    """Multiplications in one step, to share the work out: a product with the shorter side squared three times, once with itself."""
+    """Multiplications in one step, to balance the work: a product with the shorter side squared three times, once with itself."""
     short, long = sorted(shape)
     return short * short * (2 * long + short)

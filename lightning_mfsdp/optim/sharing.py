@@ -1,4 +1,4 @@
-"""Who orthogonalises which matrix, and in which batches they are exchanged.
+"""Which rank orthogonalizes which matrix, and in which batches they are exchanged.
 
 Pure arithmetic: equal arguments give equal plans on every rank.
 """
@@ -15,7 +15,7 @@ from lightning_mfsdp.optim.orthogonalize import work_of
 
 __all__ = ["WIRE_DTYPE", "Batch", "SharedMatrix", "plan_batches"]
 
-# Newton-Schulz computes in it anyway.
+# The dtype that Newton-Schulz computes in.
 WIRE_DTYPE = torch.bfloat16
 
 
@@ -32,7 +32,7 @@ class SharedMatrix:
     rows: tuple[range, ...]
 
     def bytes_on(self, rank: int) -> int:
-        """Of this matrix's rows on one rank, on the wire."""
+        """Bytes of this matrix's rows on one rank, on the wire."""
         return len(self.rows[rank]) * self.shape[1] * WIRE_DTYPE.itemsize
 
 
@@ -42,7 +42,7 @@ class Batch:
 
     Attributes:
         members: Numbers of the matrices, those of the first owner first.
-        owners: The rank that orthogonalises each member.
+        owners: The rank that orthogonalizes each member.
     """
 
     members: tuple[int, ...]
@@ -50,14 +50,14 @@ class Batch:
 
 
 def plan_batches(matrices: Sequence[SharedMatrix], exchange_bytes: int) -> list[Batch]:
-    """Give every matrix to one rank, work shared out evenly, and cut the exchange into batches.
+    """Assign every matrix to one rank, with balanced work, and cut the exchange into batches.
 
     Args:
         matrices: In an order that all ranks share.
         exchange_bytes: What a rank sends, and what it receives, in one batch at most; a matrix that is larger is a batch of its own.
 
     Returns:
-        Batches in which all ranks have work, as far as there are matrices enough.
+        Batches in which all ranks have work, if there are enough matrices.
     """
     owners = _owners(matrices)
     queues: dict[int, list[int]] = {}

@@ -50,7 +50,7 @@ def test_columns_suit_a_recipe_with_as_few_as_it_takes(lengths: list[int], recip
     assert torch.equal(restore_left_padding(moved, mask), values * mask[..., None])
     remove_left_padding(values, mask, width=width, recipe=recipe)
     if alignment > len(lengths):
-        with pytest.raises(ValueError, match=rf"wants a multiple of {alignment}; give width=\d+, or none"):
+        with pytest.raises(ValueError, match=rf"needs a multiple of {alignment}; give width=\d+, or none"):
             remove_left_padding(values, mask, width=width + 1, recipe=recipe)
 
 
