@@ -1,4 +1,4 @@
-"""`python -m lightning_mfsdp`: what is done with checkpoints outside of training."""
+"""`python -m lightning_mfsdp`: tools for checkpoints outside of training."""
 
 import sys
 

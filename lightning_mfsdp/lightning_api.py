@@ -1,4 +1,4 @@
-"""All that this package takes from Lightning when it runs, its private names among them, in one place.
+"""Everything that this package imports from Lightning at run time, including private names, in one place.
 
 Lightning is published twice: as `lightning.pytorch` and as `pytorch_lightning`, two copies of one code that share no class. A strategy
 fits the Trainer of the copy that it derives from. Which copy this process uses is decided here, once, by the environment variable

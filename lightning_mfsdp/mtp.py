@@ -1,4 +1,4 @@
-"""Multi-token prediction: layers behind a model that guess tokens beyond the next one (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+"""Multi-token prediction: layers behind a model that predict tokens beyond the next one (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
 With `k` from 1 to the depth D, position `i` and tokens `t`:
 
@@ -6,10 +6,10 @@ With `k` from 1 to the depth D, position `i` and tokens `t`:
     state[k][i] = norm(layer(projection([norm(state[k - 1][i]); norm(embedding(t[i + k]))])))
     head(state[k][i])   the logits of t[i + k + 1]
 
-Embedding and head are those of the model and stay where they are: the predictor is given what the embedding made of the tokens, and calls
-the head that it is given. So their parameters have one name each, whether tied or not, and one unit that gathers them.
+Embedding and head are those of the model and stay there: the predictor gets the embedding's output for the tokens, and calls
+the head that is passed to it. So their parameters have one name each, whether tied or not, and one unit that gathers them.
 
-Every depth has as many positions as the model. What would lie beyond the end of a sample is zero, and its target is ignored, so that the
+Every depth has as many positions as the model. What would be beyond the end of a sample is zero, and its target is ignored, so that the
 number of tokens suits FP8 at every depth and shapes never change.
 
 Shapes: B rows, S positions, H width, D depth, V vocabulary.
@@ -43,17 +43,17 @@ __all__ = [
 ]
 
 RecomputeFunction: TypeAlias = Callable[..., Tensor]
-"""Calls `function(*args, **kwargs)`, keeps its inputs only, and calls it again in backward: `recompute(function, *args, **kwargs)`."""
+"""Calls `function(*args, **kwargs)`, saves only its inputs, and calls it again in backward: `recompute(function, *args, **kwargs)`."""
 
 
 class PredictorLayer(nn.Module):
-    """One depth: norms, projection, the layer, and the norm before the head. It is one unit, and one region to compute again.
+    """One depth: norms, projection, the layer, and the norm before the head. It is one unit, and one region to recompute.
 
     Args:
         width: H.
-        layer: Makes the layer.
-        norm: Makes a norm of a width.
-        recompute: Calls what is to be computed again in backward; True: as `Recompute()` does; `None`: everything is kept.
+        layer: Builds the layer.
+        norm: Builds a norm of a width.
+        recompute: Calls what must be recomputed in backward; True: as `Recompute()` does; `None`: everything is saved.
         is_shared: Whether it is called for several depths.
     """
 
@@ -76,12 +76,12 @@ class PredictorLayer(nn.Module):
         self._make_region()
 
     def _make_region(self) -> None:
-        # No early stop: the layer may hold collectives (experts on other ranks), and all ranks must come to the same ones.
+        # No early stop: the layer may hold collectives (experts on other ranks), and all ranks must reach the same ones.
         made = partial(Region, "MultiTokenPredictor", self, Recompute(), function=self._states, stops_early=False)
         self._region: Region | None = made(is_shared=self.is_shared) if self.recompute is True else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy computes itself again, not this."""
+        """A copy recomputes itself, not this layer."""
         return {**self.__dict__, "_region": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -90,22 +90,22 @@ class PredictorLayer(nn.Module):
 
     @property
     def recomputes_itself(self) -> bool:
-        """Whether it is computed again already; `Recompute` asks. Hugging Face's switch has another name, and leaves this alone."""
+        """Whether it is recomputed already; `Recompute` checks this. Hugging Face's switch has another name, and does not affect it."""
         return self.recompute is not None
 
     def forward(self, hidden: Tensor, embedding: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The next states `[B, S, H]`.
 
         Args:
-            hidden: States of the depth before `[B, S, H]`.
-            embedding: Of the token that each position is shown `[B, S, H]`.
-            *args: For the layer, after its input.
-            **kwargs: For the layer.
+            hidden: States of the previous depth `[B, S, H]`.
+            embedding: Embedding of the token that each position is shown `[B, S, H]`.
+            *args: Passed to the layer, after its input.
+            **kwargs: Passed to the layer.
 
         Raises:
             ValueError: The layer does not return one tensor of the shape of its input.
         """
-        # Inside of the unit, so that its weights are gathered once for both: the gradients and what is computed again.
+        # Inside of the unit, so that its weights are gathered once for both: the gradients and what is recomputed.
         if self.recompute is None or not torch.is_grad_enabled():
             return self._states(hidden, embedding, *args, **kwargs)
         again: Callable[..., Tensor] = self._region or partial(cast(RecomputeFunction, self.recompute), self._states)
@@ -125,32 +125,32 @@ class PredictorLayer(nn.Module):
 
 
 class MultiTokenPredictor(nn.Module):
-    """Predicts tokens 2 to D + 1 of what follows each position, for a denser training signal and for drafts when generating.
+    """Predicts tokens 2 to D + 1 after each position, for a denser training signal and for drafts when generating.
 
     Under the strategy's automatic choice each of its layers is a unit. Call it inside the forward (or training_step) of the model that
     owns embedding and head.
 
     Args:
         width: H.
-        layer: Makes one transformer layer, called as `layer(x, *args, **kwargs)` with what `forward` is given for it. It must be causal.
+        layer: Builds one transformer layer, called as `layer(x, *args, **kwargs)` with arguments of `forward`. It must be causal.
         depth: D, how many tokens beyond the next one are predicted.
         shared: One layer is used for all depths; False: each has its own.
-        norm: Makes a norm of a width; `None`: `nn.RMSNorm` with eps 1e-5.
+        norm: Builds a norm of a width; `None`: `nn.RMSNorm` with eps 1e-5.
         loss_weight: Of the mean of all depths' losses, as lambda in the paper (0.3, later 0.1); or D weights, one for each depth.
-        recompute: True: layers are computed again in backward as `Recompute()` does it, by Transformer Engine's own checkpoint where its
-            modules quantize. A function does it its own way.
+        recompute: True: layers are recomputed in backward as `Recompute()` does it, by Transformer Engine's own checkpoint where its
+            modules quantize. A function recomputes in its own way.
         ignore_index: Label of what is not learned.
 
     Attributes:
         layers: `PredictorLayer`s, D of them, or one if shared.
-        loss_weights: One for each depth. May be assigned between steps, as `loss_weight` is given.
+        loss_weights: One for each depth. May be assigned between steps, like `loss_weight`.
 
     Raises:
         ValueError: A number out of its range, or another number of weights than depths, also when assigned.
         TypeError: `recompute` is neither True, False nor a function.
     """
 
-    # As models of Hugging Face name what must stay whole: the automatic choice makes a unit of each, also of a single one.
+    # As in models of Hugging Face: classes not to split. The automatic choice makes a unit of each, also of a single one.
     _no_split_modules = ("PredictorLayer",)
 
     def __init__(
@@ -193,11 +193,11 @@ class MultiTokenPredictor(nn.Module):
 
         Args:
             hidden: The model's own states, as its head sees them `[B, S, H]`.
-            embeddings: What the model's embedding made of its input tokens `[B, S, H]`.
-            *args: For each layer, after its input, the same at every depth: rotary tables, masks.
+            embeddings: The model's embedding of its input tokens `[B, S, H]`.
+            *args: Passed to each layer, after its input, the same at every depth: rotary tables, masks.
             documents: Which sample each position is of `[B, S]`, integers, from `documents_from_positions` or
                 `documents_from_lengths`; `None`: each row is one sample.
-            **kwargs: For each layer.
+            **kwargs: Passed to each layer.
 
         Raises:
             ValueError: Shapes that do not fit.
@@ -243,7 +243,7 @@ class MultiTokenPredictor(nn.Module):
         return torch.stack([head(*pair) for pair in zip(states, targets, strict=True)])
 
     def weighted(self, losses: Tensor) -> Tensor:
-        """What is added to the model's own loss, 0-D, of `losses` `[D]`.
+        """The term to add to the model's own loss, 0-D, from `losses` `[D]`.
 
         Raises:
             ValueError: Another number of losses.
@@ -260,7 +260,7 @@ def _loss_weights(given: float | Sequence[float], depth: int) -> tuple[float, ..
     """One for each depth.
 
     Raises:
-        ValueError: Another number of them, a negative one, or what is no number.
+        ValueError: Another number of them, a negative one, or one that is not a number.
     """
     weights: tuple[Any, ...] = tuple(given) if isinstance(given, Sequence) else (given,) * depth
     if len(weights) != depth or not all(
@@ -272,11 +272,11 @@ def _loss_weights(given: float | Sequence[float], depth: int) -> tuple[float, ..
     return weights if isinstance(given, Sequence) else tuple(weight / depth for weight in weights)
 
 
-# -- which token is whose ----------------------------------------------------------------------------------------------
+# -- which token belongs to which sample -------------------------------------------------------------------------------
 
 
 def documents_from_positions(position_ids: Tensor) -> Tensor:
-    """Numbers of samples `[B, S]` from positions `[B, S]`: another one begins where a position does not follow the one before."""
+    """Numbers of samples `[B, S]` from positions `[B, S]`: another one begins where a position does not follow the previous one."""
     begins = position_ids.diff(dim=-1, prepend=position_ids[..., :1]) != 1
     return begins.cumsum(-1)
 
@@ -301,13 +301,13 @@ def documents_from_lengths(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 
 
 def shifted_targets(labels: Tensor, depth: int, documents: Tensor | None = None, ignore_index: int = -100) -> Tensor:
-    """What each depth has to predict `[D, B, S]`: at depth k and position i the label of i + k, if that is of the same sample.
+    """The targets of each depth `[D, B, S]`: at depth k and position i the label of i + k, if that is of the same sample.
 
     Args:
         labels: The token that comes next in the same sample, or `ignore_index` `[B, S]`.
         depth: D.
         documents: Which sample each position is of `[B, S]`; `None`: each row is one.
-        ignore_index: Target of what lies beyond a sample.
+        ignore_index: Target beyond the end of a sample.
 
     Raises:
         ValueError: Shapes that do not fit.
@@ -342,7 +342,7 @@ def _later(values: Tensor, count: int, documents: Tensor | None, filler: float) 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftCounts:
-    """How often drafts were right, by depth: int64 tensors `[D]`, to be added up over batches and ranks.
+    """How often drafts were right, by depth: int64 tensors `[D]`, to be summed over batches and ranks.
 
     Args:
         counted: Drafts whose token is known.
@@ -368,16 +368,16 @@ class DraftCounts:
 def count_drafts(
     drafts: Tensor, greedy: Tensor, labels: Tensor, documents: Tensor | None = None, ignore_index: int = -100
 ) -> DraftCounts:
-    """Compare drafts on a given text with what the model itself would say there.
+    """Compare drafts on a given text with the model's own predictions.
 
-    The draft of depth k at position i is a guess at token i + k + 1, made from the text up to token i + k. The model's own greedy choice
+    The draft of depth k at position i predicts token i + k + 1 from the text up to token i + k. The model's own greedy choice
     for that token is the one at position i + k, from the same text. In greedy speculative decoding the draft is accepted exactly if
     both are equal, given that those of lower depths were. Each depth is counted by itself, on the text's tokens.
 
     Args:
         drafts: Likeliest tokens of the predictor's states `[D, B, S]`.
         greedy: Likeliest tokens of the model's own states `[B, S]`.
-        labels: The text's next tokens, or `ignore_index`, as in `shifted_targets` `[B, S]`; what is ignored is not counted.
+        labels: The text's next tokens, or `ignore_index`, as in `shifted_targets` `[B, S]`; ignored positions are not counted.
         documents: Which sample each position is of `[B, S]`; `None`: each row is one.
         ignore_index: Of the labels.
 

@@ -1,4 +1,4 @@
-"""What watches or adjusts training from outside."""
+"""Callbacks that watch or adjust training."""
 
 from lightning_mfsdp.callbacks.ema import ShardedEMA
 from lightning_mfsdp.callbacks.finetuning import ShardedBackboneFinetuning, ShardedFinetuning

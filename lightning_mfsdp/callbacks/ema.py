@@ -1,4 +1,4 @@
-"""ShardedEMA: an exponential moving average of the weights, sharded as they are, used for evaluation and saved in checkpoints."""
+"""ShardedEMA: an exponential moving average of the weights, sharded like them, used for evaluation and saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ShardedEMA"]
 class ShardedEMA(Callback, HasParameterState):
     """Keeps `average = decay * average + (1 - decay) * weight` of this rank's rows of the main weights.
 
-    Only trained parameters are averaged, each from the first update that finds it trained; frozen ones and buffers are the model's own.
+    Only trainable parameters are averaged, each from the first update that finds it trainable; frozen ones and buffers are the model's.
     The average is saved in sharded and full checkpoints (not with `save_weights_only=True`) and restored on any number of ranks.
 
     Args:
@@ -32,7 +32,7 @@ class ShardedEMA(Callback, HasParameterState):
         every_n_steps: Optimizer steps from one update to the next. There is at most one update a batch.
         swap_for_validation: Validation, test and prediction see the averaged weights; training gets its own back, to the bit.
         dtype: Of the average: `torch.float32` or `torch.float64`.
-        device: `None`: beside the weights. "cpu": in pinned host memory, which costs a copy to and from the device in every update.
+        device: `None`: the device of the weights. "cpu": in pinned host memory, which costs a copy to and from the device in every update.
 
     Raises:
         ValueError, TypeError: An argument out of its range, or another strategy.
@@ -78,7 +78,7 @@ class ShardedEMA(Callback, HasParameterState):
         self._last_step = 0
         self._weights: AveragedWeights | None = None
 
-    # -- where the average is ------------------------------------------------------------------------------------------
+    # -- access to the average -----------------------------------------------------------------------------------------
 
     @property
     def checkpoint_key(self) -> str:
@@ -102,7 +102,7 @@ class ShardedEMA(Callback, HasParameterState):
         """`state_dict()` of the module with averaged weights, whole, on the CPU, under the same names. All ranks call it.
 
         Args:
-            keep: Whether this rank wants the result (`trainer.is_global_zero`, say); else it is empty.
+            keep: Whether this rank needs the result (such as `trainer.is_global_zero`); otherwise it is empty.
 
         Raises:
             RuntimeError: There is no average yet.
@@ -118,7 +118,7 @@ class ShardedEMA(Callback, HasParameterState):
     # -- training ------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the model; another one than before begins without an average."""
+        """Take the model; a different one than before begins without an average."""
         if not isinstance(trainer.strategy, MFSDPStrategy):
             raise TypeError(
                 f"ShardedEMA averages sharded weights and needs MFSDPStrategy, got {type(trainer.strategy).__name__}; use "
@@ -129,7 +129,7 @@ class ShardedEMA(Callback, HasParameterState):
             self.updates = self._last_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count from where training stands."""
+        """Count from the current step of training."""
         if trainer.global_step >= self.start_step and not self.parameter_state:
             rank_zero_warn(
                 f"ShardedEMA: training continues at step {trainer.global_step} without an average, which begins anew; the checkpoint was "
@@ -160,7 +160,7 @@ class ShardedEMA(Callback, HasParameterState):
         self._show(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Back to the weights in training."""
+        """Restore the weights in training."""
         self.parameter_state.hide()
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -168,7 +168,7 @@ class ShardedEMA(Callback, HasParameterState):
         self._show(trainer)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Back to the weights in training."""
+        """Restore the weights in training."""
         self.parameter_state.hide()
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -176,16 +176,16 @@ class ShardedEMA(Callback, HasParameterState):
         self._show(trainer)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Back to the weights in training."""
+        """Restore the weights in training."""
         self.parameter_state.hide()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Back to the weights in training; setup itself may have failed."""
+        """Restore the weights in training; setup itself may have failed."""
         if self._weights is not None:
             self._weights.hide()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep the average, and let go of the model's memory."""
+        """Keep the average, and release the model's memory."""
         self.parameter_state.release()
 
     def _show(self, trainer: Trainer) -> None:
@@ -209,16 +209,16 @@ class ShardedEMA(Callback, HasParameterState):
         weights = self.parameter_state
         if weights.is_shown:
             raise RuntimeError(
-                "ShardedEMA: a checkpoint was asked for while averaged weights stand in for the model's; save in on_validation_end or "
+                "ShardedEMA: a checkpoint was requested while averaged weights stand in for the model's; save in on_validation_end or "
                 "later, or set swap_for_validation=False"
             )
-        assert isinstance(trainer.strategy, MFSDPStrategy), "looked at in setup"
+        assert isinstance(trainer.strategy, MFSDPStrategy), "checked in setup"
         checkpoint.setdefault(PARAMETER_STATES, {})[self.checkpoint_key] = trainer.strategy.parameter_state(weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a schedule of the decay depends on."""
+        """The state that a schedule of the decay depends on."""
         return {"updates": self.updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Continue counting."""
         self.updates = state_dict["updates"]

@@ -1,7 +1,7 @@
 """Finetuning callbacks: Lightning's, for sharded parameters.
 
 Lightning's compare parameters by value, look them up by object and rebuild groups after the optimizer was restored. Here a parameter is
-known by its owner in the engine, and what is trained comes back from a checkpoint before optimizers are read.
+identified by its owner in the engine, and what is trainable is restored from a checkpoint before optimizers are read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ShardedFinetuning(BaseFinetuning, PreparesOptimizers):
     """Lightning's `BaseFinetuning` for `MFSDPStrategy`: override `freeze_before_training` and `finetune_function` as there.
 
     Frozen parameters are sharded and gathered like others; they have no gradient and no optimizer state. A checkpoint holds which
-    parameters are trained, which batch norms keep statistics and which groups the optimizers have, so training resumes at any epoch.
+    parameters are trainable, which batch norms keep statistics and which groups the optimizers have, so training resumes at any epoch.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class ShardedFinetuning(BaseFinetuning, PreparesOptimizers):
         initial_denom_lr: float = 10.0,
         train_bn: bool = True,
     ) -> None:
-        """Unfreeze modules and give their parameters to an optimizer as a new group.
+        """Unfreeze modules and add their parameters to an optimizer as a new group.
 
         Args:
             modules: To unfreeze.
@@ -73,7 +73,7 @@ class ShardedFinetuning(BaseFinetuning, PreparesOptimizers):
             optimizer.add_param_group({"params": missing, "lr": rate})
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let `finetune_function` freeze and unfreeze, and note the outcome for checkpoints."""
+        """Let `finetune_function` freeze and unfreeze, and record the outcome for checkpoints."""
         for optimizer in trainer.optimizers:
             self.finetune_function(pl_module, trainer.current_epoch, optimizer)
         index = ParameterIndex(pl_module)
@@ -84,7 +84,7 @@ class ShardedFinetuning(BaseFinetuning, PreparesOptimizers):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What is trained, and in which groups."""
+        """What is trainable, and in which groups."""
         return {**super().state_dict(), **self._progress}
 
     def prepare_optimizers(self, trainer: Trainer, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""ShardedModelSummary: Lightning's table of layers, with this rank's share of each layer beside the whole."""
+"""ShardedModelSummary: Lightning's table of layers, with this rank's share of each layer next to the whole."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ShardedSummary(Summary):
 
     def __init__(self, model: LightningModule, max_depth: int = 1) -> None:
         with warnings.catch_warnings():
-            # Lightning would tell sizes from the name of the precision; here they come from the weights.
+            # Lightning would derive sizes from the name of the precision; here they come from the weights.
             warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
             super().__init__(model, max_depth=max_depth)
 
@@ -77,7 +77,7 @@ class ShardedSummary(Summary):
 
     @property
     def rank_model_size(self) -> float:
-        """Memory that weights keep on this rank, in MB: main weights, compute weights that stay beside them, padding."""
+        """Memory that weights keep on this rank, in MB: main weights, additional compute weights, padding."""
         sharded_bytes = sum(view.main_bytes + view.held_bytes for view in units(self._model))
         others = [parameter for parameter in self._model.parameters() if owner_of(parameter) is None]
         return (sharded_bytes + sum(_local(parameter).nbytes for parameter in others)) / 1e6

@@ -1,9 +1,9 @@
-"""NaNGradientReporter: on which rank, and in which parameters, gradients became NaN or infinite, when, and what is done about it.
+"""NaNGradientReporter: on which rank, and in which parameters, gradients became NaN or infinite, when, and what happens then.
 
-    on_after_backward            this rank's own gradients were looked at as they arose, before the reduction (gradient_watch.py)
-    on_before_optimizer_step     all ranks are asked; "raise" and "skip" wait for the answer, "warn" reads the one of an earlier step
+    on_after_backward            this rank's own gradients were checked as they arose, before the reduction (gradient_watch.py)
+    on_before_optimizer_step     all ranks are queried; "raise" and "skip" wait for the result, "warn" reads that of an earlier step
 
-"warn" never makes the host wait for the device. The other two must know before the step, so they wait once a step, as a loss scaler does.
+"warn" never makes the host wait for the device. The others need the result before the step, so they wait once a step, like a loss scaler.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class NaNGradientReporter(Callback):
     """Reports every parameter whose gradient holds NaN or Inf, and the ranks where it arose.
 
     Args:
-        action: "raise": a `NonFiniteGradientError` on all ranks, before the optimizer step. "skip": the optimizer step is left out on
-            all ranks alike, and a warning on rank 0 reports. "warn": a warning on rank 0, a step late or when training ends, and nothing
-            waits for the device.
+        action: "raise": a `NonFiniteGradientError` on all ranks, before the optimizer step. "skip": the optimizer step is skipped on
+            all ranks alike, and a warning on rank 0 reports. "warn": a warning on rank 0, a step late or when training ends, without
+            waiting for the device.
 
     Attributes:
         steps: Number of steps with such gradients; logged as "nan_gradients/steps", saved in checkpoints.
@@ -55,7 +55,7 @@ class NaNGradientReporter(Callback):
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what could not work."""
+        """Refuse unsupported settings."""
         strategy = trainer.strategy
         if not isinstance(strategy, MFSDPStrategy):
             raise TypeError(
@@ -68,7 +68,7 @@ class NaNGradientReporter(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to look, and begin at zero in every logger."""
+        """Start watching, and start at zero in every logger."""
         self._close()
         self._watch = GradientWatch(pl_module)
         self._hears_steps = False
@@ -79,16 +79,16 @@ class NaNGradientReporter(Callback):
         self._watching.end_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Ask about what this optimizer is about to use."""
+        """Check what this optimizer is about to use."""
         self._hears_steps = True
         if not self._is_fine(trainer, list(_parameters_of(optimizer))):
-            for parameter in _parameters_of(optimizer):  # an optimizer passes over parameters without a gradient
+            for parameter in _parameters_of(optimizer):  # an optimizer skips parameters without a gradient
                 parameter.grad = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Where Lightning does not hear of steps (manual optimization with bare optimizers), ask now."""
+        """If Lightning is not notified of steps (manual optimization with bare optimizers), check now."""
         if pl_module.automatic_optimization or self._hears_steps or self._is_fine(trainer, None):
             return
         raise NonFiniteGradientError(
@@ -97,19 +97,19 @@ class NaNGradientReporter(Callback):
         )
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """What is still on its way must be known before the count is saved."""
+        """Pending results must be read before the count is saved."""
         self._read(trainer, wait=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the last answer."""
+        """Read the last result."""
         self._read(trainer, wait=True)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class NaNGradientReporter(Callback):
 
     @property
     def _watching(self) -> GradientWatch:
-        assert self._watch is not None, "on_train_start comes first"
+        assert self._watch is not None, "on_train_start is called first"
         return self._watch
 
     def _close(self) -> None:
@@ -133,7 +133,7 @@ class NaNGradientReporter(Callback):
             self._watch = None
 
     def _is_fine(self, trainer: Trainer, parameters: list[Tensor] | None) -> bool:
-        """Whether a step may be taken; it is asked about these gradients, or about all."""
+        """Whether a step may be taken, after a check of these gradients, or of all."""
         if self.action == "warn":
             self._read(trainer)
             self._watching.submit(parameters, step=trainer.global_step)
@@ -148,7 +148,7 @@ class NaNGradientReporter(Callback):
         return False
 
     def _read(self, trainer: Trainer, *, wait: bool = False) -> None:
-        """Warn of earlier steps, as far as their answers are there."""
+        """Warn of earlier steps, as far as their results have arrived."""
         for found in self._watch.arrived(wait=wait) if self._watch is not None else ():
             self._count(trainer)
             self._warn(trainer, found)

@@ -14,7 +14,7 @@ __all__ = ["ActivationRecompute"]
 
 
 class ActivationRecompute(Callback, ChoosesRecompute):
-    """Activations are computed again in backward, as `MFSDPStrategy(recompute=Recompute(...))` has it; give one of the two.
+    """Activations are recomputed in backward, as with `MFSDPStrategy(recompute=Recompute(...))`; use one of the two.
 
     Args:
         method, num_layers, modules, every_nth, save_ops, offload: As in `Recompute`.
@@ -48,9 +48,9 @@ class ActivationRecompute(Callback, ChoosesRecompute):
         return self._recompute
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse strategies that would not ask."""
+        """Refuse strategies that would not read it."""
         if not isinstance(trainer.strategy, MFSDPStrategy):
             raise TypeError(
-                f"ActivationRecompute: expected MFSDPStrategy, got {type(trainer.strategy).__name__}, which does not ask callbacks what is "
-                "computed again; call apply_recompute(model, Recompute(...)) in configure_model"
+                f"ActivationRecompute: expected MFSDPStrategy, got {type(trainer.strategy).__name__}, which does not ask callbacks what to "
+                "recompute; call apply_recompute(model, Recompute(...)) in configure_model"
             )

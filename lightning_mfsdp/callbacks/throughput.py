@@ -13,7 +13,7 @@ __all__ = ["ShardedThroughputMonitor"]
 class ShardedThroughputMonitor(ThroughputMonitor):
     """Lightning's `ThroughputMonitor`, whose utilisation (`device/mfu`) is right under `MFSDPStrategy`.
 
-    Lightning's own knows its own precision plugins and takes any other for float32, whose peak is a fraction of bfloat16's. Arguments and
+    Lightning's knows only its own precision plugins and assumes float32 for others, whose peak is lower than bfloat16's. Arguments and
     metrics are Lightning's; under other strategies it is the same.
     """
 

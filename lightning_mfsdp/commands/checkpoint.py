@@ -34,9 +34,9 @@ _FACTORS = {"": 1, "B": 1} | {
 
 
 def add_checkpoint_commands(subparsers: Any) -> None:
-    """Add `checkpoint` and what it can do to a parser."""
+    """Add `checkpoint` and its subcommands to a parser."""
     parser = subparsers.add_parser(
-        "checkpoint", help="look at checkpoints, check them, and turn them into other formats"
+        "checkpoint", help="inspect checkpoints, verify them, and convert them to other formats"
     )
     commands = parser.add_subparsers(required=True, metavar="WHAT")
 
@@ -54,16 +54,18 @@ def add_checkpoint_commands(subparsers: Any) -> None:
 
     export = _command(commands, "export", _export, "weights become safetensors files")
     export.add_argument("output", type=Path, metavar="FOLDER", help="folder to write into")
-    export.add_argument("--prefix", default="", metavar="model.", help="taken away from the start of every name")
+    export.add_argument("--prefix", default="", metavar="model.", help="removed from the start of every name")
     export.add_argument("--max-shard-size", type=_size, default=_size("5GB"), metavar="5GB", help="of one file")
     export.add_argument("--dtype", choices=_DTYPES, help="cast floating-point tensors to it")
 
     convert = _command(commands, "convert", _convert, "a checkpoint of another program becomes a directory of this one")
     convert.add_argument("output", type=Path, metavar="OUTPUT", help="directory to write; must not exist")
-    convert.add_argument("--from", dest="source", choices=get_args(Source), default="auto", help="who wrote it (auto)")
+    convert.add_argument(
+        "--from", dest="source", choices=get_args(Source), default="auto", help="program that wrote it (auto)"
+    )
     convert.add_argument("--model", metavar="KEY", help="where the model is, where several states could be it")
-    convert.add_argument("--strip-prefix", default="", metavar="PREFIX", help="taken away from every parameter name")
-    convert.add_argument("--add-prefix", default="", metavar="PREFIX", help="then put before it, such as model.")
+    convert.add_argument("--strip-prefix", default="", metavar="PREFIX", help="removed from every parameter name")
+    convert.add_argument("--add-prefix", default="", metavar="PREFIX", help="then prepended to it, such as model.")
     convert.add_argument(
         "--parameters",
         type=Path,

@@ -1,4 +1,4 @@
-"""A bar on stderr, if somebody watches."""
+"""A progress bar on stderr, if it is a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["progress_bar"]
 
 @contextmanager
 def progress_bar(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields what is to be told of the bytes that are done and of all. Silent unless stderr is a terminal."""
+    """Yields a callback for the bytes done and the total. Silent unless stderr is a terminal."""
     with tqdm(
         desc=doing, unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=not sys.stderr.isatty()
     ) as bar:

@@ -1,4 +1,4 @@
-"""Looking at folders of safetensors files, which `export` writes and other programs read."""
+"""Inspects folders of safetensors files, which `export` writes and other programs read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _SafeTensor(UnreadTensor):
     @property
     def dtype(self) -> torch.dtype:
         found = self._slice()
-        # Nothing is read for no rows, and the package alone knows its names of dtypes.
+        # Zero rows read no data, and only the package can map its names of dtypes.
         dtype: torch.dtype = (found[:0] if found.get_shape() else found[...]).dtype
         return dtype
 

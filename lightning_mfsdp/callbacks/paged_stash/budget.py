@@ -1,4 +1,4 @@
-"""Which experts drop rows, as their user asked for: read on the host when the numbers have arrived there."""
+"""Which experts drop rows with `over_capacity="drop"`: read on the host when the numbers have arrived there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["BudgetWatch"]
 
 
 class BudgetWatch:
-    """Looks at experts with `over_capacity="drop"`.
+    """Watches experts with `over_capacity="drop"`.
 
     Args:
         layers: By name.
@@ -28,11 +28,11 @@ class BudgetWatch:
         self._ready: Any = None  # torch.cuda.Event, or None on CPU
 
     def close(self) -> None:
-        """Leave the layers alone."""
+        """Detach from the layers."""
         self._watch.close()
 
     def look(self) -> None:
-        """Send what was found so far on its way, unless something is under way. Nobody waits."""
+        """Start copying what was found so far to the host, unless a copy is under way. Does not wait."""
         if not self._watch.names or not self._has_arrived:
             return
         found = self._watch.found
@@ -44,7 +44,7 @@ class BudgetWatch:
             self._ready.record()
 
     def seen(self, *, wait: bool = False) -> dict[str, float]:
-        """Capacity factors that layers which left rows out would have needed, as last looked at; none while that is under way."""
+        """Capacity factors that layers which dropped rows would have needed, as last read; none while a copy is under way."""
         if self._factors is None or not (wait or self._has_arrived):
             return {}
         if self._ready is not None:

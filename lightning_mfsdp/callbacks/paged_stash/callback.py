@@ -1,12 +1,12 @@
-"""PagedStash: when the Trainer's hooks call the stash, and what each of its three answers to too few pages means for a step.
+"""PagedStash: when the Trainer's hooks call the stash, and what each of its three reactions to too few pages means for a step.
 
-    before_training_step       "rerun" remembers the microbatch
-    on_before_backward         all ranks are asked whether a tensor found no page, or experts more rows than their buffers; nobody waits
-    on_before_optimizer_step   the answer has long arrived. "skip": gradients go. "rerun": the step is done again, outside of graphs, with
+    before_training_step       "rerun" stores the microbatch
+    on_before_backward         all ranks are queried whether a tensor found no page, or experts more rows than their buffers; no wait
+    on_before_optimizer_step   the answer has arrived. "skip": gradients are cleared. "rerun": the step is repeated, outside of graphs, with
                                ordinary saves and buffers that suffice
     on_train_batch_end         of the last microbatch: pages are counted and, where they were too few, enlarged
 
-"keep" asks nobody: gradients are right, and memory is this rank's own business. Experts with a capacity factor wait for the device there.
+"keep" queries no rank: gradients are correct, and memory concerns this rank only. Experts with a capacity factor wait for the device there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PagedStash(SeesTrainingSteps, Callback):
     """Keeps the live rows of expert layers in pages from forward to backward, instead of whole buffers.
 
     Layers are those with a `saver` (`lightning_mfsdp.moe.saving.SavesActivations`), such as `GroupedExperts`, and the experts of Hugging
-    Face's models, which compute them as `enable_grouped_experts` does until `fit` ends. What is counted goes to the loggers under
+    Face's models, which compute them as `enable_grouped_experts` does until `fit` ends. Counts are logged under
     "paged_stash/", see `StashStatistics`.
 
     Args:
@@ -48,8 +48,8 @@ class PagedStash(SeesTrainingSteps, Callback):
         sizing: Whether pages follow the "average" or the "maximum" of what the recorded steps needed, over steps and ranks.
         device_factor: Pages on the device, as a multiple of that.
         host_factor: Pages in pinned host memory, for tensors that find no place on the device; 0 for none.
-        overflow: When neither has room. "keep": the tensor stays where it is. "skip": the optimizer step is left out, on all ranks.
-            "rerun": the step is done again with ordinary saves, on all ranks. All of them enlarge the pages for the next step. The
+        overflow: When neither has room. "keep": the tensor stays where it is. "skip": the optimizer step is skipped, on all ranks.
+            "rerun": the step is repeated with ordinary saves, on all ranks. All of them enlarge the pages for the next step. The
             same goes for rows beyond the capacity factor of `GroupedExperts`; under "keep" these wait for the device and make room.
         recorded_steps: Steps with ordinary saves before pages are allocated.
         modules: `fnmatch` patterns of the layers' names.
@@ -57,14 +57,14 @@ class PagedStash(SeesTrainingSteps, Callback):
 
     Attributes:
         stash: In use; `None` outside `fit`.
-        skipped: Optimizer steps left out.
-        reruns: Steps done again.
+        skipped: Optimizer steps skipped.
+        reruns: Steps repeated.
         statistics: Of the last step whose numbers have arrived.
 
     Raises:
         ValueError: An option out of its range; when the run starts, one that does not fit the Trainer, or no layer that can be stashed.
         TypeError: The strategy is not `MFSDPStrategy` (when the run starts).
-        ImportError: A picture is wanted and there is no matplotlib.
+        ImportError: A picture is requested and there is no matplotlib.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class PagedStash(SeesTrainingSteps, Callback):
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what could not work."""
+        """Refuse unsupported settings."""
         if stage == "fit":
             _check_run(trainer, pl_module, self.config.overflow)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the layers their savers."""
+        """Set the layers' savers."""
         if self.config.overflow == "keep" and _strategy(trainer).graphed_step is not None:
             raise ValueError(
                 'PagedStash(overflow="keep") with cuda_graph=True: it decides on the host, which a graph never asks; use overflow="skip"'
@@ -131,14 +131,14 @@ class PagedStash(SeesTrainingSteps, Callback):
         report_layers(found)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the last step, and give the layers their own savers back."""
+        """Log the last step, and restore the layers' own savers."""
         if self.stash is not None:
             self._log(trainer, self.stash.statistics(wait=True))
         self._tell_of_lost_rows(trainer, wait=True)
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give the step up."""
+        """Abandon the step."""
         self._close()
 
     def _close(self) -> None:
@@ -154,24 +154,24 @@ class PagedStash(SeesTrainingSteps, Callback):
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Forget microbatches that are no part of this step."""
+        """Forget microbatches that are not part of this step."""
         if self._memory is not None and batch_idx % trainer.accumulate_grad_batches == 0:
-            self._memory.forget()  # where `on_train_batch_start` gave up the epoch before, one is left that never got there
+            self._memory.forget()  # if `on_train_batch_start` ended the previous epoch early, one is left that was never completed
 
     def before_training_step(self, arguments: tuple[Any, ...]) -> None:
-        """Remember what might have to be done again."""
+        """Store what may have to be repeated."""
         if self._memory is not None and not self._is_rerunning:
             self._memory.remember(arguments)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Ask all ranks; the answer is read before the optimizer step."""
+        """Query all ranks; the answer is read before the optimizer step."""
         if self._memory is not None and not self._is_rerunning:
             self._memory.computed()
         if self.stash is not None and self.config.overflow != "keep" and not self._is_rerunning:
             self.stash.submit_overflow()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Leave the step out, or do it again, where gradients are wrong on some rank."""
+        """Skip the step, or repeat it, if gradients are wrong on some rank."""
         self._stepped = True
         if self.stash is None or self.config.overflow == "keep" or not self.stash.overflowed():
             return
@@ -196,7 +196,7 @@ class PagedStash(SeesTrainingSteps, Callback):
         self._is_rerunning = False
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Count what the step did, and settle how many pages the next one has."""
+        """Count what the step did, and decide how many pages the next one has."""
         if self._memory is not None:
             self._memory.check()
         if self.stash is None or not self._stepped:
@@ -216,7 +216,7 @@ class PagedStash(SeesTrainingSteps, Callback):
         self._trace(trainer, begins=moved and was_recording)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What an evaluation saves, should it save anything, is no matter of the step."""
+        """What an evaluation saves, if anything, does not belong to the step."""
         if self.stash is not None:
             self.stash.is_paused = True
 
@@ -225,7 +225,7 @@ class PagedStash(SeesTrainingSteps, Callback):
         if self.stash is not None:
             self.stash.is_paused = False
 
-    # -- what is told --------------------------------------------------------------------------------------------------
+    # -- reports -------------------------------------------------------------------------------------------------------
 
     def _log(self, trainer: Trainer, statistics: StashStatistics | None) -> None:
         if self.stash is None or statistics is None:
@@ -236,7 +236,7 @@ class PagedStash(SeesTrainingSteps, Callback):
             warnings.warn(
                 f"PagedStash: rank {trainer.global_rank}: {statistics.over_capacity} tensors had fewer than no live rows, or more than "
                 "their buffer has room for; what is beyond it was not saved. Give the saver the number of rows that were computed. This "
-                "is said once",
+                "is reported once",
                 stacklevel=2,
             )
         if trainer.global_step % trainer.log_every_n_steps == 0 or not trainer.training:  # type: ignore[attr-defined]
@@ -244,7 +244,7 @@ class PagedStash(SeesTrainingSteps, Callback):
                 logger.log_metrics(metrics(statistics, self.stash.growths), step=trainer.global_step)
 
     def _tell_of_lost_rows(self, trainer: Trainer, *, wait: bool = False) -> None:
-        """A warning, once for each `fit`, if experts dropped rows. Each rank looks at its own."""
+        """A warning, once for each `fit`, if experts dropped rows. Each rank checks its own."""
         if self._budget is None:
             return
         if needed := self._budget.seen(wait=wait):
@@ -252,7 +252,7 @@ class PagedStash(SeesTrainingSteps, Callback):
             warnings.warn(
                 f"PagedStash: rank {trainer.global_rank}: {first}{others} had more rows than its buffer holds and left some out, as "
                 f'over_capacity="drop" says. capacity_factor={rounded_up(max(needed.values()))} would have been enough so far. This is '
-                "said once",
+                "reported once",
                 stacklevel=2,
             )
             self._budget.close()
@@ -275,7 +275,7 @@ class PagedStash(SeesTrainingSteps, Callback):
 
 
 def _shortage(stash: RowStash) -> tuple[str, str]:
-    """What there was too little of, and what would have been enough."""
+    """What was too small, and what would have been enough."""
     what, cure = [], []
     if stash.found_no_pages:
         what.append("rows found no pages")
@@ -288,7 +288,7 @@ def _shortage(stash: RowStash) -> tuple[str, str]:
 
 def _strategy(trainer: Trainer) -> MFSDPStrategy:
     strategy = trainer.strategy
-    assert isinstance(strategy, MFSDPStrategy), "looked at in setup"
+    assert isinstance(strategy, MFSDPStrategy), "checked in setup"
     return strategy
 
 

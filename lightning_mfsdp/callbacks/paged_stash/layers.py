@@ -19,10 +19,10 @@ __all__ = ["StashedLayers", "find_layers"]
 
 @dataclass(frozen=True, kw_only=True)
 class StashedLayers:
-    """What was found, and what it was before.
+    """The layers that were found, and their earlier state.
 
     Attributes:
-        layers: That can save their rows in the stash, by name.
+        layers: Layers that can save their rows in the stash, by name.
         refused: Layers that fit a pattern and cannot, with the reason.
         models: Those of the Hugging Face models around `layers` that compute their experts by themselves.
         savers: Of `layers`, by name.
@@ -34,14 +34,14 @@ class StashedLayers:
     savers: Mapping[str, ActivationSaver]
 
     def stash(self, stash: RowStash) -> None:
-        """Let all of them save into it."""
+        """Make all of them save into the stash."""
         for model in self.models:
             model.switch(OrdinarySaver())
         for name, layer in self.layers.items():
             _set_saver(layer, stash.saver(name))
 
     def restore(self) -> None:
-        """As they were."""
+        """Restore them."""
         for name, saver in self.savers.items():
             if has_saver(self.layers[name]):  # another stash of the same model may have restored it before
                 _set_saver(self.layers[name], saver)
@@ -53,7 +53,7 @@ def find_layers(module: nn.Module, patterns: Sequence[str]) -> StashedLayers:
     """The layers whose rows go into the stash. Nothing is changed yet.
 
     Args:
-        module: To look in.
+        module: To search.
         patterns: `fnmatch` patterns of names. A layer must fit one, and each one must fit a layer.
 
     Raises:

@@ -15,7 +15,7 @@ __all__ = ["check_drawing", "draw"]
 
 
 def check_drawing(path: str | Path) -> None:
-    """Raise an ImportError if pictures cannot be drawn here, before a training that wants one."""
+    """Raise an ImportError if pictures cannot be drawn here, before a training that requires one."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -57,7 +57,7 @@ def _panel(axes: Axes, trace: Sequence[Occupancy]) -> None:
     if any(one.host_used for one in trace):
         axes.step(order, [one.host_used for one in trace], where="post", color="tab:orange", label="in host memory")
     if any(one.wanted > one.used + one.host_used for one in trace):
-        axes.step(order, [one.wanted for one in trace], where="post", color="tab:red", linewidth=0.8, label="asked for")
+        axes.step(order, [one.wanted for one in trace], where="post", color="tab:red", linewidth=0.8, label="pages requested")
     axes.set_xlabel("saves, then loads, in order")
     axes.set_ylabel("pages")
     axes.locator_params(integer=True)

@@ -1,4 +1,4 @@
-"""What the callback says: which layers it enabled, what the pages cost, and whether that pays."""
+"""What the callback reports: which layers it enabled, what the pages cost, and whether that pays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def report_layers(found: StashedLayers) -> None:
 
 
 def report_sizes(stash: RowStash, recorded: StashStatistics | None) -> None:
-    """What the pages cost beside ordinary saves; a warning if they are not worth it."""
+    """What the pages cost compared to ordinary saves; a warning if they are not worth it."""
     if recorded is None or not recorded.saves:
         rank_zero_warn(
             "PagedStash: nothing needed pages in the recorded steps, so there are none yet. Either no layer saved anything (do they run in "
@@ -51,6 +51,6 @@ def report_sizes(stash: RowStash, recorded: StashStatistics | None) -> None:
 
 
 def metrics(statistics: StashStatistics, growths: int) -> dict[str, float]:
-    """What loggers get."""
+    """The values that are logged."""
     values = {**asdict(statistics), "saved_bytes": statistics.saved_bytes, "growths": growths}
     return {f"{PREFIX}{name}": float(value) for name, value in values.items()}

@@ -1,8 +1,8 @@
-"""Doing the microbatches of an optimizer step again, as they were: the same random numbers, the same buffers, other gradients.
+"""Repeats the microbatches of an optimizer step: the same random numbers, the same buffers, other gradients.
 
-Each begins with what its `training_step` found, whatever hooks, or a validation between two of them, had written by then. Random numbers
-are afterwards what they were before. So are buffers that a hook or a backward wrote to since; others are what the second time made of
-them, for experts that left rows out spoil what comes after them.
+Each begins with what its `training_step` found, including what hooks, or a validation in between, had written by then. Random states
+are restored afterwards. So are buffers that a hook or a backward wrote to since; others keep the values of the second
+run, since experts that dropped rows spoil what comes after them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Buffer:
 
 @dataclass(kw_only=True)
 class _Microbatch:
-    arguments: tuple[Any, ...]  # containers of its own: what the step takes out of them is still there
+    arguments: tuple[Any, ...]  # containers of its own: unaffected if the step removes items
     random_state: Mapping[str, Any]
     buffers: Sequence[_Buffer]
     tensors: Sequence[Tensor]
@@ -53,7 +53,7 @@ class _Microbatch:
 
 
 class StepMemory:
-    """What a step needs to be done again."""
+    """What is needed to repeat a step."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer = trainer
@@ -91,7 +91,7 @@ class StepMemory:
             }
 
     def check(self) -> None:
-        """Raise a RuntimeError if the microbatch did what would be done twice: update a metric, or write into its batch."""
+        """Raise a RuntimeError if the microbatch did something that must not be done twice: update a metric, or write into its batch."""
         moved = [name for name, count in self._updates.items() if self._metrics[name].update_count != count]
         if moved:
             raise RuntimeError(
@@ -112,7 +112,7 @@ class StepMemory:
 
     def rerun(self) -> None:
         """Forward and backward of all microbatches again, into cleared gradients. Nothing is logged twice."""
-        assert isinstance(self._strategy, MFSDPStrategy), "looked at in setup"
+        assert isinstance(self._strategy, MFSDPStrategy), "checked in setup"
         device = self._strategy.root_device
         now = random_state(device)
         starts = [_written_since(microbatch.buffers, before_it) for microbatch, before_it in self._with_those_before()]
@@ -130,7 +130,7 @@ class StepMemory:
         _restore(last)
 
     def _with_those_before(self) -> Iterator[tuple[_Microbatch, Mapping[_Key, tuple[Tensor, int]]]]:
-        """Each microbatch, and how the one before it left the buffers."""
+        """Each microbatch, and the buffers as the previous one left them."""
         before: Mapping[_Key, tuple[Tensor, int]] = {}
         for microbatch in self._microbatches:
             yield microbatch, before
@@ -156,7 +156,7 @@ def _buffers(module: nn.Module) -> list[_Buffer]:
 
 
 def _written_since(buffers: Sequence[_Buffer], computed: Mapping[_Key, tuple[Tensor, int]]) -> list[_Buffer]:
-    """Those that somebody else than the `training_step` before wrote to, or put there."""
+    """Those that anything but the previous `training_step` wrote to, or replaced."""
     return [
         buffer
         for buffer in buffers
@@ -167,10 +167,10 @@ def _written_since(buffers: Sequence[_Buffer], computed: Mapping[_Key, tuple[Ten
 
 
 def _restore(buffers: Sequence[_Buffer]) -> None:
-    """As they were."""
+    """Restore them."""
     for buffer in buffers:
         buffer.tensor.detach().copy_(buffer.value)
-        setattr(buffer.owner, buffer.name, buffer.tensor)  # the step may have put another one there
+        setattr(buffer.owner, buffer.name, buffer.tensor)  # the step may have replaced it
 
 
 def _version(tensor: Tensor) -> int:
@@ -179,13 +179,13 @@ def _version(tensor: Tensor) -> int:
 
 
 class _Silence:
-    """Takes the place of Lightning's result collection."""
+    """Replaces Lightning's result collection."""
 
     def log(self, *_: Any, **__: Any) -> None:
-        """It was logged before."""
+        """Do nothing: it was logged before."""
 
     def reset(self, **_: Any) -> None:
-        """There is nothing."""
+        """Nothing is collected."""
 
 
 @contextmanager
