@@ -57,7 +57,9 @@ def _panel(axes: Axes, trace: Sequence[Occupancy]) -> None:
     if any(one.host_used for one in trace):
         axes.step(order, [one.host_used for one in trace], where="post", color="tab:orange", label="in host memory")
     if any(one.wanted > one.used + one.host_used for one in trace):
-        axes.step(order, [one.wanted for one in trace], where="post", color="tab:red", linewidth=0.8, label="pages requested")
+        axes.step(
+            order, [one.wanted for one in trace], where="post", color="tab:red", linewidth=0.8, label="pages requested"
+        )
     axes.set_xlabel("saves, then loads, in order")
     axes.set_ylabel("pages")
     axes.locator_params(integer=True)
