@@ -182,7 +182,7 @@ def has_accumulation_hooks(leaf: Tensor) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether functorch or forward-mode differentiation is at work (torch 2.11 to 2.13)."""
+    """Whether functorch or forward-mode differentiation is active (torch 2.11 to 2.13)."""
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
@@ -207,7 +207,7 @@ class OwnRows(Shard):
     Args:
         rows: Of dim 0, of the whole tensor, that lie here.
         is_first: Of several axes that split it, the first reports for all.
-        like: A tensor that is shared out in this way.
+        like: A tensor that is distributed in this way.
     """
 
     def __init__(self, rows: range, is_first: bool, like: DTensor) -> None:

@@ -73,7 +73,7 @@ class Streams:
 
 
 def join_when_gone(owner: object, stream: torch.cuda.Stream) -> None:
-    """When `owner` is deleted with its memory, let a stream and the one that is current now wait for each other.
+    """When `owner` is deleted with its memory, make a stream and the one that is current now wait for each other.
 
     The allocator reuses freed memory at once. Without this a copy that is still in flight would write into unrelated
     tensors.

@@ -70,7 +70,7 @@ def select_units(root: nn.Module, units: UnitsArgument) -> list[nn.Module]:
 def join_blocks(
     root: nn.Module, chosen: Sequence[nn.Module], blocks_per_unit: int | Literal["auto"]
 ) -> list[nn.Module | list[nn.Module]]:
-    """Put chosen neighbours of one class in a `ModuleList` or `Sequential` together, a list for each unit; the others stay as they are.
+    """Put chosen neighbours of one class in a `ModuleList` or `Sequential` together, a list for each unit; the others are unchanged.
 
     Args:
         root: The whole model.

@@ -89,7 +89,7 @@ def has_quantized_weights(module: nn.Module) -> bool:
 
 
 def _quantize(layer: Any, weight: nn.Parameter, device: torch.device) -> None:
-    """Through the library's own reset, whose `init_method` leaves values as they are (replace.py)."""
+    """Through the library's own reset, whose `init_method` leaves values unchanged (replace.py)."""
     parameters = layer._parameters
     others = {name: parameters.pop(name) for name in list(parameters) if name != "weight"}
     with torch.inference_mode(False), torch.enable_grad():

@@ -240,7 +240,7 @@ class CheckpointingStrategy(ProcessStrategy):
         }
 
     def process_dataloader(self, dataloader: object) -> object:
-        """A training loader in the order of a DistributedSampler can be resumed inside an epoch; others stay as they are."""
+        """A training loader in the order of a DistributedSampler can be resumed inside an epoch; others are not changed."""
         trainer = self._module.trainer
         training = trainer.state.fn == TrainerFn.FITTING and trainer.training
         return resumable(dataloader) if training else dataloader

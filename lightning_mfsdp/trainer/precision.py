@@ -107,7 +107,7 @@ class MFSDPPrecision(ShardedPrecision, Precision):
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale gradients down to a global norm over all ranks of at most `clip_val`.
 
-        Where the norm is NaN or infinite, gradients stay as they are (`torch.nn.utils.clip_grad_norm_` would make all of them NaN), so
+        Where the norm is NaN or infinite, gradients are unchanged (`torch.nn.utils.clip_grad_norm_` would make all of them NaN), so
         that a callback still finds the parameters it came from. Decided on the device, without waiting.
         """
         parameters = list(self.main_params(optimizer))

@@ -148,7 +148,7 @@ def _all_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def _buffers(module: nn.Module) -> list[_Buffer]:
-    """All of them, as they are now."""
+    """All of them, in their current state."""
     return [
         _Buffer(owner=owner, name=name, tensor=buffer, version=_version(buffer), value=buffer.detach().clone())
         for owner, name, buffer in _all_buffers(module)

@@ -105,7 +105,7 @@ def export_model(
     """Write the main weights of a sharded model as safetensors. All ranks call it; rank 0 writes.
 
     As `export_checkpoint`; and if the model has a Hugging Face `config` (and `generation_config`), that is saved, too, so that
-    `from_pretrained(folder)` reads the folder as it is.
+    `from_pretrained(folder)` reads the folder without changes.
 
     Args:
         module: Sharded, or a part of it such as `self.model` of a LightningModule.

@@ -141,7 +141,7 @@ def restore_optimizer(
 
 
 def _at_rest(value: Any, local: Tensor) -> Any:
-    """State of local rows in the memory where the optimizer keeps it. Its `load_state_dict` makes it a DTensor if need be."""
+    """State of local rows in the memory where the optimizer keeps it. Its `load_state_dict` makes it a DTensor if necessary."""
     rows = value.piece if isinstance(value, RowShard) else value
     return put_to_rest(rows, local) if isinstance(rows, Tensor) and rows.dim() else rows
 

@@ -70,7 +70,7 @@ def whole_model_state(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]
 
 
 def _once(tensor: Tensor, origin: Tensor, known: dict[tuple[int, int], list[Tensor]]) -> Tensor:
-    """Tied weights stay one tensor, as they are in the state dict of a plain model."""
+    """Tied weights stay one tensor, as in the state dict of a plain model."""
     place = place_of(origin)
     if place is None:
         return tensor

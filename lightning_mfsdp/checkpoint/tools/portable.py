@@ -144,7 +144,7 @@ def read_portable(
 
 
 def sort_out(path: Path, leaves: Leaves, model_key: str | None = None) -> Portable:
-    """Find model and optimizers among leaves; names stay as they are.
+    """Find model and optimizers among leaves; names are unchanged.
 
     Raises:
         CheckpointError: There is no model, or it is unclear which one is meant.

@@ -54,7 +54,7 @@ def fully_shard(
 ) -> ModuleT:
     """Shard a module's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
-    Call it on the units first (the blocks of a transformer, say), then on the module around them. A unit is what is
+    Call it on the units first (such as the blocks of a transformer), then on the module around them. A unit is what is
     gathered and reduced at once; it owns the parameters inside it that no nested unit owns. Every rank of the mesh must
     make the same calls in the same order. Values are those of the mesh's first rank; parameters on the meta device are
     initialised by their modules' `reset_parameters`.
@@ -75,7 +75,7 @@ def fully_shard(
         reshard_after_forward: Reshard full weights between forward and backward (only with sharded weights). The root
             keeps its own in any case. "auto": after two steps, weights of as many units stay as the memory left on the device
             can hold (a tenth of it stays free), last units first.
-        ignored_parameters: Left as they are: neither sharded nor reduced.
+        ignored_parameters: Unmanaged: neither sharded nor reduced.
         storage: "pooled": full-size memory in fixed slots planned from the first training step. "dynamic": from the
             caching allocator. The root's choice holds for all its units.
         symmetric_memory: Gather into symmetric memory, moved by copy engines instead of compute cores (NCCL 2.28 or later, ranks

@@ -27,8 +27,8 @@ def fully_shard_optimizer(
     Elementwise optimizers of `torch.optim`, and any `LocalRowsOptimizer`, step plain local rows. Between two steps, and in the closure,
     their `param_groups` and `state` hold what the module shows, and state as DTensors. Others get plain tensors, always: whole ones where
     every rank has all rows (`no_shard`, one rank), local rows with `elementwise=True`; else they keep DTensors. State (if any yet) is
-    taken over. The weights that forward uses are refreshed after each step, and within one before its closure is
-    called again (LBFGS). No step is taken here: step counters and weight decay start where the user starts. What comes into the groups
+    adopted. The weights that forward uses are refreshed after each step, and within one before its closure is
+    called again (LBFGS). No step is taken here: step counters and weight decay start where the user starts. What is added to the groups
     later, by `add_param_group` or otherwise, is adopted when the next step begins. Parameters that were sharded with
     `offload="optimizer"` are stepped a few at a time (streamed_step.py). `optimizer.state_dict()` shows state as DTensors, as under FSDP2,
     and `load_state_dict` takes these, or whole tensors (state.py).

@@ -49,7 +49,7 @@ class Channels:
         return replace(axis, reduce_group=reduce_group, gather_group=gather_group)
 
     def sharing_rows(self, mesh: Mesh, placement: Placement) -> dist.ProcessGroup:
-        """The ranks that share out the rows of a main weight. Collective over them, the first time."""
+        """The ranks over which the rows of a main weight are distributed. Collective over them, the first time."""
         if not placement.outer_main or mesh.outer is None:
             return mesh.shard.group
         return self.over_both_axes(mesh)

@@ -38,7 +38,7 @@ class AveragedWeights:
     Args:
         module: Sharded before the first `update`. It is held only by a weak reference until then, and after `release`.
         dtype: Of the average.
-        device: `None`: beside the weights. "cpu": in pinned host memory; every update moves it to the device and back, tensor by tensor.
+        device: `None`: that of the weights. "cpu": in pinned host memory; every update moves it to the device and back, tensor by tensor.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class HostMemory:
 
     Attributes:
         size_bytes: How many.
-        host: `[size_bytes]` uint8 on the CPU, page-locked: for copies that run beside other work.
+        host: `[size_bytes]` uint8 on the CPU, page-locked: for copies that overlap with other work.
         seen: The same memory as a tensor of the device: for all other code.
     """
 

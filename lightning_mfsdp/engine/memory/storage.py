@@ -1,8 +1,8 @@
 """Where full-size memory comes from: the caching allocator, or fixed slots planned from a recorded step.
 
 A `Slot` is a place for one buffer. Gathered weights have a `Client` for each group, which has a slot of its own whose
-memory exists only while it is held. In pooled mode the first training step shows who holds memory at the same time as whom;
-clients that never do share a fixed slot from then on. Addresses do not change, the allocator is not called for gathered
+memory exists only while it is held. In pooled mode the first training step shows which clients hold memory at the same time;
+those that never do share a fixed slot from then on. Addresses do not change, the allocator is not called for gathered
 weights, and what is reserved is what is used.
 
 Gradients are not planned: they exist only from backward to the optimizer's step, when activations are being freed, so

@@ -67,7 +67,7 @@ class WeightCodec(Protocol):
         """Replace the parameters inside `module` that are to be of this kind with new objects, in the same places.
 
         Called when a unit's parameters have their values, wherever these are, and before any of them is sharded. Parameters of units
-        inside are sharded already and stay as they are.
+        inside are sharded already and are not changed.
         """
 
     def matches(self, parameter: nn.Parameter) -> bool:
@@ -85,7 +85,7 @@ class WeightCodec(Protocol):
     def quantize(self, fragments: Sequence[Fragment], group: dist.ProcessGroup) -> None:
         """Fill the outputs of all fragments and update the scales; anything derived from older raw data becomes invalid.
 
-        Collective over `group`, the ranks that share the rows out, with the same parameters in the same order on each. Ranks that
+        Collective over `group`, the ranks that have different rows, with the same parameters in the same order on each. Ranks that
         have the same rows call it in parallel, each over its own group.
         """
 

@@ -76,7 +76,7 @@ class MainGradient:
 
     It keeps the DTensors that `parameters()` show as gradients, since `zero_grad` reads every one, and creating one takes 3 µs.
 
-    Alternatives considered: buffers and views made anew for each backward, so that no references are counted (8 more calls of C code for a
+    Alternatives considered: buffers and views created for each backward, so that no references are counted (8 more calls of C code for a
     unit of four parameters, which makes 48 in its backward); the getter of `ShardedParameter.grad` recording each read (what
     optimizers step are plain parameters, whose `grad` has no getter).
     """
@@ -527,7 +527,7 @@ class Gradients:
     def _empty_main(self, written: FlatBuffer | None = None) -> FlatBuffer | None:
         """The memory of `main` if nothing in it is still needed; `None` otherwise.
 
-        If a cleared gradient is still referenced, it keeps its memory and `main` is allocated anew, unless it is `written` already.
+        If a cleared gradient is still referenced, it keeps its memory and `main` gets new memory, unless it is `written` already.
         """
         if not self._main_is_free():
             return None

@@ -1,4 +1,4 @@
-"""ParameterGroup: the parameters of one unit with one dtype; where they lie, and how they came there.
+"""ParameterGroup: the parameters of one unit with one dtype; where they are stored, and how they get there.
 
     main weight         main dtype,     this rank's shard (or sub-shard under HFSDP)     the optimizer's
     compute weights     see weights.py
@@ -77,13 +77,13 @@ class Root(Protocol):
         """An optimizer wrote main weights of some groups."""
 
     def begin_backward(self) -> None:
-        """A backward begins, or goes on."""
+        """A backward begins, or continues."""
 
     def reduce_held_back(self) -> None:
         """Reduce what `no_sync` holds back. Collective."""
 
     def zero_held_back(self, group: ParameterGroup, index: int) -> None:
-        """Make what is held back of a parameter zeros."""
+        """Zero what is held back of a parameter."""
 
 
 class ParameterGroup:
@@ -185,7 +185,7 @@ class ParameterGroup:
         if type(parameter) is nn.Parameter:
             parameter.__class__ = UnshardedParameter
         full = cast("UnshardedParameter", parameter)
-        full.data_was_asked_for = False  # always so where a class of the user's or of a codec keeps its own `data`
+        full.data_was_asked_for = False  # stays so if a class of the user or of a codec has its own `data`
         return Entry(name=name, full=full, sites=sites, shape=shape, sharded=sharded, local=local)
 
     @property

@@ -20,7 +20,7 @@ class GroupSpec:
         compute_dtype: Of the full weight, as autograd sees it.
         main_dtype: Of the main weight, and of the gradient that the optimizer sees unless it requires another (decoupled.py).
         trainable: Whether parameters required gradients when the module was sharded.
-        whole: 0-D parameters have no rows to share out, so every rank keeps them.
+        whole: 0-D parameters have no rows to distribute, so every rank keeps them.
         codec: How the full weight is stored, where that is not simply the compute dtype.
     """
 

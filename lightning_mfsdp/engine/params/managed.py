@@ -54,7 +54,7 @@ class ManagedGroup(Protocol):
 
     Attributes:
         layout: Where each parameter lies.
-        mesh: Whose axes the group is shared out over.
+        mesh: The mesh over whose axes the group is distributed.
         placement: What is divided over which of them.
         main_extent: Shards of the layout that this rank holds of the main weight.
         advised: The warning that a use outside of forwards costs a gather each time was issued.

@@ -122,7 +122,7 @@ def _beginning(group: ManagedGroup) -> Any:
 
 
 def _whole(tensor: PlacedTensor) -> tuple[Tensor, ManagedGroup | None]:
-    """The whole of a sharded tensor, with history if it is a parameter that needs a gradient; and the owner that its backward notifies."""
+    """The whole of a sharded tensor, with history if it is a parameter that needs a gradient; and the group that its backward notifies."""
     group, index = tensor.place
     entry = group.entries[index]
     if not (torch.is_grad_enabled() and tensor.requires_grad) or not group.unit_name:
@@ -150,7 +150,7 @@ def _anchor() -> Tensor:
 
 
 def _again(source: PlacedTensor, groups: dict[int, ManagedGroup], *, recorded: bool) -> Tensor:
-    """All of a sharded tensor, gathered anew, in memory of its own; with history if it had one and a graph is recorded. Collective."""
+    """All of a sharded tensor, gathered again, in memory of its own; with history if it had one and a graph is recorded. Collective."""
     if not (recorded and torch.is_grad_enabled()):
         return source.full_tensor()
     made: Tensor = _Whole.apply(_anchor(), [source, source.full_tensor()]).clone()  # type: ignore[no-untyped-call]

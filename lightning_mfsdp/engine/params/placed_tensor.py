@@ -1,4 +1,4 @@
-"""PlacedTensor: a tensor of which each rank holds whole rows, as a parameter's layout says. What is known about it, without arithmetic."""
+"""PlacedTensor: a tensor of which each rank holds whole rows, as specified by a parameter's layout. Without arithmetic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Lies(NamedTuple):
 
     Attributes:
         rows_by_shard: Of dim 0, for each shard of the parameter's layout.
-        mesh: Over whose axes shards are shared out.
+        mesh: The mesh over whose axes shards are distributed.
         split: Whether they are over the shard axis, and over the outer one.
     """
 
@@ -68,7 +68,7 @@ class PlacedTensor(DTensor):
     def over(
         local: Tensor, like: PlacedTensor, shape: torch.Size | None = None, kind: type[PlacedTensor] | None = None
     ) -> Any:
-        """Rows `local` of a tensor of `like`'s shape, or another with as many rows, shared out as `like` is; no copy, no history."""
+        """Rows `local` of a tensor of `like`'s shape, or another with as many rows, distributed as `like` is; no copy, no history."""
         with compat.without_torch_function():  # a stand-in for a held-back gradient must not be reduced yet
             plain = as_dtensor(local, like.shape if shape is None else shape, like.device_mesh, like._spec.placements)
         made = (kind or like._derived)(local, plain._spec, requires_grad=False)
@@ -133,7 +133,7 @@ class PlacedTensor(DTensor):
 
 
 def own_rows(whole: Tensor, like: PlacedTensor) -> Tensor:
-    """This rank's rows of a whole tensor that is shared out as `like` is; all ranks have all of one without elements."""
+    """This rank's rows of a whole tensor that is distributed as `like` is; all ranks have all of one without elements."""
     if not whole.dim():
         return whole if like._rows else whole.reshape(1)[:0]
     return whole if not whole.numel() else whole[like._rows.start : like._rows.stop]

@@ -34,7 +34,7 @@ class MixedPrecisionPolicy:
             compute dtype.
         cast_forward_inputs: Cast floating-point inputs of each unit to `compute_dtype`; without effect when that is
             `None`.
-        keep_compute_shard: Keep this rank's shard of the compute weight beside the main weight, refreshed once after each
+        keep_compute_shard: Keep this rank's shard of the compute weight in addition to the main weight, refreshed once after each
             step, instead of casting it again for every gather. Costs the shard's memory and saves a cast per gather. Without effect
             where weights stay whole, where both have one dtype, and with an outer axis that shards the main weight: there it is
             always kept.

@@ -59,7 +59,7 @@ def holders(group: ManagedGroup) -> tuple[dist.ProcessGroup | None, list[int]]:
 
 
 def gather_rows(group: ManagedGroup, index: int, rows: Tensor) -> Tensor:
-    """The whole of something whose rows are shared out as those of one parameter, from every rank's rows of it. Collective.
+    """The whole of a tensor whose rows are distributed as those of one parameter, from every rank's rows of it. Collective.
 
     Args:
         group: Of the parameter.

@@ -1,7 +1,7 @@
 """Rows of one tensor where those of another lie: for arithmetic between parameters of models that are sharded differently.
 
 Which rank holds which rows follows from layouts alone, so all sends and receives are known everywhere. Rows of many tensors travel in one
-all-to-all for each dtype. Where meshes differ, tensors are brought together whole, one by one.
+all-to-all for each dtype. Where meshes differ, tensors are gathered whole, one by one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _same_split(one: ManagedGroup, other: ManagedGroup) -> bool:
 
 
 def _exchange(pairs: Sequence[tuple[PlacedTensor, PlacedTensor]]) -> list[Tensor]:
-    """One all-to-all for tensors of one dtype whose rows the same ranks share out."""
+    """One all-to-all for tensors of one dtype whose rows are distributed over the same ranks."""
     process_group, shards = holders(pairs[0][0].place[0])
     assert process_group is not None, "checked before"
     here, position_of = shards[dist.get_rank(process_group)], {shard: place for place, shard in enumerate(shards)}

@@ -1,4 +1,4 @@
-"""What operations on tensors with shared-out rows (sharded_tensor.py) compute.
+"""What operations on tensors with distributed rows (sharded_tensor.py) compute.
 
     elementwise        on the rows here; operands whose rows lie elsewhere, or are repeated along dim 0, are fetched
     reductions         over other dims than the first: on the rows here; over the first: the same number on every rank
@@ -78,7 +78,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequ
 
 
 def assign_data(target: PlacedTensor, value: Any) -> None:
-    """`target.data = value`: this rank's rows take over the values; they stay where they are in memory. Collective.
+    """`target.data = value`: the values are copied into this rank's rows, which stay in place. Collective.
 
     Args:
         target: A parameter or its gradient.
@@ -129,7 +129,7 @@ _Place = tuple[int | str, int | None]
 
 
 def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], first: PlacedTensor) -> Any:
-    """On the rows here. The n-th tensors of a foreach operation's lists meet each other."""
+    """On the rows here. The n-th tensors of a foreach operation's lists are combined."""
     given = _arguments(args, kwargs)
     found = _tensors_by_place(given)
     written = [key for key in _written(func) if key in given]
@@ -229,7 +229,7 @@ def _has_rows_of(tensor: Tensor, shape: torch.Size) -> bool:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All rows, plain; collective where they are shared out."""
+    """All rows, plain; collective where they are distributed."""
     if not isinstance(tensor, DTensor):
         return tensor
     if all(placement.is_replicate() for placement in tensor.placements):
@@ -276,7 +276,7 @@ def _equal(one: Tensor, other: Tensor, like: PlacedTensor) -> bool:
 
 
 def _draw(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[PlacedTensor]) -> Any:
-    """The whole tensor's numbers, of which this rank keeps its rows: independent of the others' where seeds differ or not."""
+    """The whole tensor's numbers, of which this rank keeps its rows: distinct from other ranks' rows, with equal or different seeds."""
     like = operands[0]
     if len(operands) > 1 or args[0] is not like or not (name.endswith("_like") or func._schema.is_mutable):
         return refuse_layout(name, like)
@@ -392,7 +392,7 @@ def refuse_layout(name: str, operand: PlacedTensor) -> NoReturn:
 
 
 def refuse_gradient(described: str) -> NoReturn:
-    """Raise: a backward came to sharded rows, which autograd does not track."""
+    """Raise: a backward reached sharded rows, which autograd does not track."""
     raise EngineStateError(
         f"parameter {described}: a loss was computed from its sharded rows, outside its unit's forward, and the gradient would be lost. "
         "Compute penalties on weights in the forward of the module that owns them, or use the optimizer's weight_decay; to inspect "

@@ -32,7 +32,7 @@ class ShardedParameter(Rows):
     """This rank's rows of a main weight, in the global shape. Rows are whole; their number may differ between ranks or be zero.
 
     It can be used in elementwise arithmetic and optimizers like any DTensor. Mixed with plain tensors, as in a forward
-    outside its unit, it issues a warning.
+    outside its unit, it is gathered, with a warning for large parameters.
     """
 
     shows_weight = True
@@ -115,7 +115,7 @@ class ShardedParameter(Rows):
         return made
 
     def _refuse_in_recording(self) -> None:
-        """A recorded forward has no gradients: they are stored elsewhere meanwhile, and replays would not read them again."""
+        """Raise while a forward is recorded: gradients are stored elsewhere meanwhile, and replays would not read them again."""
         group = self._owner[0]()
         if group is not None and group.hides_gradients:
             raise EngineStateError(

@@ -1,4 +1,4 @@
-"""Sums, means, norms and extremes of tensors with shared-out rows.
+"""Sums, means, norms and extremes of tensors with distributed rows.
 
 Over other dims than the first every rank reduces its own rows. Over the first, ranks reduce what they have and combine the results, in
 float32 or better; a rank without rows contributes the neutral element. Reductions that cannot be combined (a median, the position of a
@@ -58,7 +58,7 @@ def reduce_rows(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
 def foreach_norms(
     tensors: Sequence[Tensor], order: Any = 2, dtype: torch.dtype | None = None, **named: Any
 ) -> list[Tensor]:
-    """The norm of each tensor, 0-D, the same on every rank; one collective for all that are shared out over the same ranks."""
+    """The norm of each tensor, 0-D, the same on every rank; one collective for all that are distributed over the same ranks."""
     order = float(named.get("ord", order))
     found: list[Tensor] = []
     together: dict[tuple[Any, ...], list[int]] = {}

@@ -1,6 +1,6 @@
-"""Tensors whose rows are shared out as a layout says, and not in the equal parts that DTensor assumes.
+"""Tensors whose rows are distributed according to a layout, and not in the equal parts that DTensor assumes.
 
-Sharded parameters are such tensors (sharded_parameter.py), and so are their gradients and what elementwise operations make of them.
+Sharded parameters are such tensors (sharded_parameter.py), and so are their gradients and the results of elementwise operations on them.
 
 Elementwise operations and reductions to one number need no positions and are left to DTensor. Everything else is refused before it
 runs: DTensor would silently take the wrong rows, or wait for ranks that have none.
@@ -111,7 +111,7 @@ class Rows(PlacedTensor):
         return 0
 
     def new_empty(self, *size: Any, **options: Any) -> Tensor:
-        """A tensor of this shape, shared out as this one; other shapes are refused."""
+        """A tensor of this shape, distributed as this one; other shapes are refused."""
         wanted = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
         if tuple(wanted) != tuple(self.shape):
             refuse_layout("new_empty", self)

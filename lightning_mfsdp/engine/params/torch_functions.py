@@ -75,7 +75,7 @@ def describes(function: Any) -> bool:
 
 
 def makes_alike(function: Any) -> bool:
-    """Whether it makes another tensor like one, of whatever values."""
+    """Whether it makes another tensor like one, with any values."""
     name = getattr(function, "__name__", "")
     return name.startswith("new_") or name.endswith("_like")
 

@@ -2,7 +2,7 @@
 
 A rank knows what its own backwards used. After the last reduction of a backward the ranks take the maximum of one byte for each parameter.
 A rank that used all of its parameters knows the answer, so it sends ones and does not read what comes back. Only a rank that left a
-parameter unused waits for the bytes, and for nothing but the stream of the reductions.
+parameter unused waits for the bytes, and only for the stream of the reductions.
 
 Alternatives considered: bytes in the buckets of the gradients, which have the gradients' dtype, reach one shard where all ranks need
 them, and would make every unit's reduction larger; a query at the first step alone, which is wrong as soon as ranks choose what they use.

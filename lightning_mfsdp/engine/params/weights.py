@@ -345,7 +345,7 @@ class Weights:
                 self._codec.bind(entry.full, [view.data for view in views])
 
     def point_at_whole_shards(self) -> None:
-        """Where weights are whole, unsharded parameters lie in the compute shard for good."""
+        """Where weights are whole, unsharded parameters lie in the compute shard permanently."""
         if not self.is_sharded:
             self._bind(self.shards)
 
@@ -482,7 +482,7 @@ class Weights:
         self._lane.weights_ready = self._lane.streams.record()
 
     def _where_it_belongs(self, index: int) -> Tensor:
-        """Whatever a parameter holds now, in the memory it was pointed at before its `data` was set."""
+        """The value that a parameter holds now, in the memory it was pointed at before its `data` was set."""
         assert self._bound is not None, "only parameters that were shown can be written"
         full, view = self._entries[index].full, self._bound[0].views[index]
         with torch.inference_mode(False), torch.no_grad():

@@ -5,7 +5,7 @@
 Where ranks hold different rows, such a view lies in the whole tensor, gathered for this use. If the tensor was written since, an operation
 on the view gets a view of a newly gathered whole, with its history if it had one; graphs keep what they saved. All ranks
 compute the same, and of what was written through the view each keeps its rows. Where every rank has all rows, the view lies in the tensor
-itself, and the source is notified before a use.
+itself, and code that reads the tensor is notified of writes.
 
 Alternatives considered: refusing such writes (DDP and plain PyTorch allow them, and a program that freezes embedding rows has no other
 way); classifying functions by name alone (`out=`, `foreach` and library code write without such a name; version counters tell); gathering
@@ -49,7 +49,7 @@ class Whole:
     Attributes:
         source: The sharded tensor.
         memory: All of it, contiguous; with history where a loss may be computed from it.
-        again: Gathers all of it anew. Collective.
+        again: Gathers all of it again. Collective.
         writes: How often the source had been written when it was gathered, counting only writes that are known to all ranks.
     """
 
@@ -64,7 +64,7 @@ class Whole:
         return self if self.writes == writes else Whole(self.source, self.again(), self.again, writes)
 
     def write_back(self, view: Tensor) -> None:
-        """Keep this rank's rows of what a view shows; other rows stay as they are."""
+        """Keep this rank's rows of what a view shows; other rows are unchanged."""
         local = self.source._local_tensor
         with torch.no_grad():
             memory = torch.empty_like(self.memory)

@@ -32,7 +32,7 @@ def broadcast_buffers(module: nn.Module) -> None:
     """Set the buffers of a sharded module to the values of the mesh's first rank, in place. Collective; it waits for the device.
 
     The strategies call it before an evaluation, a checkpoint and a state dict, so that all ranks evaluate with what is saved. Those that
-    a module lists in `buffers_of_each_rank` (names of its own, such as counters of what this rank has seen) stay as they are.
+    a module lists in `buffers_of_each_rank` (names of its own, such as counters of what this rank has seen) are not changed.
 
     Args:
         module: The outermost one that was given to `fully_shard`. Nothing happens with any other.

@@ -287,7 +287,7 @@ class HookedRoot(Protocol):
     """What the units of a root share."""
 
     def begin_backward(self) -> None:
-        """A backward begins, or goes on."""
+        """A backward begins, or continues."""
 
     def note_writes(self) -> None:
         """Detect what was written to local rows that are watched."""
@@ -546,7 +546,7 @@ class GroupedModules:
     For small blocks, the fixed costs of a gather and a reduction exceed the cost of their bytes. As one unit, several blocks pay these
     once. Their number in a unit is the user's choice; the following holds for any program that calls them:
 
-        the next module of the group is called      the unit stays as it is
+        the next module of the group is called      the unit stays unsharded
         anything else                               what was running is resharded, and the call begins a run of its own
 
     so a skipped module, another order, a change of grad mode or a recomputation are never wrong, they only cost more gathers. Every

@@ -99,9 +99,9 @@ class Context:
 
     Attributes:
         schedule: The order of units.
-        reductions: Of gradients.
-        order: Of gathers, which ranks have to share.
-        lane: Of all-gathers.
+        reductions: The schedule of gradient reductions.
+        order: The order of gathers, which must be the same on all ranks.
+        lane: What all-gathers share.
         root: The outermost unit, while it exists.
         needs_refresh: Main weights were written since `refresh`.
         weight_writes: How often main weights were written, as far as known to all ranks: by an optimizer, a function, `load_state_dict`.
@@ -155,7 +155,7 @@ class Context:
 
     @property
     def groups(self) -> list[ParameterGroup]:
-        """Of all units."""
+        """The groups of all units."""
         return [group for reference in self._units if (unit := reference()) is not None for group in unit.groups]
 
     @property
@@ -391,7 +391,7 @@ class Context:
         """Whether the current backward may compute gradients of parameters, on any rank; `autograd.grad` of inputs does not.
 
         A rank whose step uses no unit does not detect such a backward, so it may use no collectives but gathers. Which other parameters
-        a backward reaches cannot be determined: reentrant checkpoints run one inside of it, parameters are used outside forwards, and
+        a backward reaches is not checked: reentrant checkpoints run one inside of it, parameters are used outside forwards, and
         other ranks may use others. Parameters of a codec cannot be queried: if there are any, a backward counts as reaching them.
         """
         others = False

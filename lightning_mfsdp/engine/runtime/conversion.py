@@ -186,7 +186,7 @@ def unshard_model(module: nn.Module, *, device: torch.device | str | None = None
     Units become whole one after the other, and the engine's memory of each is freed then: `device`, or where they are, holds the model
     once and the shards of the remaining units. Parameters are the objects that they were before `fully_shard`, in the dtype of main
     weights (that of `state_dict()`). Names, ties and buffers stay; gradients are dropped. Optimizers that stepped the sharded module
-    cannot be used further: save their state before, if necessary, and build them anew.
+    cannot be used further: save their state before, if necessary, and create new ones.
 
     Args:
         module: The root that was sharded, or a module with such roots inside.

@@ -41,7 +41,7 @@ def lerp_(targets: nn.Module | Iterable[Tensor], sources: nn.Module | Iterable[T
         targets: A module, sharded or not, or parameters.
         sources: The same. Of two modules, parameters are matched by name, and those that only the sources have are skipped (a student's
             predictor); otherwise one by one.
-        weight: 0 leaves the targets as they are, 1 makes them equal to the sources.
+        weight: 0 leaves the targets unchanged, 1 makes them equal to the sources.
 
     Raises:
         ShardingError: A target has no source, or one of another shape; names it.

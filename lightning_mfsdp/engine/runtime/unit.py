@@ -106,7 +106,7 @@ class Root(HookedRoot, Protocol):
 
     @property
     def reductions(self) -> Reductions:
-        """Of gradients."""
+        """The schedule of gradient reductions."""
 
     def refresh(self) -> None:
         """Bring compute shards up to date with main weights."""

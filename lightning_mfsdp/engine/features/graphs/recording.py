@@ -125,7 +125,7 @@ class Recording:
         return torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
 
     def _drop(self) -> None:
-        """Forget a recording that did not come to its end."""
+        """Forget a recording that was not completed."""
         self._inputs = None
         self._context.pool.let_go_of_plan(self)
         self._context.forget_events()  # a broken recording's events never complete

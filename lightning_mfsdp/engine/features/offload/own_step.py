@@ -42,7 +42,7 @@ class OwnStep:
 
 
 class _Options:
-    """A parameter group's options as they are now; tensors (a rate, a counter) may be written in place."""
+    """A parameter group's current options; tensors (a rate, a counter) may be written in place."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         self._group = group
