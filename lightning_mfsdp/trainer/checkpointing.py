@@ -221,7 +221,7 @@ class CheckpointingStrategy(ProcessStrategy):
 
     @property
     def _saves_in_background(self) -> bool:
-        """Whether to save in the background. Not if nothing would wait for the end, nor if Lightning links to what does not exist yet."""
+        """Not if nothing would wait for the end, nor if Lightning links to what does not exist yet: a kill would lose both."""
         trainer = self._module.trainer
         links = any(isinstance(call, ModelCheckpoint) and call.save_last == "link" for call in trainer.callbacks)  # type: ignore[attr-defined]
         return self.async_save and not trainer.state.stopped and not links

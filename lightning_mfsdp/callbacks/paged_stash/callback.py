@@ -302,7 +302,7 @@ def _check_run(trainer: Trainer, module: LightningModule, overflow: str) -> None
         return
     if strategy.precision_plugin.needs_scaler:
         raise ValueError(
-            f"PagedStash(overflow={overflow!r}) with precision {strategy.precision_plugin.precision!r}: loss scaling has looked at the "
+            f"PagedStash(overflow={overflow!r}) with precision {strategy.precision_plugin.precision!r}: loss scaling has checked the "
             'gradients before; use overflow="keep" or precision="bf16-mixed"'
         )
     if overflow == "rerun":
