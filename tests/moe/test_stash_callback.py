@@ -402,7 +402,7 @@ def test_what_cannot_work_is_refused_with_advice(tmp_path, monkeypatch):
         fit(tmp_path, stash=PagedStash(modules=["*.dense.*"]))
     with pytest.raises(ValueError, match=r"overflow=\"rerun\"\) with manual optimization"):
         fit(tmp_path, module=Manual(), stash=PagedStash(overflow="rerun"))
-    with pytest.raises(ValueError, match="loss scaling has looked at the"):
+    with pytest.raises(ValueError, match="loss scaling has checked the"):
         fit(tmp_path, stash=PagedStash(overflow="skip"), plugins=[MFSDPPrecision("16-mixed")])
     with pytest.raises(RuntimeError, match="training_step updates the metric mean, which would count a repeated step"):
         fit(tmp_path, module=Counting(), stash=PagedStash(overflow="rerun"))
