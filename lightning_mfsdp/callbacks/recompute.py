@@ -17,7 +17,12 @@ class ActivationRecompute(Callback, ChoosesRecompute):
     """Activations are recomputed in backward, as with `MFSDPStrategy(recompute=Recompute(...))`; use one of the two.
 
     Args:
-        method, num_layers, modules, every_nth, save_ops, offload: As in `Recompute`.
+        method: As in `Recompute`.
+        num_layers: As in `Recompute`.
+        modules: As in `Recompute`.
+        every_nth: As in `Recompute`.
+        save_ops: As in `Recompute`.
+        offload: As in `Recompute`.
 
     Raises:
         ValueError, TypeError: As `Recompute` does; `TypeError` too, when the run starts, if the strategy is not `MFSDPStrategy`.

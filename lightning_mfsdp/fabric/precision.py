@@ -21,8 +21,17 @@ class MFSDPFabricPrecision(ShardedPrecision):
     returns has PyTorch's default dtype, as everywhere in Fabric.
 
     Args:
-        precision, policy, scaler, recipe, replace_layers, keep_high_precision, overrides, fp8_weights, keep_transpose_cache,
-            fuse_weight_gradients, keep_quantized: As in `MFSDPPrecision`.
+        precision: As in `MFSDPPrecision`.
+        policy: As in `MFSDPPrecision`.
+        scaler: As in `MFSDPPrecision`.
+        recipe: As in `MFSDPPrecision`.
+        replace_layers: As in `MFSDPPrecision`.
+        keep_high_precision: As in `MFSDPPrecision`.
+        overrides: As in `MFSDPPrecision`.
+        fp8_weights: As in `MFSDPPrecision`.
+        keep_transpose_cache: As in `MFSDPPrecision`.
+        fuse_weight_gradients: As in `MFSDPPrecision`.
+        keep_quantized: As in `MFSDPPrecision`.
 
     Raises:
         ValueError: As in `MFSDPPrecision`.

@@ -64,14 +64,32 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
     """Fully sharded training in a loop of your own, on CPU or CUDA, any number of devices and nodes.
 
     Args:
-        sharding, outer_sharding, policy, units, blocks_per_unit, data_parallel_size, outer_size, mesh, reshard_after_forward,
-            ignored_parameters, storage, symmetric_memory, offload, unused_parameters, compile, recompute, state_dict_type, timeout,
-            process_group_backend: As in `MFSDPStrategy`.
+        sharding: As in `MFSDPStrategy`.
+        outer_sharding: As in `MFSDPStrategy`.
+        policy: As in `MFSDPStrategy`.
+        units: As in `MFSDPStrategy`.
+        blocks_per_unit: As in `MFSDPStrategy`.
+        data_parallel_size: As in `MFSDPStrategy`.
+        outer_size: As in `MFSDPStrategy`.
+        mesh: As in `MFSDPStrategy`.
+        reshard_after_forward: As in `MFSDPStrategy`.
+        ignored_parameters: As in `MFSDPStrategy`.
+        storage: As in `MFSDPStrategy`.
+        symmetric_memory: As in `MFSDPStrategy`.
+        offload: As in `MFSDPStrategy`.
+        unused_parameters: As in `MFSDPStrategy`.
+        compile: As in `MFSDPStrategy`.
+        recompute: As in `MFSDPStrategy`.
+        state_dict_type: As in `MFSDPStrategy`.
+        timeout: As in `MFSDPStrategy`.
+        process_group_backend: As in `MFSDPStrategy`.
         broadcast_buffers: Buffers take the values of rank 0 before a checkpoint, a state dict and the first forward in evaluation mode
             after one in training mode. `False` leaves each rank's own, and lets one rank evaluate alone where weights are whole.
         accumulation: Inside `fabric.no_backward_sync`, "local": no communication, for a full-size gradient in memory. "sharded":
             strategies with sharded gradients reduce each microbatch over the shard axis; the outer axis waits.
-        accelerator, parallel_devices, cluster_environment: As for every Fabric strategy; Fabric sets them.
+        accelerator: Set by Fabric.
+        parallel_devices: Set by Fabric.
+        cluster_environment: Set by Fabric.
         precision: `MFSDPFabricPrecision`, or a plugin that can be translated into one.
 
     Raises:

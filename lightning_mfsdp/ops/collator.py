@@ -89,14 +89,15 @@ class AlignedCollator:
     def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor | int]:
         """A batch.
 
+        "input_ids", "labels" and "position_ids" are int64, `[1, N]` or `[B, S]`. Positions begin at 0 in each sample, and in the
+        padding; with `num_tokens` or `max_length` also again within it, so that none is beyond those of the longest sample. "mask"
+        is bool of the same shape, true at tokens. Packed batches also have "cu_seqlens", int32: where each sample begins, and N at
+        the end. Padding counts as a sample, or as several, the last ones. With `num_tokens` and `max_length` there are B + ceil(N /
+        max_length) + 1 entries for B samples: samples without tokens follow the padding, so N is repeated. Their "max_seqlen" is an
+        int, the longest of the samples, or `max_length`.
+
         Returns:
-            - "input_ids", "labels", "position_ids": int64, `[1, N]` or `[B, S]`. Positions begin at 0 in each sample, and in the padding;
-              with `num_tokens` or `max_length` also again within it, so that none is beyond those of the longest sample.
-            - "mask": bool of the same shape, true at tokens.
-            - "cu_seqlens" (packed only): int32, where each sample begins, and N at the end. Padding counts as a sample, or as several,
-              the last ones. With `num_tokens` and `max_length` there are B + ceil(N / max_length) + 1 entries for B samples: behind all
-              padding samples without tokens follow, so N is repeated.
-            - "max_seqlen" (packed only): int, the longest of them, or `max_length`.
+            The batch, by the names above.
 
         Raises:
             ValueError: There is no sample, one is empty, not 1-D, padded, not made of integers, longer than `max_length`, or has labels

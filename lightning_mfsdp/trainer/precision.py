@@ -37,8 +37,17 @@ class MFSDPPrecision(ShardedPrecision, Precision):
             "32-true" any policy is accepted: without autocast, the policy alone decides.
         scaler: Loss scaler for float16 compute. `None` makes a `DistributedGradScaler` where one is needed. A plain
             `torch.amp.GradScaler` provides the settings for one; any other class must itself make ranks agree on skipping a step.
-        recipe, replace_layers, keep_high_precision, overrides, fp8_weights, keep_transpose_cache, fuse_weight_gradients, keep_quantized:
-            For "transformer-engine", as documented in `Fp8Options`.
+        recipe: For "transformer-engine", as the following: how tensors are scaled before they are cast to 8 bits. "current", "delayed",
+            "block", "mxfp8", "nvfp4", or a recipe of `transformer_engine.common.recipe`.
+        replace_layers: Replace `nn.Linear`, `nn.LayerNorm` and `nn.RMSNorm` by Transformer Engine's layers. "auto": only in a model that
+            contains none of them.
+        keep_high_precision: Layers that compute in bfloat16: `fnmatch` patterns of module names, with everything inside, or "first" and
+            "last" for the first and last block of the largest `ModuleList` or `Sequential`.
+        overrides: Other recipes for some layers, by pattern. The first matching pattern counts.
+        fp8_weights: Store and all-gather weights in 8 bits, beside float32 main weights.
+        keep_transpose_cache: Keep the transpose of FP8 weights until they change: one byte per parameter on every rank.
+        fuse_weight_gradients: Replaced linear layers accumulate weight gradients directly in the bucket, in its dtype.
+        keep_quantized: Keep 8-bit copies of 16-bit weights from forward to backward: two bytes per parameter of the whole model.
 
     Raises:
         ValueError: An unknown precision, a policy that contradicts it, a scaler where nothing computes in float16, or options of FP8

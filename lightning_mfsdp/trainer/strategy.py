@@ -100,7 +100,9 @@ class MFSDPStrategy(CheckpointingStrategy):
         async_save: Copy what is saved to the host and train on while it is written. The next save, loading and the end wait for it.
         timeout: Of collectives. `None`: PyTorch's own, 10 minutes for NCCL and 30 for gloo.
         process_group_backend: `None`: NCCL for CUDA, gloo for CPU.
-        accelerator, parallel_devices, cluster_environment: As for every Lightning strategy; the Trainer sets them.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
         checkpoint_io: Not supported; every rank writes its own part through torch.distributed.checkpoint.
         precision_plugin: `MFSDPPrecision`, or a plugin that can be translated into one.
 

@@ -28,10 +28,8 @@ class MixedPrecisionPolicy:
         grad_comm_dtype: What gradients are in on the wire. `None`: as they are accumulated. A lower precision gets a bucket
             of its own that exists only around the reduction.
         compute_dtype: What forward and backward see, and what is gathered. `None`: as the module was built.
-        fp32_modules: Modules whose own parameters stay in float32: classes, or `fnmatch` patterns of the module's name
-        inside the
-            module given to `fully_shard`. Their floating-point inputs are cast to float32 and their outputs back to the
-            compute dtype.
+        fp32_modules: Modules whose own parameters stay in float32: classes, or `fnmatch` patterns of the module's name inside the module
+            given to `fully_shard`. Their floating-point inputs are cast to float32 and their outputs back to the compute dtype.
         cast_forward_inputs: Cast floating-point inputs of each unit to `compute_dtype`; without effect when that is
             `None`.
         keep_compute_shard: Keep this rank's shard of the compute weight in addition to the main weight, refreshed once after each
