@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import copy
@@ -37,15 +35,13 @@ print("trained")
 """
 
 
-@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_plain_program_trains_after_one_message_and_ends_without_another(where):
+def train_alone(**variables: str) -> None:
+    """Run the program with these environment variables; it says one thing and no more."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    if where == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
     found = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROGRAM],
         cwd=ROOT,
-        env=environment,
+        env=environment | variables,
         capture_output=True,
         text=True,
         timeout=120,
@@ -54,3 +50,7 @@ def test_a_plain_program_trains_after_one_message_and_ends_without_another(where
     (line,) = found.stderr.splitlines()
     assert "made for this process alone" in line
     assert "torchrun" in line
+
+
+def test_a_plain_program_trains_after_one_message_and_ends_without_another():
+    train_alone(CUDA_VISIBLE_DEVICES="")
