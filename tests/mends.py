@@ -63,8 +63,8 @@ MENDS = (
     Mend(
         "5",
         "runtime/unit.py",
-        " and take what is written.\n            self.unregister()\n",
-        " and take what is written.\n",
+        "that have gradients and accept writes.\n            self.unregister()\n",
+        "that have gradients and accept writes.\n",
     ),
     Mend("8", "runtime/call.py", "self.calls or self.spent or self._runs or self._forgotten_came", "self.calls"),
     Mend(

@@ -70,11 +70,11 @@ PURPOSES = {
 
 
 class Watched:
-    """What was called meanwhile: object collectives by name, by who asked for them; and all collectives in number."""
+    """What was called meanwhile: object collectives by name, by who asked for them; and all collectives."""
 
     def __init__(self) -> None:
         self.objects: Counter[tuple[str, str]] = Counter()
-        self.all = 0
+        self.all: Counter[str] = Counter()
 
     def look(self, frame: FrameType, event: str, _: Any) -> None:
         if event != "call":

@@ -16,7 +16,6 @@ KINDS = ("drop", "double", "swap", "divisor", "dtype", "comparison", "boundary",
 
 # Functions, or single ones of a class, that do their work only where there is CUDA; tests of the short suite skip or replace them.
 NEEDS_GPU = {
-    "comm/collectives.py:_accelerator_type": "asked only where the backend is NCCL",
     "features/graphs/recording.py:Recording._graph": "records a CUDA graph; tests/engine/test_recording.py replaces it",
     "memory/host_memory.py:_PageLocked.__init__": "registers pages with the CUDA driver",
     "memory/host_memory.py:_unlock": "takes them back from the driver",

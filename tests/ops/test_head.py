@@ -91,13 +91,13 @@ def heads_are_gathered_once_in_forward_and_once_in_backward(rank, world):
             gathers = context.lane.started
             with Dispatched() as dispatched:
                 loss = model(*batch(rank + world * step))
-            in_forward, calls = context.lane.started - gathers, dispatched.calls
+            in_forward, calls = context.lane.started - gathers, dispatched.calls.total()
             reductions = context.reductions.started
             with Dispatched() as dispatched:
                 loss.backward()
             in_backward = context.lane.started - gathers - in_forward
             counts.append(
-                (in_forward, calls, in_backward, dispatched.calls - (context.reductions.started - reductions))
+                (in_forward, calls, in_backward, dispatched.calls.total() - (context.reductions.started - reductions))
             )
             optimizer.step()
             optimizer.zero_grad()
