@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryPlanner", "spare_bytes", "those_that_fit"]
 
-# Backwards in which all ranks are certain to plan slots at the same time: the first shows the units, the second what is gathered
-# ahead; and the one after the decision which weights stay gathered.
+# Backwards in which all ranks are certain to plan slots at the same time: the first, which shows the units, the second, which shows
+# what is prefetched, and the one after the decision which weights stay unsharded.
 _PLANNED_TOGETHER = 2
 # Part of the device's memory that is left free, for later needs (a larger batch, a metric, another library).
 _RESERVE = 0.1
