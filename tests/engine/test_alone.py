@@ -16,7 +16,7 @@ from torch import nn
 from lightning_mfsdp import clip_grad_norm_, full_state_dict, fully_shard, fully_shard_optimizer
 
 torch.manual_seed(0)
-plain = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)).to(torch.accelerator.current_accelerator() or "cpu")
+plain = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)).to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
 model = copy.deepcopy(plain)
 for layer in (model[0], model[2], model):
     fully_shard(layer)
