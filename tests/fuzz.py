@@ -35,6 +35,9 @@ from tests.fuzzing.script import as_script
 from tests.fuzzing.shrinking import shrunk
 from tests.fuzzing.workers import Workers
 
+# Of all cases, those that low precision makes unstable.
+MOST_SENSITIVE = 0.02
+
 
 @dataclass
 class Tally:
@@ -44,6 +47,7 @@ class Tally:
     drawn: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     raised_alike: int = 0
+    sensitive: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     features: Counter[str] = field(default_factory=Counter)
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -97,6 +101,7 @@ def fuzz(
         verdict = judge(case, workers)
         tally.count(case)
         tally.raised_alike += bool(verdict.raises)
+        tally.sensitive += bool(verdict.sensitive)
         if verdict.refusal:
             tally.refused[verdict.refusal] += 1
         if verdict.failed and verdict.kind not in kinds:
@@ -127,7 +132,8 @@ def report(tally: Tally, elapsed_s: float) -> str:
     lines = [
         f"{tally.run} cases in {elapsed_s / 60:.1f} minutes ({tally.run / max(elapsed_s, 1e-9) * 60:.0f} a minute), "
         f"{tally.drawn - tally.run} left out for known defects, {tally.share_refused:.1%} refused (at most {MOST:.0%}), "
-        f"{tally.raised_alike} in which plain PyTorch raises as well",
+        f"{tally.raised_alike} in which plain PyTorch raises as well, {tally.sensitive} in which it differs as much from itself "
+        f"after half a unit in the last place (at most {MOST_SENSITIVE:.0%})",
         *(f"    left out for item {item}: {count}" for item, count in tally.left_out.most_common()),
         *(f"    refused {count}: {why}" for why, count in tally.refused.most_common()),
         "feature, cases, share, fewest cases together with another feature",
@@ -186,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     if small:
         case, verdict = min(small, key=lambda pair: size(pair[0]))
         print(f"\n# The smallest failing case, as a script:\n{as_script(case, verdict.kind.capitalize() + '.')}")
-    too_many = tally.share_refused > MOST
+    too_many = tally.share_refused > MOST or tally.sensitive > MOST_SENSITIVE * max(tally.run, 100)
     return 1 if small or too_many else 0
 
 

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 
 from tests.fuzz import Tally, fuzz, report
-from tests.fuzzing.checking import check
+from tests.fuzzing.checking import check, growth_of_a_nudge
+from tests.fuzzing.comparing import BFLOAT16, problems
 from tests.fuzzing.description import (
     Block,
     Configuration,
@@ -30,10 +31,11 @@ from tests.fuzzing.description import (
 )
 from tests.fuzzing.drawing import descriptions, drawn, settled
 from tests.fuzzing.known import DEFECTS, KNOWN, Defect, is_known, known_items
+from tests.fuzzing.plain import run_plainly
 from tests.fuzzing.refusals import MOST
 from tests.fuzzing.script import as_script
 from tests.fuzzing.shrinking import shrunk, smaller
-from tests.fuzzing.workers import Workers
+from tests.fuzzing.workers import Outcome, Workers
 from tests.mends import MENDS, without
 
 CASES = 100  # tests/nightly.sh draws for many minutes
@@ -64,6 +66,27 @@ def _marked(defect: Defect) -> object:
 def test_a_program_that_once_went_wrong(defect, workers):
     verdict = check(defect.case, workers, timeout_s=6 if is_known(defect.item) else None)
     assert not verdict.failed, f"{verdict.kind}\n{verdict.problems[0]}"
+
+
+def test_rounding_that_grows_from_step_to_step_is_allowed_and_more_than_that_is_not():
+    """LARS divides by norms of gradients that bfloat16 knows to two digits, and a norm that is called twice multiplies what they lack."""
+    blocks = (Block(kind="norm"), Block(kind="mlp", frozen="weight"), Block(), Block(kind="norm", calls=2, same_as=0))
+    program = Program(steps=(Step(micros=(Micro(kind="interleaved"),)), Step(), Step()), optimizer="lars")
+    case = Description(Model(blocks, row=True, tied=True), program, Configuration(ranks=3, precision="mixed"))
+    expected, slack = run_plainly(case), growth_of_a_nudge(case)
+    number = max(range(len(expected)), key=lambda n: slack[n] * (expected[n].tag == "gradients"))
+    gradients = {name: value for name, (_, value) in expected[number].values.items() if value is not None}
+    name, largest = max(gradients.items(), key=lambda one: float(one[1].abs().max()))
+
+    def found(relative: float) -> list[str]:
+        moved = largest + relative * slack[number] * largest.abs().max()
+        event = expected[number]._replace(values={**expected[number].values, name: (0, moved)})
+        events = [event if n == number else one for n, one in enumerate(expected)]
+        return problems(case, expected, Outcome([events]), slack)
+
+    assert slack[number] > BFLOAT16 * 2.0**-7, "the tolerance alone would not allow it"
+    assert not found(0.9)
+    assert found(1.1)
 
 
 def test_what_shows_a_defect_is_left_out_of_the_draws():

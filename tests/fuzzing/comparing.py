@@ -46,16 +46,32 @@ def _adds_in_any_order(case: Description) -> bool:
     return case.configuration.device == "cuda" and (clips or case.program.optimizer == "lars")
 
 
-def problems(case: Description, expected: Sequence[Event], outcome: Outcome) -> list[str]:
-    """What differs, in words; empty if nothing does."""
+def problems(case: Description, expected: Sequence[Event], outcome: Outcome, slack: Sequence[float] = ()) -> list[str]:
+    """What differs, in words; empty if nothing does. `slack`: what is allowed in each event, relative, where it exceeds the tolerance."""
     found = []
     for rank, events in enumerate(outcome.events):
-        found += [f"rank {rank}: {what}" for what in _of_rank(case, expected, events)]
+        found += [f"rank {rank}: {what}" for what in _of_rank(case, expected, events, slack)]
     found += [f"rank {rank}: {left} bytes outlived the model" for rank, left in enumerate(outcome.left) if left]
     return found
 
 
-def _of_rank(case: Description, expected: Sequence[Event], events: Sequence[Event]) -> Iterator[str]:
+def differences(expected: Sequence[Event], others: Sequence[Event]) -> list[float]:
+    """For each event the largest difference of a tensor, relative as in `problems`. Both are of one process."""
+    found = []
+    for event, other in zip(expected, others, strict=True):
+        scale = max((_largest(value) for _, value in event.values.values()), default=0.0)
+        relative = [
+            _largest(other.values[name][1].double() - value.double()) / max(_largest(value), _SHARE * scale)
+            for name, (_, value) in event.values.items()
+            if value is not None and scale and name in other.values and other.values[name][1] is not None
+        ]
+        found.append(max(relative, default=0.0))
+    return found
+
+
+def _of_rank(
+    case: Description, expected: Sequence[Event], events: Sequence[Event], slack: Sequence[float]
+) -> Iterator[str]:
     tags, wanted = [event.tag for event in events], [event.tag for event in expected]
     if tags != wanted:
         yield f"saw {tags}, expected {wanted}"
@@ -73,7 +89,9 @@ def _of_rank(case: Description, expected: Sequence[Event], events: Sequence[Even
                 yield f"{event.tag} (event {number}): {name} is not there in plain PyTorch"
                 continue
             whole = reference.values[name][1]
-            problem = _difference(value, whole, start, tolerance, scale)
+            size = max(_largest(whole), _SHARE * scale)
+            allowed = max(_allowed(tolerance, size), slack[number] * size if slack else 0.0)
+            problem = _difference(value, whole, start, allowed)
             if problem:
                 yield f"{event.tag} (event {number}): {name}: {problem}"
         if event.tag == "optimizer state":
@@ -94,7 +112,7 @@ def _largest(value: Tensor | None) -> float:
     return float(value.detach().double().nan_to_num().abs().max())
 
 
-def _difference(value: Tensor | None, whole: Tensor | None, start: int, tolerance: float, scale: float) -> str:
+def _difference(value: Tensor | None, whole: Tensor | None, start: int, allowed: float) -> str:
     if value is None or whole is None:
         return "" if value is whole else f"is {_say(value)}, expected {_say(whole)}"
     rows = whole[start : start + value.shape[0]] if whole.dim() and value.dim() else whole
@@ -107,8 +125,7 @@ def _difference(value: Tensor | None, whole: Tensor | None, start: int, toleranc
     if bool((a.isnan() != b.isnan()).any()):
         return f"is NaN in {int(a.isnan().sum())} places, expected {int(b.isnan().sum())}"
     worst = float((a - b).nan_to_num().abs().max())
-    allowed = _allowed(tolerance, max(_largest(whole), _SHARE * scale))
-    if worst <= allowed and (tolerance or worst == 0.0):
+    if worst <= allowed:
         return ""
     return f"differs by {worst:.3g}, allowed {allowed:.3g}, expected about {_largest(whole):.3g}"
 

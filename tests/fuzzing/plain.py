@@ -17,9 +17,14 @@ from tests.fuzzing.running import Event, Run, make_optimizer, run_loop
 
 
 class PlainRun(Run):
-    """One process, plain PyTorch, the batches of all ranks."""
+    """One process, plain PyTorch, the batches of all ranks.
 
-    def __init__(self, case: Description) -> None:
+    Args:
+        case: What to run.
+        nudge: By which share every element of the initial weights is changed, up or down.
+    """
+
+    def __init__(self, case: Description, nudge: float = 0.0) -> None:
         super().__init__(case, range(case.configuration.ranks))
         self._mixed = case.configuration.precision == "mixed"
         if self._mixed:  # weights are cast around the forward, and a block computed again would find them uncast
@@ -27,6 +32,12 @@ class PlainRun(Run):
             blocks = tuple(replace(block, checkpoint=kept.get(block.checkpoint, "")) for block in case.model.blocks)
             self.case = replace(case, model=replace(case.model, blocks=blocks))
         self.model = seeded(self.case)
+        if nudge:
+            generator = torch.Generator().manual_seed(case.program.data)
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+                    parameter.mul_(1 + nudge * signs.to(parameter))
         self.optimizer = make_optimizer(case, self.model.parameters())
         self._averages = case.configuration.precision in ("mixed", "bfloat16")
         if self._averages:  # gradients, as ranks do: a third of a loss is rounded in every operation on the way
@@ -73,6 +84,6 @@ class PlainRun(Run):
         self.note("reductions", too_many=0)
 
 
-def run_plainly(case: Description) -> list[Event]:
-    """The expected events."""
-    return run_loop(PlainRun(case))
+def run_plainly(case: Description, nudge: float = 0.0) -> list[Event]:
+    """The expected events, or those of weights that begin a nudge away."""
+    return run_loop(PlainRun(case, nudge))
