@@ -25,6 +25,7 @@ __all__ = [
     "FabricHalfPrecision",
     "FabricLauncher",
     "FabricMixedPrecision",
+    "FabricMultiProcessingLauncher",
     "FabricParallelStrategy",
     "FabricPrecision",
     "FabricTransformerEnginePrecision",
@@ -38,6 +39,7 @@ __all__ = [
     "MockOptimizer",
     "ModelCheckpoint",
     "ModelSummary",
+    "MultiProcessingLauncher",
     "ParallelStrategy",
     "PossibleUserWarning",
     "Precision",
@@ -51,6 +53,7 @@ __all__ = [
     "Trainer",
     "TrainerFn",
     "WeightAveraging",
+    "WorkerOutput",
     "collect_rng_states",
     "default_process_group_backend",
     "get_available_flops",
@@ -80,6 +83,9 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning.fabric.plugins import Precision as FabricPrecision
     from lightning.fabric.plugins import TransformerEnginePrecision as FabricTransformerEnginePrecision
     from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGY_REGISTRY
+    from lightning.fabric.strategies.launchers.multiprocessing import (
+        _MultiProcessingLauncher as FabricMultiProcessingLauncher,
+    )
     from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as FabricLauncher
     from lightning.fabric.strategies.parallel import ParallelStrategy as FabricParallelStrategy
     from lightning.fabric.strategies.strategy import _BackwardSyncControl as FabricBackwardSyncControl
@@ -110,7 +116,9 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning.pytorch.plugins.io import TorchCheckpointIO
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
     from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as Launcher
+    from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput as WorkerOutput
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities import GradClipAlgorithmType
     from lightning.pytorch.utilities.compile import to_uncompiled
@@ -129,6 +137,9 @@ else:
     from lightning_fabric.plugins import Precision as FabricPrecision
     from lightning_fabric.plugins import TransformerEnginePrecision as FabricTransformerEnginePrecision
     from lightning_fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGY_REGISTRY
+    from lightning_fabric.strategies.launchers.multiprocessing import (
+        _MultiProcessingLauncher as FabricMultiProcessingLauncher,
+    )
     from lightning_fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as FabricLauncher
     from lightning_fabric.strategies.parallel import ParallelStrategy as FabricParallelStrategy
     from lightning_fabric.strategies.strategy import _BackwardSyncControl as FabricBackwardSyncControl
@@ -159,7 +170,9 @@ else:
     from pytorch_lightning.plugins.io import TorchCheckpointIO
     from pytorch_lightning.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry
+    from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
     from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher as Launcher
+    from pytorch_lightning.strategies.launchers.multiprocessing import _WorkerOutput as WorkerOutput
     from pytorch_lightning.trainer.states import TrainerFn
     from pytorch_lightning.utilities import GradClipAlgorithmType
     from pytorch_lightning.utilities.compile import to_uncompiled

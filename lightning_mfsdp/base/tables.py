@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 __all__ = ["readable_bytes", "table_lines"]
 
 
-def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """One line for each row, cells padded to the widest of their column."""
+def table_lines(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """One line for each row, cells padded to the widest of their column. `right`: numbers of columns that are aligned to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+    def padded(cell: str, column: int) -> str:
+        return cell.rjust(widths[column]) if column in right else cell.ljust(widths[column])
+
+    return ["  ".join(padded(cell, column) for column, cell in enumerate(row)).rstrip() for row in rows]
 
 
 def readable_bytes(size_bytes: int) -> str:

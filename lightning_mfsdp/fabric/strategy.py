@@ -40,6 +40,7 @@ from lightning_mfsdp.lightning_api import (
     CheckpointIO,
     FabricBackwardSyncControl,
     FabricLauncher,
+    FabricMultiProcessingLauncher,
     FabricParallelStrategy,
     FabricPrecision,
     sync_if_available,
@@ -81,6 +82,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         compile: As in `MFSDPStrategy`.
         recompute: As in `MFSDPStrategy`.
         state_dict_type: As in `MFSDPStrategy`.
+        start_method: As in `MFSDPStrategy`; with "fork" pass a function to `fabric.launch(function)`, and what it returns comes back.
         timeout: As in `MFSDPStrategy`.
         process_group_backend: As in `MFSDPStrategy`.
         broadcast_buffers: Buffers take the values of rank 0 before a checkpoint, a state dict and the first forward in evaluation mode
@@ -119,6 +121,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         broadcast_buffers: bool = True,
         accumulation: Literal["local", "sharded"] = "local",
         state_dict_type: Literal["sharded", "full"] = "sharded",
+        start_method: Literal["popen", "fork"] = "popen",
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
@@ -172,7 +175,11 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         assert self.cluster_environment is not None
         # A single process needs no launcher, so notebooks work.
         if not self.cluster_environment.creates_processes_externally and self.num_nodes * self.num_processes > 1:
-            self._launcher = FabricLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = (
+                FabricMultiProcessingLauncher(self, "fork")
+                if self._options.start_method == "fork"
+                else FabricLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            )
 
     def _set_world_ranks(self) -> None:
         communication.set_world_ranks(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -377,9 +384,9 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Add the strategy's names to a Fabric registry; calling it again changes nothing."""
-        for name, (sharding, description) in REGISTERED.items():
+        for name, (arguments, description) in REGISTERED.items():
             strategy_registry.register(
-                name, cls, description=f"Fully sharded: {description}", override=True, sharding=sharding
+                name, cls, description=f"Fully sharded: {description}", override=True, **arguments
             )
 
 

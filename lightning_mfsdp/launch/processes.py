@@ -121,7 +121,8 @@ class ProcessStrategy(ParallelStrategy):
 
     @property
     def _trainer(self) -> Any:
-        return self.lightning_module.trainer if self.lightning_module is not None else None
+        # The property `trainer` raises where a module has none yet.
+        return self.lightning_module._trainer if self.lightning_module is not None else None
 
     def _expect_sigterm(self, *, trains: bool) -> None:
         if self._stopping is None:

@@ -53,12 +53,13 @@ __all__ = ["REGISTERED", "StrategyOptions", "TrainerOptions", "move_rest_to_devi
 
 Options = TypeVar("Options", bound="StrategyOptions")
 
-# Names under which strategies are registered: the argument that says what is sharded, and a description.
+# Names under which strategies are registered: their arguments, and a description.
 REGISTERED = {
-    "mfsdp": ("optim_grads_params", "weights, gradients and optimizer state sharded"),
-    "mfsdp_optim_grads": ("optim_grads", "gradients and optimizer state sharded"),
-    "mfsdp_optim": ("optim", "optimizer state sharded"),
-    "mfsdp_no_shard": ("no_shard", "everything replicated"),
+    "mfsdp": ({"sharding": "optim_grads_params"}, "weights, gradients and optimizer state sharded"),
+    "mfsdp_optim_grads": ({"sharding": "optim_grads"}, "gradients and optimizer state sharded"),
+    "mfsdp_optim": ({"sharding": "optim"}, "optimizer state sharded"),
+    "mfsdp_no_shard": ({"sharding": "no_shard"}, "everything replicated"),
+    "mfsdp_notebook": ({"start_method": "fork"}, "as mfsdp, in forked processes, for notebooks"),
 }
 
 
@@ -91,6 +92,7 @@ class StrategyOptions:
     broadcast_buffers: bool = True
     accumulation: Literal["local", "sharded"] = "local"
     state_dict_type: Literal["sharded", "full"] = "sharded"
+    start_method: Literal["popen", "fork"] = "popen"
     timeout: timedelta | None = None
     process_group_backend: str | None = None
 
@@ -110,6 +112,7 @@ class StrategyOptions:
         check_choice("broadcast_buffers", self.broadcast_buffers, (True, False))
         check_choice("accumulation", self.accumulation, ("local", "sharded"))
         check_choice("state_dict_type", self.state_dict_type, ("sharded", "full"))
+        check_choice("start_method", self.start_method, ("popen", "fork"))
         check_policy(self.policy)
         check_sizes(self.data_parallel_size, self.outer_size, self.mesh)
         check_ignored(self.ignored_parameters)

@@ -28,6 +28,9 @@ _LARGE_NUMEL = 2**26
 # be no overlap, and as much gathered at once as without units.
 _WORTH_A_GATHER_NUMEL = 2**25
 _FEWEST_UNITS = 6
+# The table shows a unit's padding from this fraction and this number of elements on.
+_MUCH_PADDING = 0.05
+_MUCH_PADDING_NUMEL = 2**18
 
 
 def validate_units(units: UnitsArgument) -> None:
@@ -107,22 +110,47 @@ def _in_equal_parts(run: Sequence[nn.Module], most: int) -> list[list[nn.Module]
 def describe_units(views: Sequence[UnitView], num_owned: int) -> str:
     """A table of units, equal ones in one line.
 
-    Columns: name of the first, class, how many, parameters of each, padding, and for each of them what this rank keeps
-    (weights, main and compute) and what it holds while the unit is gathered. `num_owned`: elements of main weights, and so
-    of each optimizer state, on this rank.
+    Columns: name of the first, class, how many, and of each: parameters, MiB of weights that this rank keeps (main and compute weights),
+    and MiB that it holds in addition while the unit is unsharded (`-`: its weights are always whole). Padding is a column only where some
+    unit has much.
+
+    Args:
+        views: The units of a root.
+        num_owned: Elements of main weights, and so of each optimizer state, on this rank.
     """
-    rows: list[tuple[str, ...]] = [("unit", "class", "count", "parameters", "padding", "kept here", "gathered")]
+    shows_padding = any(_has_much_padding(view) for view in views)
+    rows: list[tuple[str, ...]] = [("unit", "class", "count", "parameters", "sharded MiB", "unsharded MiB", "padding")]
     alike: dict[tuple[str, ...], list[UnitView]] = {}
     for view in views:
-        kept, gathered = readable_bytes(view.main_bytes + view.held_bytes), readable_bytes(view.full_bytes)
-        key = (view.module_class, f"{view.num_parameters:,}", f"{view.padding_fraction:.1%}", kept, gathered)
+        unsharded = _mebibytes(view.full_bytes) if view.full_bytes else "-"
+        padding = f"{view.padding_fraction:.1%}" if _has_much_padding(view) else ""
+        key = (
+            view.module_class,
+            f"{view.num_parameters:,}",
+            _mebibytes(view.main_bytes + view.held_bytes),
+            unsharded,
+            padding,
+        )
         alike.setdefault(key, []).append(view)
     for (kind, *figures), members in alike.items():
         rows.append((members[0].name or "(root)", kind, str(len(members)), *figures))
-    total = sum(view.num_parameters for view in views)
     kept = readable_bytes(sum(view.main_bytes + view.held_bytes for view in views))
-    head = f"mfsdp: {len(views)} units, {total:,} parameters, {num_owned:,} owned by this rank, {kept} of weights kept here"
-    return "\n".join([head, *table_lines(rows)])
+    total = sum(view.num_parameters for view in views)
+    head = (
+        f"mfsdp: {len(views)} unit{'s' * (len(views) != 1)}, {total:,} parameters; this rank keeps {kept} of weights and {num_owned:,} "
+        "elements of each optimizer state"
+    )
+    return "\n".join([head, *table_lines([row if shows_padding else row[:-1] for row in rows], right=range(2, 7))])
+
+
+def _has_much_padding(view: UnitView) -> bool:
+    """Small models are mostly padding, of no size that anyone would want back."""
+    return view.padding_fraction >= _MUCH_PADDING and view.padding_fraction * view.num_parameters >= _MUCH_PADDING_NUMEL
+
+
+def _mebibytes(size_bytes: int) -> str:
+    size = size_bytes / 2**20
+    return f"{size:,.1f}" if size >= 0.05 or not size_bytes else "<0.1"
 
 
 def _select_by_class(root: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> list[nn.Module]:

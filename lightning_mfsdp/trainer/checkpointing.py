@@ -366,7 +366,10 @@ class CheckpointingStrategy(ProcessStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """After SIGTERM, save next to the checkpoints of a ModelCheckpoint, if no callback saves on exceptions."""
-        trainer = self._module.trainer
+        trainer = self._trainer  # `None` in the process that forked those that failed
+        if trainer is None:
+            super().on_exception(exception)
+            return
         if isinstance(exception, SIGTERMException) and trainer.state.fn == TrainerFn.FITTING and not self._is_alone:
             savers: list[Any] = list(trainer.checkpoint_callbacks)
             models = [saver for saver in savers if isinstance(saver, ModelCheckpoint) and saver.dirpath]

@@ -50,6 +50,8 @@ from lightning_mfsdp.trainer.callback_hooks import (
 from lightning_mfsdp.trainer.checkpointing import CheckpointingStrategy
 from lightning_mfsdp.trainer.cuda_graph import GraphedTrainingStep, graphed_training_step
 from lightning_mfsdp.trainer.evaluation import step_with_all_ranks
+from lightning_mfsdp.trainer.known_warnings import KnownWarnings
+from lightning_mfsdp.trainer.notebook import ForkedLauncher
 from lightning_mfsdp.trainer.precision import MFSDPPrecision, translate_precision
 
 if TYPE_CHECKING:
@@ -98,6 +100,8 @@ class MFSDPStrategy(CheckpointingStrategy):
         state_dict_type: Of saved checkpoints. "sharded": a directory, every rank writes its rows; "full": one file with whole tensors, as
             without sharding, gathered one by one into the host memory of rank 0. Both kinds are read, regardless of this option.
         async_save: Copy what is saved to the host and train on while it is written. The next save, loading and the end wait for it.
+        start_method: Of the processes that Lightning starts, if no launcher such as torchrun did. "popen": the script runs once for each
+            device; "fork": they are forks of this process, the only way in a notebook, where the model has the trained weights after fit.
         timeout: Of collectives. `None`: PyTorch's own, 10 minutes for NCCL and 30 for gloo.
         process_group_backend: `None`: NCCL for CUDA, gloo for CPU.
         accelerator: Set by the Trainer.
@@ -138,6 +142,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         accumulation: Literal["local", "sharded"] = "local",
         state_dict_type: Literal["sharded", "full"] = "sharded",
         async_save: bool = False,
+        start_method: Literal["popen", "fork"] = "popen",
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
@@ -165,6 +170,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         self._mesh = options.mesh
         self._graphed: GraphedTrainingStep | None = None
         self._is_first_step = True
+        self._known_warnings = KnownWarnings()
 
     # -- environment ---------------------------------------------------------------------------------------------------
 
@@ -224,6 +230,11 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     # -- the mesh ------------------------------------------------------------------------------------------------------
 
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._launcher is not None and self._options.start_method == "fork":
+            self._launcher = ForkedLauncher(self, "fork")
+
     def setup_environment(self) -> None:
         """Connect the processes and build the mesh, once; later entry points find both."""
         check_device(self.root_device.type)
@@ -242,6 +253,7 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the model unless it is, move the rest to the device, and create optimizers for fitting."""
+        self._known_warnings.begin()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         check_callbacks(trainer.callbacks, self.precision_plugin.compute_dtype)  # type: ignore[attr-defined]
@@ -390,6 +402,7 @@ class MFSDPStrategy(CheckpointingStrategy):
             super().teardown()
             self._finish_saving_alone() if self._is_alone else self.finish_saving()
         finally:
+            self._known_warnings.end()
             if self._graphed is not None:
                 self._graphed.close()
             self._graphed = None
@@ -401,9 +414,9 @@ class MFSDPStrategy(CheckpointingStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Add the strategy's names to a Lightning registry; calling it again changes nothing."""
-        for name, (sharding, description) in REGISTERED.items():
+        for name, (arguments, description) in REGISTERED.items():
             strategy_registry.register(
-                name, cls, description=f"Fully sharded: {description}", override=True, sharding=sharding
+                name, cls, description=f"Fully sharded: {description}", override=True, **arguments
             )
 
 

@@ -203,9 +203,11 @@ def test_importing_the_package_registers_all_names() -> None:
         "mfsdp_optim_grads": "optim_grads",
         "mfsdp_optim": "optim",
         "mfsdp_no_shard": "no_shard",
+        "mfsdp_notebook": "optim_grads_params",
     }.items():
         fabric = Fabric(accelerator="cpu", devices=2, strategy=name)
         assert isinstance(fabric.strategy, MFSDPFabricStrategy)
         assert fabric.strategy.sharding == sharding
         assert fabric.strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 0}
-        assert type(fabric.strategy.launcher).__name__ == "_SubprocessScriptLauncher"
+        launcher = "_MultiProcessingLauncher" if name == "mfsdp_notebook" else "_SubprocessScriptLauncher"
+        assert type(fabric.strategy.launcher).__name__ == launcher

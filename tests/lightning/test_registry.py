@@ -22,6 +22,7 @@ NAMES = {
     "mfsdp_optim_grads": "optim_grads",
     "mfsdp_optim": "optim",
     "mfsdp_no_shard": "no_shard",
+    "mfsdp_notebook": "optim_grads_params",
 }
 
 

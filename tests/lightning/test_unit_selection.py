@@ -183,24 +183,36 @@ def test_only_neighbours_of_one_class_in_one_list_are_joined() -> None:
     assert joined(stages, 4) == [["0.0", "0.1", "0.2"], ["1.0", "1.1", "1.2"]]
 
 
-def test_the_table_joins_equal_units_and_says_what_a_rank_keeps() -> None:
-    def view(name: str, kind: str, size: int) -> UnitView:
-        return UnitView(
-            name=name,
-            module_class=kind,
-            num_parameters=size,
-            padding_fraction=0.013,
-            main_bytes=2 * size,
-            held_bytes=size,
-            gradient_bytes=0,
-            full_bytes=4 * size,
-            stays_gathered=False,
-        )
+def view_of(name: str, kind: str, size: int, *, padding: float = 0.013, is_whole: bool = False) -> UnitView:
+    return UnitView(
+        name=name,
+        module_class=kind,
+        num_parameters=size,
+        padding_fraction=padding,
+        main_bytes=2 * size,
+        held_bytes=size,
+        gradient_bytes=0,
+        full_bytes=0 if is_whole else 4 * size,
+        stays_gathered=False,
+    )
 
-    text = describe_units([view("", "GPT", 50), view("blocks.0", "Block", 1000), view("blocks.1", "Block", 1000)], 1025)
-    assert text.splitlines() == [
-        "mfsdp: 3 units, 2,050 parameters, 1,025 owned by this rank, 6.0 KiB of weights kept here",
-        "unit      class  count  parameters  padding  kept here  gathered",
-        "(root)    GPT    1      50          1.3%     150 B      200 B",
-        "blocks.0  Block  2      1,000       1.3%     2.9 KiB    3.9 KiB",
+
+def test_the_table_joins_equal_units_and_says_what_a_rank_keeps() -> None:
+    views = [view_of("", "GPT", 50), view_of("blocks.0", "Block", 10**6), view_of("blocks.1", "Block", 10**6)]
+    assert describe_units(views, 1025).splitlines() == [
+        "mfsdp: 3 units, 2,000,050 parameters; this rank keeps 5.7 MiB of weights and 1,025 elements of each optimizer state",
+        "unit      class  count  parameters  sharded MiB  unsharded MiB",
+        "(root)    GPT        1          50         <0.1           <0.1",
+        "blocks.0  Block      2   1,000,000          2.9            3.8",
     ]
+
+
+def test_the_table_shows_padding_only_of_units_that_have_much() -> None:
+    views = [view_of("", "GPT", 50, padding=0.9), view_of("head", "Linear", 10**7, padding=0.06, is_whole=True)]
+    assert describe_units(views, 25).splitlines() == [
+        "mfsdp: 2 units, 10,000,050 parameters; this rank keeps 28.6 MiB of weights and 25 elements of each optimizer state",
+        "unit    class   count  parameters  sharded MiB  unsharded MiB  padding",
+        "(root)  GPT         1          50         <0.1           <0.1",
+        "head    Linear      1  10,000,000         28.6              -     6.0%",
+    ]
+    assert describe_units(views[:1], 25).startswith("mfsdp: 1 unit, 50 parameters;")
