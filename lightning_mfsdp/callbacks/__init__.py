@@ -4,6 +4,7 @@ from lightning_mfsdp.callbacks.ema import ShardedEMA
 from lightning_mfsdp.callbacks.finetuning import ShardedBackboneFinetuning, ShardedFinetuning
 from lightning_mfsdp.callbacks.model_summary import ShardedModelSummary
 from lightning_mfsdp.callbacks.nan_gradients import NaNGradientReporter, NonFiniteGradientError
+from lightning_mfsdp.callbacks.norm_monitor import NormMonitor
 from lightning_mfsdp.callbacks.paged_stash import PagedStash
 from lightning_mfsdp.callbacks.recompute import ActivationRecompute
 from lightning_mfsdp.callbacks.throughput import ShardedThroughputMonitor
@@ -12,6 +13,7 @@ __all__ = [
     "ActivationRecompute",
     "NaNGradientReporter",
     "NonFiniteGradientError",
+    "NormMonitor",
     "PagedStash",
     "ShardedBackboneFinetuning",
     "ShardedEMA",

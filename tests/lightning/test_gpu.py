@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy, fully_shard_optimizer
-from lightning_mfsdp.callbacks import NaNGradientReporter
+from lightning_mfsdp.callbacks import NaNGradientReporter, NormMonitor
 from lightning_mfsdp.engine.runtime.inspect import context_of
 from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.lightning.models import Classifier, full_state, loader, make_trainer, seeded, strict_warnings, train_plainly
 from tests.lightning.test_checkpoint import assert_same, local_state
 from tests.lightning.test_nan_gradients import Poisoned
+from tests.lightning.test_norm_monitor import Metrics
 
 STEPS = 4
 
@@ -119,8 +120,39 @@ def check_without_waiting(rank: int, world_size: int) -> bool:
     return context.device.type == "cuda"
 
 
+def log_norms_without_waiting(rank: int, world_size: int) -> list[float]:
+    """All that NormMonitor does in a step, with host waits turned into errors; what it logs in the end."""
+    strict_warnings()
+    model = seeded()
+    monitor = NormMonitor(every_n_steps=1, levels=[])
+    metrics = Metrics()
+    trainer = cuda_trainer(world_size, callbacks=[monitor], logger=metrics)
+    trainer.fit(model, loader(8, 8 * STEPS))
+    metrics.by_step.clear()
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    monitor.on_train_start(trainer, model)
+    model.loss([part.cuda() for part in next(iter(loader(8)))]).backward()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        monitor.on_before_optimizer_step(trainer, model, optimizer)
+        optimizer.step()
+        monitor.on_train_batch_end(trainer, model, None, None, 0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    monitor.on_train_end(trainer, model)
+    (logged,) = metrics.by_step.values()
+    return [logged[f"{kind}_norm_total"] for kind in ("grad", "weight", "update")]
+
+
 class TestOneGpu:
     pytestmark = one_gpu
+
+    def test_norms_are_logged_without_waiting_for_the_device(self) -> None:
+        ((gradient, weight, update),) = run_distributed(log_norms_without_waiting, 1, backend="nccl")
+        assert update == pytest.approx(0.1 * gradient, rel=1e-3)
+        assert weight > update > 0
 
     def test_the_finite_check_never_synchronizes(self) -> None:
         assert run_distributed(check_without_waiting, 1, backend="nccl") == [True]

@@ -21,9 +21,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mfsdp.callbacks.drawing import check_drawing
 from lightning_mfsdp.callbacks.paged_stash.budget import BudgetWatch
 from lightning_mfsdp.callbacks.paged_stash.layers import StashedLayers, find_layers
-from lightning_mfsdp.callbacks.paged_stash.picture import check_drawing, draw
+from lightning_mfsdp.callbacks.paged_stash.picture import draw
 from lightning_mfsdp.callbacks.paged_stash.report import metrics, report_layers, report_sizes
 from lightning_mfsdp.callbacks.paged_stash.rerun import StepMemory
 from lightning_mfsdp.lightning_api import Callback, LightningModule, Trainer, is_param_in_hook_signature
@@ -90,7 +91,7 @@ class PagedStash(SeesTrainingSteps, Callback):
         if isinstance(modules, str) or not modules or not all(isinstance(pattern, str) for pattern in modules):
             raise ValueError(f'PagedStash(modules={modules!r}): expected patterns of names, such as ["*.experts"]')
         if picture is not None:
-            check_drawing(picture)
+            check_drawing("PagedStash", picture)
         self.modules = tuple(modules)
         self.picture = None if picture is None else Path(picture)
         self.stash: RowStash | None = None

@@ -6,23 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_mfsdp.callbacks.drawing import new_figure, save_figure
 from lightning_mfsdp.moe.stash import Occupancy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["check_drawing", "draw"]
-
-
-def check_drawing(path: str | Path) -> None:
-    """Raise an ImportError if pictures cannot be drawn here, before a training that requires one."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"PagedStash(picture={str(path)!r}) draws with matplotlib, which cannot be imported ({error}); pip install matplotlib, or "
-            "leave picture out"
-        ) from error
+__all__ = ["draw"]
 
 
 def draw(trace: Sequence[Occupancy], path: Path) -> Path:
@@ -32,20 +22,13 @@ def draw(trace: Sequence[Occupancy], path: Path) -> Path:
         trace: Of one step, in order.
         path: The file; its folder is made.
     """
-    # Without a display, and in the one process that draws.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     kinds = list(dict.fromkeys(one.kind for one in trace))
-    figure = Figure(figsize=(8, 1 + 2.6 * len(kinds)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 1 + 2.6 * len(kinds))
     panels = figure.subplots(len(kinds), squeeze=False)[:, 0]
     for kind, axes in zip(kinds, panels, strict=True):
         _panel(axes, [one for one in trace if one.kind == kind])
         axes.set_title(f"rows of {kind.width} x {kind.dtype.itemsize} bytes")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return path
+    return save_figure(figure, path)
 
 
 def _panel(axes: Axes, trace: Sequence[Occupancy]) -> None:
