@@ -75,7 +75,9 @@ def check_blocks_per_unit(blocks_per_unit: object) -> None:
 def check_policy(policy: object) -> None:
     """Raise a TypeError unless it is a policy or `None`."""
     if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
-        raise TypeError(f"policy: expected a MixedPrecisionPolicy or None, got {policy!r}")
+        raise TypeError(
+            f"policy: expected a MixedPrecisionPolicy or None, got {policy!r}; strings go to precision, of the Trainer or Fabric"
+        )
 
 
 def check_ignored(ignored: object) -> None:
