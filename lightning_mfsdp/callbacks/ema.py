@@ -94,7 +94,7 @@ class ShardedEMA(Callback, HasParameterState):
         """
         if self._weights is None:
             raise RuntimeError(
-                "ShardedEMA: there is no average before trainer.fit, validate, test or predict has begun"
+                "ShardedEMA: there is no average before trainer.fit, validate, test or predict has begun; ask for it in a hook, or later"
             )
         return self._weights
 
@@ -133,7 +133,7 @@ class ShardedEMA(Callback, HasParameterState):
         if trainer.global_step >= self.start_step and not self.parameter_state:
             rank_zero_warn(
                 f"ShardedEMA: training continues at step {trainer.global_step} without an average, which begins anew; the checkpoint was "
-                "saved without this callback, or with weights only"
+                "saved without this callback, or with weights only. To go on with an average, resume from a checkpoint that has one"
             )
         self._last_step = trainer.global_step
 

@@ -59,7 +59,7 @@ class NaNGradientReporter(Callback):
         strategy = trainer.strategy
         if not isinstance(strategy, MFSDPStrategy):
             raise TypeError(
-                f'NaNGradientReporter reads sharded gradients and works with strategy="mfsdp"; got {type(strategy).__name__}'
+                f'NaNGradientReporter reads sharded gradients and works with strategy="mfsdp", got {type(strategy).__name__}; leave it out'
             )
         if strategy.precision_plugin.needs_scaler and self.action != "warn":
             raise ValueError(

@@ -196,7 +196,11 @@ def load(
     elif location.is_file():
         rest = read(location, None, weights_only)
         if "state_dict" not in rest:
-            raise RuntimeError(f"{location} is no Lightning checkpoint: it has no 'state_dict', only {list(rest)[:8]}")
+            raise RuntimeError(
+                f"{location} is no Lightning checkpoint: it has no 'state_dict', only {list(rest)[:8]}. Load plain weights by "
+                "load_state_dict, in a "
+                "loop of your own or before the model is sharded"
+            )
         saved_states = rest.pop(PARAMETER_STATES, {})
         rows = {key: rows_of_whole(location, key, saved_states.get(key, {}), index, strict=strict) for key in states}
         if prepare is not None:
@@ -214,7 +218,9 @@ def load(
         raise no_checkpoint_error(location)
     if optimizers and not all(restored):
         rank_zero_warn(
-            f"{location} holds no state for {restored.count(False)} of {len(restored)} optimizers, which start afresh"
+            f"{location} holds no state for {restored.count(False)} of {len(restored)} optimizers, which start afresh; to go on exactly, "
+            "resume "
+            "from a checkpoint with the state of all"
         )
         # Lightning requires the key; there is nothing to restore schedulers from.
         rest.setdefault("lr_schedulers", [])

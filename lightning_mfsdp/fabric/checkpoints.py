@@ -169,7 +169,7 @@ def _present(path: Location, state: Mapping[str, Any], saved: Iterable[str], *, 
     if missing and strict:
         raise KeyError(f"{path} holds nothing for {missing}, only {sorted(known)}; ask for these, or pass strict=False")
     if missing:
-        rank_zero_warn(f"{path} holds nothing for {missing}, which keep their present values")
+        rank_zero_warn(f"{path} holds nothing for {missing}, which keep their present values, as strict=False says")
     return {key: value for key, value in state.items() if key in known}
 
 

@@ -167,7 +167,8 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         """
         if self._mesh is None:
             raise RuntimeError(
-                "MFSDPFabricStrategy.device_mesh: there is no mesh before fabric.launch() has connected the processes"
+                "MFSDPFabricStrategy.device_mesh: there is no mesh before fabric.launch() has connected the processes; "
+                "ask for it after that"
             )
         return self._mesh
 

@@ -118,7 +118,8 @@ def break_off(error: BaseException) -> None:
     """
     if dist.is_initialized() and dist.get_backend() not in ("gloo", "mpi"):  # this may be its last message
         _log.warning(
-            f"rank {dist.get_rank()} aborts its communicators, because it failed with {type(error).__name__}: {error}"
+            f"rank {dist.get_rank()} aborts its communicators, because it failed with {type(error).__name__}: {error}. Look for the "
+            "first error in the output of all ranks"
         )
     if compat.abort_process_groups():
         return
@@ -140,7 +141,9 @@ def _end_process() -> NoReturn:
     try:
         rank = dist.get_rank() if dist.is_initialized() else ""
         _log.warning(
-            f"rank {rank} is ended: communicators cannot be aborted, and what waits for them would wait forever"
+            f"rank {rank} is ended: communicators cannot be aborted, and what waits for them would wait forever. Look for the first "
+            "error in the "
+            "output of all ranks"
         )
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

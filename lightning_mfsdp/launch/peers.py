@@ -200,7 +200,7 @@ class Peers:
                 unreached = [other for other, problem in enumerate(problems) if problem]
                 _log.warning(
                     f"ranks {unreached} cannot reach rank 0 at {addresses}, port {port}: where one rank fails, others may wait for it, and "
-                    "SIGTERM must reach all"
+                    "SIGTERM must reach all. Have the firewall let that port through"
                 )
             return None
         return cls(rank, world_size, line)
@@ -319,7 +319,9 @@ class Peers:
         released = True
         if self.abort is not None:
             if self._at_work:  # this may be its last message
-                _log.warning(f"rank {self.rank} aborts its communicators, because {_told(self._failures)}")
+                _log.warning(
+                    f"rank {self.rank} aborts its communicators, because {_told(self._failures)}. Look at that error first"
+                )
             released = self.abort()
 
         def goes_on() -> bool:
@@ -330,7 +332,9 @@ class Peers:
             self._changed.wait_for(goes_on, timeout=max(until - time.monotonic(), 0))
             if goes_on():
                 return
-        _log.warning(f"rank {self.rank} is ended, which would have waited forever: {_told(self._failures)}")
+        _log.warning(
+            f"rank {self.rank} is ended, which would have waited forever: {_told(self._failures)}. Look at that error first"
+        )
         try:
             if self._error is not None:
                 traceback.print_exception(self._error)

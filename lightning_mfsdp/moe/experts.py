@@ -221,7 +221,7 @@ class GroupedExperts(nn.Module):
             self._told_factor = factor
             warnings.warn(
                 f"GroupedExperts: {wanted} rows where capacity_factor={self.capacity_factor} has room for {budget}, so this call takes a "
-                f"larger buffer; capacity_factor={rounded_up(factor)} would have been enough",
+                f"larger buffer; capacity_factor={rounded_up(factor)} would have been enough. Give that to save memory",
                 stacklevel=2,
             )
         return plan_rows(expert_index, num_experts, wanted)

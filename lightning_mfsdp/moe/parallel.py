@@ -215,7 +215,9 @@ def take_over_budget(module: nn.Module, group: dist.ProcessGroup | None = None) 
     """
     flags = [part.over_budget for part in module.modules() if isinstance(part, GroupedExperts)]
     if not flags:
-        raise ValueError(f"take_over_budget: {type(module).__name__} has no GroupedExperts inside")
+        raise ValueError(
+            f"take_over_budget: {type(module).__name__} has no GroupedExperts inside; pass the model that holds them"
+        )
     found = torch.stack(flags).any().to(torch.int32)
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)

@@ -93,7 +93,8 @@ def _lengths(values: Tensor, mask: Tensor, where: str, shape: torch.Size) -> Ten
         strange = (mask != left_padded).any(1).nonzero()
         if strange.numel():
             raise ValueError(
-                f"{where}: row {int(strange[0])} of the mask has padding after a token; expected it on the left only"
+                f"{where}: row {int(strange[0])} of the mask has padding after a token; expected it on the left only. Pack such samples "
+                "with AlignedCollator"
             )
     return lengths
 

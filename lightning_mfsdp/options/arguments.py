@@ -49,7 +49,7 @@ def check_cuda_graph(cuda_graph: object, storage: str, offload: str | None) -> N
         raise TypeError(f"cuda_graph={cuda_graph!r}: expected True or False")
     if cuda_graph and storage != "pooled":
         raise ValueError(
-            f'cuda_graph=True with storage={storage!r}: graphs replay addresses, which need storage="pooled"'
+            f'cuda_graph=True with storage={storage!r}: graphs replay addresses, which need storage="pooled"; leave one of the two out'
         )
     if cuda_graph and offload is not None:
         raise ValueError(
@@ -75,7 +75,9 @@ def check_blocks_per_unit(blocks_per_unit: object) -> None:
 def check_policy(policy: object) -> None:
     """Raise a TypeError unless it is a policy or `None`."""
     if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
-        raise TypeError(f"policy: expected a MixedPrecisionPolicy or None, got {policy!r}")
+        raise TypeError(
+            f"policy: expected a MixedPrecisionPolicy or None, got {policy!r}; strings go to precision, of the Trainer or Fabric"
+        )
 
 
 def check_ignored(ignored: object) -> None:
@@ -127,7 +129,10 @@ def check_sizes(data_parallel_size: int | str | None, outer_size: int, mesh: Dev
     if mesh is not None and outer_size != 1:
         raise ValueError(f"outer_size={outer_size} and mesh={mesh}: a mesh already has its axes; give one of the two")
     if mesh is not None and mesh.ndim not in (1, 2):
-        raise ValueError(f"mesh={mesh}: expected one axis (shard) or two (outer, shard), got {mesh.ndim}")
+        raise ValueError(
+            f"mesh={mesh}: expected one axis (shard) or two (outer, shard), got {mesh.ndim}; pass the data-parallel part of it, "
+            'such as mesh["outer", "shard"]'
+        )
     if mesh is not None and EXPERT in (mesh.mesh_dim_names or ()):
         raise ValueError(
             f'mesh={mesh}: its axis "{EXPERT}" is for modules of experts, whose parameters differ along it; give the strategy a mesh '
@@ -143,10 +148,11 @@ def check_world(
     for argument, size in (("data_parallel_size", data_parallel_size), ("mesh", mesh_size)):
         if size not in (None, "auto", world_size):
             raise ValueError(
-                f"{argument} covers {size} ranks but there are {world_size}; in this version every rank is a data-parallel rank"
+                f"{argument} covers {size} ranks but there are {world_size}; in this version every rank is a data-parallel "
+                'rank. Leave data_parallel_size at "auto", give a mesh of all ranks, or start fewer processes'
             )
     if world_size % outer_size:
-        raise ValueError(f"outer_size={outer_size} does not divide the {world_size} ranks")
+        raise ValueError(f"outer_size={outer_size} does not divide the {world_size} ranks; choose one that does")
 
 
 def build_mesh(device_type: str, world_size: int, outer_size: int, outer_sharding: str | int) -> DeviceMesh:

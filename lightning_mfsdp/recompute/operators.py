@@ -41,8 +41,8 @@ def check_save_ops(names: Iterable[str]) -> None:
     for name in names:
         if name not in _KINDS and not (name.count(".") == 1 and all(part.isidentifier() for part in name.split("."))):
             raise ValueError(
-                f"Recompute: save_ops: {name!r} is neither one of {', '.join(map(repr, _KINDS))} nor the name of an operator, as in "
-                '"aten.mm": its library, a dot, and its name without an overload'
+                f"Recompute: save_ops: {name!r} is neither one of {', '.join(map(repr, _KINDS))} nor the name of an operator; write "
+                'its library, a dot, and its name without an overload, as in "aten.mm"'
             )
 
 

@@ -188,12 +188,12 @@ class CheckpointingStrategy(ProcessStrategy):
         """
         if storage_options is not None:
             raise TypeError(
-                "MFSDPStrategy.save_checkpoint: storage_options belong to a CheckpointIO, which this strategy does not use"
+                "MFSDPStrategy.save_checkpoint: storage_options belong to a CheckpointIO, which this strategy does not use; leave them out"
             )
         if self._is_alone:
             _log.warning(
                 f"rank {self.global_rank} saves no {os.fspath(filepath)}: it failed, and not all ranks did in the same place, so that they "
-                "cannot save together. The newest complete checkpoint stays"
+                "cannot save together. Go on from the newest complete checkpoint"
             )
             return
         self._saver.wait()
@@ -361,7 +361,9 @@ class CheckpointingStrategy(ProcessStrategy):
             self.finish_saving()
         except RuntimeError as error:
             _log.warning(
-                f"rank {self.global_rank} failed while a checkpoint was written in the background, which is lost: {error}"
+                f"rank {self.global_rank} failed while a checkpoint was written in the background, which is lost: {error}. Go on from "
+                "the one before "
+                "it; the error that ended the run is another"
             )
 
     def on_exception(self, exception: BaseException) -> None:

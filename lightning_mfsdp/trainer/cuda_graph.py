@@ -46,7 +46,10 @@ def graphed_training_step(
         reason = "training_step(dataloader_iter) fetches its own batches"
     else:
         return GraphedTrainingStep(run, module, trainer)
-    rank_zero_warn(f"cuda_graph=True: {reason}, so training runs without CUDA graphs")
+    rank_zero_warn(
+        f"cuda_graph=True: {reason}, so training runs without CUDA graphs. They need a model on cuda without Transformer "
+        "Engine, automatic optimization and training_step(batch, ...); otherwise leave cuda_graph out"
+    )
     return None
 
 

@@ -259,7 +259,8 @@ def _go_on(loader: Any, position: Mapping[str, int] | None, number: int, of: int
         if size != position["size"]:
             rank_zero_warn(
                 f"{name}: its dataset has {size} samples, and had {position['size']} when the checkpoint was saved. Training goes on "
-                f"after the first {position['seen']} samples of an order that is not the one before"
+                f"after the first {position['seen']} samples of an order that is not the one before. Resume with "
+                "the same dataset, or from a checkpoint of an epoch's end"
             )
         return loader.go_on(position)
     if inside and not _is_stateful(loader):

@@ -91,7 +91,7 @@ def train_on_cpu(manual: bool) -> Any:
 
 def on_cpu_it_says_so_and_trains(rank: int, world: int) -> None:
     (message,), steps = train_on_cpu(manual=False)
-    assert message == "cuda_graph=True: the model is on cpu, so training runs without CUDA graphs"
+    assert message.startswith("cuda_graph=True: the model is on cpu, so training runs without CUDA graphs. They need")
     assert steps == 4
 
 

@@ -163,6 +163,7 @@ def test_raise_names_the_parameter_and_the_rank_where_it_arose_on_all_ranks(two_
             f"non-finite gradients in step {BAD_STEP}, microbatch 0: 1 parameters, on rank 1; first unit in backward order: blocks.1, "
             "on rank 1",
             "  blocks.1.linear.weight (unit blocks.1): NaN on rank 1",
+            "Look first at the data and the forward of the unit, rank and microbatch above, then at the loss and the learning rate",
         ]
 
 

@@ -252,8 +252,8 @@ class PagedStash(SeesTrainingSteps, Callback):
             first, others = next(iter(needed)), f" (and {len(needed) - 1} more)" if len(needed) > 1 else ""
             warnings.warn(
                 f"PagedStash: rank {trainer.global_rank}: {first}{others} had more rows than its buffer holds and left some out, as "
-                f'over_capacity="drop" says. capacity_factor={rounded_up(max(needed.values()))} would have been enough so far. This is '
-                "reported once",
+                f'over_capacity="drop" says. capacity_factor={rounded_up(max(needed.values()))} would have been enough so far; '
+                "give at least that to lose none. This is reported once",
                 stacklevel=2,
             )
             self._budget.close()
@@ -280,10 +280,10 @@ def _shortage(stash: RowStash) -> tuple[str, str]:
     what, cure = [], []
     if stash.found_no_pages:
         what.append("rows found no pages")
-        cure.append("there will be more pages for the next. Larger device_factor or host_factor avoid it")
+        cure.append("there will be more pages for the next. Raise device_factor or host_factor to avoid it")
     if stash.needed_capacity:
         what.append("experts had more rows than their buffers hold")
-        cure.append(f"capacity_factor={stash.needed_capacity:.2f} would have been enough")
+        cure.append(f"capacity_factor={stash.needed_capacity:.2f} would have been enough, so give at least that")
     return " and ".join(what), "; ".join(cure)
 
 

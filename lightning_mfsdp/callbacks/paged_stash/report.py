@@ -31,7 +31,7 @@ def report_sizes(stash: RowStash, recorded: StashStatistics | None) -> None:
     if recorded is None or not recorded.saves:
         rank_zero_warn(
             "PagedStash: nothing needed pages in the recorded steps, so there are none yet. Either no layer saved anything (do they run in "
-            "training_step?), or the backward of each came at once, as that of a single layer does: then there is nothing to gain"
+            "training_step?), or the backward of each came at once, as that of a single layer does: leave PagedStash out there"
         )
         return
     saved = recorded.ordinary_bytes - recorded.kept_bytes - stash.page_bytes

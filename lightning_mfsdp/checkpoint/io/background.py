@@ -50,13 +50,18 @@ class BackgroundSaver:
             save.result()
         except Exception as error:
             for doing, _ in waiting:
-                warnings.warn(f"{doing} was left out: the checkpoint saved before it failed", stacklevel=2)
+                warnings.warn(
+                    f"{doing} was left out: the checkpoint saved before it failed; remove by hand what is not wanted",
+                    stacklevel=2,
+                )
             raise RuntimeError(f"a checkpoint saved in the background failed: {error}") from error
         for doing, action in waiting:
             try:
                 action()
             except OSError as error:  # on this rank alone, so the others would wait for it if it were raised
-                warnings.warn(f"{doing} failed after the checkpoint was saved: {error}", stacklevel=2)
+                warnings.warn(
+                    f"{doing} failed after the checkpoint was saved: {error}. Remove it by hand", stacklevel=2
+                )
 
     def close(self) -> None:
         """Wait, then end the thread.

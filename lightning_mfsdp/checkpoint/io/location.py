@@ -89,7 +89,7 @@ class Location(ABC):
 
     def missing(self) -> str:
         """Message if there is neither a directory nor a file."""
-        return "there is nothing at that path"
+        return "there is nothing at that path. On several nodes it must lead to the same storage on all"
 
     @abstractmethod
     def begin(self, *, directory: bool) -> str:
@@ -258,7 +258,7 @@ class Reader(FileSystemReader):
             for item in share.items:
                 self._check_piece(item.storage_index)
             raise RefusedError(
-                f"{self.path}: a piece of a tensor holds {refused_class(error)}, which no program writes there"
+                f"{self.path}: a piece of a tensor holds {refused_class(error)}, which no program writes there; do not use this checkpoint"
             ) from error
 
     def _check_piece(self, index: MetadataIndex) -> None:
@@ -276,7 +276,10 @@ class Reader(FileSystemReader):
         """
         item = ((metadata or self.known or self.read_metadata()).storage_data or {}).get(index)
         if item is None:
-            raise CheckpointError(f"{self.path}: the table of contents names no place for {where_of(index)}")
+            raise CheckpointError(
+                f"{self.path}: the table of contents names no place for {where_of(index)}; it is damaged. Copy the checkpoint again, or "
+                "use another"
+            )
         if item.transform_descriptors:
             raise CheckpointError(
                 f"{self.path}: {where_of(index)} was written through the extensions {list(item.transform_descriptors)}, which cannot be "
@@ -287,14 +290,20 @@ class Reader(FileSystemReader):
             data: bytes = stream.read(item.length)
         if len(data) != item.length:
             raise CheckpointError(
-                f"{self.path}: {item.relative_path} ends {item.length - len(data)} bytes too early for {where_of(index)}"
+                f"{self.path}: {item.relative_path} ends {item.length - len(data)} bytes too early for {where_of(index)}. Copy it again "
+                "from where it "
+                "was written, or use another checkpoint"
             )
         return data
 
 
 def strange_piece(place: object, index: MetadataIndex, error: BaseException) -> str:
     """The message for an object of another class in place of a tensor."""
-    return f"{place}: {where_of(index)} is a tensor, and a piece of it holds {refused_class(error)}, which no program writes there"
+    return (
+        f"{place}: {where_of(index)} is a tensor, and a piece of it holds {refused_class(error)}, which no program writes there; do not "
+        "use "
+        "this checkpoint"
+    )
 
 
 def where_of(index: MetadataIndex) -> str:

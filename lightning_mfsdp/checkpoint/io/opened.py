@@ -76,7 +76,7 @@ def load_file(path: Path, *, trust: bool) -> Any:
         raise RefusedError(refusal(f"{path}: {key}" if key else str(path), refused, TRUSTING)) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is a damaged file of torch.save ({type(error).__name__}: {first_line(error)})"
+            f"{path} is a damaged file of torch.save ({type(error).__name__}: {first_line(error)}). Copy it again, or use another"
         ) from error
 
 
@@ -91,7 +91,7 @@ def load_meta(path: Path, *, trust: bool) -> dict[str, Any]:
         return {}
     meta = load_file(file, trust=trust)
     if not isinstance(meta, dict):
-        raise CheckpointError(f"{file}: expected a dictionary, got {type(meta).__name__}")
+        raise CheckpointError(f"{file}: expected a dictionary, as this strategy saves it, got {type(meta).__name__}")
     return meta
 
 

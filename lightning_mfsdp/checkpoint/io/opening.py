@@ -44,7 +44,8 @@ def recover(location: Location, ranks: Ranks) -> None:
     taken = ranks.first(f"looking for {location}", location.recover)
     if taken and ranks.rank == 0:
         warnings.warn(
-            f"{location}: a save was interrupted while it replaced this checkpoint; taking {taken}", stacklevel=2
+            f"{location}: a save was interrupted while it replaced this checkpoint; taking {taken}, which is complete",
+            stacklevel=2,
         )
 
 

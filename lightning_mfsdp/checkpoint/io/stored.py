@@ -154,7 +154,8 @@ class StoredCheckpoint:
             raise RefusedError(refusal(f"{self.path}: {where_of(index)}", refused_class(error), TRUSTING)) from error
         except (RuntimeError, EOFError, ValueError, zipfile.BadZipFile) as error:
             raise CheckpointError(
-                f"{self.path}: {where_of(index)} does not load ({type(error).__name__}: {first_line(error)})"
+                f"{self.path}: {where_of(index)} does not load ({type(error).__name__}: {first_line(error)}). Copy the checkpoint again, "
+                "or use another"
             ) from error
         # torch.load leaves a cycle of functions behind, which keeps the tensor in memory until the next collection of young garbage.
         gc.collect(1)
@@ -211,7 +212,9 @@ class StoredTensor(UnreadTensor):
         found = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
         if not isinstance(value, Tensor) or found != (expected, self.dtype):
             raise CheckpointError(
-                f"{self.checkpoint.path}: {where_of(index)} holds {found}, expected {(expected, self.dtype)}"
+                f"{self.checkpoint.path}: {where_of(index)} holds {found}, expected {(expected, self.dtype)} by the table of contents. "
+                "Copy the "
+                "checkpoint again, or use another"
             )
         return value
 

@@ -148,10 +148,14 @@ def read_table(file: IO[bytes], what: str, *, trusted: bool, trusting: str = WEI
     reader = pickle.Unpickler(file) if trusted else _TableUnpickler(file, what, trusting)
     table = reader.load()
     if not isinstance(table, Metadata):
-        raise ValueError(f"{what} holds {type(table).__name__}, expected a table of contents")
+        raise ValueError(
+            f"{what} holds {type(table).__name__}, expected a table of contents; do not use this checkpoint"
+        )
     for name in {str(item.relative_path) for item in (table.storage_data or {}).values()}:
         if name in ("", ".", "..") or PurePosixPath(name).name != name or PureWindowsPath(name).name != name:
-            raise ValueError(f"{what} names the file {name!r}, expected the name of a file of the directory")
+            raise ValueError(
+                f"{what} names the file {name!r}, expected the name of a file of the directory; do not use this checkpoint"
+            )
     return table
 
 
@@ -190,7 +194,9 @@ class _Sealed(type):
     """Metaclass of classes that a pickle can only instantiate: nothing in it can change them."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        raise RefusedError(f"a table of contents would set {name} of the class {cls.__name__}; it is no checkpoint")
+        raise RefusedError(
+            f"a table of contents would set {name} of the class {cls.__name__}; do not use this checkpoint"
+        )
 
 
 def _maker(kind: type) -> type:
@@ -208,13 +214,13 @@ def _choice(maker: Any, name: str) -> Any:
         kind = getattr(__import__(module, fromlist=[choice]), choice, None)
         if kind is not None and name in kind.__members__:
             return kind[name]
-    raise ValueError(f"a table of contents holds the unknown memory format {name!r}")
+    raise ValueError(f"a table of contents holds the unknown memory format {name!r}; do not use this checkpoint")
 
 
 def _layout(name: str) -> Any:
     value = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(value, torch.layout):
-        raise ValueError(f"a table of contents holds the unknown layout {name!r}")
+        raise ValueError(f"a table of contents holds the unknown layout {name!r}; do not use this checkpoint")
     return value
 
 

@@ -132,7 +132,9 @@ def _renamed(
         if new is None:
             continue
         if new in renamed:
-            raise ValueError(f"{path}: rename turns {renamed[new].name} and {name} into the same name, {new}")
+            raise ValueError(
+                f"{path}: rename turns {renamed[new].name} and {name} into the same name, {new}; return None for those to leave out"
+            )
         renamed[new] = item
     return renamed
 
@@ -142,7 +144,7 @@ def _check_kind(path: Path, name: str, item: TensorInFile, target: Tensor) -> No
     if item.dtype is None or item.dtype.is_floating_point != target.is_floating_point():
         raise RuntimeError(
             f"{path}: {name} is {item.dtype or 'of a dtype that this PyTorch does not have'} in the files and {target.dtype} in the model, "
-            "so its values would lose their meaning. Quantized weights must be dequantized before"
+            "so its values would lose their meaning. Convert quantized weights to floating point before"
         )
 
 

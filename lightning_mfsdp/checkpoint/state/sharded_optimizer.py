@@ -161,7 +161,8 @@ def _state_value(name: str, value: Any, view: ParameterView | None, parameter: T
         if any(placement.is_shard() for placement in value.placements):
             raise ValueError(
                 f"optimizer state {name}: a tensor of shape {tuple(value.shape)} sharded as {value.placements} for a parameter of shape "
-                f"{tuple(view.shape)}; a sharded checkpoint can hold state shaped like its parameter, or the same on all ranks"
+                f"{tuple(view.shape)}; a sharded checkpoint can hold state shaped like its parameter, or the same on all ranks. Have the "
+                "optimizer keep it whole on all ranks, or save weights only"
             )
         return local
     owner = owner_of(parameter)

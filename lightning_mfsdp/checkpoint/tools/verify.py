@@ -183,11 +183,13 @@ def _check_sums(file: IO[bytes], what: str) -> None:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
     except zipfile.BadZipFile as error:
-        raise CheckpointError(f"{what} is no readable archive ({error})") from error
+        raise CheckpointError(
+            f"{what} is no readable archive ({error}). Copy it again, or use another checkpoint"
+        ) from error
     if damaged is not None:
         raise CheckpointError(
             f"{what} is damaged: the checksum of {damaged} differs from what was written (or it was written with "
-            "torch.serialization.set_crc32_options(False))"
+            "torch.serialization.set_crc32_options(False)). Copy it again, or use another checkpoint"
         )
 
 

@@ -109,7 +109,7 @@ def fully_shard(
     if outer_sharding not in ("no_shard", 0) and resolved.outer is None:
         raise ShardingError(
             f"fully_shard: outer_sharding={outer_sharding!r} needs a mesh with an outer axis, got a 1-D mesh of "
-            f"{resolved.shard.size} ranks"
+            f"{resolved.shard.size} ranks; pass a 2-D mesh, or outer_size to the strategy"
         )
     placement = resolve_placement(sharding, outer_sharding, resolved.shard.size, outer_size)
     members = _members(module)
@@ -303,8 +303,7 @@ def _share_buffers(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
 def _advise_on_padding(groups: Sequence[ParameterGroup]) -> None:
     """Warn on one rank, once for each kind of group, if more ranks than rows waste memory."""
     for layout in {group.layout: None for group in groups}:
-        advice = padding_advice(layout) if dist.get_rank() == 0 else ""
-        if advice:
+        if dist.get_rank() == 0 and (advice := padding_advice(layout)):
             warnings.warn(f"fully_shard: {advice}", stacklevel=3)
 
 

@@ -150,7 +150,8 @@ def check_same_model(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> N
     extra = [line for line in everyone[other] if line not in everyone[0]]
     raise ShardingError(
         f"fully_shard: ranks do not have the same module: rank {other} of the mesh differs from rank 0. Expected, as on "
-        f"rank 0: {missing[:4]}; got on rank {other}: {extra[:4]}. Build the same model on every rank"
+        f"rank 0: {missing[:4]}; got on rank {other}: {extra[:4]}. Build the same model on every rank: with "
+        "one seed, the same layers frozen, and one version of each package"
     )
 
 

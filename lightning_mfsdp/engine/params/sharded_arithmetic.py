@@ -98,7 +98,8 @@ def assign_data(target: PlacedTensor, value: Any) -> None:
             why = "or put another tensor in its place: parameter.grad = value, optimizer.state[parameter][name] = value"
         raise EngineStateError(
             f"{'' if target.shows_weight else 'gradient or optimizer state of '}parameter {target.described}: .data can only be set to a "
-            f"tensor of its own shape {tuple(target.shape)}, {target.dtype} on {target.device.type}, {why}; got {got}"
+            f"tensor of its own shape {tuple(target.shape)}, {target.dtype} on {target.device.type}, {why}; got {got}. "
+            "Give it values like that"
         )
     shown = value.source if isinstance(value, WholeView) else value
     if isinstance(shown, PlacedTensor) and shown.shows_weight and shown.place != target.place:
@@ -362,8 +363,8 @@ def _refuse_other_parts(tensor: DTensor) -> None:
         optimizer = stepping_optimizer()
         where = f" in the step of {type(optimizer).__name__}" if optimizer is not None else ""
         raise LayoutError(
-            f"a DTensor of shape {tuple(tensor.shape)}{where} has other rows than DTensor gives each rank: it was made of a sharded "
-            "parameter's rows, which are shared out in parts that differ in length. Make it by torch.zeros_like(parameter). "
+            f"a DTensor of shape {tuple(tensor.shape)}{where} has other rows than DTensor gives each rank, because it was made of a "
+            "sharded parameter's rows. Make it by torch.zeros_like(parameter). "
             f"{OPTIMIZER_ADVICE}"
         )
 

@@ -31,6 +31,7 @@ from lightning_mfsdp.engine.runtime.unit import Unit, unit_of
 __all__ = ["GradientWatch", "NonFiniteGradients", "NonFiniteParameter"]
 
 _MAX_LINES = 40
+_ADVICE = "Look first at the data and the forward of the unit, rank and microbatch above, then at the loss and the learning rate"
 _NOT_SHARDED = "(ignored_parameters)"
 # A finding is encoded as one number, so that the largest over all ranks is the earliest: microbatch, then rank, then whether it is NaN.
 _LAST_MICROBATCH = (1 << 31) - 1
@@ -102,7 +103,7 @@ class NonFiniteGradients:
             "something else wrote into the gradient"
             for unit in self.reduced_only
         ]
-        return "\n".join(lines)
+        return "\n".join([*lines, _ADVICE])
 
 
 class _Places:

@@ -79,7 +79,8 @@ class MemoryPlanner:
             if self._pool.is_outdated:
                 warnings.warn(
                     "fully_shard: this step runs units together that ran apart before, so the slots of gathered weights are planned "
-                    "anew, in ordinary memory: gathers use the compute cores from now on",
+                    "anew, in ordinary memory: gathers use the compute cores from now on. Run such a step among the first two, or leave "
+                    "symmetric_memory out",
                     stacklevel=2,
                 )
             return None

@@ -229,7 +229,7 @@ class SavedRows:
     def check(self) -> None:
         """Raise an EngineStateError if there is nothing to load."""
         if self.stage is Stage.GONE:
-            raise EngineStateError(f"paged stash: rows of {self.layer} {self._why_gone}")
+            raise EngineStateError(f"paged stash: rows of {self.layer} {self._why_gone}; compute the forward again")
 
     def _unwritten(self) -> list[Tensor]:
         """The originals, unless one was written to since it was saved."""
@@ -286,6 +286,6 @@ def warn_of_kept(layer: str) -> None:
     """Warn that there were too few pages; results are still correct."""
     warnings.warn(
         f"paged stash: rows of {layer} found no pages and stay where they are, so nothing is lost but memory; there will be more pages "
-        "from the next step on. Larger device_factor or host_factor avoid it. This is reported once",
+        "from the next step on. Raise device_factor or host_factor to avoid it. This is reported once",
         stacklevel=2,
     )

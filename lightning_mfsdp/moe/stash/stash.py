@@ -335,7 +335,7 @@ class RowStash:
         """Abandon a step: all pages are freed, and what was saved can no longer be loaded."""
         self._side.join(self._side.record())
         for rows in self._outstanding.values():
-            rows.forget("belong to a step that was abandoned; compute the forward again")
+            rows.forget("belong to a step that was abandoned")
         self._outstanding.clear()
         self._pending.clear()
         self._late = None

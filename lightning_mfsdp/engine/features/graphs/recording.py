@@ -217,7 +217,7 @@ def _capturable_context(caller: str, module: nn.Module) -> Context:
         )
     if context.device.type != "cuda":
         raise EngineStateError(
-            f"{caller}: {type(module).__name__} is on {context.device.type}; CUDA graphs need parameters on cuda"
+            f"{caller}: {type(module).__name__} is on {context.device.type}; CUDA graphs need parameters on cuda. Call the step as it is"
         )
     if not context.pool.pooled:
         raise EngineStateError(
