@@ -66,6 +66,9 @@ SECTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 # Where there is more to read: words of a message, and a section of a page.
 READ_MORE: Mapping[str, str] = {
+    "MemoryReport(step=": "callbacks.md#where-the-memory-goes",
+    "MemoryReport reads": "callbacks.md#where-the-memory-goes",
+    "MemoryReport with": "callbacks.md#where-the-memory-goes",
     "mfsdp_notebook: ": "quickstart.md#notebooks",
     "NormMonitor(": "callbacks.md#norms-of-gradients-weights-and-updates",
     "NormMonitor reads": "callbacks.md#norms-of-gradients-weights-and-updates",

@@ -2,6 +2,7 @@
 
 from lightning_mfsdp.callbacks.ema import ShardedEMA
 from lightning_mfsdp.callbacks.finetuning import ShardedBackboneFinetuning, ShardedFinetuning
+from lightning_mfsdp.callbacks.memory_report import MemoryReport
 from lightning_mfsdp.callbacks.model_summary import ShardedModelSummary
 from lightning_mfsdp.callbacks.nan_gradients import NaNGradientReporter, NonFiniteGradientError
 from lightning_mfsdp.callbacks.norm_monitor import NormMonitor
@@ -11,6 +12,7 @@ from lightning_mfsdp.callbacks.throughput import ShardedThroughputMonitor
 
 __all__ = [
     "ActivationRecompute",
+    "MemoryReport",
     "NaNGradientReporter",
     "NonFiniteGradientError",
     "NormMonitor",

@@ -227,7 +227,7 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def _on_the_way(step: int, found: Mapping[tuple[Kind, str], tuple[_Parameter, Tensor]]) -> _Norms:
     values = torch.stack([norm.float() for _, norm in found.values()])
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda)
     host.copy_(values, non_blocking=True)
     ready = None
     if values.is_cuda:

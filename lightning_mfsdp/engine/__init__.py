@@ -27,6 +27,7 @@ from lightning_mfsdp.engine.api.units import fully_shard_units
 from lightning_mfsdp.engine.features.ema import AveragedWeights
 from lightning_mfsdp.engine.features.graphs.capture import CapturedStep, capture_step
 from lightning_mfsdp.engine.features.graphs.captured_loss import CapturedLoss, capture_loss
+from lightning_mfsdp.engine.features.memory_timeline import MemorySample, MemoryTimeline
 from lightning_mfsdp.engine.features.step_trace import note_collective, traced_step
 from lightning_mfsdp.engine.optimizer.adopt import ELEMENTWISE_OPTIMIZERS
 from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer, RowPlacement, has_gradient, row_placement
@@ -69,6 +70,8 @@ __all__ = [
     "FlatGradient",
     "GradientWatch",
     "LocalRowsOptimizer",
+    "MemorySample",
+    "MemoryTimeline",
     "MixedPrecisionPolicy",
     "NonFiniteGradients",
     "NonFiniteParameter",

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy, fully_shard_optimizer
-from lightning_mfsdp.callbacks import NaNGradientReporter, NormMonitor
+from lightning_mfsdp.callbacks import MemoryReport, NaNGradientReporter, NormMonitor
+from lightning_mfsdp.engine import MemorySample, MemoryTimeline
 from lightning_mfsdp.engine.runtime.inspect import context_of
 from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.lightning.models import Classifier, full_state, loader, make_trainer, seeded, strict_warnings, train_plainly
@@ -146,6 +147,23 @@ def log_norms_without_waiting(rank: int, world_size: int) -> list[float]:
     return [logged[f"{kind}_norm_total"] for kind in ("grad", "weight", "update")]
 
 
+def watch_memory_without_waiting(rank: int, world_size: int) -> list[MemorySample]:
+    strict_warnings()
+    model = seeded()
+    report = MemoryReport(step=2)
+    trainer = cuda_trainer(world_size, callbacks=[report])
+    trainer.fit(model, loader(8, 8 * STEPS))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        with MemoryTimeline(model, trainer.optimizers) as timeline:
+            timeline.sample("here")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return report.samples
+
+
 class TestOneGpu:
     pytestmark = one_gpu
 
@@ -153,6 +171,14 @@ class TestOneGpu:
         ((gradient, weight, update),) = run_distributed(log_norms_without_waiting, 1, backend="nccl")
         assert update == pytest.approx(0.1 * gradient, rel=1e-3)
         assert weight > update > 0
+
+    def test_memory_of_a_step_is_counted_by_kind_without_waiting_for_the_device(self) -> None:
+        (samples,) = run_distributed(watch_memory_without_waiting, 1, backend="nccl")
+        assert {one.phase for one in samples} == {"", "forward begins", "forward ended", "backward ended"}
+        for one in samples:
+            assert one.known <= one.allocated <= one.peak
+        assert samples[0].optimizer > samples[0].weights, "two moments"
+        assert max(one.rest for one in samples) > samples[0].rest, "activations"
 
     def test_the_finite_check_never_synchronizes(self) -> None:
         assert run_distributed(check_without_waiting, 1, backend="nccl") == [True]
