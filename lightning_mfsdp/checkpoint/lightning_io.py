@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
+from lightning_mfsdp.base.progress import Progress
 from lightning_mfsdp.checkpoint.io.location import META_FILE, TIED_WEIGHTS, Location, check_files
 from lightning_mfsdp.checkpoint.io.opening import ReadPlan, no_checkpoint_error, read, read_rows, recover
-from lightning_mfsdp.checkpoint.io.progress import CountingFile, CountingReads, Progress, SavePlanner
+from lightning_mfsdp.checkpoint.io.progress import CountingFile, CountingReads, SavePlanner
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks
 from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
 from lightning_mfsdp.checkpoint.state import full, sharded

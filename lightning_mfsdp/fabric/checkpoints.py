@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from lightning_mfsdp.base.progress import progress_bar
 from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.io.location import META_FILE, Location, check_files
 from lightning_mfsdp.checkpoint.io.opening import ReadPlan, no_checkpoint_error, read, read_rows, recover
@@ -67,7 +68,8 @@ def save(location: Location, state: Mapping[str, Any], filters: Filters, *, whol
         content = lightning_io.FullContent(checkpoint={**tensors, **rest})
     else:
         content = lightning_io.ShardedContent.packed(tensors, rest, ranks)
-    lightning_io.save(location, content, ranks=ranks)
+    with progress_bar(f"Saving {location}") as progress:
+        lightning_io.save(location, content, ranks=ranks, progress=progress)
 
 
 def load(location: Location, state: dict[str, Any], *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
@@ -140,7 +142,8 @@ def _load_rows(
     }
     # Everything fits; state is changed from here on.
     planned: list[ReadPlan] = [*models.values(), *(plan for plan in optimizers.values() if plan is not None)]
-    read_rows(path, metadata, planned, trusted=trusted)
+    with progress_bar(f"Loading {path}") as progress:
+        read_rows(path, metadata, planned, progress, trusted=trusted)
     for key, model_plan in models.items():
         sharded.finish_model(model_plan, state[key])
     for key, plan in optimizers.items():

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
-from tqdm.auto import tqdm
 
+from lightning_mfsdp.base.progress import Progress, progress_bar
 from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.io.background import BackgroundSaver
 from lightning_mfsdp.checkpoint.io.opening import locate
-from lightning_mfsdp.checkpoint.io.progress import Progress
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, row_shards, whole_rows
@@ -60,8 +59,6 @@ __all__ = ["CheckpointingStrategy"]
 
 _log = logging.getLogger(__name__)
 
-# Smaller ones finish before a progress bar could be read.
-_BYTES_WORTH_A_BAR = 256 * 2**20
 _MODEL = "model"  # the one that a Trainer has
 
 
@@ -386,24 +383,7 @@ class CheckpointingStrategy(ProcessStrategy):
     def _place(self) -> list[int]:
         return [*super()._place(), collectives_begun(self._module)]
 
-    @contextmanager
-    def _progress(self, doing: str) -> Generator[Progress | None, None, None]:
-        """A progress bar of this rank's bytes, on rank 0, for large saves, if the Trainer shows bars."""
+    def _progress(self, doing: str) -> AbstractContextManager[Progress | None]:
+        """A bar of this rank's bytes, on rank 0, if the Trainer shows bars."""
         trainer = self._module.trainer
-        if not self.is_global_zero or trainer.progress_bar_callback is None:
-            yield None
-            return
-        bar: tqdm[Any] | None = None
-
-        def show(done: int, total: int) -> None:
-            nonlocal bar
-            if bar is None and total >= _BYTES_WORTH_A_BAR:
-                bar = tqdm(desc=doing, total=total, unit="B", unit_scale=True, unit_divisor=1024, leave=False)
-            if bar is not None:
-                bar.update(done - bar.n)
-
-        try:
-            yield show
-        finally:
-            if bar is not None:
-                bar.close()
+        return progress_bar(doing, shown=self.is_global_zero and trainer.progress_bar_callback is not None)

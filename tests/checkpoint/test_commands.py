@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import lightning_mfsdp.checkpoint
 from lightning_mfsdp import MFSDPStrategy
+from lightning_mfsdp.base import progress
 from lightning_mfsdp.checkpoint.io.stored import StoredTensor
 from lightning_mfsdp.checkpoint.tools.verify import count_nonfinite, cover_problems
 from lightning_mfsdp.commands import main
@@ -343,7 +344,7 @@ def test_export_hands_its_arguments_on(folder: Path, tmp_path: Path, run: Run, m
 
     def export_checkpoint(path: Path, output: Path, *, progress: Any, **options: Any) -> list[Path]:
         calls.append((path, output, options))
-        progress(1, 2)
+        assert progress is None, "stderr is no terminal"
         file = tmp_path / "model.safetensors"
         file.write_bytes(bytes(2048))
         return [file]
@@ -482,6 +483,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_bar_shows_progress_on_a_terminal_only(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "BYTES_WORTH_A_BAR", 1)
     assert run("verify", folder / "full.ckpt")[2] == ""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,7 +11,8 @@ import torch
 from lightning.pytorch.callbacks import ProgressBar
 
 from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.trainer import checkpointing
+from lightning_mfsdp.base import progress
+from lightning_mfsdp.checkpoint import export_model, load_safetensors
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import (
     FOREIGN_WARNINGS,
@@ -52,6 +54,13 @@ class Silent(ProgressBar):
         """And on again."""
 
 
+class Terminal(io.StringIO):
+    """Says that it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def fit(world: int, folder: str, kind: Any, callbacks: list[Any], path: str | None = None) -> tuple[Any, Any]:
     trainer = make_trainer(
         folder,
@@ -70,8 +79,8 @@ def everything(rank: int, world: int, folder: str) -> dict[str, Any]:
     strict_warnings()
     found: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointing, "tqdm", Bar)
-        patch.setattr(checkpointing, "_BYTES_WORTH_A_BAR", 1)
+        patch.setattr(progress, "tqdm", Bar)
+        patch.setattr(progress, "BYTES_WORTH_A_BAR", 1)
         for kind in ("sharded", "full"):
             path = f"{folder}/{kind}.ckpt"
             trainer, model = fit(world, folder, kind, [Silent()])
@@ -82,7 +91,7 @@ def everything(rank: int, world: int, folder: str) -> dict[str, Any]:
             Bar.made.clear()
             fit(world, folder, kind, [], path)
             found[f"{kind} quiet"] = len(Bar.made)
-        patch.setattr(checkpointing, "_BYTES_WORTH_A_BAR", 2**20)
+        patch.setattr(progress, "BYTES_WORTH_A_BAR", 2**20)
         fit(world, folder, "sharded", [Silent()], f"{folder}/sharded.ckpt")
         found["small"] = len(Bar.made)
     return found
@@ -114,3 +123,27 @@ def test_a_full_file_loads_without_a_trainer(runs: Any) -> None:
     model = Classifier.load_from_checkpoint(folder / "full.ckpt", weights_only=True)
     for name, value in first["full"].items():
         assert torch.equal(model.get_parameter(name), value), name
+
+
+def test_weights_that_are_exported_and_loaded_show_a_bar_on_a_terminal_unless_a_callback_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "tqdm", Bar)
+    monkeypatch.setattr(progress, "BYTES_WORTH_A_BAR", 1)
+    monkeypatch.setattr(progress.sys, "stderr", Terminal())
+    Bar.made.clear()
+    _, model = fit(1, str(tmp_path), "sharded", [])
+    path = tmp_path / "weights"
+    export_model(model, path)
+    load_safetensors(model, path)
+    assert [(bar.desc, bar.n == bar.total, bar.closed) for bar in Bar.made] == [
+        (f"Writing {path}", True, True),
+        (f"Loading {path}", True, True),
+    ]
+    Bar.made.clear()
+    calls: list[tuple[int, int]] = []
+    load_safetensors(model, path, progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1][0] == calls[-1][1] > 0
+    monkeypatch.setattr(progress.sys, "stderr", io.StringIO())
+    load_safetensors(model, path)
+    assert Bar.made == []

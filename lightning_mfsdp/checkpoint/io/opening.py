@@ -13,9 +13,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from lightning_mfsdp.base.progress import Progress
 from lightning_mfsdp.checkpoint.io.local import LocalLocation
 from lightning_mfsdp.checkpoint.io.location import META_FILE, Location, reason_of
-from lightning_mfsdp.checkpoint.io.progress import LoadPlanner, Progress
+from lightning_mfsdp.checkpoint.io.progress import LoadPlanner
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.io.remote import RemoteLocation
 from lightning_mfsdp.checkpoint.io.unpickling import (

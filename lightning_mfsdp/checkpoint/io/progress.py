@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
 from typing import IO, Any, Protocol
 
 from torch import Tensor
@@ -13,11 +12,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, WriteItem
 from typing_extensions import override
 
+from lightning_mfsdp.base.progress import Progress
 from lightning_mfsdp.checkpoint.io.unpickling import load_trusting
 
-__all__ = ["CountingFile", "CountingReads", "LoadPlanner", "Progress", "SavePlanner", "bytes_to_write"]
+__all__ = ["CountingFile", "CountingReads", "LoadPlanner", "SavePlanner", "bytes_to_write"]
 
-Progress = Callable[[int, int], None]
 """Called with the bytes this rank has written or read, and with the total."""
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from lightning_mfsdp.base.progress import Progress, progress_bar
 from lightning_mfsdp.checkpoint.io.location import META_FILE, TIED_WEIGHTS, Location, look_over
 from lightning_mfsdp.checkpoint.io.opening import locate, read, read_rows
 from lightning_mfsdp.checkpoint.io.ranks import on_all_ranks
@@ -26,7 +27,6 @@ from lightning_mfsdp.checkpoint.safetensors.files import (
     DTYPE_NAMES,
     FolderWriter,
     PlannedTensor,
-    Progress,
     plan_files,
 )
 from lightning_mfsdp.checkpoint.state.index import plain_name
@@ -62,7 +62,7 @@ def export_checkpoint(
         dtype: Floating-point tensors are cast to it. `None`: they keep the dtype of the main weights.
         prefix: Prefix of all names that the exported model does not have, with its dot: "model." if the LightningModule holds it as
             `self.model`. It is removed.
-        progress: Called with the bytes written and all bytes, after each tensor.
+        progress: Called with the bytes written and all bytes, after each tensor. `None`: a bar on a terminal.
         weights_only: As for `torch.load`: only `False` loads classes that were not allowed.
 
     Returns:
@@ -85,7 +85,10 @@ def export_checkpoint(
             + ("the directory has no such file" if source.is_directory() else "there is nothing at that path")
         )
     files = plan_files(options.plan(f"export_checkpoint: {source}", described), max_shard_bytes)
-    with FolderWriter(Path(folder), files, progress) as writer:
+    with (
+        progress_bar(f"Writing {folder}", progress) as shown,
+        FolderWriter(Path(folder), files, shown) as writer,
+    ):
         writer.begin()
         for file in files:
             for tensor in file.tensors:
@@ -113,7 +116,7 @@ def export_model(
         max_shard_bytes: As in `export_checkpoint`.
         dtype: As in `export_checkpoint`.
         prefix: As in `export_checkpoint`; a part of the module by that name is the model whose config is saved.
-        progress: Called on rank 0 with the bytes written and all bytes, after each tensor.
+        progress: Called on rank 0 with the bytes written and all bytes, after each tensor. `None`: a bar on a terminal.
 
     Returns:
         The safetensors files, on every rank.
@@ -130,7 +133,10 @@ def export_model(
     tied = tied_names({name: value for name, value in state.items() if _entry(value) or not isinstance(value, DTensor)})
     described.update(tied)
     files = plan_files(options.plan(doing, described), max_shard_bytes)
-    with FolderWriter(Path(folder), files, progress) as writer:
+    with (
+        progress_bar(f"Writing {folder}", progress) as shown,
+        FolderWriter(Path(folder), files, shown) as writer,
+    ):
         with on_all_ranks(doing):
             if writes:
                 writer.begin()

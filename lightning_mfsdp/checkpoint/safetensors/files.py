@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import TracebackType
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from lightning_mfsdp.base.progress import Progress
 from lightning_mfsdp.checkpoint.io.local import part_of, put_in_place, remove
 
 __all__ = [
@@ -25,7 +26,6 @@ __all__ = [
     "FolderWriter",
     "PlannedFile",
     "PlannedTensor",
-    "Progress",
     "TensorInFile",
     "open_file",
     "plan_files",
@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 # Bytes done and total bytes.
-Progress: TypeAlias = Callable[[int, int], object]
 
 DTYPE_NAMES = {
     torch.float64: "F64",

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mfsdp.base.progress import Progress, progress_bar
 from lightning_mfsdp.checkpoint.io.ranks import on_all_ranks
-from lightning_mfsdp.checkpoint.safetensors.files import Progress, TensorInFile, open_file, stored_tensors
+from lightning_mfsdp.checkpoint.safetensors.files import TensorInFile, open_file, stored_tensors
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.sharded import check_names, check_restored, tied_names
 from lightning_mfsdp.engine import ShardingError, refresh_weights
@@ -44,7 +45,7 @@ def load_safetensors(
         source: A safetensors file, or a folder with one, or with several and their index, as `from_pretrained` takes it.
         strict: Names must match exactly. Of tied weights one name is enough. `False`: only shapes must.
         rename: From a name in the files to the name in `module`; `None` for tensors to skip.
-        progress: Called on each rank with the bytes it has read and all it will read, after each tensor.
+        progress: Called on each rank with the bytes it has read and all it will read, after each tensor. `None`: a bar on a terminal.
 
     Raises:
         ShardingError: The module is not sharded yet.
@@ -61,8 +62,11 @@ def load_safetensors(
         )
     with on_all_ranks(f"load_safetensors: {path}, before anything was written"):
         copies = _plan(path, index, strict=strict, rename=rename)
-    with on_all_ranks(f"load_safetensors: {path}, with weights partly written"):
-        _read(copies, progress)
+    with (
+        on_all_ranks(f"load_safetensors: {path}, with weights partly written"),
+        progress_bar(f"Loading {path}", progress) as shown,
+    ):
+        _read(copies, shown)
     refresh_weights(module)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from lightning_mfsdp.base.progress import Progress
 from lightning_mfsdp.checkpoint.io.local import part_of, put_in_place, remove
 from lightning_mfsdp.checkpoint.io.location import META_FILE, TIED_WEIGHTS, Writer
 from lightning_mfsdp.checkpoint.io.opened import (
@@ -35,9 +36,8 @@ from lightning_mfsdp.checkpoint.tools.portable import (
     value_of,
 )
 
-__all__ = ["Progress", "consolidate_checkpoint", "convert_checkpoint"]
+__all__ = ["consolidate_checkpoint", "convert_checkpoint"]
 
-Progress = Callable[[int, int], None]
 """Called with the bytes done, and the total."""
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+from lightning_mfsdp.base.progress import Progress
 from lightning_mfsdp.checkpoint.io.local import LocalLocation
 from lightning_mfsdp.checkpoint.io.location import META_FILE, file_problems
 from lightning_mfsdp.checkpoint.io.opened import (
@@ -30,7 +31,6 @@ from lightning_mfsdp.checkpoint.io.stored import (
     StoredTensor,
     size_bytes,
 )
-from lightning_mfsdp.checkpoint.tools.convert import Progress
 
 __all__ = ["NonFinite", "Verification", "count_nonfinite", "cover_problems", "rows_in_pieces", "verify"]
 

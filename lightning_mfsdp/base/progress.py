@@ -1,0 +1,50 @@
+"""Progress of what takes long, in bytes: a callback, or a bar on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from tqdm.auto import tqdm
+
+__all__ = ["Progress", "progress_bar"]
+
+# Called with the bytes done and the total.
+Progress: TypeAlias = Callable[[int, int], object]
+
+# Less than this is done in a moment.
+BYTES_WORTH_A_BAR = 256 * 2**20
+
+
+@contextmanager
+def progress_bar(doing: str, given: Progress | None = None, *, shown: bool | None = None) -> Iterator[Progress | None]:
+    """A callback for work of known size: `given`, or a bar once the total turns out to be large, or `None`.
+
+    Args:
+        doing: What the bar says.
+        given: A callback of the caller's, instead of a bar.
+        shown: Whether there may be a bar. `None`: on rank 0, if stderr is a terminal.
+    """
+    if shown is None:
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        shown = is_first and sys.stderr.isatty()
+    if given is not None or not shown:
+        yield given
+        return
+    bar: tqdm[Any] | None = None
+
+    def show(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None and total >= BYTES_WORTH_A_BAR:
+            bar = tqdm(desc=doing, total=total, unit="B", unit_scale=True, unit_divisor=1024, leave=False)
+        if bar is not None:
+            bar.update(done - bar.n)
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()
