@@ -1,6 +1,8 @@
-"""Every Python block of the README and the docs runs: page by page, top to bottom, as rank 0 of a world of one.
+"""Every Python block of the README and the docs is a whole program, which runs alone, as a reader runs it who copied it into a file.
 
-A block is left out when the line before it is `<!-- no-run: reason -->`. YAML blocks are configurations, and train one by one.
+On a push blocks run in forked children of one process, at night by plain `python`. What a block needs in addition to this package its first
+line says (`# Needs a GPU and transformer-engine.`). Those that need GPUs run in tests/gpu/test_snippets.py; here their names are checked.
+YAML blocks are configurations, and train one by one.
 """
 
 from __future__ import annotations
@@ -12,86 +14,193 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.distributed import run_distributed
+from tests.helpers.pages import (
+    BLOCKS,
+    GPUS,
+    PAGES,
+    PRESENT,
+    PROGRAMS,
+    ROOT,
+    Block,
+    blocks_of,
+    imported_packages,
+    wrong_names,
+)
+from tests.helpers.programs import ProgramError, run_forked, run_plain
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# What tells a process that somebody launched it as a rank; a training in the process of the tests leaves it behind.
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-SKIP = re.compile(r"<!-- no-run: \S.* -->")
+NIGHTLY = os.environ.get("MFSDP_NIGHTLY") == "1"
+LANGUAGES = {"bash", "diff", "python", "text", "yaml"}
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+EXPECTED = (
+    ".*these keep their present values.*",  # a page says so
+    ".*is_gradient_checkpointing. is deprecated.*",  # peft asks transformers for it
+    "(?s).*JSONARGPARSE_DEPRECATION_WARNINGS.*",  # Lightning's command line
+    "(?s).*in v5.0.0.*",
+)
+HERE = [block for block in PROGRAMS if not block.gpus]
+ELSEWHERE = [block for block in PROGRAMS if block.gpus]
 
 
-def python_blocks(page: Path) -> list[tuple[int, str]]:
-    """(line number, code) of each block that is to run."""
-    blocks: list[tuple[int, str]] = []
-    lines = page.read_text().splitlines()
-    start: int | None = None
-    for index, line in enumerate(lines):
-        if start is None and line.strip() == "```python":
-            start = index + 1
-        elif start is not None and line.strip() == "```":
-            before = next((text for text in reversed(lines[: start - 1]) if text.strip()), "")
-            if not SKIP.fullmatch(before.strip()):
-                blocks.append((start + 1, "\n".join(lines[start:index])))
-            start = None
-    assert start is None, f"{page.name}: a block that begins at line {start} never ends"
-    return blocks
+def program(folder: Path, code: str) -> Path:
+    path = folder / "program.py"
+    path.write_text(code)
+    return path
 
 
-def run_blocks(
-    rank: int, world_size: int, blocks: list[tuple[int, str]], source: str, folder: Path, *argv: str
-) -> None:
-    """Run blocks in one namespace, in a process of its own which nobody launched as a rank; a traceback names `source` and its line."""
-    for name in LAUNCHED:
-        os.environ.pop(name, None)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.chdir(folder)
-    sys.argv = [source, *argv]
-    names = {"__name__": "__main__"}
-    for line, code in blocks:
-        exec(compile("\n" * (line - 1) + code, source, "exec"), names)
+def run(path: Path, *arguments: str) -> str:
+    if NIGHTLY:
+        return run_plain(path, *arguments)
+    return run_forked(path, *arguments, expected=EXPECTED)
+
+
+@pytest.mark.parametrize("block", HERE, ids=str)
+def test_a_block_runs_alone(block: Block, tmp_path: Path) -> None:
+    if block.missing:
+        pytest.skip(f"needs {', '.join(block.missing)}")
+    # Which of Lightning's two names is used is decided when the package is imported, and the parent of forked children has done so.
+    if "LIGHTNING_MFSDP_NAMESPACE" in block.text:
+        run_plain(program(tmp_path, block.text))
+    else:
+        run(program(tmp_path, block.text))
+
+
+@pytest.mark.parametrize("block", ELSEWHERE, ids=str)
+def test_a_block_for_gpus_uses_names_that_exist(block: Block) -> None:
+    assert not wrong_names(block.text, block.missing)
+
+
+@pytest.mark.parametrize("block", PROGRAMS, ids=str)
+def test_the_first_line_of_a_block_names_the_packages_that_it_imports(block: Block) -> None:
+    assert imported_packages(block.text) <= sys.stdlib_module_names | PRESENT | block.packages
+
+
+def test_there_are_blocks_for_every_place() -> None:
+    assert len(HERE) > 30
+    assert {need for block in ELSEWHERE for need in block.needs} & GPUS.keys()
+
+
+def test_pages_have_no_other_kinds_of_blocks() -> None:
+    """A block without a language, or one that is told not to run, might be a fragment of a program."""
+    assert {str(block): block.language for block in BLOCKS if block.language not in LANGUAGES} == {}
+    assert [page.name for page in PAGES if "<!-- no-run" in page.read_text()] == []
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.relative_to(ROOT).as_posix()
+    ("code", "message"),
+    [
+        ("import torch\nmodel = Model()", "NameError: name 'Model' is not defined"),
+        ("print('before')\nassert 1 > 2", "before\n(.*\n)*AssertionError"),
+        ("raise SystemExit(3)", "exit code 3"),
+        ("import os\nos.kill(os.getpid(), 9)", "exit code -9"),
+        ("import warnings\nwarnings.warn('old')", "UserWarning: old"),
+        ("import urllib.request\nurllib.request.urlopen('http://pytorch.org')", "needs no network"),
+        ("import socket\nsocket.create_connection(('192.0.2.1', 80))", "needs no network"),
+    ],
 )
-def test_the_python_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
-    run_distributed(run_blocks, 1, python_blocks(page), str(page), tmp_path, apart=True)
+def test_a_block_that_fails_is_found(code: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ProgramError, match=message):
+        run_forked(program(tmp_path, code))
+
+
+@pytest.mark.parametrize("runner", [run_forked, run_plain])
+def test_a_block_that_does_not_end_is_ended_with_what_it_started(runner, tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys\n"
+        "child = [sys.executable, '-c', 'while True: print(1, flush=True)']\n"
+        "subprocess.run(child, stdout=open('alive', 'w'))\n"
+    )
+    os.mkfifo(tmp_path / "alive")
+    pipe = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(ProgramError, match="did not end"):
+        runner(program(tmp_path, code), timeout_s=5)
+    os.set_blocking(pipe, True)
+    with open(pipe) as written:  # it ends when nobody is left who could write
+        assert set(written.read()) == {"1", "\n"}
+
+
+ALONE = """
+import os, sys
+assert "torch" not in sys.modules or not sys.modules["torch"].distributed.is_initialized()
+assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & os.environ.keys()
+assert {name for name in globals() if not name.startswith("__")} == {"os", "sys"}
+assert os.getcwd() == os.path.dirname(os.path.abspath(__file__)) == sys.path[0]
+assert os.listdir() in (["program.py"], ["program.py", "program.out"], ["program.out", "program.py"])
+assert sys.argv[1:] == ["given"] and __name__ == "__main__" and sys.modules["__main__"].__file__ == __file__
+print("as if alone")
+"""
+
+
+@pytest.mark.parametrize("runner", [run_forked, run_plain])
+def test_nothing_is_set_up_for_a_block(runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert "as if alone" in runner(program(tmp_path, ALONE), "given")
+
+
+@pytest.mark.parametrize(
+    ("code", "wrong"),
+    [
+        ("from lightning_mfsdp import fully_shard_all", "lightning_mfsdp has no fully_shard_all"),
+        ("from lightning_mfsdp import MFSDPStrategy\nMFSDPStrategy(shards=2)", "MFSDPStrategy: .*'shards'"),
+        ("import torch\ntorch.nn.Linear(2, 2, False, None, None, 7)", "torch.nn.Linear: too many"),
+        ("import torch\ntorch.nn.Linearly(2)", "torch.nn.Linearly does not exist"),
+        ("import lightning.pytorch as pl\npl.Trainer(gpus=2)", "pl.Trainer: .*'gpus'"),
+    ],
+)
+def test_a_wrong_name_is_found_without_running(code: str, wrong: str) -> None:
+    (found,) = wrong_names(code, [])
+    assert re.search(wrong, found)
+
+
+def test_names_of_a_package_that_is_not_there_are_not_looked_at() -> None:
+    code = "from nowhere.optimizers import Adam\nimport torch\nAdam(torch.nn.Linear(2, 2).parameters(), rate=1)"
+    assert wrong_names(code, ["nowhere"]) == []
+
+
+def test_what_a_block_needs_is_read_from_its_first_line() -> None:
+    text = "```python\n# Needs two GPUs, peft and transformer-engine.\nx = 1\n```\n\n  ```text\n  x\n  ```\n"
+    first, second = blocks_of("page.md", text)
+    assert (str(first), first.gpus, first.packages) == ("page.md:1", 2, {"peft", "transformer_engine"})
+    assert (second.line, second.needs, second.gpus) == (6, [], 0)
+
+
+def test_a_block_that_needs_what_nobody_knows_is_an_error() -> None:
+    (block,) = blocks_of("page.md", "```python\n# Needs a gpu.\nx = 1\n```\n")
+    with pytest.raises(ValueError, match="a gpu"):
+        _ = block.needs
 
 
 # A user's script: it does not import the package, and its model has classes and names that the pages speak of.
-CLI = """
+CLI = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
 from lightning.pytorch.cli import LightningCLI
 from tests.lightning.models import Classifier, TinyData
-cli = LightningCLI(Classifier, TinyData, save_config_callback=None)
+cli = LightningCLI(Classifier, TinyData, save_config_callback=None, seed_everything_default=0)
 assert type(cli.trainer.strategy).__name__ == "MFSDPStrategy"
 assert cli.trainer.global_step == 2
 """
-YAML_BLOCKS = [
-    block
-    for page in PAGES
-    for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-]
 
 
-@pytest.mark.parametrize("block", range(len(YAML_BLOCKS)))
-def test_a_yaml_block_trains(block: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
+def test_a_yaml_block_trains(block: Block, tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
-    (tmp_path / "config.yaml").write_text(YAML_BLOCKS[block].replace("device: cuda", "device: cpu"))
+    (tmp_path / "config.yaml").write_text(block.text.replace("device: cuda", "device: cpu"))
     options = ["accelerator=cpu", "devices=1", "max_steps=2", "logger=false", "enable_checkpointing=false"]
-    arguments = ["fit", "--config=config.yaml", *(f"--trainer.{option}" for option in options)]
-    run_distributed(run_blocks, 1, [(1, CLI)], "cli", tmp_path, *arguments, apart=True)
+    run(program(tmp_path, CLI), "fit", "--config=config.yaml", *(f"--trainer.{option}" for option in options))
 
 
 def test_there_are_yaml_blocks() -> None:
-    assert YAML_BLOCKS
+    assert any(block.language == "yaml" for block in BLOCKS)
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
     """What a link to a heading of a page may name, as GitHub and mkdocs make it of the heading."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    titles = re.findall(r"^#+ +(.+?) *$", text, flags=re.MULTILINE)
+    titles = re.findall(r"^#+ +(.+?) *$", prose(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
@@ -99,7 +208,7 @@ def test_links_between_files_lead_somewhere() -> None:
     links = [
         (page, target, anchor)
         for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
-        for target, anchor in LINK.findall(page.read_text())
+        for target, anchor in LINK.findall(prose(page))
         if "://" not in target
     ]
     assert any(anchor for _, _, anchor in links), "the check sees nothing"

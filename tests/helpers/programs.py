@@ -1,0 +1,129 @@
+"""Programs in files of their own, run as somebody runs them who copied them: nothing is set up for them but a folder.
+
+`run_forked` forks them from the server that has imported what is heavy; `run_plain` starts `python` for each.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.lasting_ranks import forking
+
+TIMEOUT_S = 120
+# What tells a process that somebody launched it as a rank; a training in the process of the tests leaves it behind.
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+# What Lightning advises programs on little data, and does itself.
+FOREIGN_WARNINGS = (
+    ".*isinstance.treespec, LeafSpec.*",
+    ".*does not have many workers.*",
+    ".*is smaller than the logging interval.*",
+    ".*is not supported by the model summary.*",
+    ".*`tensorboardX` has been removed as a dependency.*",
+)
+
+
+class ProgramError(AssertionError):
+    """A program failed or did not end; carries what it wrote."""
+
+
+def run_forked(program: Path, *arguments: str, expected: tuple[str, ...] = (), timeout_s: float = TIMEOUT_S) -> str:
+    """What the program writes, in its folder, without CUDA devices and network, and with warnings as errors but `expected` ones.
+
+    Raises:
+        ProgramError: It fails, or takes longer.
+    """
+    output = program.with_suffix(".out")
+    # Not a daemon: a program may start processes.
+    process = forking().Process(target=_main, args=(program, arguments, expected, _environment(), output))
+    process.start()
+    process.join(timeout_s)
+    code = process.exitcode
+    if code is None:
+        _kill(process.pid)
+        process.join()
+    return _judge(program, code, output.read_text() if output.exists() else "")
+
+
+def run_plain(program: Path, *arguments: str, timeout_s: float = TIMEOUT_S, gpus: bool = False) -> str:
+    """The same by `python`, which warns as it always does; with the CUDA devices of the machine if it needs them.
+
+    Raises:
+        ProgramError: It fails, or takes longer.
+    """
+    process = subprocess.Popen(
+        [sys.executable, str(program), *arguments],
+        cwd=program.parent,
+        env=_environment(hidden=not gpus),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        _kill(process.pid)
+        output, _ = process.communicate()
+        return _judge(program, None, output)
+    return _judge(program, process.returncode, output)
+
+
+def _environment(*, hidden: bool = True) -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    return own | {"CUDA_VISIBLE_DEVICES": ""} if hidden else own
+
+
+def _judge(program: Path, code: int | None, output: str) -> str:
+    if code != 0:
+        ended = "did not end" if code is None else f"ended with exit code {code}"
+        raise ProgramError(f"{program} {ended}; it wrote:\n{output}")
+    return output
+
+
+def _kill(pid: int | None) -> None:
+    """End a leader of a session with all that it started."""
+    assert pid is not None
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:  # it has just ended
+        return
+
+
+def _main(
+    program: Path, arguments: tuple[str, ...], expected: tuple[str, ...], environment: dict[str, str], output: Path
+) -> None:
+    os.setsid()
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(program.parent)
+    sys.argv = [str(program), *arguments]
+    sys.path.insert(0, str(program.parent))
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
+    for message in (*FOREIGN_WARNINGS, *expected):
+        warnings.filterwarnings("ignore", message=message)
+    sys.addaudithook(_refuse_network)
+    runpy.run_path(str(program), run_name="__main__")
+
+
+def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "socket.connect":
+        address = arguments[1]
+        host = address[0] if isinstance(address, tuple) else None  # a path for sockets of this machine
+    elif event == "socket.getaddrinfo":
+        host = arguments[0]
+    else:
+        return
+    if host not in (None, "", "localhost", "127.0.0.1", "::1", socket.gethostname()):
+        raise OSError(f"a program on a page needs no network, and this one asks for {host!r}")
