@@ -14,6 +14,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
+from lightning_mfsdp._lightning_api import (
+    LIGHTNING_VERSION,
+    LightningOptimizer,
+    ModelCheckpoint,
+    SIGTERMException,
+    TorchCheckpointIO,
+    TrainerFn,
+)
 from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.io.background import BackgroundSaver
 from lightning_mfsdp.checkpoint.io.opening import locate
@@ -25,14 +33,6 @@ from lightning_mfsdp.checkpoint.state.staging import Staging
 from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 from lightning_mfsdp.engine import collectives_begun
 from lightning_mfsdp.launch.processes import ProcessStrategy
-from lightning_mfsdp.lightning_api import (
-    LIGHTNING_VERSION,
-    LightningOptimizer,
-    ModelCheckpoint,
-    SIGTERMException,
-    TorchCheckpointIO,
-    TrainerFn,
-)
 from lightning_mfsdp.trainer.callback_hooks import HasParameterState, PreparesOptimizers
 from lightning_mfsdp.trainer.continuation import (
     GRADIENTS,
