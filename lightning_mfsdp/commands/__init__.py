@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0; 1 if a check found problems; 2 if a command failed, with one line on stderr that says why.
     """
-    parser = ArgumentParser(prog="python -m lightning_mfsdp", description="Tools for checkpoints outside of training.")
+    parser = ArgumentParser(prog="lightning-mfsdp", description="Tools for checkpoints outside of training.")
     add_checkpoint_commands(parser.add_subparsers(required=True, metavar="COMMAND"))
     chosen = parser.parse_args(arguments)
     try:
