@@ -23,7 +23,7 @@ PAGE = DOCS / "reference/messages.md"
 SECTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "Starting and stopping": (
         "troubleshooting.md#it-does-not-start",
-        ("launch", "lightning_api.py", "engine/comm/process_groups.py"),
+        ("launch", "_lightning_api.py", "engine/comm/process_groups.py"),
     ),
     "Options of the strategies": ("quickstart.md", ("options",)),
     "Precision": (
@@ -200,6 +200,7 @@ INTERNAL = {
     "engine/layout/layout.py:_check_arguments": _OWN_LAYOUT,
     "checkpoint/state/row_shard.py:RowShard.__get_tensor_shard__": "torch.distributed.checkpoint asks for the rows it was told of",
     "checkpoint/io/location.py:Writer._write_file": "it says what the operating system said, in its words",
+    "__init__.py:__getattr__": "it is Python's own message for a name that a module lacks",
     "launch/stopping.py:Stopping._on_sigterm": "it is Lightning's exception, without words",
     "launch/stopping.py:Stopping._before_batch": "it is Lightning's exception, without words",
 }

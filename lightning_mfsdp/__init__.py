@@ -1,7 +1,11 @@
 """Megatron-style fully sharded training for any LightningModule: `Trainer(strategy="mfsdp")`.
 
-Importing this package registers "mfsdp", "mfsdp_optim_grads", "mfsdp_optim" and "mfsdp_no_shard" with Lightning.
+Importing this package registers "mfsdp", "mfsdp_optim_grads", "mfsdp_optim" and "mfsdp_no_shard" with Lightning. Its public rooms, such as
+`lightning_mfsdp.moe`, are attributes of it and are imported at their first use.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from lightning_mfsdp.checkpoint.state.whole import full_state_dict
 from lightning_mfsdp.engine import (
@@ -41,6 +45,19 @@ from lightning_mfsdp.trainer.loading import load_from_checkpoint
 from lightning_mfsdp.trainer.precision import MFSDPPrecision
 from lightning_mfsdp.trainer.strategy import MFSDPStrategy, register_strategies
 
+if TYPE_CHECKING:
+    from lightning_mfsdp import callbacks as callbacks
+    from lightning_mfsdp import checkpoint as checkpoint
+    from lightning_mfsdp import fabric as fabric
+    from lightning_mfsdp import moe as moe
+    from lightning_mfsdp import mtp as mtp
+    from lightning_mfsdp import ops as ops
+    from lightning_mfsdp import optim as optim
+    from lightning_mfsdp import recompute as recompute
+    from lightning_mfsdp import te as te
+
+# The only place of the version; pyproject.toml reads it from this line. Metadata would be the other choice, but there is none in a checkout
+# that is only on the path, and that of an older installation there would be wrong.
 __version__ = "0.1.0"
 
 __all__ = [
@@ -81,5 +98,20 @@ __all__ = [
     "unshard",
     "unshard_model",
 ]
+
+_ROOMS = ("callbacks", "checkpoint", "fabric", "moe", "mtp", "ops", "optim", "recompute", "te")
+
+if not TYPE_CHECKING:  # to a type checker it would say that every name exists
+
+    def __getattr__(name: str) -> object:
+        """Import a room at its first use; the import makes it an ordinary attribute of the package."""
+        if name in _ROOMS:
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_ROOMS, "__version__"])
+
 
 register_strategies()

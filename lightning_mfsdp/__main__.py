@@ -1,4 +1,4 @@
-"""`python -m lightning_mfsdp`: tools for checkpoints outside of training."""
+"""`python -m lightning_mfsdp`, which is `lightning-mfsdp` too: tools for checkpoints, and for reports of defects."""
 
 import sys
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_mfsdp._lightning_api import Callback, LightningModule, Trainer, TrainerFn
 from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES
 from lightning_mfsdp.checkpoint.state.whole import whole_model_state
 from lightning_mfsdp.engine import AveragedWeights
-from lightning_mfsdp.lightning_api import Callback, LightningModule, Trainer, TrainerFn
 from lightning_mfsdp.trainer.callback_hooks import HasParameterState
 from lightning_mfsdp.trainer.strategy import MFSDPStrategy
 

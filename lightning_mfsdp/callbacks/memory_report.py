@@ -9,10 +9,10 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_mfsdp._lightning_api import Callback, LightningModule, Trainer
 from lightning_mfsdp.base.tables import table_lines
 from lightning_mfsdp.callbacks.drawing import check_drawing, new_figure, save_figure
 from lightning_mfsdp.engine import MemorySample, MemoryTimeline
-from lightning_mfsdp.lightning_api import Callback, LightningModule, Trainer
 from lightning_mfsdp.trainer.strategy import MFSDPStrategy
 
 __all__ = ["MemoryReport"]

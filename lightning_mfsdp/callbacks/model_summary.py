@@ -9,9 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_mfsdp.engine import units
-from lightning_mfsdp.engine.params.group import owner_of
-from lightning_mfsdp.lightning_api import (
+from lightning_mfsdp._lightning_api import (
     LightningModule,
     ModelSummary,
     Summary,
@@ -19,6 +17,8 @@ from lightning_mfsdp.lightning_api import (
     get_formatted_model_size,
     get_human_readable_count,
 )
+from lightning_mfsdp.engine import units
+from lightning_mfsdp.engine.params.group import owner_of
 from lightning_mfsdp.trainer.strategy import MFSDPStrategy
 
 __all__ = ["ShardedModelSummary", "ShardedSummary"]

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mfsdp._lightning_api import Callback, LightningModule, Trainer
 from lightning_mfsdp.engine import GradientWatch, NonFiniteGradients
-from lightning_mfsdp.lightning_api import Callback, LightningModule, Trainer
 from lightning_mfsdp.trainer.strategy import MFSDPStrategy
 
 __all__ = ["NaNGradientReporter", "NonFiniteGradientError"]

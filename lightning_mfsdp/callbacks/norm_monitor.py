@@ -21,10 +21,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mfsdp._lightning_api import Callback, LightningModule, Trainer
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.callbacks.drawing import check_drawing, new_figure, save_figure
 from lightning_mfsdp.engine import is_sharded, sharded_parameters
-from lightning_mfsdp.lightning_api import Callback, LightningModule, Trainer
 from lightning_mfsdp.trainer.strategy import MFSDPStrategy
 
 if TYPE_CHECKING:

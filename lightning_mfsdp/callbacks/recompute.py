@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from lightning_mfsdp.lightning_api import Callback, LightningModule, Trainer
+from lightning_mfsdp._lightning_api import Callback, LightningModule, Trainer
 from lightning_mfsdp.recompute import Recompute
 from lightning_mfsdp.trainer.callback_hooks import ChoosesRecompute
 from lightning_mfsdp.trainer.strategy import MFSDPStrategy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_mfsdp.lightning_api import LightningModule, ThroughputMonitor, Trainer, get_available_flops
+from lightning_mfsdp._lightning_api import LightningModule, ThroughputMonitor, Trainer, get_available_flops
 from lightning_mfsdp.trainer.precision import MFSDPPrecision
 
 __all__ = ["ShardedThroughputMonitor"]

@@ -7,6 +7,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 
 from lightning_mfsdp.commands.checkpoint import add_checkpoint_commands
+from lightning_mfsdp.commands.environment import add_environment_command
 
 __all__ = ["main"]
 
@@ -20,8 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0; 1 if a check found problems; 2 if a command failed, with one line on stderr that says why.
     """
-    parser = ArgumentParser(prog="python -m lightning_mfsdp", description="Tools for checkpoints outside of training.")
-    add_checkpoint_commands(parser.add_subparsers(required=True, metavar="COMMAND"))
+    parser = ArgumentParser(prog="lightning-mfsdp", description="Tools for checkpoints, and for reports of defects.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_checkpoint_commands(commands)
+    add_environment_command(commands)
     chosen = parser.parse_args(arguments)
     try:
         code: int = chosen.run(chosen)

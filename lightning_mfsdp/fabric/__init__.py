@@ -3,9 +3,9 @@
 Importing this package registers "mfsdp", "mfsdp_optim_grads", "mfsdp_optim" and "mfsdp_no_shard" with Fabric.
 """
 
+from lightning_mfsdp._lightning_api import FABRIC_STRATEGY_REGISTRY
 from lightning_mfsdp.fabric.precision import MFSDPFabricPrecision
 from lightning_mfsdp.fabric.strategy import MFSDPFabricStrategy
-from lightning_mfsdp.lightning_api import FABRIC_STRATEGY_REGISTRY
 
 __all__ = ["MFSDPFabricPrecision", "MFSDPFabricStrategy"]
 

@@ -22,6 +22,15 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_mfsdp._lightning_api import (
+    CheckpointIO,
+    FabricBackwardSyncControl,
+    FabricLauncher,
+    FabricMultiProcessingLauncher,
+    FabricParallelStrategy,
+    FabricPrecision,
+    sync_if_available,
+)
 from lightning_mfsdp.checkpoint.io.opening import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.engine import (
@@ -36,15 +45,6 @@ from lightning_mfsdp.engine import broadcast_buffers as share_buffers
 from lightning_mfsdp.fabric import checkpoints
 from lightning_mfsdp.fabric.precision import MFSDPFabricPrecision
 from lightning_mfsdp.launch import communication
-from lightning_mfsdp.lightning_api import (
-    CheckpointIO,
-    FabricBackwardSyncControl,
-    FabricLauncher,
-    FabricMultiProcessingLauncher,
-    FabricParallelStrategy,
-    FabricPrecision,
-    sync_if_available,
-)
 from lightning_mfsdp.options.arguments import check_device
 from lightning_mfsdp.options.dtypes import translate
 from lightning_mfsdp.options.foreign_options import answers_foreign_options

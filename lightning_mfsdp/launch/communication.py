@@ -18,11 +18,11 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from lightning_mfsdp._lightning_api import default_process_group_backend, init_dist_connection, reset_seed
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine.comm.process_groups import kept
 from lightning_mfsdp.launch.meeting import meet
 from lightning_mfsdp.launch.peers import Peers
-from lightning_mfsdp.lightning_api import default_process_group_backend, init_dist_connection, reset_seed
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment

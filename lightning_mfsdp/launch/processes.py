@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from lightning_mfsdp._lightning_api import Launcher, ParallelStrategy, SIGTERMException, sync_if_available
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine import CollectiveError
 from lightning_mfsdp.launch import communication
 from lightning_mfsdp.launch.stopping import Stopping
-from lightning_mfsdp.lightning_api import Launcher, ParallelStrategy, SIGTERMException, sync_if_available
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from lightning_mfsdp._lightning_api import SIGTERMException, Trainer
 from lightning_mfsdp.launch.peers import Peers
-from lightning_mfsdp.lightning_api import SIGTERMException, Trainer
 
 __all__ = ["Stopping"]
 

@@ -16,8 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_mfsdp.engine import MixedPrecisionPolicy
-from lightning_mfsdp.lightning_api import (
+from lightning_mfsdp._lightning_api import (
     DoublePrecision,
     FabricDoublePrecision,
     FabricHalfPrecision,
@@ -28,6 +27,7 @@ from lightning_mfsdp.lightning_api import (
     MixedPrecision,
     Precision,
 )
+from lightning_mfsdp.engine import MixedPrecisionPolicy
 from lightning_mfsdp.options.loss_scaling import agreeing_scaler, unscales_by_itself
 from lightning_mfsdp.options.policy_and_precision import refuse_contradiction, replaced_fields
 from lightning_mfsdp.te import (

@@ -112,7 +112,9 @@ class Region:
         self._copies, self._chunk, self._index = copies, chunk, index
         self._module = weakref.ref(module)
         self._routers: list[weakref.ref[Any]] | None = None
-        self._traced_ops = (*config.save_ops, *(CHOICES if routers_in(module) else ()))
+        kept = (*config.save_ops, *(CHOICES if routers_in(module) else ()))
+        # A compiler takes a function that is there as it is; torch 2.10's cannot use one that is made while it looks.
+        self._traced_policy = keeping(kept) if kept else None
         self.kept_draws = drawing(config.save_ops)
         self._has_engine_modules: bool | None = None
         self._keeps_statistics: bool | None = None
@@ -175,9 +177,9 @@ class Region:
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Inside a compiler, which handles recomputation and random numbers. Routes are kept as operators."""
-        if not self._traced_ops:
+        if self._traced_policy is None:
             return checkpoint(self.body, *args, use_reentrant=False, **kwargs)
-        contexts = partial(create_selective_checkpoint_contexts, keeping(self._traced_ops))
+        contexts = partial(create_selective_checkpoint_contexts, self._traced_policy)
         return checkpoint(self.body, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

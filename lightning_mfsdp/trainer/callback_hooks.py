@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_mfsdp.checkpoint.state.parameter_state import ParameterState
-from lightning_mfsdp.lightning_api import (
+from lightning_mfsdp._lightning_api import (
     BaseFinetuning,
     Callback,
     ModelCheckpoint,
@@ -18,6 +17,7 @@ from lightning_mfsdp.lightning_api import (
     ThroughputMonitor,
     WeightAveraging,
 )
+from lightning_mfsdp.checkpoint.state.parameter_state import ParameterState
 from lightning_mfsdp.recompute import Recompute, as_recompute
 from lightning_mfsdp.trainer.continuation import GRADIENTS
 

@@ -13,6 +13,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mfsdp._lightning_api import (
+    LIGHTNING_VERSION,
+    LightningOptimizer,
+    ModelCheckpoint,
+    SIGTERMException,
+    TorchCheckpointIO,
+    TrainerFn,
+)
 from lightning_mfsdp.base.progress import Progress, progress_bar
 from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.io.background import BackgroundSaver
@@ -24,14 +32,6 @@ from lightning_mfsdp.checkpoint.state.staging import Staging
 from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 from lightning_mfsdp.engine import collectives_begun
 from lightning_mfsdp.launch.processes import ProcessStrategy
-from lightning_mfsdp.lightning_api import (
-    LIGHTNING_VERSION,
-    LightningOptimizer,
-    ModelCheckpoint,
-    SIGTERMException,
-    TorchCheckpointIO,
-    TrainerFn,
-)
 from lightning_mfsdp.trainer.callback_hooks import HasParameterState, PreparesOptimizers
 from lightning_mfsdp.trainer.continuation import (
     GRADIENTS,

@@ -16,9 +16,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_mfsdp._lightning_api import is_param_in_hook_signature
 from lightning_mfsdp.engine import EngineStateError
 from lightning_mfsdp.engine.features.graphs.captured_loss import CapturedLoss
-from lightning_mfsdp.lightning_api import is_param_in_hook_signature
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

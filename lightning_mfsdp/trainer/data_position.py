@@ -14,7 +14,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_mfsdp.lightning_api import PossibleUserWarning, Trainer
+from lightning_mfsdp._lightning_api import PossibleUserWarning, Trainer
 
 __all__ = ["DATA_POSITIONS", "ResumableSampler", "data_positions", "go_on_reading", "resumable", "training_begins"]
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from lightning_mfsdp._lightning_api import PrefetchDataFetcher
 from lightning_mfsdp.engine import traced_step
-from lightning_mfsdp.lightning_api import PrefetchDataFetcher
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

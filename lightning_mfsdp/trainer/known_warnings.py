@@ -11,7 +11,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, cast
 
-from lightning_mfsdp.lightning_api import NAMESPACE
+from lightning_mfsdp._lightning_api import NAMESPACE
 
 __all__ = ["KnownWarnings"]
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_mfsdp._lightning_api import MultiProcessingLauncher, Trainer, TrainerFn, WorkerOutput
 from lightning_mfsdp.checkpoint.state.whole import full_state_dict
-from lightning_mfsdp.lightning_api import MultiProcessingLauncher, Trainer, TrainerFn, WorkerOutput
 
 __all__ = ["ForkedLauncher"]
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_mfsdp.engine import MixedPrecisionPolicy, clip_grad_value_, grad_norm
-from lightning_mfsdp.engine.optimizer.norm import scale_gradients_
-from lightning_mfsdp.lightning_api import (
+from lightning_mfsdp._lightning_api import (
     FabricPrecision,
     GradClipAlgorithmType,
     LightningModule,
     MisconfigurationException,
     Precision,
 )
+from lightning_mfsdp.engine import MixedPrecisionPolicy, clip_grad_value_, grad_norm
+from lightning_mfsdp.engine.optimizer.norm import scale_gradients_
 from lightning_mfsdp.options.dtypes import (
     ShardedPrecision,
     translate,

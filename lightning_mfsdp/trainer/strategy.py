@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_mfsdp._lightning_api import MockOptimizer, StrategyRegistry, TrainerFn, to_uncompiled
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
     around_backward,
@@ -34,7 +35,6 @@ from lightning_mfsdp.engine import (
     watch_backward,
 )
 from lightning_mfsdp.engine import broadcast_buffers as share_buffers
-from lightning_mfsdp.lightning_api import MockOptimizer, StrategyRegistry, TrainerFn, to_uncompiled
 from lightning_mfsdp.options.arguments import check_batch_norms, check_device
 from lightning_mfsdp.options.compilation import compile_options
 from lightning_mfsdp.options.foreign_options import answers_foreign_options

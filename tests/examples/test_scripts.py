@@ -58,6 +58,9 @@ def script_of_a_rank(rank: int, world_size: int, folder: Path, *calls: tuple[str
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("error")
+            warnings.filterwarnings(
+                "ignore", message="TypedStorage is deprecated"
+            )  # torch 2.10's own writer of checkpoints
             runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
         prints.append(printed.getvalue())
     return prints

@@ -20,7 +20,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import debug
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _SIGNALS = (
@@ -171,7 +171,9 @@ def _hooks() -> Iterator[str]:
 
 def _forget() -> None:
     """Empty what is kept by names of process groups, or once for a process."""
-    _clear_sharding_prop_cache()
+    # What `debug._clear_sharding_prop_cache` of torch 2.11 does; torch 2.10 has no function for both.
+    debug._clear_python_sharding_prop_cache()
+    torch._C._clear_DTensor_sharding_propagator_cache()
     torch.compiler.reset()
     for name, module in list(sys.modules.items()):
         if name.startswith("lightning_mfsdp"):

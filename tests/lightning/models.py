@@ -24,6 +24,7 @@ FOREIGN_WARNINGS = (
     ".*does not have many workers.*",
     ".*but have no `val_dataloader`.*",
     ".*callbacks used to create the checkpoint need to be provided.*",
+    "TypedStorage is deprecated.*",  # torch 2.10's own writer of checkpoints
 )
 
 

@@ -21,13 +21,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mfsdp._lightning_api import Callback, LightningModule, Trainer, is_param_in_hook_signature
 from lightning_mfsdp.callbacks.drawing import check_drawing
 from lightning_mfsdp.callbacks.paged_stash.budget import BudgetWatch
 from lightning_mfsdp.callbacks.paged_stash.layers import StashedLayers, find_layers
 from lightning_mfsdp.callbacks.paged_stash.picture import draw
 from lightning_mfsdp.callbacks.paged_stash.report import metrics, report_layers, report_sizes
 from lightning_mfsdp.callbacks.paged_stash.rerun import StepMemory
-from lightning_mfsdp.lightning_api import Callback, LightningModule, Trainer, is_param_in_hook_signature
 from lightning_mfsdp.moe import GroupedExperts
 from lightning_mfsdp.moe.capacity import rounded_up
 from lightning_mfsdp.moe.stash import RowStash, StashConfig, StashStatistics

@@ -16,8 +16,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_mfsdp._lightning_api import LightningModule, Trainer
 from lightning_mfsdp.engine.features.graphs.captured_loss import loss_in
-from lightning_mfsdp.lightning_api import LightningModule, Trainer
 from lightning_mfsdp.trainer.continuation import random_state, restore_random_state
 from lightning_mfsdp.trainer.strategy import MFSDPStrategy
 

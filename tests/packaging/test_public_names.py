@@ -1,0 +1,67 @@
+"""What `lightning_mfsdp` shows: public names and rooms, of which it imports those it needs itself."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_mfsdp
+
+PACKAGE = Path(lightning_mfsdp.__file__).parent
+ROOMS = {"callbacks", "checkpoint", "fabric", "moe", "mtp", "ops", "optim", "recompute", "te"}
+# The Trainer's strategy needs the others.
+LAZY = {"callbacks", "fabric", "moe", "mtp", "ops", "optim"}
+
+
+def in_a_fresh_interpreter(program: str) -> str:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_dir_shows_public_names_alone():
+    assert dir(lightning_mfsdp) == sorted({*lightning_mfsdp.__all__, *ROOMS, "__version__"})
+    for name in dir(lightning_mfsdp):
+        assert getattr(lightning_mfsdp, name) is not None
+
+
+def test_importing_the_package_loads_no_room_that_it_does_not_need():
+    loaded = in_a_fresh_interpreter(
+        "import sys, lightning_mfsdp; print(*{name.split('.')[1] for name in sys.modules if name.startswith('lightning_mfsdp.')})"
+    ).split()
+    assert set(loaded) >= ROOMS - LAZY
+    assert LAZY & set(loaded) == set()
+
+
+def test_a_room_is_an_attribute_at_its_first_use():
+    program = (
+        "import sys, lightning_mfsdp\n"
+        f"for room in {sorted(LAZY)}:\n"
+        "    assert getattr(lightning_mfsdp, room) is sys.modules[f'lightning_mfsdp.{room}']\n"
+        "    assert room in vars(lightning_mfsdp)\n"
+        "print(lightning_mfsdp.moe.TopKRouter.__name__)"
+    )
+    assert in_a_fresh_interpreter(program) == "TopKRouter"
+
+
+def test_names_that_do_not_exist_raise_as_everywhere():
+    assert not hasattr(lightning_mfsdp, "fuly_shard")
+    with pytest.raises(AttributeError, match="module 'lightning_mfsdp' has no attribute 'fuly_shard'"):
+        _ = lightning_mfsdp.fuly_shard
+
+
+def test_type_checkers_see_each_room():
+    """They know a lazy attribute by an import that only they execute, with `as`, which marks it as public."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    [block] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    shown = [
+        (alias.name, alias.asname) for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    ]
+    assert shown == [(room, room) for room in sorted(ROOMS)]
+
+
+def test_files_beside_the_rooms_are_private_or_public_rooms():
+    files = {path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("_")}
+    assert files <= ROOMS
