@@ -71,6 +71,7 @@ READ_MORE: Mapping[str, str] = {
     "MemoryReport with": "callbacks.md#where-the-memory-goes",
     "mfsdp_notebook: ": "quickstart.md#notebooks",
     "NormMonitor(": "callbacks.md#norms-of-gradients-weights-and-updates",
+    "NormMonitor: ": "callbacks.md#norms-of-gradients-weights-and-updates",
     "NormMonitor reads": "callbacks.md#norms-of-gradients-weights-and-updates",
     "torch.distributed has no process group, and this": "quickstart.md#without-lightning",
     "processes are connected but the Trainer": "quickstart.md#multiple-processes-and-nodes",

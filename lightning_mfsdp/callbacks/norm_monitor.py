@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -75,7 +75,7 @@ class NormMonitor(Callback):
         picture: A PNG file that is drawn after the fit: the norms of each layer over the logged steps. Needs matplotlib.
 
     Raises:
-        ValueError: An unknown kind or level, or one that CPU offload contradicts (when the run starts).
+        ValueError: An unknown kind or level; one that CPU offload contradicts, or no logger (when the run starts).
         TypeError: The strategy is not `MFSDPStrategy` (when the run starts).
         ImportError: `picture` without matplotlib.
     """
@@ -109,6 +109,7 @@ class NormMonitor(Callback):
         self._before: dict[str, tuple[_Parameter, Tensor, Tensor | None]] = {}
         self._pending: deque[_Norms] = deque()
         self._history: list[tuple[int, dict[str, float]]] = []
+        self._has_logged = False
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -122,6 +123,11 @@ class NormMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the parameters."""
+        if not trainer.loggers and self.picture is None:
+            raise ValueError(
+                "NormMonitor: the Trainer has no logger, so norms would go nowhere; pass Trainer(logger=...), or NormMonitor(picture=...)"
+            )
+        self._has_logged = False
         views = sharded_parameters(pl_module)
         on_host = [view.name for view in views if view.main.device != pl_module.device]
         if on_host and set(self.of) - {"grad"}:
@@ -160,6 +166,7 @@ class NormMonitor(Callback):
             self._add("weight", [(place, parameter.detach()) for place, parameter, _ in before])
         self._add("update", [(place, parameter.detach() - old) for place, parameter, old in before if old is not None])
         found, self._found, self._before = self._found, {}, {}
+        self._has_logged |= bool(found)
         if found and trainer.is_global_zero:
             self._pending.append(_on_the_way(self._step_of(trainer), found))
         self._log_arrived(trainer)
@@ -167,6 +174,11 @@ class NormMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the last norms, and draw the picture."""
         self._log_arrived(trainer, wait=True)
+        if not self._has_logged:
+            rank_zero_warn(
+                "NormMonitor: no step of this fit was logged, because it had too few, or because training_step steps its optimizers "
+                "without Lightning's knowledge. Choose a smaller every_n_steps, and step what self.optimizers() returns"
+            )
         if self.picture is not None and trainer.is_global_zero and self._history:
             rank_zero_info(f"NormMonitor: norms of layers are drawn in {_draw(self._history, self.picture)}")
 

@@ -188,6 +188,16 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
         NormMonitor(**options)
 
 
+def test_norms_that_would_go_nowhere_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the Trainer has no logger"):
+        make_trainer(tmp_path, 1, callbacks=[NormMonitor()]).fit(seeded(), loader(8))
+
+
+def test_a_fit_without_a_logged_step_says_so(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="NormMonitor: no step of this fit was logged"):
+        train(1, str(tmp_path), {}, 1, NormMonitor(every_n_steps=50))
+
+
 def test_another_strategy_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(
         max_epochs=1,
