@@ -88,7 +88,7 @@ READ_MORE: Mapping[str, str] = {
     "Padding adds": "strategies.md#padding",
     "no module with parameters matches": "strategies.md#units",
     "blocks_per_unit=…: expected": "performance.md#several-blocks-per-unit",
-    "no reset_parameters() to initialise": "quickstart.md#models-that-do-not-fit-on-one-device",
+    "no reset_parameters() to initialize": "quickstart.md#models-that-do-not-fit-on-one-device",
     "adapters on the meta device": "finetuning.md#lora",
     "cannot be sharded as it is stored": "fp8.md#fp8-weights",
     "MixedPrecisionPolicy.weight_codecs: expected": "design/codec.md",

@@ -156,7 +156,7 @@ def check_world(
 
 
 def build_mesh(device_type: str, world_size: int, outer_size: int, outer_sharding: str | int) -> DeviceMesh:
-    """One axis "shard", or ("outer", "shard") if an outer axis is requested. Neighbouring ranks share the shard axis."""
+    """One axis "shard", or ("outer", "shard") if an outer axis is requested. Neighboring ranks share the shard axis."""
     # HFSDP is requested by name; on one node its outer axis may have size 1, which costs nothing.
     shape: tuple[int, ...] = (outer_size, world_size // outer_size)
     names: tuple[str, ...] = ("outer", "shard")

@@ -57,7 +57,7 @@ def fully_shard(
     Call it on the units first (such as the blocks of a transformer), then on the module around them. A unit is what is
     gathered and reduced at once; it owns the parameters inside it that no nested unit owns. Every rank of the mesh must
     make the same calls in the same order. Values are those of the mesh's first rank; parameters on the meta device are
-    initialised by their modules' `reset_parameters`.
+    initialized by their modules' `reset_parameters`.
 
     Args:
         module: Any module. Its parameter names do not change; while sharded, its parameters are DTensors of the main weights. A list of

@@ -86,7 +86,7 @@ class ShardedParameter(Rows):
 
     @property
     def grad(self) -> DTensor | None:
-        """The reduced gradient of these rows; `None` until a synchronised backward. Empty, and not `None`, on a rank without rows."""
+        """The reduced gradient of these rows; `None` until a synchronized backward. Empty, and not `None`, on a rank without rows."""
         grad = self._local.grad
         if grad is None:
             self._refuse_in_recording()
