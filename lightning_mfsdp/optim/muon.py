@@ -99,7 +99,7 @@ class Muon(LocalRowsOptimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickling and copying; plans are computed again later."""
+        """For pickling and copying; plans are recreated later."""
         return {**super().__getstate__(), "exchange_bytes": self.exchange_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

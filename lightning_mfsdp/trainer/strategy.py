@@ -79,7 +79,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         reshard_after_forward: Reshard weights between forward and backward. `False` saves a gather and costs memory; "auto"
             keeps as many units as fit into the memory left after two steps.
         ignored_parameters: Parameters, or `fnmatch` patterns of their names, that stay whole; their gradients are not reduced.
-        storage: "pooled": full weights live in fixed slots; "dynamic": in the caching allocator.
+        storage: "pooled": unsharded weights use fixed slots; "dynamic": in the caching allocator.
         symmetric_memory: Gather by copy engines, which leaves compute cores to the matrix products (NCCL 2.28, one NVLink domain).
         offload: "optimizer": main weights and optimizer state stay in host memory and are staged on the device in parts in the optimizer's
             step. Needs elementwise optimizers, and excludes `cuda_graph`.

@@ -72,7 +72,7 @@ def fully_shard(
         outer_sharding: On the outer axis: "no_shard" (HSDP) or "optim" (HFSDP: main weights and optimizer state sharded
             there too).
         policy: Dtypes and reduction; the default keeps the module's dtype for compute and float32 for the rest.
-        reshard_after_forward: Reshard full weights between forward and backward (only with sharded weights). The root
+        reshard_after_forward: Reshard unsharded weights between forward and backward (only with sharded weights). The root
             keeps its own in any case. "auto": after two steps, weights of as many units stay as the memory left on the device
             can hold (a tenth of it stays free), last units first.
         ignored_parameters: Unmanaged: neither sharded nor reduced.
