@@ -89,7 +89,7 @@ READ_MORE: Mapping[str, str] = {
     "Padding adds": "strategies.md#padding",
     "no module with parameters matches": "strategies.md#units",
     "blocks_per_unit=…: expected": "performance.md#several-blocks-per-unit",
-    "no reset_parameters() to initialise": "quickstart.md#models-that-do-not-fit-on-one-device",
+    "no reset_parameters() to initialize": "quickstart.md#models-that-do-not-fit-on-one-device",
     "adapters on the meta device": "finetuning.md#lora",
     "cannot be sharded as it is stored": "fp8.md#fp8-weights",
     "MixedPrecisionPolicy.weight_codecs: expected": "design/codec.md",
@@ -209,12 +209,12 @@ INTERNAL = {
 INTRODUCTION = """\
 # Messages
 
-Here is every error and every warning of the package, by subject. Search for words of yours: `…` stands for names and numbers of your program. Each
-message says what to do; where there is more to read, the last column leads to it. [Troubleshooting](../troubleshooting.md) goes by what you see, and has
-messages of PyTorch and Lightning, too.
+This page lists every error and every warning of the package, by subject. Search for words of your message: `…` stands for names and numbers of your
+program. Each message says what to do, and the last column links to further reading. [Troubleshooting](../troubleshooting.md) is sorted by symptom, and also
+explains messages of PyTorch and Lightning.
 
-`ShardingError` is a `ValueError`: something cannot be sharded as asked. `EngineStateError` is a `RuntimeError`: a call does not fit what the engine is
-doing. `log` marks what is logged. An error from inside the package that is not on this page is a mistake in the package; please report it.
+`ShardingError` is a `ValueError`: something cannot be sharded as requested. `EngineStateError` is a `RuntimeError`: a call is not possible in the present
+state of the engine. `log` marks log messages. An error from inside the package that is not on this page is a defect of the package; please report it.
 
 `python docs/messages.py` writes this page from the code."""  # noqa: E501
 
@@ -300,7 +300,7 @@ class Finder:
             yield "…", ""
 
     def _texts(self, node: ast.expr, scope: Scope) -> list[str]:
-        """What an expression may say. What nobody can know here is `…`."""
+        """What an expression may say. What is only known at run time is `…`."""
         if isinstance(node, ast.Constant):
             return [re.sub(r"%[sdr]", "…", node.value)] if isinstance(node.value, str) else ["…"]
         if isinstance(node, ast.JoinedStr):

@@ -92,7 +92,7 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last dim, computed in the dtype of its input."""
+    """Root-mean-square normalization over the last dim, computed in the dtype of its input."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -105,14 +105,14 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise `x`, of shape [..., D]."""
+        """Normalize `x`, of shape [..., D]."""
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
 def rotary_tables(seq: int, head_dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary angles, both float32 of shape [S, E / 2].
 
-    Low precision would blur neighbouring positions of a long sequence, so the angles are always float32, whatever the
+    Low precision would blur neighboring positions of a long sequence, so the angles are always float32, whatever the
     model computes in.
     """
     frequency = base ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)

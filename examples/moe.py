@@ -122,7 +122,7 @@ class LightningMixture(LightningDecoder):
         return loss + routing
 
     def on_train_batch_end(self, outputs: object, batch: Tensor, batch_index: int) -> None:
-        """After each optimizer step log how even the load was, device tensors that nobody waits for, and count anew."""
+        """After each optimizer step log how even the load was, as device tensors without a host sync, and restart the count."""
         if self.trainer.global_step == self.counted_step:
             return  # gradients are accumulated, and so are counts
         self.counted_step = self.trainer.global_step

@@ -23,7 +23,7 @@ class MultiTokenOptions:
         depth: Tokens P beyond the next one.
         loss_weight: Of the mean of their losses, beside the loss of the next token.
         shared: One block for all of them.
-        recompute: Their blocks are computed again in backward.
+        recompute: Their blocks are recomputed in backward.
     """
 
     depth: int = 1

@@ -4,7 +4,7 @@
     python tests/mutation.py --make-map map.json --jobs 8                 which test files execute which lines, once
     python tests/mutation.py --faults 60 --seed 1 --map map.json --jobs 8
 
-Kinds of faults: a call is dropped or doubled, neighbours or arguments change places, a divisor or factor, a dtype, a comparison, a
+Kinds of faults: a call is dropped or doubled, neighbors or arguments change places, a divisor or factor, a dtype, a comparison, a
 boundary, a transition. They are drawn by a seed from all places of all files of the engine; see `tests/mutating/faults.py`.
 
 A fault is caught by the first test that fails, if its file fails once more; by a test file that takes more than four times its time (at

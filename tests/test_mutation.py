@@ -123,7 +123,7 @@ def test_faults_of_each_kind(statement, kind, after):
     "statements",
     ["self.a = f(x); pass\n    self.b = g(x)", "y = f(x)\n    self.b.c(y)", "self.a.f(x)\n    self.b.g(y)"],
 )
-def test_neighbours_whose_order_does_not_matter_stay_in_place(statements):
+def test_neighbors_whose_order_does_not_matter_stay_in_place(statements):
     assert not [fault for fault in faults_in("a.py", f"def f():\n    {statements}\n".encode()) if fault.kind == "swap"]
 
 

@@ -192,7 +192,7 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 
 def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> None:
     """Apply what `module.to(...)` and the like do to a module's tensors, by the rule of its class."""
-    # Recurrent layers would look up their flat weights, which belong to the full parameters and stay.
+    # Recurrent layers would look up their flat weights, which belong to the unsharded parameters and stay.
     inherited: Any = nn.Module._apply if isinstance(module, nn.RNNBase) else type(module)._apply
     inherited(module, function, recurse)
 

@@ -78,7 +78,7 @@ def materialize_module(
     }
     buffers = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
     if not meta and not buffers:
-        _initialise(module, None, model)  # some models set other values in modules inside this one
+        _initialize(module, None, model)  # some models set other values in modules inside this one
         return
     fresh = [key for key, parameter in meta.items() if id(parameter) not in replaced]
     for key, parameter in meta.items():
@@ -93,7 +93,7 @@ def materialize_module(
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     # A module that replaced another may reset itself like that one; then a model around it can initialize it, too.
     owner = getattr(reset, "__self__", None)
-    _initialise(owner if isinstance(owner, nn.Module) else module, reset, model)
+    _initialize(owner if isinstance(owner, nn.Module) else module, reset, model)
     for key, parameter in meta.items():
         replaced[id(parameter)] = (parameter, _settled(module, key, replaced[id(parameter)][1]))
     owned = {**module._parameters, **module._buffers}
@@ -102,13 +102,13 @@ def materialize_module(
     if left:
         raise ShardingError(
             f"{name or type(module).__name__} ({type(module).__name__}) has {', '.join(left)} on the meta device and no "
-            "reset_parameters() to initialise them, nor does the _init_weights() of a model around it; add that method, or build this "
+            "reset_parameters() to initialize them, nor does the _init_weights() of a model around it; add that method, or build this "
             "module on a real device"
         )
 
 
 @torch.no_grad()
-def _initialise(module: nn.Module, reset: Any, model: nn.Module | None) -> None:
+def _initialize(module: nn.Module, reset: Any, model: nn.Module | None) -> None:
     if callable(reset):
         reset()
     if model is not None:

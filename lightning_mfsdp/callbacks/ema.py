@@ -63,7 +63,7 @@ class ShardedEMA(Callback, HasParameterState):
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"ShardedEMA(dtype={dtype}): expected torch.float32 or torch.float64; in lower precision small changes are rounded away "
-                "and the average stands still"
+                "and the average stops changing"
             )
         if device not in (None, "cpu"):
             raise ValueError(f'ShardedEMA(device={device!r}): expected None (beside the weights) or "cpu"')
@@ -132,8 +132,8 @@ class ShardedEMA(Callback, HasParameterState):
         """Count from the current step of training."""
         if trainer.global_step >= self.start_step and not self.parameter_state:
             rank_zero_warn(
-                f"ShardedEMA: training continues at step {trainer.global_step} without an average, which begins anew; the checkpoint was "
-                "saved without this callback, or with weights only. To go on with an average, resume from a checkpoint that has one"
+                f"ShardedEMA: training continues at step {trainer.global_step} without an average, which starts again; the checkpoint was "
+                "saved without this callback, or with weights only. To continue an average, resume from a checkpoint that has one"
             )
         self._last_step = trainer.global_step
 

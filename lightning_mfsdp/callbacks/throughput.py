@@ -11,7 +11,7 @@ __all__ = ["ShardedThroughputMonitor"]
 
 
 class ShardedThroughputMonitor(ThroughputMonitor):
-    """Lightning's `ThroughputMonitor`, whose utilisation (`device/mfu`) is right under `MFSDPStrategy`.
+    """Lightning's `ThroughputMonitor`, whose utilization (`device/mfu`) is right under `MFSDPStrategy`.
 
     Lightning's knows only its own precision plugins and assumes float32 for others, whose peak is lower than bfloat16's. Arguments and
     metrics are Lightning's; under other strategies it is the same.

@@ -198,9 +198,8 @@ def load(
         rest = read(location, None, weights_only)
         if "state_dict" not in rest:
             raise RuntimeError(
-                f"{location} is no Lightning checkpoint: it has no 'state_dict', only {list(rest)[:8]}. Load plain weights by "
-                "load_state_dict, in a "
-                "loop of your own or before the model is sharded"
+                f"{location} is no Lightning checkpoint: it has no 'state_dict', only {list(rest)[:8]}. Load plain weights with "
+                "load_state_dict, in your own loop or before the model is sharded"
             )
         saved_states = rest.pop(PARAMETER_STATES, {})
         rows = {key: rows_of_whole(location, key, saved_states.get(key, {}), index, strict=strict) for key in states}

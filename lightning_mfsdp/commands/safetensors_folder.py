@@ -117,4 +117,4 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is a damaged safetensors file ({error}). Fetch or export it anew") from error
+        raise CheckpointError(f"{file} is a damaged safetensors file ({error}). Download or export it again") from error

@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 class MFSDPFabricStrategy(FabricParallelStrategy):
-    """Fully sharded training in a loop of your own, on CPU or CUDA, any number of devices and nodes.
+    """Fully sharded training in your own loop, on CPU or CUDA, any number of devices and nodes.
 
     Args:
         sharding: As in `MFSDPStrategy`.

@@ -78,7 +78,7 @@ class ExpertsReport:
 def enable_grouped_experts(module: nn.Module, saver: ActivationSaver | None = None) -> ExpertsReport:
     """Compute the experts of Hugging Face's models inside `module` by grouped products, and save their activations by `saver`.
 
-    Their layers have an attribute `saver` from then on. Modules of your own that have one (`SavesActivations`; `GroupedExperts` does)
+    Their layers have an attribute `saver` from then on. Your own modules that have one (`SavesActivations`; `GroupedExperts` does)
     get the saver too. A model is switched as a whole: if one of its layers cannot be, none is. Call it before or after
     `fully_shard`.
 

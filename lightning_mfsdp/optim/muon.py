@@ -38,8 +38,8 @@ class Muon(LocalRowsOptimizer):
     """`torch.optim.Muon` for matrices sharded by this engine: the same arguments, the same rule, the same bits.
 
     Each rank keeps the momentum of its rows. Each matrix has an owner among the ranks that share its rows; it gets the rows in bfloat16,
-    orthogonalises, and sends the rows of the result back: two all-to-alls for a batch of matrices, those of the next batch while this
-    one is computed. A matrix that every rank holds whole (`no_shard`, ignored parameters, no sharding at all) is orthogonalised by every
+    orthogonalizes, and sends the rows of the result back: two all-to-alls for a batch of matrices, those of the next batch while this
+    one is computed. A matrix that every rank holds whole (`no_shard`, ignored parameters, no sharding at all) is orthogonalized by every
     rank, without communication; under HSDP each replica works by itself.
 
     A parameter group with `"use_muon": False` is updated by AdamW, with the group's `lr`, `betas`, `eps` (1e-8 there) and
@@ -99,7 +99,7 @@ class Muon(LocalRowsOptimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickling and copying; plans are computed again later."""
+        """For pickling and copying; plans are recreated later."""
         return {**super().__getstate__(), "exchange_bytes": self.exchange_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

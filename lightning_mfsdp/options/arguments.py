@@ -156,7 +156,7 @@ def check_world(
 
 
 def build_mesh(device_type: str, world_size: int, outer_size: int, outer_sharding: str | int) -> DeviceMesh:
-    """One axis "shard", or ("outer", "shard") if an outer axis is requested. Neighbouring ranks share the shard axis."""
+    """One axis "shard", or ("outer", "shard") if an outer axis is requested. Neighboring ranks share the shard axis."""
     # HFSDP is requested by name; on one node its outer axis may have size 1, which costs nothing.
     shape: tuple[int, ...] = (outer_size, world_size // outer_size)
     names: tuple[str, ...] = ("outer", "shard")
@@ -197,26 +197,26 @@ def warn_of_other_options(
     name = type(module).__name__
     if root.policy != policy:
         rank_zero_warn(
-            f"{name} is already sharded and keeps its policy {root.policy}; this run's precision stands for "
-            f"{policy}. Give both the same precision, or MFSDPStrategy(policy=...) the one you sharded with"
+            f"{name} is already sharded and keeps its policy {root.policy}; this run's precision means "
+            f"{policy}. Use the same precision for both, or pass the policy that you sharded with as MFSDPStrategy(policy=...)"
         )
     mesh = root.context.mesh
     wanted = resolve_placement(sharding, outer_sharding, mesh.shard.size, mesh.outer.size if mesh.outer else 1)
     placements = {group.placement for unit in root.context.units for group in unit.groups if not group.spec.whole}
     if placements - {wanted}:
         rank_zero_warn(
-            f"{name} is already sharded in another way than sharding={sharding!r}, outer_sharding={outer_sharding!r} and stays so. "
-            "Use one strategy for one model, or build the model anew"
+            f"{name} is already sharded, but not with sharding={sharding!r}, outer_sharding={outer_sharding!r}; this does not change. "
+            "Use one strategy for one model, or build the model again"
         )
     if any(group.offloads != (offload is not None) for unit in root.context.units for group in unit.groups):
         rank_zero_warn(
-            f"{name} is already sharded with main weights elsewhere than offload={offload!r} says, and they stay there. Use one strategy "
-            "for one model, or build the model anew"
+            f"{name} is already sharded, but not with offload={offload!r}; its main weights are not moved. Use one strategy "
+            "for one model, or build the model again"
         )
     if context_of_unit(root).reductions.zeros_unused != (unused_parameters == "zero"):
         rank_zero_warn(
-            f"{name} is already sharded and treats unused parameters otherwise than unused_parameters={unused_parameters!r} says. Use one "
-            "strategy for one model, or build the model anew"
+            f"{name} is already sharded, but not with unused_parameters={unused_parameters!r}; this does not change. Use one "
+            "strategy for one model, or build the model again"
         )
 
 

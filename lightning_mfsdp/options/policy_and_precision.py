@@ -47,7 +47,7 @@ def refuse_contradiction(precision: str, policy: MixedPrecisionPolicy, plugin: s
         ways = f"use precision={' or '.join(fitting)}, if the policy is meant"
         default = ""
         if precision == "32-true":
-            default = " (it is also what there is where no precision was given)"
+            default = " (also the default if no precision is passed)"
             ways += (
                 f', or plugins=[{plugin}("32-true", policy=policy)], where the policy decides alone, without autocast'
             )

@@ -24,7 +24,7 @@ UnitsArgument: TypeAlias = Literal["auto"] | Sequence[str | type[nn.Module]] | C
 _LARGE_SHARE = 1 / 32
 _LARGE_SHARE_MIN_NUMEL = 2**20
 _LARGE_NUMEL = 2**26
-# Blocks smaller than this are gathered together with their neighbours, but never so many that few units are left: then there would
+# Blocks smaller than this are gathered together with their neighbors, but never so many that few units are left: then there would
 # be no overlap, and as much gathered at once as without units.
 _WORTH_A_GATHER_NUMEL = 2**25
 _FEWEST_UNITS = 6
@@ -73,7 +73,7 @@ def select_units(root: nn.Module, units: UnitsArgument) -> list[nn.Module]:
 def join_blocks(
     root: nn.Module, chosen: Sequence[nn.Module], blocks_per_unit: int | Literal["auto"]
 ) -> list[nn.Module | list[nn.Module]]:
-    """Put chosen neighbours of one class in a `ModuleList` or `Sequential` together, a list for each unit; the others are unchanged.
+    """Put chosen neighbors of one class in a `ModuleList` or `Sequential` together, a list for each unit; the others are unchanged.
 
     Args:
         root: The whole model.
@@ -85,8 +85,8 @@ def join_blocks(
     for container in root.modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
-        for _, neighbours in groupby(container.children(), key=lambda child: (type(child), id(child) in left)):
-            run = [child for child in neighbours if left.pop(id(child), None) is not None]
+        for _, neighbors in groupby(container.children(), key=lambda child: (type(child), id(child) in left)):
+            run = [child for child in neighbors if left.pop(id(child), None) is not None]
             for members in _in_equal_parts(run, _blocks_per_unit(run, blocks_per_unit)):
                 joined.update({id(member): members for member in members})
     units = {id(members[0]): members for members in (joined.get(id(module), [module]) for module in chosen)}

@@ -158,8 +158,8 @@ class Prepared:
         different = [f"{name}={before[name]!r}, now {value!r}" for name, value in now.items() if before[name] != value]
         if different:
             raise ValueError(
-                f"{type(root).__name__} was made ready for FP8 by an earlier run, with other options: {'; '.join(different)}. Give both "
-                "runs the same, or build the model anew"
+                f"{type(root).__name__} was prepared for FP8 by an earlier run, with other options: {'; '.join(different)}. Give both "
+                "runs the same, or build the model again"
             )
 
     def check_knows(self, root: nn.Module, names: Iterable[str]) -> None:
@@ -168,8 +168,8 @@ class Prepared:
         if new:
             named = ", ".join(new[:6]) + ", ..." * (len(new) > 6)
             raise ValueError(
-                f"{type(root).__name__} has parts that an earlier run made ready for FP8, and {named}, which it did not know and which "
-                "would compute in high precision. Build the whole model anew and load its parts' weights from a checkpoint"
+                f"{type(root).__name__} has modules that an earlier run prepared for FP8, and {named}, which were added later and "
+                "would compute in high precision. Build the whole model again and load its parts' weights from a checkpoint"
             )
 
     def _compared(self) -> dict[str, Any]:
@@ -183,6 +183,6 @@ def refuse_prepared(root: nn.Module, precision: str) -> None:
     before = Prepared.of(root)
     if before is not None:
         raise ValueError(
-            f"{type(root).__name__} was made ready for FP8 by an earlier run, and precision={precision!r} is not FP8. Give this run the "
-            "precision of that one, or build the model anew and load its weights from a checkpoint"
+            f"{type(root).__name__} was prepared for FP8 by an earlier run, and precision={precision!r} is not FP8. Give this run the "
+            "precision of that one, or build the model again and load its weights from a checkpoint"
         )

@@ -118,7 +118,7 @@ def check_callbacks(callbacks: Sequence[Callback], compute_dtype: torch.dtype) -
         # Lightning's own treats an unknown precision plugin as float32.
         if type(callback) is ThroughputMonitor and callback.available_flops and compute_dtype != torch.float32:
             rank_zero_warn(
-                f"ThroughputMonitor compares with this device's float32 peak, but the run computes in {compute_dtype}, so the utilisation "
+                f"ThroughputMonitor compares with this device's float32 peak, but the run computes in {compute_dtype}, so the utilization "
                 "(mfu) is too high. Use lightning_mfsdp.callbacks.ShardedThroughputMonitor"
             )
 

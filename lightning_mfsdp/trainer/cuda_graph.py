@@ -39,7 +39,7 @@ def graphed_training_step(
     if module.device.type != "cuda":
         reason = f"the model is on {module.device.type}"
     elif not module.automatic_optimization:
-        reason = "training_step optimizes manually; capture_step records such a step in a loop of your own"
+        reason = "training_step optimizes manually; capture_step records such a step in your own loop"
     elif trainer.precision_plugin.fp8 is not None:  # type: ignore[attr-defined]
         reason = "modules of Transformer Engine keep part of their state in Python"
     elif is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):

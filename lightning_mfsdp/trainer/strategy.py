@@ -72,14 +72,14 @@ class MFSDPStrategy(CheckpointingStrategy):
         policy: Dtypes of weights, gradients and communication. `None`: what `Trainer(precision=...)` stands for. If given, it replaces
             that, and may not contradict it in what is computed.
         units: "auto", a list of module classes or class names, or a callable: which modules are gathered as one. See `select_units`.
-        blocks_per_unit: How many neighbouring blocks are gathered as one. "auto": small ones together, if `units` is "auto".
+        blocks_per_unit: How many neighboring blocks are gathered as one. "auto": small ones together, if `units` is "auto".
         data_parallel_size: Number of ranks that see different data. "auto" or `None`: all ranks, the only number this version supports.
-        outer_size: Size of the outer axis; it must divide the number of ranks. Neighbouring ranks share the shard axis.
+        outer_size: Size of the outer axis; it must divide the number of ranks. Neighboring ranks share the shard axis.
         mesh: A device mesh of your own instead of `outer_size`: one axis, or two, outer first unless they are named "outer" and "shard".
         reshard_after_forward: Reshard weights between forward and backward. `False` saves a gather and costs memory; "auto"
             keeps as many units as fit into the memory left after two steps.
         ignored_parameters: Parameters, or `fnmatch` patterns of their names, that stay whole; their gradients are not reduced.
-        storage: "pooled": full weights live in fixed slots; "dynamic": in the caching allocator.
+        storage: "pooled": unsharded weights use fixed slots; "dynamic": in the caching allocator.
         symmetric_memory: Gather by copy engines, which leaves compute cores to the matrix products (NCCL 2.28, one NVLink domain).
         offload: "optimizer": main weights and optimizer state stay in host memory and are staged on the device in parts in the optimizer's
             step. Needs elementwise optimizers, and excludes `cuda_graph`.
@@ -247,7 +247,7 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Tensors in the dtype of the precision; on meta if `empty_init`, to be materialised unit by unit in `setup`."""
+        """Tensors in the dtype of the precision; on meta if `empty_init`, to be materialized unit by unit in `setup`."""
         with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 

@@ -272,7 +272,10 @@ def damaged_folders_are_refused_and_nothing_changes(rank: int, world: int) -> No
         "cut": (cut, f"{second} cannot be read as safetensors"),
         "noise": (lambda path: (path / second).write_bytes(b"not at all"), f"{second} cannot be read as safetensors"),
         "gone": (lambda path: (path / second).unlink(), f"{second} is missing"),
-        "swapped": (lambda path: save_file(parts[0], path / second), r"of \d+\), which the index says are in it"),
+        "swapped": (
+            lambda path: save_file(parts[0], path / second),
+            r"of \d+\), which it should contain according to the index",
+        ),
         "index": (lambda path: (path / index).write_text("{}"), "is no index of safetensors files .*weight_map"),
         "no index": (lambda path: (path / index).unlink(), "found 2 safetensors files and 0 indices in it"),
         "nothing": (shutil.rmtree, "found nothing there"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.clients.base import DIM, Block, Client, State, changed
 
 FEATURES = 6
-TASKS = {"regression": 1, "digits": 4, "colours": 3, "later": 2}  # no batch has the last one
+TASKS = {"regression": 1, "digits": 4, "colors": 3, "later": 2}  # no batch has the last one
 
 
 class MultiTask(Client):

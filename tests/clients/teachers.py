@@ -113,7 +113,7 @@ class BYOL(Client):
 
 
 class DINO(Client):
-    """The teacher moves in place inside training_step, and is in units as a whole; its outputs are centred.
+    """The teacher moves in place inside training_step, and is in units as a whole; its outputs are centered.
 
     In the first epoch the gradients of the student's last layer are dropped after each backward.
     """

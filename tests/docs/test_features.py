@@ -73,6 +73,6 @@ def test_every_feature_has_its_row_of_tests_and_a_short_answer() -> None:
     assert [row for row in FEATURES.rows() if not row[1].strip() or len(row[1]) > 70 or "test_" in row[1]] == []
 
 
-def test_no_behaviour_stands_in_the_list_twice() -> None:
-    behaviours = [row[1] for row in LIGHTNINGS.rows()]
-    assert len(set(behaviours)) == len(behaviours)
+def test_no_behavior_stands_in_the_list_twice() -> None:
+    behaviors = [row[1] for row in LIGHTNINGS.rows()]
+    assert len(set(behaviors)) == len(behaviors)

@@ -63,7 +63,7 @@ def test_one_of_several_processes_without_a_process_group_is_told_to_make_one(na
         ("high_precision_reduce", True, "grad_comm_dtype must be torch.bfloat16 or torch.float16"),
     ],
 )
-def test_a_policy_field_that_cannot_be_honoured_is_named(field, value, expected):
+def test_a_policy_field_that_cannot_be_honored_is_named(field, value, expected):
     with says(ShardingError, f"MixedPrecisionPolicy.{field}", expected):
         MixedPrecisionPolicy(**{field: value})
 

@@ -256,7 +256,7 @@ def held_back(model: Chain, sync: str):
 
 
 def forwards_then_backwards(model, rank, order, sync) -> None:
-    """All forwards first, then their backwards in `order`; only the last one synchronises."""
+    """All forwards first, then their backwards in `order`; only the last one synchronizes."""
     losses = [loss_of(model, inputs(step, rank)) for step in range(len(order))]
     for index in order[:-1]:
         with held_back(model, sync):

@@ -15,7 +15,7 @@ from tests.helpers.models import Decoder
 
 
 class Composite(nn.Module):
-    """Own parameters and children, initialised at the end of the constructor as `torch.nn` does it."""
+    """Own parameters and children, initialized at the end of the constructor as `torch.nn` does it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Scale(nn.Module):
 
 
 class Custom(nn.Module):
-    """Cannot initialise itself."""
+    """Cannot initialize itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ class Custom(nn.Module):
         return x * self.weight + self.places
 
 
-class Initialising(nn.Module):
-    """Initialises its parts, as Hugging Face models do; some of them by themselves first."""
+class Initializing(nn.Module):
+    """Initializes its parts, as Hugging Face models do; some of them by themselves first."""
 
     def __init__(self, *, whole: bool = True) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Tied(nn.Module):
 
 def stand_in() -> nn.Module:
     """A model whose linear layer was replaced by another kind, which resets itself as the layer did."""
-    model = Initialising()
+    model = Initializing()
     other = Scale()
     other._parameters = model.linear._parameters
     other.reset_parameters = model.linear.reset_parameters
@@ -126,7 +126,7 @@ def stand_in() -> nn.Module:
     return model
 
 
-class OtherInitialiser(nn.Module):
+class OtherInitializer(nn.Module):
     """A method of that name that is none for parts."""
 
     def __init__(self) -> None:
@@ -145,8 +145,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "tied decoder": (partial(Decoder, tied=True), ("head", "blocks.1", "embedding", "blocks.0")),
     "own parameters next to children": (Composite, ("inner", "outer")),
     "buffers": (WithBuffers, ("linear",)),
-    "initialised by the model around": (Initialising, ("linear", "inner")),
-    "an initialiser without arguments": (OtherInitialiser, ("linear",)),
+    "initialized by the model around": (Initializing, ("linear", "inner")),
+    "an initializer without arguments": (OtherInitializer, ("linear",)),
     "new objects made by a reset": (Tied, ()),
     "in another module's place": (stand_in, ("linear",)),
     "lstm": (partial(nn.LSTM, 3, 4, num_layers=2), ()),
@@ -212,9 +212,9 @@ def no_reset_is_an_error(rank: int, world: int) -> None:
         fully_shard(model)
 
 
-def what_the_initialiser_leaves_out_is_an_error(rank: int, world: int) -> None:
+def what_the_initializer_leaves_out_is_an_error(rank: int, world: int) -> None:
     with torch.device("meta"):
-        model = Initialising(whole=False)
+        model = Initializing(whole=False)
     with pytest.raises(
         ShardingError, match=r"inner\.deep \(Custom\) has places on the meta device.*nor does the _init"
     ):
@@ -250,8 +250,8 @@ CASES = {
     "lstm runs": partial(the_model_runs, "lstm", partial(torch.ones, 5, 2, 3)),
     "composite runs": partial(the_model_runs, "own parameters next to children", partial(torch.ones, 5, 4)),
     "frozen parameters made anew stay frozen": made_anew_stays_frozen,
-    "a module that cannot initialise itself is named": no_reset_is_an_error,
-    "what an initialiser leaves out is named": what_the_initialiser_leaves_out_is_an_error,
+    "a module that cannot initialize itself is named": no_reset_is_an_error,
+    "what an initializer leaves out is named": what_the_initializer_leaves_out_is_an_error,
     "ignored parameters stay as they are": ignored_stays_on_meta,
     "real values of rank 0 win": own_values_of_rank_0_win,
 }

@@ -95,7 +95,7 @@ def slots_are_symmetric_while_all_ranks_plan_together(rank, world):
             lengths.append(len(made))
         last = sum(made[-len(pool._fixed) :]), pool.fixed_bytes
         model.wrap = lambda layer, x: layer(model.layers[LAYERS - 1](x)) if layer is model.layers[0] else layer(x)
-        with pytest.warns(UserWarning, match="planned anew, in ordinary memory"):
+        with pytest.warns(UserWarning, match="planned again, in ordinary memory"):
             train(model, optimizer, [4], rank)
     # The first backwards, and the one after it is decided what stays gathered.
     assert [*asked, ask.call_count] == [0, 1, 2, 3, 3, 3]

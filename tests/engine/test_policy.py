@@ -479,7 +479,7 @@ def outcomes():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_field_is_honoured(outcomes, case):
+def test_a_field_is_honored(outcomes, case):
     assert not outcomes[case], outcomes[case]
 
 

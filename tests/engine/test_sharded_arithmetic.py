@@ -149,7 +149,7 @@ def operands_that_are_repeated_meet_the_right_rows(rank, world):
             "c d": lambda a, b, c, d, e: c * d,
             "e b": lambda a, b, c, d, e: e + b,
             "e a": lambda a, b, c, d, e: e * a,
-            "centred": lambda a, b, c, d, e: a - a.mean(0),
+            "centered": lambda a, b, c, d, e: a - a.mean(0),
             "scaled rows": lambda a, b, c, d, e: a / a.norm(dim=1, keepdim=True),
             "scaled columns": lambda a, b, c, d, e: a / a.norm(dim=0, keepdim=True),
             "row sums": lambda a, b, c, d, e: (e.sum(dim=(1, 2)) + 1).square().sum(),

@@ -27,7 +27,7 @@ from tests.helpers.chain import (
     train,
 )
 
-# -- colouring -------------------------------------------------------------------------------------------------------------------------
+# -- coloring -------------------------------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -150,7 +150,7 @@ def slots_are_there_before_hooks_of_gradients_run(rank, world):
     assert pool.fixed_bytes > 0
 
 
-def neighbours_share_few_slots(rank, world):
+def neighbors_share_few_slots(rank, world):
     model = sharded_chain(layers=9)
     optimizer = adamw(model)
     train(model, optimizer, range(3), rank)
@@ -352,7 +352,7 @@ WORLDS = {
     1: (addresses_never_change_after_the_first_step,),
     2: (
         addresses_never_change_after_the_first_step,
-        neighbours_share_few_slots,
+        neighbors_share_few_slots,
         slots_are_there_before_hooks_of_gradients_run,
         pooled_equals_dynamic_bit_for_bit,
         dynamic_storage_holds_nothing_between_steps,

@@ -383,10 +383,10 @@ def a_view_is_looked_at_by_one_rank(rank, world):
         assert repr(row), "as it was"
 
 
-def what_initialises_a_parameter_in_grad_mode_writes_to_it(rank, world):
+def what_initializes_a_parameter_in_grad_mode_writes_to_it(rank, world):
     problems = Problems()
     for sharding in STRATEGIES:
-        for name, initialise in {
+        for name, initialize in {
             "constant_": lambda w: nn.init.constant_(w, 2.0),
             "by keyword": lambda w: nn.init.constant_(tensor=w, val=3.0),
             "normal_": lambda w: (torch.manual_seed(0), nn.init.normal_(w)),
@@ -394,7 +394,7 @@ def what_initialises_a_parameter_in_grad_mode_writes_to_it(rank, world):
         }.items():
             model, plain = pair(sharding)
             for one in (model, plain):
-                initialise(one.first.weight)
+                initialize(one.first.weight)
             problems.close(whole(model.first.weight), plain.first.weight.detach(), f"{sharding} {name}")
     problems.finish()
 
@@ -469,7 +469,7 @@ CASES = (
     a_copy_or_a_view_of_a_weight_leads_to_its_gradient,
     what_was_made_before_a_write_is_right_after_it,
     a_view_is_looked_at_by_one_rank,
-    what_initialises_a_parameter_in_grad_mode_writes_to_it,
+    what_initializes_a_parameter_in_grad_mode_writes_to_it,
     values_are_compared_alike_on_all_ranks,
     what_is_shown_or_written_is_copied_once,
     a_view_keeps_nothing_of_its_callers,

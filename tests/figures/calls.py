@@ -10,7 +10,7 @@ After warm-up steps, one step is watched by `sys.setprofile`:
   folder).
 - **changes of file**: how often a Python call of the engine went to another file than the one before it.
 - One unit is the third block. Its forward is the call of the block; its backward is what autograd runs between two borders, one behind
-  the block's result and one before its input. What it does for its neighbours (gathers in advance, reductions that are due) counts; what
+  the block's result and one before its input. What it does for its neighbors (gathers in advance, reductions that are due) counts; what
   they do for it does not.
 - **all calls**: Python and C calls of the whole process, wherever they are from: host time as a number without noise.
 

@@ -152,7 +152,7 @@ class Configuration:
         outer_sharding: "no_shard" (HSDP) or "optim" (HFSDP).
         precision: "float64", "float32", "mixed" (bfloat16 with float32 main weights) or "bfloat16".
         comm: "" or "bfloat16": gradients on the wire.
-        grouped: Neighbouring units become one, two by two.
+        grouped: Neighboring units become one, two by two.
         direct: Linear layers write weight gradients themselves.
         offload: Of main weights and optimizer state.
         reshard: `reshard_after_forward`: "yes", "no" or "auto".

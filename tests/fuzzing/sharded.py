@@ -179,7 +179,7 @@ def sharding_options(case: Description) -> dict[str, Any]:
 
 
 def shard_blocks(case: Description, model: Net, mesh: Any) -> None:
-    """Units inside first, then neighbours, two by two if they are grouped."""
+    """Units inside first, then neighbors, two by two if they are grouped."""
     options = sharding_options(case)
     blocks: list[BlockModule] = [block for block in dict.fromkeys(model.blocks) if block.spec.unit]
     for block in blocks:

@@ -1,4 +1,4 @@
-"""Muon on GPUs with NCCL: the numbers of torch.optim.Muon, no host synchronisation, bounded memory."""
+"""Muon on GPUs with NCCL: the numbers of torch.optim.Muon, no host synchronization, bounded memory."""
 
 from __future__ import annotations
 

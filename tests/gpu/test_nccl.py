@@ -1,4 +1,4 @@
-"""The engine on GPUs with NCCL: parity with one process, memory, and no host synchronisation in a step."""
+"""The engine on GPUs with NCCL: parity with one process, memory, and no host synchronization in a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""offload="optimizer" on GPUs: bits, bytes on the device, page-locked memory under CUDA tensors, and no host synchronisation in a step."""
+"""offload="optimizer" on GPUs: bits, bytes on the device, page-locked memory under CUDA tensors, and no host synchronization in a step."""
 
 from __future__ import annotations
 

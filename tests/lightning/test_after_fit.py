@@ -84,7 +84,7 @@ def test_training_goes_on_as_without_sharding(found: dict[str, Any], way: str) -
 
 
 def test_another_dtype_is_not_trained_in_silence(found: dict[str, Any]) -> None:
-    assert "main weights of torch.float32 and converted to torch.float64" in found["doubles"]
+    assert "main weights of torch.float32 and later converted to torch.float64" in found["doubles"]
     assert "unshard_model" in found["doubles"]
 
 

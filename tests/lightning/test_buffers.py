@@ -83,11 +83,11 @@ def runs(rank: int, world: int, folder: str) -> dict[str, Any]:
         again = Normed()
         trainer.validate(again, data(rank, world), ckpt_path=f"{folder}/{name}.ckpt", verbose=False)
         found[name]["loaded"] = [again.seen["validation"][0]]
-    found["synchronised"] = synchronised(rank, world)
+    found["synchronized"] = synchronized(rank, world)
     return found
 
 
-def synchronised(rank: int, world: int) -> list[Tensor]:
+def synchronized(rank: int, world: int) -> list[Tensor]:
     """Equal data on all ranks, as SyncBatchNorm has it in effect: statistics after each step and each validation."""
     model = seeded(Normed)
     trainer = make_trainer(tempfile.gettempdir(), world, max_epochs=1)
@@ -132,7 +132,7 @@ def test_without_the_option_each_rank_keeps_its_own(found: Any) -> None:
 
 
 def test_what_is_equal_on_all_ranks_stays_as_it_is(found: Any) -> None:
-    first, second = (ranks["synchronised"] for ranks in found)
+    first, second = (ranks["synchronized"] for ranks in found)
     assert len(first) == 5
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     assert torch.equal(first[-1], first[-2])

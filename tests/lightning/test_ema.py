@@ -436,7 +436,7 @@ def refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
     bare = make(folder, world_size, steps=2)
     bare.fit(seeded(Watched), data)
     bare.save_checkpoint(f"{folder}/bare.ckpt")
-    with pytest.warns(UserWarning, match="at step 2 without an average, which begins anew"):
+    with pytest.warns(UserWarning, match="at step 2 without an average, which starts again"):
         make(folder, world_size, steps=3, callbacks=[ema]).fit(seeded(Watched), data, ckpt_path=f"{folder}/bare.ckpt")
     wider = seeded(Wider)
     with pytest.raises(RuntimeError) as info:
@@ -476,7 +476,7 @@ def test_what_makes_no_sense_is_refused(on_one: dict[str, Any]) -> None:
         ({"decay": float, "warmup": True}, "with a function as decay"),
         ({"start_step": 0}, r"start_step=0\): expected a number of optimizer steps"),
         ({"every_n_steps": True}, r"every_n_steps=True\): expected a number of optimizer steps"),
-        ({"dtype": torch.bfloat16}, "the average stands still"),
+        ({"dtype": torch.bfloat16}, "the average stops changing"),
         ({"device": "cuda"}, "expected None"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Options of other strategies are answered with ours, misspelt ones with the nearest; signatures stay exact."""
+"""Options of other strategies are answered with ours, misspelled ones with the nearest; signatures stay exact."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_answers_name_options_that_exist() -> None:
     ],
 )
 @pytest.mark.parametrize("ours", OURS)
-def test_a_misspelt_option_is_answered_with_the_nearest(ours: type, given: str, answer: str) -> None:
+def test_a_misspelled_option_is_answered_with_the_nearest(ours: type, given: str, answer: str) -> None:
     with pytest.raises(TypeError, match=re.escape(answer)):
         ours(**{given: 1})
 

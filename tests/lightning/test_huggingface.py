@@ -315,7 +315,7 @@ def test_a_frozen_bfloat16_base_has_no_float32_weights_no_gradients_and_no_state
     assert sum(found["gradients"] for found in results) in (0, trained)
 
 
-def test_what_cannot_be_initialised_from_meta_is_named() -> None:
+def test_what_cannot_be_initialized_from_meta_is_named() -> None:
     (found,) = run_distributed(refused, 1)
     assert "layers.0.self_attn.q_proj.lora_A: adapters on the meta device" in found["adapters"]
     assert "(Unknown) has bias, table on the meta device" in found["unknown"]

@@ -108,7 +108,7 @@ def another_place_than_the_model_has_is_said(rank: int, world: int, folder: str)
     trainer = make_trainer(
         folder, world, strategy=MFSDPStrategy(units=["Block"], offload="optimizer"), precision="bf16-mixed"
     )
-    said = "main weights elsewhere than offload='optimizer' says"
+    said = "not with offload='optimizer'; its main weights are not moved"
     with pytest.warns(UserWarning, match=said) if rank == 0 else nullcontext():
         trainer.validate(model, loader(8, 8), verbose=False)
 

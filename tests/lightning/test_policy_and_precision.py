@@ -82,7 +82,7 @@ def test_a_policy_without_a_precision_is_answered_with_the_ways_out() -> None:
         make_trainer(".", 1, strategy=MFSDPStrategy(policy=MixedPrecisionPolicy(compute_dtype=BF16)))
     said = str(info.value)
     for part in (
-        "precision='32-true' (it is also what there is where no precision was given)",
+        "precision='32-true' (also the default if no precision is passed)",
         "policy.compute_dtype=torch.bfloat16",
         'use precision="bf16-mixed" or "bf16-true"',
         'plugins=[MFSDPPrecision("32-true", policy=policy)]',

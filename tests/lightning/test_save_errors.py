@@ -138,7 +138,7 @@ def test_what_the_file_system_refuses_is_named_on_all_ranks_and_loses_nothing(tm
         for kind, ranks in (("sharded", (0, 1)), ("full", (0,))):
             for rank in ranks:
                 message = found[f"{kind}, disk of rank {rank} full"]
-                assert "one.ckpt failed, and what was there before is as it was" in message, message
+                assert "one.ckpt failed, and an earlier checkpoint there is unchanged" in message, message
                 assert f"rank {rank}" in message, message
                 assert "OSError: [Errno 27] File too large" in message, message
             assert found[f"{kind}, left"] == ["one.ckpt"], "nothing is left of what failed"

@@ -1,4 +1,4 @@
-"""Features that behave in another way on GPUs: evaluation in inference mode over NCCL, and synchronised batch norm."""
+"""Features that behave in another way on GPUs: evaluation in inference mode over NCCL, and synchronized batch norm."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_ranks_with_unlike_numbers_of_batches_evaluate_over_nccl(ranks: Any) -> 
     assert_near(ranks[0]["weights"], train_plainly(seeded(), 8, STEPS))
 
 
-def test_synchronised_batch_norm_trains_like_one_process_on_the_whole_batch(ranks: Any) -> None:
+def test_synchronized_batch_norm_trains_like_one_process_on_the_whole_batch(ranks: Any) -> None:
     reference = train_plainly(seeded(Normalized), 8, STEPS)
     for found in ranks:
         weights, running_mean = found["synced"]

@@ -94,7 +94,7 @@ def early_stopping(side: Side) -> dict[str, Any]:
     model = seeded(Stopped)
     trainer = side.trainer(max_epochs=6, callbacks=[EarlyStopping("own", patience=1)])
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # not synchronised on purpose
+        warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # not synchronized on purpose
         trainer.fit(model, loader(4, 16, side.rank, 2), loader(4, 16, side.rank, 2))
     return {"all ranks": found, "one rank": trainer.current_epoch}
 

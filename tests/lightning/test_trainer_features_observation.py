@@ -239,7 +239,7 @@ PEAKS = {torch.float32: 100, torch.bfloat16: 1000}
 
 
 def throughput(side: Side) -> dict[str, Any]:
-    """Utilisation on a device whose peak is known: of the dtype that computes, and a warning from Lightning's own monitor."""
+    """Utilization on a device whose peak is known: of the dtype that computes, and a warning from Lightning's own monitor."""
 
     def peak(device: torch.device, dtype: torch.dtype) -> int:
         return PEAKS[dtype]
@@ -350,7 +350,7 @@ def test_seed_everything_leaves_each_step_the_random_numbers_of_ddp(two_ranks: A
     assert workers == [("pl_worker_init_function", {"rank": 0}), ("pl_worker_init_function", {"rank": 1})]
 
 
-def test_batch_norm_keeps_the_statistics_of_ddp_and_is_synchronised_before_sharding_only(two_ranks: Any) -> None:
+def test_batch_norm_keeps_the_statistics_of_ddp_and_is_synchronized_before_sharding_only(two_ranks: Any) -> None:
     assert_ranks_alike(two_ranks, batch_norm)
 
 

@@ -160,7 +160,7 @@ def joined(root: nn.Module, blocks_per_unit: Any = "auto", units: Any = "auto") 
     ]
 
 
-def test_small_neighbours_share_a_unit_until_it_is_worth_a_gather() -> None:
+def test_small_neighbors_share_a_unit_until_it_is_worth_a_gather() -> None:
     found = joined(Decoder(vocab=32_000, dim=1024, layers=24, tied=False))  # 12.6 million a block
     assert (found[0], found[-1]) == ("embed", "head")
     assert found[1:-1] == [[f"blocks.{i}" for i in range(start, start + 3)] for start in range(0, 24, 3)]
@@ -175,7 +175,7 @@ def test_tiny_blocks_leave_enough_units_to_overlap() -> None:
     assert [len(unit) for unit in joined(Decoder(vocab=50, dim=64, layers=40, tied=False))] == [5, 6, 6, 5, 6, 6, 6]
 
 
-def test_only_neighbours_of_one_class_in_one_list_are_joined() -> None:
+def test_only_neighbors_of_one_class_in_one_list_are_joined() -> None:
     root = nn.ModuleList([Block(), Block(), Block(), nn.Linear(4, 4), Block(), Block()])
     assert joined(root, 2, ["Block"]) == ["0", ["1", "2"], ["4", "5"]]
     assert joined(root, 1, ["Block"]) == ["0", "1", "2", "4", "5"]

@@ -19,7 +19,7 @@ def tokens(count: int = 40) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_probabilities_are_the_best_scores_normalised_and_scaled(scores) -> None:
+def test_probabilities_are_the_best_scores_normalized_and_scaled(scores) -> None:
     made = router(scores=scores, scale=2.5)
     hidden = tokens()
     logits = hidden @ made.weight.t()
@@ -69,7 +69,7 @@ def test_tokens_of_another_shape_are_refused() -> None:
 def test_the_auxiliary_loss_is_least_where_load_is_even_and_its_gradient_evens_it() -> None:
     made = router(auxiliary_weight=1.0)
     with torch.no_grad():
-        made.weight[0] = 0.5  # one expert is everybody's favourite
+        made.weight[0] = 0.5  # one expert is everybody's favorite
     hidden = tokens() + 0.5
     first = made(hidden)
     counts = torch.bincount(first.expert_index.flatten(), minlength=6) / 80

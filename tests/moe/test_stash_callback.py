@@ -200,7 +200,9 @@ def test_it_says_when_nothing_was_saved_and_when_rows_are_beyond_capacity(tmp_pa
             saver.load(ctx, saver.save(ctx, [torch.ones(4, 8)], torch.tensor(5)))
             return super().training_step(tokens, batch_idx)
 
-    with pytest.warns(UserWarning, match="1 tensors had fewer than no live rows, or more than their buffer has room"):
+    with pytest.warns(
+        UserWarning, match="1 tensors had a negative number of live rows, or more than their buffer has room"
+    ):
         fit(tmp_path, module=Beyond(), stash=PagedStash(page_rows=4), max_steps=3)
 
 

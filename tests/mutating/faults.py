@@ -227,7 +227,7 @@ class _Maker:
             yield "double", node, f"{once}; {once}"
 
     def _swaps(self, body: list[ast.stmt], function: str) -> Iterator[tuple[int, ast.stmt, str, ast.stmt]]:
-        """Neighbours change places, where the order may matter: one of them calls, and both speak of one thing."""
+        """Neighbors change places, where the order may matter: one of them calls, and both speak of one thing."""
         for one, other in itertools.pairwise(body):
             if not (isinstance(one, _SIMPLE) and isinstance(other, _SIMPLE)):
                 continue

@@ -22,7 +22,7 @@ SAMPLES = st.lists(
 )
 
 
-def labelled(samples: list[list[tuple[int, bool]]]) -> list[dict[str, list[int]]]:
+def labeled(samples: list[list[tuple[int, bool]]]) -> list[dict[str, list[int]]]:
     """Some tokens of each are not to be learned."""
     return [
         {"input_ids": [i for i, _ in sample], "labels": [i if learned else IGNORED for i, learned in sample]}
@@ -73,8 +73,8 @@ def test_a_packed_batch_is_what_a_loop_makes(
     samples: list[list[tuple[int, bool]]], recipe: str | int | None, shift: bool
 ) -> None:
     collate = AlignedCollator(recipe, ignore_index=IGNORED, padding_id=PADDING, shift_labels=shift)
-    batch = collate(labelled(samples))
-    assert as_lists(batch) == packed_by_a_loop(labelled(samples), alignment_of(recipe), shift)
+    batch = collate(labeled(samples))
+    assert as_lists(batch) == packed_by_a_loop(labeled(samples), alignment_of(recipe), shift)
     assert batch["input_ids"].numel() % alignment_of(recipe) == 0
     assert [batch[name].dtype for name in ("input_ids", "labels", "position_ids")] == [torch.int64] * 3
     assert batch["cu_seqlens"].dtype is torch.int32
@@ -86,10 +86,10 @@ def test_a_padded_batch_has_the_least_columns_that_make_its_total_fit(
     samples: list[list[tuple[int, bool]]], recipe: str | int | None, shift: bool
 ) -> None:
     collate = AlignedCollator(recipe, packed=False, ignore_index=IGNORED, padding_id=PADDING, shift_labels=shift)
-    batch = as_lists(collate(labelled(samples)))
+    batch = as_lists(collate(labeled(samples)))
     longest, alignment = max(map(len, samples)), alignment_of(recipe)
     width = next(w for w in range(longest, longest + alignment) if w * len(samples) % alignment == 0)
-    for row, sample in enumerate(labelled(samples)):
+    for row, sample in enumerate(labeled(samples)):
         length = len(sample["input_ids"])
         rest = width - length
         assert batch["input_ids"][row] == sample["input_ids"] + [PADDING] * rest
@@ -160,9 +160,9 @@ def test_batches_of_one_size_are_smaller_ones_with_more_padding(
     num_tokens = (-(-real // alignment_of(recipe)) + slack) * alignment_of(recipe)
     max_length = None if spare is None else longest + spare
     options = {"max_length": max_length, "ignore_index": IGNORED, "padding_id": PADDING}
-    batch = as_lists(AlignedCollator(recipe, num_tokens=num_tokens, **options)(labelled(samples)))
+    batch = as_lists(AlignedCollator(recipe, num_tokens=num_tokens, **options)(labeled(samples)))
     # Alignment to the whole size is what the same loop makes of a recipe of that many tokens.
-    expected = packed_by_a_loop(labelled(samples), num_tokens, shift=True, piece=max_length or longest)
+    expected = packed_by_a_loop(labeled(samples), num_tokens, shift=True, piece=max_length or longest)
     if max_length is not None:
         missing = len(samples) + -(-num_tokens // max_length) + 1 - len(expected["cu_seqlens"])
         expected["cu_seqlens"] += [num_tokens] * missing
@@ -171,8 +171,8 @@ def test_batches_of_one_size_are_smaller_ones_with_more_padding(
     assert max(batch["position_ids"][0]) < batch["max_seqlen"] == (max_length or longest)
 
     width = alignment_of(recipe) * longest
-    padded = AlignedCollator(recipe, packed=False, num_tokens=width * len(samples), **options)(labelled(samples))
-    least = AlignedCollator(recipe, packed=False, **options)(labelled(samples))
+    padded = AlignedCollator(recipe, packed=False, num_tokens=width * len(samples), **options)(labeled(samples))
+    least = AlignedCollator(recipe, packed=False, **options)(labeled(samples))
     assert padded["mask"].shape == (len(samples), width)
     for name in ("input_ids", "labels", "position_ids"):
         assert torch.equal(padded[name][padded["mask"]], least[name][least["mask"]])

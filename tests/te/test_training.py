@@ -455,7 +455,7 @@ def test_graphs_are_refused_with_the_reason() -> None:
         assert graphed_training_step(print, module, SimpleNamespace(precision_plugin=fp8())) is None  # type: ignore[arg-type]
 
 
-def test_utilisation_is_measured_against_the_peak_of_8_bits() -> None:
+def test_utilization_is_measured_against_the_peak_of_8_bits() -> None:
     monitor = ShardedThroughputMonitor(batch_size_fn=len)
     trainer = SimpleNamespace(precision_plugin=fp8(), strategy=SimpleNamespace(root_device=None))
     with (

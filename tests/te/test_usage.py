@@ -253,7 +253,7 @@ def test_a_model_keeps_the_options_it_was_made_ready_with_and_others_are_refused
             again = {name: found[f"again {weights} {name}"] for name in ("same", "kept", "overridden", "delayed")}
             assert again.pop("same") == {"current"}
             for name, option in (("kept", "keep_high_precision=()"), ("overridden", "overrides={}")):
-                start = "Net was made ready for FP8 by an earlier run, with other options: "
+                start = "Net was prepared for FP8 by an earlier run, with other options: "
                 assert again[name].startswith(f"{start}{option}, now "), again[name]
             assert "recipe=Float8CurrentScaling(), now DelayedScaling(" in again["delayed"]
             assert f"fp8_weights={weights}, now {not weights}" in found[f"again {weights} other weights"]
@@ -262,10 +262,10 @@ def test_a_model_keeps_the_options_it_was_made_ready_with_and_others_are_refused
 def test_a_model_with_parts_that_are_known_or_in_a_run_without_fp8_is_refused(ranks: Any) -> None:
     for found in ranks:
         assert (
-            "has parts that an earlier run made ready for FP8, and inputs, head, which it did not know"
+            "has modules that an earlier run prepared for FP8, and inputs, head, which were added later"
             in found["larger"]
         )
-        assert "Net was made ready for FP8 by an earlier run, and precision='bf16-mixed' is not FP8" in found["without"]
+        assert "Net was prepared for FP8 by an earlier run, and precision='bf16-mixed' is not FP8" in found["without"]
 
 
 def test_scales_follow_under_manual_optimization(ranks: Any) -> None:

@@ -235,9 +235,9 @@ class PagedStash(SeesTrainingSteps, Callback):
         if statistics.over_capacity and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"PagedStash: rank {trainer.global_rank}: {statistics.over_capacity} tensors had fewer than no live rows, or more than "
-                "their buffer has room for; what is beyond it was not saved. Give the saver the number of rows that were computed. This "
-                "is reported once",
+                f"PagedStash: rank {trainer.global_rank}: {statistics.over_capacity} tensors had a negative number of live rows, or more "
+                "than their buffer has room for; what is beyond it was not saved. Give the saver the number of rows that were computed. "
+                "This is reported once",
                 stacklevel=2,
             )
         if trainer.global_step % trainer.log_every_n_steps == 0 or not trainer.training:  # type: ignore[attr-defined]

@@ -157,8 +157,8 @@ class Location(ABC):
         except (Exception, CheckpointException) as error:
             ranks.first(f"cleaning up after a failed save of {self}", self.abandon)
             raise RuntimeError(
-                f"saving {self} failed, and what was there before is as it was: {reason_of(error)}. "
-                "Make room, or mend what it names, and save again"
+                f"saving {self} failed, and an earlier checkpoint there is unchanged: {reason_of(error)}. "
+                "Free disk space, or fix this error, and save again"
             ) from error
         ranks.first(f"putting {self} in place", lambda: self.commit(written))
 

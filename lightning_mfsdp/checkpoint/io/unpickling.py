@@ -94,7 +94,7 @@ def refusal(what: str, name: str, trusting: str) -> str:
     """The message: what holds which class, and both ways out."""
     return (
         f"{what} holds {name}, which is not loaded by default, because a class from a file can run code. If you trust that class, allow "
-        f"it with torch.serialization.add_safe_globals([{name}]); if you trust whoever wrote the checkpoint, {trusting}"
+        f"it with torch.serialization.add_safe_globals([{name}]); if you trust the author of the checkpoint, {trusting}"
     )
 
 

@@ -269,8 +269,8 @@ def stored_tensors(source: Path) -> dict[str, TensorInFile]:
         lost = [name for name in wanted if name not in found]
         if lost:
             raise RuntimeError(
-                f"{file} does not hold {', '.join(lost[:4])} (of {len(lost)}), which the index says are in it. Fetch or export the "
-                "files anew"
+                f"{file} does not hold {', '.join(lost[:4])} (of {len(lost)}), which it should contain according to the index. "
+                "Download or export the files again"
             )
         stored.update({name: found[name] for name in wanted} if wanted else found)
     return stored
@@ -292,7 +292,7 @@ def _header(file: Path) -> dict[str, TensorInFile]:
     except Exception as error:  # the package has its own kind, and a file may be damaged in many ways
         raise RuntimeError(
             f"{file} cannot be read as safetensors ({type(error).__name__}: {error}); it is incomplete, damaged or something else. "
-            "Fetch or export it anew"
+            "Download or export it again"
         ) from error
     return found
 

@@ -57,7 +57,7 @@ def fully_shard(
     Call it on the units first (such as the blocks of a transformer), then on the module around them. A unit is what is
     gathered and reduced at once; it owns the parameters inside it that no nested unit owns. Every rank of the mesh must
     make the same calls in the same order. Values are those of the mesh's first rank; parameters on the meta device are
-    initialised by their modules' `reset_parameters`.
+    initialized by their modules' `reset_parameters`.
 
     Args:
         module: Any module. Its parameter names do not change; while sharded, its parameters are DTensors of the main weights. A list of
@@ -72,7 +72,7 @@ def fully_shard(
         outer_sharding: On the outer axis: "no_shard" (HSDP) or "optim" (HFSDP: main weights and optimizer state sharded
             there too).
         policy: Dtypes and reduction; the default keeps the module's dtype for compute and float32 for the rest.
-        reshard_after_forward: Reshard full weights between forward and backward (only with sharded weights). The root
+        reshard_after_forward: Reshard unsharded weights between forward and backward (only with sharded weights). The root
             keeps its own in any case. "auto": after two steps, weights of as many units stay as the memory left on the device
             can hold (a tenth of it stays free), last units first.
         ignored_parameters: Unmanaged: neither sharded nor reduced.

@@ -19,7 +19,7 @@ __all__ = ["fully_shard_units"]
 def fully_shard_units(
     module: nn.Module, units: Sequence[nn.Module | Sequence[nn.Module]], mesh: DeviceMesh | None = None, **options: Any
 ) -> nn.Module:
-    """`fully_shard` every unit, then `module`, initialising meta parameters in the order in which their modules were built.
+    """`fully_shard` every unit, then `module`, initializing meta parameters in the order in which their modules were built.
 
     One unit at a time is whole in memory, and under one seed the values are those of a model built on a real device.
 

@@ -49,8 +49,8 @@ _WHOLE_BACKWARD = (0, "a whole backward", REDUCTION)  # groups are numbered from
 _ANY_OPTIMIZER = (0, "an optimizer", _STEP)
 
 _ADVICE = (
-    "Ranks that share weights have to run the same units in the same order between the same steps. Do so on all ranks, or take "
-    'sharding="optim_grads", which keeps weights whole on every rank, so that each may leave out what it likes'
+    "Ranks that share weights have to run the same units in the same order between the same steps. Do so on all ranks, or use "
+    'sharding="optim_grads", which keeps weights whole on every rank, so that ranks may run different units'
 )
 
 _STILL_S = 1.0

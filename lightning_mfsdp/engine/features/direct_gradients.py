@@ -130,7 +130,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _write(weight: Tensor | None, left: Tensor, right: Tensor) -> bool:
-    """Write `left @ right` as the gradient of a full weight, if this backward accumulates it."""
+    """Write `left @ right` as the gradient of an unsharded weight, if this backward accumulates it."""
     place = place_of(weight) if weight is not None else None
     context = context_of_group(place[0]) if place is not None else None
     if weight is None or place is None or context is None or torch.is_grad_enabled() or not compat.accumulates(weight):
@@ -149,7 +149,7 @@ def gradient_memory(weight: Tensor, *, overwrites: bool) -> tuple[Tensor, bool]:
     """Where a layer that leaves no gradient to autograd must write that of its weight, in the current backward.
 
     Args:
-        weight: A full parameter of a sharded module.
+        weight: An unsharded parameter of a sharded module.
         overwrites: The layer replaces what is in the memory; otherwise it adds to it.
 
     Returns:

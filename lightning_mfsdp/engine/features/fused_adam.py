@@ -61,7 +61,7 @@ class Remainders:
 
 
 def refuse_unfit_options(optimizer: Any, groups: Sequence[ParameterGroup]) -> None:
-    """Raise a ShardingError for an option that cannot be honoured.
+    """Raise a ShardingError for an option that cannot be honored.
 
     Args:
         optimizer: A FusedAdam.

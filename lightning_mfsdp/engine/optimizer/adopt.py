@@ -3,7 +3,7 @@
 An elementwise optimizer does to each number what it would do to it in the whole tensor, so it can work on plain local
 rows: no DTensor dispatch, and fused kernels. So can one that fetches what it needs from other ranks itself (local_rows.py), and
 any optimizer at all where every rank has all rows (`no_shard`, one rank). Others (LARS, LAMB: norms of the whole tensor) keep DTensors
-of divided parameters; those that need whole matrices (torch's Muon, Shampoo, Adafactor) are refused there, by name or by the operation.
+of sharded parameters; those that need whole matrices (torch's Muon, Shampoo, Adafactor) are refused there, by name or by the operation.
 
 The user's program reads `param_groups`, too: it takes norms, clips gradients, sets them to None. So an optimizer that is known to use
 its parameters in `step` alone has rows in `param_groups` for as long as its own code runs there; at all other times, the closure's

@@ -23,7 +23,7 @@ def casts_alike(members: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> b
     if any(kept) and not all(kept):
         raise ShardingError(
             f"fully_shard: policy.fp32_modules keeps some of {[type(member).__name__ for member in members]} in float32 and not all, "
-            "but the inputs of one unit are cast alike; shard them apart"
+            "but all inputs of a unit are cast to one dtype; make them separate units"
         )
     return not any(kept)
 

@@ -17,11 +17,11 @@ class GroupSpec:
     """What all parameters of a group have in common.
 
     Attributes:
-        compute_dtype: Of the full weight, as autograd sees it.
+        compute_dtype: Of the unsharded weight, as autograd sees it.
         main_dtype: Of the main weight, and of the gradient that the optimizer sees unless it requires another (decoupled.py).
         trainable: Whether parameters required gradients when the module was sharded.
         whole: 0-D parameters have no rows to distribute, so every rank keeps them.
-        codec: How the full weight is stored, where that is not simply the compute dtype.
+        codec: How the unsharded weight is stored, where that is not simply the compute dtype.
     """
 
     compute_dtype: torch.dtype
@@ -37,7 +37,7 @@ class GroupSpec:
 
     @cached_property
     def planes(self) -> range:
-        """Numbers of the planes that the full weight consists of."""
+        """Numbers of the planes that the unsharded weight consists of."""
         return range(1 if self.codec is None else self.codec.planes)
 
     @property

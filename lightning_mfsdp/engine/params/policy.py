@@ -45,7 +45,7 @@ class MixedPrecisionPolicy:
         high_precision_reduce: Send `grad_comm_dtype`, add in float32: all-to-all, then a local sum.
 
     Raises:
-        ShardingError: A field that cannot be honoured; names the field, what was expected and what was given.
+        ShardingError: A field that cannot be honored; names the field, what was expected and what was given.
 
     Source:
         The three dtypes are those of Megatron-FSDP 0.6 (NVIDIA/Megatron-LM pull request 3067).

@@ -86,7 +86,7 @@ class ShardedParameter(Rows):
 
     @property
     def grad(self) -> DTensor | None:
-        """The reduced gradient of these rows; `None` until a synchronised backward. Empty, and not `None`, on a rank without rows."""
+        """The reduced gradient of these rows; `None` until a synchronized backward. Empty, and not `None`, on a rank without rows."""
         grad = self._local.grad
         if grad is None:
             self._refuse_in_recording()
@@ -200,7 +200,7 @@ class ShardedParameter(Rows):
     def register_hook(self, hook: Any) -> NoReturn:
         """Refused: autograd never sees this tensor."""
         raise EngineStateError(
-            f"register_hook on parameter {self.described}: it would never run, because gradients are computed for full parameters and "
+            f"register_hook on parameter {self.described}: it would never run, because gradients are computed for unsharded parameters and "
             "reduced into shards. Use register_post_accumulate_grad_hook, which runs after the reduction, inspect gradients after backward "
             "(on_after_backward in Lightning), or register the hook before fully_shard"
         )

@@ -166,8 +166,8 @@ def bring_home(module: nn.Module) -> None:
         group, entry = owner
         if one.dtype != entry.local.dtype:
             raise ShardingError(
-                f"parameter {entry.name} was sharded with main weights of {entry.local.dtype} and converted to {one.dtype} since; "
-                "convert the module back (module.to(dtype)), or call unshard_model(module) to have it sharded anew as it is"
+                f"parameter {entry.name} was sharded with main weights of {entry.local.dtype} and later converted to {one.dtype}; "
+                "convert the module back (module.to(dtype)), or call unshard_model(module) and shard it again in its present dtype"
             )
         _write_home(group, entry, one._local_tensor)
 

@@ -1,4 +1,4 @@
-"""Functions for users of a sharded module: hold back reductions, inspect full weights, run a root's methods directly."""
+"""Functions for users of a sharded module: hold back reductions, inspect unsharded weights, run a root's methods directly."""
 
 from __future__ import annotations
 

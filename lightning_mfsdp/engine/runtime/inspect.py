@@ -40,7 +40,7 @@ class ParameterView:
         names: All names (tied weights have several).
         shape: Global shape.
         dtype: Of the main weight.
-        compute_dtype: Of the full weight in forward.
+        compute_dtype: Of the unsharded weight in forward.
         rows: Rows of dim 0 this rank owns; a 0-D parameter counts as one row.
         unit: Name of the unit that owns it.
         main: The owned rows of the main weight, `[len(rows), *shape[1:]]`.

@@ -78,9 +78,9 @@ class MemoryPlanner:
         if number > _PLANNED_TOGETHER and not after_decision:
             if self._pool.is_outdated:
                 warnings.warn(
-                    "fully_shard: this step runs units together that ran apart before, so the slots of gathered weights are planned "
-                    "anew, in ordinary memory: gathers use the compute cores from now on. Run such a step among the first two, or leave "
-                    "symmetric_memory out",
+                    "fully_shard: this step runs units at the same time that did not do so before, so the slots of gathered weights are "
+                    "planned again, in ordinary memory: gathers use the compute cores from now on. Run such a step as one of the first "
+                    "two, or do not pass symmetric_memory",
                     stacklevel=2,
                 )
             return None

@@ -489,10 +489,10 @@ class RowStash:
         """Reset counts; allocate pages if that is due. Returns whether it was."""
         if self._pools:
             self._snapshot = Snapshot(self._pools, self._side, self._bytes, recorded=self.is_recording)
-            nobody_asks = self.is_recording or self.config.overflow == "keep"
+            is_unchecked = self.is_recording or self.config.overflow == "keep"
             with self._side.fork():
                 for pool in self._pools.values():
-                    pool.clear_statistics() if nobody_asks else pool.begin_step()
+                    pool.clear_statistics() if is_unchecked else pool.begin_step()
         if self.is_recording:
             return self._finish_recording(self._snapshot.demand() if self._snapshot is not None else {})
         if self._must_grow:

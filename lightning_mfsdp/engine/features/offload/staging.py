@@ -147,7 +147,7 @@ class Chunk:
 
     @staticmethod
     def plan(staged_groups: list[StagedGroup], device: torch.device, *, together_bytes: int, areas: int) -> list[Chunk]:
-        """Put neighbouring groups together up to `together_bytes`, and assign `areas` staging areas to the chunks in turn."""
+        """Put neighboring groups together up to `together_bytes`, and assign `areas` staging areas to the chunks in turn."""
         together: list[list[StagedGroup]] = []
         room = 0
         for staged in staged_groups:
