@@ -1,6 +1,6 @@
 """Every private or version-dependent PyTorch API the package uses, in one place.
 
-Tested with torch 2.11, 2.13 and 2.14. `tests/engine/test_compat.py` fails when one of them disappears.
+Tested with torch 2.10, 2.11, 2.13 and 2.14. `tests/engine/test_compat.py` fails when one of them disappears.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ __all__ = [
 ]
 
 TensorT = TypeVar("TensorT", bound=Tensor)
-OpOverload = operators.OpOverload  # one operator with its types (torch 2.11 to 2.14)
-BatchNorm = _BatchNorm  # the class that all layers of this kind derive from (torch 2.11 to 2.14)
-DispatchMode = TorchDispatchMode  # sees every operation before it runs, of subclasses too (torch 2.11 to 2.14)
+OpOverload = operators.OpOverload  # one operator with its types (torch 2.10 to 2.14)
+BatchNorm = _BatchNorm  # the class that all layers of this kind derive from (torch 2.10 to 2.14)
+DispatchMode = TorchDispatchMode  # sees every operation before it runs, of subclasses too (torch 2.10 to 2.14)
 
 # torch.distributed exports them too, but type checkers do not see them there.
 Store = distributed_types.Store
@@ -117,7 +117,7 @@ def is_composite(operator: OpOverload) -> bool:
     return bool(operator.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
 
 
-# Identity of the backward now running in this thread, or -1 (torch 2.11 to 2.14). Called several times for each unit, so not wrapped.
+# Identity of the backward now running in this thread, or -1 (torch 2.10 to 2.14). Called several times for each unit, so not wrapped.
 backward_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -127,14 +127,14 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 
 
 def keeps_graph() -> bool:
-    """Whether the backward now running was asked to retain the graph (torch 2.11 to 2.14: `_get_current_graph_task_keep_graph`)."""
+    """Whether the backward now running was asked to retain the graph (torch 2.10 to 2.14: `_get_current_graph_task_keep_graph`)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def in_function_forward() -> bool:
     """Whether the forward of an autograd function written in Python runs: it, and inference mode, turn forward-mode gradients off as well.
 
-    torch 2.11 to 2.14: `_is_fwd_grad_enabled`.
+    torch 2.10 to 2.14: `_is_fwd_grad_enabled`.
     """
     return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
@@ -147,7 +147,7 @@ def accumulates(leaf: Tensor) -> bool:
 def leaves_gradients_out() -> bool:
     """Whether the backward now running computes only selected gradients (`autograd.grad`, `inputs=`) and skips others of its graph.
 
-    `_current_autograd_node`, torch 2.11 to 2.14. It walks the graph from there to the first leaf that is left out, or whose gradient is
+    `_current_autograd_node`, torch 2.10 to 2.14. It walks the graph from there to the first leaf that is left out, or whose gradient is
     returned.
     """
     seen: set[Node] = set()
@@ -172,17 +172,17 @@ def _brings(leaf: Node) -> bool:
 
 
 def is_due(node: Node) -> bool:
-    """Whether the backward now running reaches, or has reached, a node (torch 2.11 to 2.14: `_will_engine_execute_node`)."""
+    """Whether the backward now running reaches, or has reached, a node (torch 2.10 to 2.14: `_will_engine_execute_node`)."""
     return bool(torch._C._will_engine_execute_node(node))
 
 
 def has_accumulation_hooks(leaf: Tensor) -> bool:
-    """Whether something runs after a gradient was added to `leaf.grad` (torch 2.11 to 2.14: `_post_accumulate_grad_hooks`)."""
+    """Whether something runs after a gradient was added to `leaf.grad` (torch 2.10 to 2.14: `_post_accumulate_grad_hooks`)."""
     return bool(leaf._post_accumulate_grad_hooks)
 
 
 def is_transformed() -> bool:
-    """Whether functorch or forward-mode differentiation is active (torch 2.11 to 2.14)."""
+    """Whether functorch or forward-mode differentiation is active (torch 2.10 to 2.14)."""
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
@@ -223,7 +223,7 @@ set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: 
 
 
 def as_kind(kind: type[TensorT], tensor: Tensor) -> TensorT:
-    """A tensor of a subclass of `Tensor` over the memory of another one, without history (torch 2.11 to 2.14: `_make_subclass`)."""
+    """A tensor of a subclass of `Tensor` over the memory of another one, without history (torch 2.10 to 2.14: `_make_subclass`)."""
     return torch.Tensor._make_subclass(kind, tensor)
 
 
@@ -305,7 +305,7 @@ def carries_data(group: dist.ProcessGroup) -> bool:
 
 
 def default_store() -> Store:
-    """The store of the default process group (torch 2.11 to 2.14: `_get_default_store`)."""
+    """The store of the default process group (torch 2.10 to 2.14: `_get_default_store`)."""
     return c10d._get_default_store()
 
 
@@ -318,7 +318,7 @@ _OLDEST_NCCL_WITH_COPY_ENGINES = (2, 28)
 
 
 def no_symmetric_memory_because(device: torch.device) -> str:
-    """Why gathers cannot use symmetric memory here; empty if they can (torch 2.11 to 2.14: `_symmetric_memory`)."""
+    """Why gathers cannot use symmetric memory here; empty if they can (torch 2.10 to 2.14: `_symmetric_memory`)."""
     version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     if version < _OLDEST_NCCL_WITH_COPY_ENGINES:
         return f"copy-engine gathers came with NCCL 2.28, this is {'.'.join(map(str, version))}"
@@ -351,7 +351,7 @@ def symmetric_memory(size_bytes: int, device: torch.device, group: dist.ProcessG
 
 
 class _Abort:
-    """Aborts what runs in all process groups, and forgets them, without waiting (torch 2.11 to 2.14: `_abort_process_group`).
+    """Aborts what runs in all process groups, and forgets them, without waiting (torch 2.10 to 2.14: `_abort_process_group`).
 
     NCCL may hang in this where ranks are connected by sockets and another one has closed its end (seen with torch 2.11). Where it lets
     other threads run meanwhile, callers go on after half a second; where it does not, the process ends after two seconds, with exit
@@ -407,7 +407,7 @@ def is_lost_connection(error: BaseException) -> bool:
 def undecorated_step(kind: type[Optimizer]) -> Callable[..., Any] | None:
     """What `step` of an optimizer's class does between its hooks; `None` if PyTorch did not wrap it with hooks.
 
-    torch 2.11 to 2.14: `profile_hook_step` wraps the class's `step` and marks it `hooked`.
+    torch 2.10 to 2.14: `profile_hook_step` wraps the class's `step` and marks it `hooked`.
     """
     step = kind.step
     return getattr(step, "__wrapped__", None) if getattr(step, "hooked", False) else None
@@ -420,30 +420,30 @@ def takes_closure(optimizer: Optimizer) -> bool:
 
 
 def step_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """What runs before each step of an optimizer (torch 2.11 to 2.14: `_optimizer_step_pre_hooks`, an ordered dictionary)."""
+    """What runs before each step of an optimizer (torch 2.10 to 2.14: `_optimizer_step_pre_hooks`, an ordered dictionary)."""
     return list(optimizer._optimizer_step_pre_hooks.values())
 
 
 def before_other_hooks(handle: RemovableHandle) -> None:
-    """Let a hook run before those that were registered earlier (torch 2.11 to 2.14: `hooks_dict_ref`, an ordered dictionary)."""
+    """Let a hook run before those that were registered earlier (torch 2.10 to 2.14: `hooks_dict_ref`, an ordered dictionary)."""
     hooks = handle.hooks_dict_ref()
     assert hooks is not None, "the hooked object is alive"
     hooks.move_to_end(handle.id, last=False)
 
 
 def shape_of_equal_part(tensor: DTensor) -> torch.Size:
-    """Shape and offset of this rank's part of a DTensor (torch 2.11 to 2.14: `compute_local_shape_and_global_offset`)."""
+    """Shape and offset of this rank's part of a DTensor (torch 2.10 to 2.14: `compute_local_shape_and_global_offset`)."""
     shape, _ = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return torch.Size(shape)
 
 
 def is_traced() -> bool:
-    """Whether torch.compile is active here (torch 2.11 to 2.14: `CompileContext`)."""
+    """Whether torch.compile is active here (torch 2.10 to 2.14: `CompileContext`)."""
     return CompileContext.try_get() is not None
 
 
 def ddp_ignores(module: torch.nn.Module) -> frozenset[str]:
-    """Names that DistributedDataParallel was set to ignore (torch 2.11 to 2.14: `_set_params_and_buffers_to_ignore_for_model`)."""
+    """Names that DistributedDataParallel was set to ignore (torch 2.10 to 2.14: `_set_params_and_buffers_to_ignore_for_model`)."""
     found = getattr(module, IGNORED_BY_DDP, ())
     return frozenset(
         found if isinstance(found, Collection) else getattr(found, "names", ())
@@ -451,12 +451,12 @@ def ddp_ignores(module: torch.nn.Module) -> frozenset[str]:
 
 
 def storage_users(tensor: Tensor) -> int:
-    """How many tensors share a tensor's memory, itself included (torch 2.11 to 2.14: `_storage_Use_Count`)."""
+    """How many tensors share a tensor's memory, itself included (torch 2.10 to 2.14: `_storage_Use_Count`)."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def has_global_hooks() -> bool:
-    """Whether hooks are registered for all modules (torch 2.11 to 2.14: `_has_any_global_hook`)."""
+    """Whether hooks are registered for all modules (torch 2.10 to 2.14: `_has_any_global_hook`)."""
     return bool(module_hooks._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
