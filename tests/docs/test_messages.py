@@ -30,7 +30,7 @@ MOST_CHARACTERS = 420
 ADVICE = re.compile(
     r"(?:(?:elsewhere|otherwise|else|under \w+|if [^,;.]*,) )?(?:"
     "add|allow|ask|average|avoid|build|call|cap|cast|checkpoint|choose|clone|compute|configure|convert|copy|do|"
-    "expected|export|fetch|find|flatten|freeze|give|go|hand|have|inspect|install|keep|leave|let|list|load|log|look|"
+    "expected|export|fetch|find|flatten|free|freeze|give|go|hand|have|inspect|install|keep|leave|let|list|load|log|look|"
     "lower|make|name|pack|pad|pass|pip|put|raise|record|remove|rename|restart|resume|return|run|save|set|shard|share|"
     "shorten|step|submit|take|train|turn|unfreeze|use|wrap|write"
     r")\b",
