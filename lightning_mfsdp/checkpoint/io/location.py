@@ -158,7 +158,7 @@ class Location(ABC):
             ranks.first(f"cleaning up after a failed save of {self}", self.abandon)
             raise RuntimeError(
                 f"saving {self} failed, and an earlier checkpoint there is unchanged: {reason_of(error)}. "
-                "Free disk space, or fix this error, and save again"
+                "Make room on the disk, or correct what the error names, and save again"
             ) from error
         ranks.first(f"putting {self} in place", lambda: self.commit(written))
 
