@@ -46,7 +46,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     def replaced(match: re.Match[str]) -> str:
         text, target, anchor = match.groups()
         path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page.file.src_uri), target))
-        if path.startswith("docs/") and not path.endswith("/benchmarks"):
+        if path.startswith("docs/"):
             return match.group()
         return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path}{anchor or ''})" if config.repo_url else text
 
