@@ -69,7 +69,7 @@ READ_MORE: Mapping[str, str] = {
     "MemoryReport(step=": "callbacks.md#where-the-memory-goes",
     "MemoryReport reads": "callbacks.md#where-the-memory-goes",
     "MemoryReport with": "callbacks.md#where-the-memory-goes",
-    "mfsdp_notebook: ": "quickstart.md#notebooks",
+    "mfsdp_notebook: ": "notebook.md#several-processes",
     "NormMonitor(": "callbacks.md#norms-of-gradients-weights-and-updates",
     "NormMonitor: ": "callbacks.md#norms-of-gradients-weights-and-updates",
     "NormMonitor reads": "callbacks.md#norms-of-gradients-weights-and-updates",

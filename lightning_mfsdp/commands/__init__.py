@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from lightning_mfsdp.commands.checkpoint import add_checkpoint_commands
 from lightning_mfsdp.commands.environment import add_environment_command
 
-__all__ = ["main"]
+__all__ = ["build_parser", "main"]
+
+
+def build_parser() -> ArgumentParser:
+    """The parser of all commands; `run` of what it returns is the function to call with it."""
+    parser = ArgumentParser(prog="lightning-mfsdp", description="Tools for checkpoints, and for reports of defects.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_checkpoint_commands(commands)
+    add_environment_command(commands)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,11 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0; 1 if a check found problems; 2 if a command failed, with one line on stderr that says why.
     """
-    parser = ArgumentParser(prog="lightning-mfsdp", description="Tools for checkpoints, and for reports of defects.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_checkpoint_commands(commands)
-    add_environment_command(commands)
-    chosen = parser.parse_args(arguments)
+    chosen = build_parser().parse_args(arguments)
     try:
         code: int = chosen.run(chosen)
     except (OSError, ValueError, RuntimeError, ImportError) as error:

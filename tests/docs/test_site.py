@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import re
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -43,10 +43,17 @@ NOT_SHOWN = {
 }
 
 
+def hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_every_page_is_in_the_navigation():
     named = re.findall(r"[\w./-]+\.md", (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1])
     pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
-    assert sorted(named) == sorted(pages)
+    assert sorted(named) == sorted([*pages, "contributing.md"])
 
 
 @pytest.mark.parametrize("module", REFERENCE)
@@ -75,8 +82,46 @@ def test_the_reference_has_every_room_that_the_package_shows():
     ],
 )
 def test_links_out_of_the_docs_lead_to_the_repository_if_it_has_an_address(address, link, made):
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/hooks.py")
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
     page = SimpleNamespace(file=SimpleNamespace(src_uri="design/x.md"))
-    assert hooks.on_page_markdown(link, page=page, config=SimpleNamespace(repo_url=address)) == made
+    assert hooks().on_page_markdown(link, page=page, config=SimpleNamespace(repo_url=address)) == made
+
+
+def test_contributing_is_a_page_whose_links_are_those_of_the_file():
+    text = hooks().contributing()
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="contributing.md"))
+    shown = hooks().on_page_markdown(text, page=page, config=SimpleNamespace(repo_url="https://host/us/it"))
+    assert "[Life of a parameter](life_of_a_parameter.md)" in shown
+    assert "[CHANGELOG.md](https://host/us/it/blob/main/CHANGELOG.md)" in shown
+    assert "](docs/" not in shown
+
+
+@pytest.mark.parametrize(
+    ("html", "loaded"),
+    [
+        ('<script src="https://host/x.js"></script>', ["https://host/x.js"]),
+        ('<link rel="stylesheet" href="//host/x.css">', ["//host/x.css"]),
+        ('<p><img alt="x" src="http://host/x.png"></p>', ["http://host/x.png"]),
+        ('<script src="../x.js"></script><link rel="icon" href="x.png"><img src="data:image/png;base64,AA">', []),
+        ('<a href="https://pytorch.org">x</a><link rel="canonical" href="https://host/x.html">', []),
+        ('<code>&lt;script src="https://host/x.js"&gt;</code>', []),
+    ],
+)
+def test_what_a_page_loads_from_elsewhere_is_found(html, loaded):
+    assert hooks().loaded_from_elsewhere(html) == loaded
+
+
+def test_a_site_that_loads_from_elsewhere_is_refused(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "index.html").write_text('<script src="x.js"></script>')
+    hooks().on_post_build(config=SimpleNamespace(site_dir=str(tmp_path)))
+    (tmp_path / "sub/page.html").write_text('<script src="https://host/x.js"></script>')
+    with pytest.raises(ValueError, match=r"sub/page\.html: https://host/x\.js"):
+        hooks().on_post_build(config=SimpleNamespace(site_dir=str(tmp_path)))
+
+
+def test_the_site_has_nothing_that_the_theme_would_load_from_elsewhere():
+    """Fonts, and what the plugin "offline" adds unless one of that name is there; the hook above looks at what was built."""
+    configuration = (ROOT / "mkdocs.yml").read_text()
+    assert "\n  font: false\n" in configuration
+    (script,) = re.findall(r"^  polyfills: \[(.*iframe-worker.*)\]", configuration, flags=re.MULTILINE)
+    assert (ROOT / "docs" / script).is_file()
