@@ -18,7 +18,8 @@ from lightning_mfsdp.engine import UnitView
 
 __all__ = ["UnitsArgument", "describe_units", "join_blocks", "select_units", "validate_units"]
 
-UnitsArgument: TypeAlias = Literal["auto"] | Sequence[str | type[nn.Module]] | Callable[[nn.Module], bool]
+UnitsArgument: TypeAlias = (
+    Literal["auto"] | Sequence[str | type[nn.Module]] | set[str | type[nn.Module]] | Callable[[nn.Module], bool]
 
 # An embedding or head of this share of the model is worth gathering on its own, once it is not tiny; a huge one always is.
 _LARGE_SHARE = 1 / 32
@@ -41,7 +42,7 @@ def validate_units(units: UnitsArgument) -> None:
     """
     if units == "auto" or (callable(units) and not isinstance(units, type)):
         return
-    entries = units if isinstance(units, Sequence) and not isinstance(units, str) else None
+    entries = units if isinstance(units, (Sequence, set, frozenset)) and not isinstance(units, str) else None
     if entries is None or not all(isinstance(entry, str) or _is_module_class(entry) for entry in entries):
         raise TypeError(
             f'units={units!r}: expected "auto", a list of module classes or class names such as ["Block"], or a callable that takes a '
@@ -66,7 +67,7 @@ def select_units(root: nn.Module, units: UnitsArgument) -> list[nn.Module]:
     elif units == "auto":
         chosen = _select_automatically(root)
     else:
-        chosen = _select_by_class(root, units)
+        chosen = _select_by_class(root, list(units))
     return _with_shared(root, chosen)
 
 

@@ -285,8 +285,8 @@ class CheckpointingStrategy(ProcessStrategy):
         self._at_first_step.append(lambda: set_whole_gradients(self._module, of_gradients))
         if not same_ranks:
             rank_zero_info(
-                f"the checkpoint holds random and loader states of {len(states)} ranks, and there are {self.world_size}: random numbers "
-                "are others from here, and loaders take up the state of rank 0"
+                f"the checkpoint was saved by {len(states)} ranks, and there are {self.world_size}: training continues at the same "
+                f"position in the data, and random numbers such as dropout differ from those that {len(states)} ranks would draw"
             )
             return
         own = states[self.global_rank]
