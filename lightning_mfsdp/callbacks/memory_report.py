@@ -137,8 +137,12 @@ def report(samples: Sequence[MemorySample], step: int) -> str:
     where = " ".join(filter(None, (fullest.unit, fullest.phase)))
     rows = [(name, _mebibytes(_bytes_of(fullest, kind))) for kind, name in _KINDS.items()]
     rows.append(("all", _mebibytes(fullest.peak)))
-    counted = "" if fullest.peak is not None else "; a CPU counts neither activations nor peaks"
-    head = f"MemoryReport: rank 0 in step {step}, in MiB at the peak ({where}){counted}"
+    head = f"MemoryReport: rank 0 in step {step}, in MiB at the peak ({where})"
+    if fullest.peak is None:
+        head = (
+            f"MemoryReport: rank 0 in step {step}, in MiB where the engine's buffers take most ({where}); a CPU counts neither activations "
+            "nor peaks, so there is no table of units"
+        )
     return "\n".join([head, *table_lines(rows, right=(1,)), *_units_table(samples)])
 
 

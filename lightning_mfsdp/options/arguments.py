@@ -29,12 +29,20 @@ __all__ = [
     "check_ignored",
     "check_policy",
     "check_recompute_graph",
+    "check_sharding",
     "check_sizes",
     "check_world",
     "ignored_parameters",
     "warn_of_other_options",
     "warn_of_other_policies",
 ]
+
+
+_SHARDING_OF_FSDP = {
+    "FULL_SHARD": 'sharding="optim_grads_params"',
+    "SHARD_GRAD_OP": 'sharding="optim_grads"',
+    "HYBRID_SHARD": 'sharding="optim_grads_params" with outer_size=(number of groups, such as nodes)',
+}
 
 
 def check_choice(argument: str, value: object, choices: tuple[object, ...]) -> None:
@@ -55,6 +63,13 @@ def check_cuda_graph(cuda_graph: object, storage: str, offload: str | None) -> N
         raise ValueError(
             f"cuda_graph=True with offload={offload!r}: a replay would read main weights from host memory in every step; leave one out"
         )
+
+
+def check_sharding(sharding: object) -> None:
+    """Answer the names of FSDP's sharding strategies with ours; the engine checks the rest."""
+    name = str(getattr(sharding, "name", sharding)).upper()
+    if name in _SHARDING_OF_FSDP:
+        raise ValueError(f"sharding={sharding!r} is a name of FSDP's; use {_SHARDING_OF_FSDP[name]}")
 
 
 def check_recompute_graph(cuda_graph: bool, recompute: object) -> None:

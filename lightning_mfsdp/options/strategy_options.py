@@ -32,6 +32,7 @@ from lightning_mfsdp.options.arguments import (
     check_ignored,
     check_policy,
     check_recompute_graph,
+    check_sharding,
     check_sizes,
     check_world,
     ignored_parameters,
@@ -102,6 +103,7 @@ class StrategyOptions:
         return cls(**{option.name: arguments[option.name] for option in fields(cls)})
 
     def __post_init__(self) -> None:
+        check_sharding(self.sharding)
         resolve_placement(self.sharding, self.outer_sharding, 1, 1)
         validate_units(self.units)
         check_blocks_per_unit(self.blocks_per_unit)

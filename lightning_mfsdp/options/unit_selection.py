@@ -20,6 +20,7 @@ __all__ = ["UnitsArgument", "describe_units", "join_blocks", "select_units", "va
 
 UnitsArgument: TypeAlias = (
     Literal["auto"] | Sequence[str | type[nn.Module]] | set[str | type[nn.Module]] | Callable[[nn.Module], bool]
+)
 
 # An embedding or head of this share of the model is worth gathering on its own, once it is not tiny; a huge one always is.
 _LARGE_SHARE = 1 / 32

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_mfsdp.checkpoint import export_model, load_safetensors
+from lightning_mfsdp.checkpoint import export_checkpoint, export_model, load_safetensors
 from lightning_mfsdp.checkpoint.safetensors.files import FolderWriter
 from lightning_mfsdp.engine import MixedPrecisionPolicy, ShardingError, fully_shard
 from tests.checkpoint.safetensors_cases import (
@@ -353,6 +353,31 @@ def exports_take_no_foreign_folder_and_fail_on_all_ranks(rank: int, world: int) 
         refused(ValueError, "max_shard_bytes=0: expected a positive", folder / "x", max_shard_bytes=0)
 
 
+def a_model_that_peft_has_wrapped_is_not_exported_under_names_that_nothing_reads(rank: int, world: int) -> None:
+    class Layer(nn.Module):  # named as peft names its layers
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = nn.Linear(2, 2)
+
+    wrapped = nn.ModuleDict({"base_model": nn.ModuleDict({"model": nn.ModuleDict({"inner": Layer()})})})
+    fully_shard(wrapped)
+    with shared_folder(rank) as folder:
+        message = r"base_model\.model\.inner\.base_layer\.weight belongs to a model that peft has wrapped.*state_dict=full_state_dict"
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            export_model(wrapped, folder / "out")
+
+
+def only_rank_zero_exports_a_checkpoint(rank: int, world: int) -> None:
+    with shared_folder(rank) as folder:
+        expected = (
+            ("there is nothing at that path", ValueError)
+            if rank == 0
+            else ("rank 1 called it.*call it on rank 0", RuntimeError)
+        )
+        with pytest.raises(expected[1], match=expected[0]):
+            export_checkpoint(folder / "none", folder / "out")
+
+
 def a_module_that_is_not_sharded_yet_is_refused(rank: int, world: int) -> None:
     with pytest.raises(ShardingError, match="Linear has no sharded parameters; call it in on_fit_start"):
         load_safetensors(nn.Linear(2, 2), "anywhere")
@@ -387,6 +412,8 @@ WORLDS = {
         what_does_not_fit_is_listed_and_nothing_changes,
         damaged_folders_are_refused_and_nothing_changes,
         exports_take_no_foreign_folder_and_fail_on_all_ranks,
+        a_model_that_peft_has_wrapped_is_not_exported_under_names_that_nothing_reads,
+        only_rank_zero_exports_a_checkpoint,
         a_module_that_is_not_sharded_yet_is_refused,
         without_the_package_the_error_names_the_extra,
     ],

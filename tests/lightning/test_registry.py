@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
 
 import lightning_mfsdp
 from lightning_mfsdp import MFSDPStrategy, MixedPrecisionPolicy, ShardingError
@@ -44,6 +45,8 @@ def test_registering_again_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
+        ({"sharding": "FULL_SHARD"}, ValueError, 'for FSDP\'s FULL_SHARD use sharding="optim_grads_params"'),
+        ({"sharding": ShardingStrategy.HYBRID_SHARD}, ValueError, "is a name of FSDP's; use .*outer_size"),
         (
             {"sharding": "zero3"},
             ShardingError,

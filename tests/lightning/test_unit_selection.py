@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.engine import UnitView
-from lightning_mfsdp.options.unit_selection import describe_units, join_blocks, select_units
+from lightning_mfsdp.options.unit_selection import describe_units, join_blocks, select_units, validate_units
 from tests.lightning.models import Block, Classifier
 
 
@@ -181,6 +181,13 @@ def test_only_neighbors_of_one_class_in_one_list_are_joined() -> None:
     assert joined(root, 1, ["Block"]) == ["0", "1", "2", "4", "5"]
     stages = nn.Sequential(*(nn.Sequential(Block(), Block(), Block()) for _ in range(2)))
     assert joined(stages, 4) == [["0.0", "0.1", "0.2"], ["1.0", "1.1", "1.2"]]
+
+
+@pytest.mark.parametrize("units", [{nn.Linear}, frozenset({"Linear"}), [nn.Linear], ("Linear",)])
+def test_any_collection_of_classes_and_names_chooses_units(units: Any) -> None:
+    validate_units(units)
+    root = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.LayerNorm(2))
+    assert select_units(root, units) == [root[0], root[1][0]]
 
 
 def view_of(name: str, kind: str, size: int, *, padding: float = 0.013, is_whole: bool = False) -> UnitView:

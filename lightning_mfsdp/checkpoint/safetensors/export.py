@@ -70,9 +70,14 @@ def export_checkpoint(
 
     Raises:
         ValueError: No checkpoint at the path, an argument out of its range, names without the prefix, or entries that are no tensors.
-        RuntimeError: The checkpoint is damaged, or holds a class that was not allowed.
+        RuntimeError: The checkpoint is damaged, or holds a class that was not allowed; or another rank than 0 called it.
         IsADirectoryError, NotADirectoryError: Something else is at `folder`.
     """
+    if dist.is_initialized() and dist.get_rank() > 0:
+        raise RuntimeError(
+            f"export_checkpoint: rank {dist.get_rank()} called it, but one process does all the work; call it on rank 0 alone, such as "
+            "under `if trainer.is_global_zero:`"
+        )
     options = _Options(max_shard_bytes=max_shard_bytes, dtype=dtype, prefix=prefix)
     source = locate(path)
     if source.is_sharded():
@@ -179,6 +184,13 @@ class _Options:
 
     def plan(self, doing: str, described: _Described) -> list[PlannedTensor]:
         """Names, shapes and dtypes in the files."""
+        adapted = [name for name in described if "base_model.model." in name and ".base_layer." in name]
+        if adapted:
+            raise ValueError(
+                f"{doing}: {adapted[0]} belongs to a model that peft has wrapped, whose names from_pretrained of the base model does not "
+                "know. Save the adapters with save_pretrained(folder, state_dict=full_state_dict(model)), or call unshard_model and "
+                "merge_and_unload, and save the merged model"
+            )
         foreign = [name for name in described if not plain_name(name).startswith(self.prefix)]
         if foreign:
             raise ValueError(
