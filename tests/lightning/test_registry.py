@@ -45,7 +45,7 @@ def test_registering_again_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"sharding": "FULL_SHARD"}, ValueError, 'for FSDP\'s FULL_SHARD use sharding="optim_grads_params"'),
+        ({"sharding": "FULL_SHARD"}, ValueError, 'name of FSDP.s; use sharding="optim_grads_params"'),
         ({"sharding": ShardingStrategy.HYBRID_SHARD}, ValueError, "is a name of FSDP's; use .*outer_size"),
         (
             {"sharding": "zero3"},
