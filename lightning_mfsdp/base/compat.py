@@ -504,6 +504,6 @@ def foreach_zero_(targets: Sequence[Tensor]) -> None:
     torch._foreach_zero_(list(targets))
 
 
-def foreach_norm(tensors: Sequence[Tensor], norm_type: float) -> Sequence[Tensor]:
+def foreach_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
     """Norm of each tensor, 0-D, in one launch per chunk."""
-    return torch._foreach_norm(list(tensors), norm_type)
+    return torch._foreach_norm(list(tensors), norm_type, dtype)

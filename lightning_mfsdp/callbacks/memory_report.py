@@ -37,8 +37,8 @@ class MemoryReport(Callback):
     allocator's own peak (`torch.cuda.max_memory_allocated`) is reset. On a CPU only the first four kinds are counted.
 
     Args:
-        step: Which optimizer step of the fit, from 0. The first one allocates the optimizer's state, and the next may still
-            plan memory.
+        step: Which optimizer step of the fit, from 0; with manual optimization, which batch. The first one allocates the optimizer's
+            state, and the next may still plan memory.
         picture: A PNG file for the timeline of the step. Needs matplotlib.
 
     Attributes:
@@ -60,6 +60,7 @@ class MemoryReport(Callback):
         self.samples: list[MemorySample] = []
         self._timeline: MemoryTimeline | None = None
         self._stepped = False
+        self._first = 0
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -77,12 +78,13 @@ class MemoryReport(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Nothing was seen of this fit yet."""
+        """Nothing was seen of this fit yet, which may continue another."""
         self.samples = []
+        self._first = trainer.fit_loop.epoch_loop._batches_that_stepped
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin with the first microbatch of the step."""
-        at = trainer.fit_loop.epoch_loop._batches_that_stepped
+        at = trainer.fit_loop.epoch_loop._batches_that_stepped - self._first
         if at == self.step and self._timeline is None and not self.samples:
             self._stepped = False
             self._timeline = MemoryTimeline(pl_module, trainer.optimizers)
@@ -100,7 +102,7 @@ class MemoryReport(Callback):
         """The report, if that was the last microbatch of the step."""
         if self._timeline is None or (pl_module.automatic_optimization and not self._stepped):
             return
-        self._timeline.sample("optimizer stepped")
+        self._timeline.sample("optimizer stepped" if self._stepped else "batch ended")
         self.samples = self._timeline.samples
         self._close()
         rank_zero_info(report(self.samples, self.step))
@@ -116,7 +118,7 @@ class MemoryReport(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Report what was seen of a step that broke off: it may have been out of memory."""
-        if self._timeline is not None:
+        if self._timeline is not None and self._timeline.samples:
             self.samples = self._timeline.samples
             self._close()
             rank_zero_info(f"{report(self.samples, self.step)}\nThe step broke off after this.")
@@ -150,6 +152,7 @@ def _units_table(samples: Sequence[MemorySample]) -> list[str]:
     begun: dict[str, int] = {}
     peaks: dict[str, dict[str, int]] = {}
     left: dict[str, int] = {}
+    is_first_forward = True
     for sample in samples:
         if sample.peak is None or sample.rest is None:
             continue
@@ -158,8 +161,9 @@ def _units_table(samples: Sequence[MemorySample]) -> list[str]:
         elif sample.phase:
             own = peaks.setdefault(sample.unit, {})
             own[sample.phase] = max(own.get(sample.phase, 0), sample.peak)
-        if sample.phase == "forward ended":
-            left.setdefault(sample.unit, sample.rest - begun.get(sample.unit, sample.rest))
+        is_first_forward &= sample.phase != "backward ended"
+        if sample.phase == "forward ended" and is_first_forward:  # of each block of the unit
+            left[sample.unit] = left.get(sample.unit, 0) + sample.rest - begun.get(sample.unit, sample.rest)
     if not peaks:
         return []
     largest = sorted(peaks, key=lambda unit: -max(peaks[unit].values()))[:_UNITS_SHOWN]

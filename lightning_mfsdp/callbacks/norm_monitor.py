@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,11 +39,12 @@ LEVELS = ("parameter", "layer", "group")
 
 @dataclass(frozen=True, kw_only=True)
 class _Parameter:
-    """Where a parameter belongs."""
+    """Where a parameter belongs; `total` is the name of its optimizer's total."""
 
     name: str
     layer: str
-    group: str
+    group: str = ""
+    total: str = "total"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,8 @@ class NormMonitor(Callback):
     All are those of whole parameters, whichever ranks hold their rows. A layer is a module that was sharded as a unit of its own, such as a
     block of a transformer; other parameters belong to the module that has them. Names of metrics: "grad_norm/NAME" of a parameter,
     "grad_norm_layer/NAME", "grad_norm_group/NAME" and "grad_norm_total", and likewise "weight_norm" and "update_norm". Gradients are those
-    before clipping, weights those after the step, and an update is the difference of the weights before and after it.
+    before clipping (with manual optimization, as they are when the optimizer steps), weights those after the step, and an update is the
+    difference of the weights before and after it. With several optimizers groups and totals are those of each ("grad_norm_total/0").
 
     Args:
         every_n_steps: How often, in steps of the logger's axis. `None`: `Trainer(log_every_n_steps=...)`.
@@ -110,6 +112,8 @@ class NormMonitor(Callback):
         self._pending: deque[_Norms] = deque()
         self._history: list[tuple[int, dict[str, float]]] = []
         self._has_logged = False
+        self._windows: dict[int, int] = {}  # by optimizer, the last in which it was logged
+        self._first = 0
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -128,6 +132,8 @@ class NormMonitor(Callback):
                 "NormMonitor: the Trainer has no logger, so norms would go nowhere; pass Trainer(logger=...), or NormMonitor(picture=...)"
             )
         self._has_logged = False
+        self._windows = {}
+        self._first = self._step_of(trainer)
         views = sharded_parameters(pl_module)
         on_host = [view.name for view in views if view.main.device != pl_module.device]
         if on_host and set(self.of) - {"grad"}:
@@ -135,17 +141,26 @@ class NormMonitor(Callback):
                 f'NormMonitor(of={list(self.of)}): main weights are in host memory ({on_host[0]} and others, offload="optimizer"), and '
                 'reading them would stop the device; expected of=["grad"]'
             )
-        self._places = _places_of(trainer, pl_module)
+        self._places = _places_of(pl_module)
         self._found, self._before, self._history = {}, {}, []
         self._pending.clear()
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Take the gradients that this optimizer uses, and the weights that it is about to change. Collective."""
-        if not self._is_due(trainer):
+        number = next((number for number, one in enumerate(trainer.optimizers) if one is optimizer), 0)
+        if not self._is_due(trainer, number):
             return
+        several = f"{number}." if len(trainer.optimizers) > 1 else ""
         stepped = [
-            self._places[id(parameter)] for parameter in _parameters_of(optimizer) if id(parameter) in self._places
+            (
+                replace(
+                    place, group=f"{several}{group.get('name', index)}", total=f"total/{number}" if several else "total"
+                ),
+                parameter,
+            )
+            for index, group in enumerate(optimizer.param_groups)
+            for place, parameter in (self._places[id(held)] for held in group["params"] if id(held) in self._places)
         ]
         if "grad" in self.of:
             gradients = [(place, parameter.grad) for place, parameter in stepped]
@@ -174,13 +189,18 @@ class NormMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the last norms, and draw the picture."""
         self._log_arrived(trainer, wait=True)
-        if not self._has_logged:
+        if not self._has_logged and self._every(trainer):
             rank_zero_warn(
                 "NormMonitor: no step of this fit was logged, because it had too few, or because training_step steps its optimizers "
                 "without Lightning's knowledge. Choose a smaller every_n_steps, and step what self.optimizers() returns"
             )
-        if self.picture is not None and trainer.is_global_zero and self._history:
-            rank_zero_info(f"NormMonitor: norms of layers are drawn in {_draw(self._history, self.picture)}")
+        self._draw_history(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Log what has arrived, draw the picture of a fit that broke off, and release what was kept of the weights."""
+        self._found, self._before = {}, {}
+        self._log_arrived(trainer)
+        self._draw_history(trainer)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -189,12 +209,31 @@ class NormMonitor(Callback):
         """The axis of `self.log`: batches that stepped, however many optimizers step for each."""
         return trainer.fit_loop.epoch_loop._batches_that_stepped
 
-    def _is_due(self, trainer: Trainer) -> bool:
-        every = self.every_n_steps or trainer.log_every_n_steps or 1  # type: ignore[attr-defined]
-        return (self._step_of(trainer) + 1) % every == 0  # the steps in which `self.log` writes
+    def _every(self, trainer: Trainer) -> int:
+        """0: never, as Lightning has it."""
+        every: int = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps  # type: ignore[attr-defined]
+        return every
+
+    def _is_due(self, trainer: Trainer, optimizer: int) -> bool:
+        """Once in a window that begins where `self.log` writes: an optimizer that steps in other batches has its turn later."""
+        every = self._every(trainer)
+        if not every:
+            return False
+        window = (self._step_of(trainer) + 1) // every
+        if window <= self._windows.get(optimizer, self._first // every):
+            return False
+        self._windows[optimizer] = window
+        return True
+
+    def _draw_history(self, trainer: Trainer) -> None:
+        if self.picture is not None and trainer.is_global_zero and self._history:
+            rank_zero_info(f"NormMonitor: norms of layers are drawn in {_draw(self._history, self.picture)}")
 
     def _add(self, kind: Kind, tensors: Sequence[tuple[_Parameter, Tensor]]) -> None:
-        norms = compat.foreach_norm([tensor for _, tensor in tensors], 2.0) if tensors else ()
+        if not tensors:
+            return
+        wide = torch.float64 if any(tensor.dtype is torch.float64 for _, tensor in tensors) else torch.float32
+        norms = compat.foreach_norm([tensor for _, tensor in tensors], 2.0, wide)
         self._found.update(((kind, place.name), (place, norm)) for (place, _), norm in zip(tensors, norms, strict=True))
 
     def _log_arrived(self, trainer: Trainer, *, wait: bool = False) -> None:
@@ -209,32 +248,17 @@ class NormMonitor(Callback):
                 logger.log_metrics(metrics, step=norms.step)
 
 
-def _places_of(trainer: Trainer, module: LightningModule) -> dict[int, tuple[_Parameter, Tensor]]:
+def _places_of(module: LightningModule) -> dict[int, tuple[_Parameter, Tensor]]:
     """By the id of what an optimizer may hold, a parameter's names and what the module shows of it."""
-    groups: dict[int, str] = {}
-    for number, optimizer in enumerate(trainer.optimizers):
-        for index, group in enumerate(optimizer.param_groups):
-            own = str(group.get("name", index))
-            name = own if len(trainer.optimizers) == 1 else f"{number}.{own}"
-            groups.update((id(parameter), name) for parameter in group["params"])
     layers = [name for name, child in module.named_modules() if name and is_sharded(child)]
     rows = {id(view.dtensor): id(view.local) for view in sharded_parameters(module)}
     places: dict[int, tuple[_Parameter, Tensor]] = {}
     for name, parameter in module.named_parameters():
-        # Some optimizers hold rows, others what the module shows.
-        held = id(parameter), rows.get(id(parameter), id(parameter))
         around = [layer for layer in layers if name.startswith(f"{layer}.")]
-        place = _Parameter(
-            name=name,
-            layer=max(around, key=len) if around else name.rpartition(".")[0] or name,
-            group=next((groups[key] for key in held if key in groups), ""),
-        )
-        places.update(dict.fromkeys(held, (place, parameter)))
+        place = _Parameter(name=name, layer=max(around, key=len) if around else name.rpartition(".")[0] or name)
+        # Some optimizers hold rows, others what the module shows.
+        places.update(dict.fromkeys((id(parameter), rows.get(id(parameter), id(parameter))), (place, parameter)))
     return places
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _on_the_way(step: int, found: Mapping[tuple[Kind, str], tuple[_Parameter, Tensor]]) -> _Norms:
@@ -256,7 +280,7 @@ def _metrics(norms: _Norms, levels: Iterable[str]) -> dict[str, float]:
     for (kind, place), value in zip(norms.places, norms.values.tolist(), strict=True):
         keys = {"parameter": f"{kind}_norm/{place.name}", "layer": f"{kind}_norm_layer/{place.layer}"}
         keys["group"] = f"{kind}_norm_group/{place.group}"
-        for key in (*(keys[level] for level in levels), f"{kind}_norm_total"):
+        for key in (*(keys[level] for level in levels), f"{kind}_norm_{place.total}"):
             squares[key] = squares.get(key, 0.0) + value * value
     return {key: math.sqrt(square) if square >= 0 else math.nan for key, square in squares.items()}
 
@@ -266,7 +290,9 @@ def _metrics(norms: _Norms, levels: Iterable[str]) -> dict[str, float]:
 
 def _draw(history: Sequence[tuple[int, Mapping[str, float]]], path: Path) -> Path:
     """One panel for each kind of norm: layers from top to bottom, steps from left to right, colors by the logarithm."""
-    kinds = [kind for kind in KINDS if any(f"{kind}_norm_total" in metrics for _, metrics in history)]
+    kinds = [
+        kind for kind in KINDS if any(key.startswith(f"{kind}_norm_total") for _, metrics in history for key in metrics)
+    ]
     layers = {
         kind: list(
             dict.fromkeys(key for _, metrics in history for key in metrics if key.startswith(f"{kind}_norm_layer/"))

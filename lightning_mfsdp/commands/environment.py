@@ -24,7 +24,7 @@ _DISTRIBUTIONS = (
     *("lightning", "pytorch-lightning", "lightning-utilities", "torchmetrics", "transformer-engine", "triton"),
     *("transformers", "peft", "safetensors", "fsspec", "numpy"),
 )
-# What changes how a run computes and communicates. Addresses of hosts and names of users are in none of them.
+# What changes how a run computes and communicates. Paths and addresses in them may name users and hosts.
 _PREFIXES = (
     *("CUBLAS_", "CUDA_", "GLOO_", "LIGHTNING_MFSDP_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCHINDUCTOR_"),
     *("TORCH_", "TRITON_"),

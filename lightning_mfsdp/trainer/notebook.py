@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
 
 from lightning_mfsdp._lightning_api import MultiProcessingLauncher, Trainer, TrainerFn, WorkerOutput
 from lightning_mfsdp.checkpoint.state.whole import full_state_dict
@@ -43,13 +44,16 @@ class ForkedLauncher(MultiProcessingLauncher):
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> WorkerOutput | None:
         """Gather what the first process needs. Collective."""
         is_fit = trainer.state.fn == TrainerFn.FITTING
-        weights = full_state_dict(trainer.lightning_module) if is_fit else {}
+        module = trainer.lightning_module
+        weights = full_state_dict(module) if is_fit else {}
         if self._strategy.local_rank != 0:
             return None
         path = None
         if is_fit:
             path = str(Path(tempfile.mkdtemp(), "weights.pt"))
-            torch.save(weights, path)
+            # Buffers that are not in a state dict are needed where the model was built on the meta device.
+            others = {name: buffer.cpu() for name, buffer in module.named_buffers() if name not in weights}
+            torch.save((weights, others), path)
         best = getattr(trainer.checkpoint_callback, "best_model_path", None)
         return WorkerOutput(best, path, trainer.state, results, self.get_extra_results(trainer))
 
@@ -57,12 +61,14 @@ class ForkedLauncher(MultiProcessingLauncher):
         """Load the weights, and let Lightning take the rest."""
         if worker_output.weights_path is not None:
             path = Path(worker_output.weights_path)
-            weights = torch.load(path, map_location="cpu", weights_only=True)
-            path.unlink()
-            path.parent.rmdir()
             module = trainer.lightning_module
-            is_meta = any(parameter.is_meta for parameter in module.parameters())
-            missing, unexpected = module.load_state_dict(weights, strict=False, assign=is_meta)
+            try:  # a fork of this process wrote it, with whatever the model has as extra state
+                weights, others = torch.load(path, map_location="cpu", weights_only=False)
+            finally:
+                path.unlink()
+                path.parent.rmdir()
+            _materialize(module, others)
+            missing, unexpected = module.load_state_dict(weights, strict=False)
             if missing or unexpected:
                 names = [*missing, *unexpected]
                 few = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
@@ -72,3 +78,19 @@ class ForkedLauncher(MultiProcessingLauncher):
                     "trainer.checkpoint_callback.best_model_path"
                 )
         super()._recover_results_in_main_process(worker_output._replace(weights_path=None), trainer)
+
+
+def _materialize(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Memory on the CPU for parameters and buffers on the meta device; tied ones stay tied, and `buffers` have values."""
+    known: dict[int, Tensor] = {}
+    for prefix, child in module.named_modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in known:
+                    empty = torch.empty_like(parameter, device="cpu")
+                    known[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                child._parameters[name] = known[id(parameter)]
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                full = f"{prefix}.{name}" if prefix else name
+                child._buffers[name] = buffers[full] if full in buffers else torch.empty_like(buffer, device="cpu")

@@ -58,6 +58,43 @@ def output_to(path: Path) -> Iterator[None]:
                 os.close(descriptor)
 
 
+class Tied(BoringModel):
+    """On the meta device, with a weight that two modules share and a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        with torch.device("meta"):
+            super().__init__()
+            self.first = torch.nn.Linear(32, 32, bias=False)
+            self.second = torch.nn.Linear(32, 32, bias=False)
+            self.second.weight = self.first.weight
+            self.register_buffer("scale", torch.ones(1), persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.scale.fill_(2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.second(self.first(x)) * self.scale)
+
+
+def fit_tied() -> dict[str, object]:
+    model = Tied()
+    for _ in range(2):
+        trainer = Trainer(
+            strategy="mfsdp_notebook",
+            devices=2,
+            accelerator="cpu",
+            max_steps=2,
+            logger=False,
+            enable_checkpointing=False,
+        )
+        trainer.fit(model)
+    return {
+        "tied": model.first.weight is model.second.weight,
+        "scale": model.scale.tolist(),
+        "finite": bool(torch.isfinite(model(torch.ones(1, 32))).all()),
+    }
+
+
 def fit_late(output: Path) -> None:
     with output_to(output):
         trainer = Trainer(
@@ -103,6 +140,8 @@ def main(folder: Path) -> None:
         }
         if devices == 2 and strategy == "mfsdp_notebook":
             fit_late(folder / "late.txt")
+            with output_to(folder / "tied.txt"):
+                found["tied"] = fit_tied()
     try:  # there is a process group of one now
         fit_late(folder / "refused.txt")
     except RuntimeError as error:

@@ -155,6 +155,30 @@ def test_one_step_of_a_fit_is_reported(accumulate: int, tmp_path: Path, caplog: 
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_steps_are_those_of_this_fit_also_where_it_continues_another(tmp_path: Path) -> None:
+    path = tmp_path / "first.ckpt"
+    first = make_trainer(tmp_path, 1)
+    first.fit(seeded(), loader(8))
+    first.save_checkpoint(path)
+    monitor = MemoryReport(step=2)
+    second = make_trainer(tmp_path, 1, max_epochs=2, callbacks=[monitor])
+    second.fit(seeded(), loader(8), ckpt_path=path)
+    assert monitor.samples
+    second.fit_loop.max_epochs = 3
+    second.fit(seeded(), loader(8), ckpt_path=path)
+    assert monitor.samples
+
+
+def test_state_of_an_optimizer_may_be_anything() -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["all"] = torch.zeros(8)  # type: ignore[index, assignment]
+    optimizer.state["names"] = ["a"]  # type: ignore[index, assignment]
+    with MemoryTimeline(model, [optimizer]) as timeline:
+        pass
+    assert timeline.samples[0].optimizer == 32
+
+
 def test_a_step_that_breaks_off_is_reported_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

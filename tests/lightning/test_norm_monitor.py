@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
@@ -159,6 +159,77 @@ def test_norms_are_those_of_one_process(world_size: int, accumulate: int, kind: 
         assert first[step].keys() == metrics.keys()
         for name, value in metrics.items():
             assert first[step][name] == pytest.approx(value, rel=2e-4, abs=1e-7), (step, name)
+
+
+class Alternating(Classifier):
+    """Two optimizers by hand, one in even batches and one in odd ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        loss = self.loss(batch)
+        optimizer = self.optimizers()[batch_idx % 2]
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        parts = self.blocks.parameters(), self.head.parameters()
+        return [torch.optim.SGD(part, lr=0.1) for part in parts]
+
+
+def test_optimizers_that_take_turns_are_logged_both_with_totals_of_their_own(tmp_path: Path) -> None:
+    metrics = Metrics()
+    monitor = NormMonitor(every_n_steps=2, levels=["group"])
+    trainer = make_trainer(tmp_path, 1, logger=metrics, callbacks=[monitor], log_every_n_steps=1)
+    trainer.fit(seeded(Alternating), loader(8, size=48))
+    names = {step: {name for name in logged if name.startswith("grad")} for step, logged in metrics.by_step.items()}
+    assert names == {
+        1: {"grad_norm_group/1.0", "grad_norm_total/1"},
+        2: {"grad_norm_group/0.0", "grad_norm_total/0"},
+        3: {"grad_norm_group/1.0", "grad_norm_total/1"},
+        4: {"grad_norm_group/0.0", "grad_norm_total/0"},
+        5: {"grad_norm_group/1.0", "grad_norm_total/1"},
+    }
+
+
+def test_norms_of_bfloat16_have_the_digits_of_float32(tmp_path: Path) -> None:
+    exact: list[float] = []
+
+    class Exact(Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            exact.append(
+                math.sqrt(sum(float(p.grad.full_tensor().double().square().sum()) for p in pl_module.parameters()))
+            )
+
+    metrics = Metrics()
+    callbacks = [Exact(), NormMonitor(every_n_steps=1, of=["grad"], levels=[])]
+    make_trainer(tmp_path, 1, logger=metrics, callbacks=callbacks, precision="bf16-true", log_every_n_steps=1).fit(
+        seeded(), loader(8)
+    )
+    assert [logged["grad_norm_total"] for logged in metrics.by_step.values()] == pytest.approx(exact, rel=1e-5)
+
+
+def test_a_fit_that_breaks_off_leaves_its_picture(tmp_path: Path) -> None:
+    class Failing(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2:
+                raise ZeroDivisionError
+            return super().training_step(batch, batch_idx)
+
+    path = tmp_path / "norms.png"
+    monitor = NormMonitor(every_n_steps=1, picture=path)
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(tmp_path, 1, callbacks=[monitor]).fit(seeded(Failing), loader(8))
+    assert path.exists()
+
+
+def test_a_trainer_that_never_logs_gets_no_norms(tmp_path: Path) -> None:
+    metrics = Metrics()
+    make_trainer(tmp_path, 1, logger=metrics, log_every_n_steps=0, callbacks=[NormMonitor()]).fit(seeded(), loader(8))
+    assert not metrics.by_step
 
 
 def test_what_is_not_asked_for_is_not_logged_and_every_n_steps_is_a_number_of_its_own(tmp_path: Path) -> None:

@@ -49,6 +49,10 @@ def test_one_process_trains_in_the_program_itself(found: dict[str, dict[str, Any
     assert found["mfsdp_notebook-1"]["loss"] == pytest.approx(found["ddp_notebook-1"]["loss"], rel=0.02)
 
 
+def test_a_model_on_the_meta_device_gets_memory_and_keeps_its_ties(found: dict[str, dict[str, Any]]) -> None:
+    assert found["tied"] == {"tied": True, "scale": [2.0], "finite": True}
+
+
 def test_layers_that_only_the_forks_have_are_named(folder: Path) -> None:
     said = (folder / "late.txt").read_text()
     assert "trained a model with other parameters (inner.weight, inner.bias)" in said
@@ -82,7 +86,7 @@ def test_a_run_says_what_it_says_under_ddp_and_one_table_and_less(folder: Path, 
 
 
 def test_filters_are_as_before_after_a_run(found: dict[str, dict[str, Any]]) -> None:
-    assert all(one["filters"] for name, one in found.items() if name != "refused")
+    assert all(one["filters"] for name, one in found.items() if name not in ("refused", "tied"))
 
 
 def test_forks_of_a_process_that_has_a_process_group_are_refused(found: dict[str, dict[str, Any]]) -> None:

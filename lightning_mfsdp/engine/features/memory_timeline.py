@@ -5,7 +5,7 @@ It reads counters of the caching allocator, which follow the order in which the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -155,8 +155,8 @@ class MemoryTimeline:
     def _optimizer_bytes(self, device: torch.device) -> int:
         storages: dict[int, int] = {}
         for optimizer in self._optimizers:
-            for values in optimizer.state.values():
-                for value in values.values():
+            for values in optimizer.state.values():  # of any kind in an optimizer of the user's
+                for value in values.values() if isinstance(values, Mapping) else (values,):
                     local = value.to_local() if isinstance(value, DTensor) else value
                     if isinstance(local, Tensor) and local.device == device:
                         storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
