@@ -466,7 +466,7 @@ def losses_avoided(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             return write(self, *args)
 
         patch.setattr(FileSystemWriter, "write_data", fail_on_one)
-        with pytest.raises(RuntimeError, match=r"what was there before is as it was: rank 1: OSError: disk full"):
+        with pytest.raises(RuntimeError, match=r"an earlier checkpoint there is unchanged: rank 1: OSError: disk full"):
             trainer.save_checkpoint(f"{folder}/wrapped.ckpt")
     after = seeded(Checkpointed)
     make_trainer(folder, world_size, strategy=MFSDPStrategy(units=["Block"])).validate(
