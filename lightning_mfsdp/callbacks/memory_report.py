@@ -88,7 +88,7 @@ class MemoryReport(Callback):
         if at == self.step and self._timeline is None and not self.samples:
             self._stepped = False
             self._timeline = MemoryTimeline(pl_module, trainer.optimizers)
-            self._timeline.__enter__()
+            self._timeline.begin()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """All gradients are there."""
@@ -129,7 +129,7 @@ class MemoryReport(Callback):
 
     def _close(self) -> None:
         if self._timeline is not None:
-            self._timeline.__exit__(None, None, None)
+            self._timeline.close()
             self._timeline = None
 
 
@@ -160,7 +160,8 @@ def _units_table(samples: Sequence[MemorySample]) -> list[str]:
             begun[sample.unit] = sample.rest
         elif sample.phase:
             own = peaks.setdefault(sample.unit, {})
-            own[sample.phase] = max(own.get(sample.phase, 0), sample.peak)
+            phase = "forward ended" if sample.phase == "forward ended" else "backward ended"
+            own[phase] = max(own.get(phase, 0), sample.peak)
         is_first_forward &= sample.phase != "backward ended"
         if sample.phase == "forward ended" and is_first_forward:  # of each block of the unit
             left[sample.unit] = left.get(sample.unit, 0) + sample.rest - begun.get(sample.unit, sample.rest)

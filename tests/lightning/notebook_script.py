@@ -76,17 +76,21 @@ class Tied(BoringModel):
         return self.layer(self.second(self.first(x)) * self.scale)
 
 
+def plain_trainer(steps: int) -> Trainer:
+    return Trainer(
+        strategy="mfsdp_notebook",
+        devices=2,
+        accelerator="cpu",
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+    )
+
+
 def fit_tied() -> dict[str, object]:
     model = Tied()
     for _ in range(2):
-        trainer = Trainer(
-            strategy="mfsdp_notebook",
-            devices=2,
-            accelerator="cpu",
-            max_steps=2,
-            logger=False,
-            enable_checkpointing=False,
-        )
+        trainer = plain_trainer(2)
         trainer.fit(model)
     return {
         "tied": model.first.weight is model.second.weight,
@@ -97,14 +101,7 @@ def fit_tied() -> dict[str, object]:
 
 def fit_late(output: Path) -> None:
     with output_to(output):
-        trainer = Trainer(
-            strategy="mfsdp_notebook",
-            devices=2,
-            accelerator="cpu",
-            max_steps=1,
-            logger=False,
-            enable_checkpointing=False,
-        )
+        trainer = plain_trainer(1)
         trainer.fit(Late())
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_mfsdp import MFSDPStrategy, fully_shard, fully_shard_optimizer
 from lightning_mfsdp.callbacks import MemoryReport
@@ -126,6 +127,19 @@ def test_the_tables_say_what_was_there_at_the_peak_and_what_units_add() -> None:
         "GPT                  66.0                 -             22.0",
         "blocks.0             50.0              64.0             10.0",
     ]
+
+
+def test_a_forward_that_is_recomputed_in_backward_counts_as_backward() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), fully_shard(nn.Linear(4, 4))))
+    x = torch.ones(2, 4, requires_grad=True)
+    with MemoryTimeline(model) as timeline:
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+    phases = [one.phase for one in timeline.samples if one.unit == "1"]
+    # The last unit ends early: nothing after the last tensor that backward needs is recomputed.
+    assert phases == ["forward begins", "forward ended", "recompute begins", "backward ended"]
+    again = sample("blocks.1", "recompute ended", 50, 90)
+    (line,) = [line for line in report([*STEP, again], 2).splitlines() if line.startswith("blocks.1 ")]
+    assert line.split() == ["blocks.1", "60.0", "90.0", "10.0"]
 
 
 def test_the_second_table_has_the_largest_units_only() -> None:

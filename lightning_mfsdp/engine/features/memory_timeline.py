@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine.runtime.inspect import context_of, units_in
 from lightning_mfsdp.engine.runtime.unit import Unit, unit_of
 
@@ -26,7 +27,8 @@ class MemorySample:
 
     Attributes:
         unit: Name of a unit, or what else happened.
-        phase: "forward begins", "forward ended", "backward ended", or empty.
+        phase: "forward begins", "forward ended", "backward ended", or empty; "recompute begins" and "recompute ended" of a forward that
+            activation checkpointing runs again in a backward.
         weights: Main weights, and compute weights that stay in memory in addition.
         unsharded: Memory for unsharded weights, in use or reserved for them.
         gradients: Gradient buffers.
@@ -92,7 +94,18 @@ class MemoryTimeline:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def __enter__(self) -> MemoryTimeline:
-        """Begin, with a sample."""
+        """`begin`."""
+        self.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """`close`."""
+        self.close()
+
+    def begin(self) -> None:
+        """Add the hooks, and take the first sample."""
         for child in self._module.modules():
             unit = unit_of(child)
             if unit is not None:
@@ -100,11 +113,8 @@ class MemoryTimeline:
         self._context.reductions.watches.append(self._on_backward)
         self._reset_peak()
         self.sample("step begins")
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
@@ -138,10 +148,10 @@ class MemoryTimeline:
 
     def _follow(self, child: nn.Module, unit: Unit) -> None:
         def begins(module: nn.Module, args: Any) -> None:
-            self.sample(unit.name, "forward begins")
+            self.sample(unit.name, f"{_pass()} begins")
 
         def ended(module: nn.Module, args: Any, output: Any) -> None:
-            self.sample(unit.name, "forward ended")
+            self.sample(unit.name, f"{_pass()} ended")
 
         self._handles += [child.register_forward_pre_hook(begins), child.register_forward_hook(ended)]
 
@@ -161,3 +171,7 @@ class MemoryTimeline:
                     if isinstance(local, Tensor) and local.device == device:
                         storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
         return sum(storages.values())
+
+
+def _pass() -> str:
+    return "forward" if compat.backward_task() < 0 else "recompute"
