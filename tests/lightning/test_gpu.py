@@ -127,7 +127,7 @@ def log_norms_without_waiting(rank: int, world_size: int) -> list[float]:
     model = seeded()
     monitor = NormMonitor(every_n_steps=1, levels=[])
     metrics = Metrics()
-    trainer = cuda_trainer(world_size, callbacks=[monitor], logger=metrics)
+    trainer = cuda_trainer(world_size, callbacks=[monitor], logger=metrics, log_every_n_steps=1)
     trainer.fit(model, loader(8, 8 * STEPS))
     metrics.by_step.clear()
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
