@@ -41,6 +41,7 @@ ALLOWED = {
         "lightning_mfsdp.ops",
     },
     "mtp": {"torch", "lightning_mfsdp.mtp", "lightning_mfsdp.recompute"},
+    "context_parallel": {"torch", "transformers", "lightning_mfsdp.context_parallel", "lightning_mfsdp.base"},
     "checkpoint": {
         "torch",
         "fsspec",

@@ -1,0 +1,90 @@
+"""Which tokens of a step's sequences each rank has, and where attention finds that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["METHODS", "ContextParallel", "Cut", "Method", "activate", "active", "deactivate"]
+
+Method = Literal["ulysses", "gather"]
+METHODS = ("ulysses", "gather")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cut:
+    """How the sequences of one step are divided over the ranks of a context axis.
+
+    Attributes:
+        length: Tokens of a whole sequence, with padding at its end: a multiple of the number of chunks.
+        is_real: `[batch, length]`, bool: tokens that others may attend to. `None`: all.
+        document: `[batch, length]`, int64: tokens attend to those of the same number alone. `None`: a sequence is one document.
+    """
+
+    length: int
+    is_real: Tensor | None = None
+    document: Tensor | None = None
+
+
+class ContextParallel:
+    """The ranks that divide sequences among themselves, and how.
+
+    Attributes:
+        group: Their process group.
+        size: How many they are.
+        rank: This one's place among them.
+        method: "ulysses": attention of some heads over whole sequences, after an all-to-all. "gather": attention of this rank's queries
+            to gathered keys and values.
+        cut: Of the step that runs or ran last; `None` where its batch was not divided. It stays until the next step begins, because
+            activation checkpointing calls attention again in backward.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, method: Method) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.method = method
+        self.cut: Cut | None = None
+
+    def chunks(self) -> tuple[int, ...]:
+        """Which chunks of a sequence this rank has, in the order in which they lie in its tensors.
+
+        "ulysses": sequences consist of `size` chunks, one a rank. "gather": of twice as many, of which a rank has one from the
+        beginning and one from the end, so that causal attention costs every rank the same.
+        """
+        return (self.rank,) if self.method == "ulysses" else (self.rank, 2 * self.size - 1 - self.rank)
+
+    @property
+    def chunk_count(self) -> int:
+        """Chunks of a whole sequence, which its length is a multiple of."""
+        return self.size if self.method == "ulysses" else 2 * self.size
+
+    def part_of(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor along its sequence dim, contiguous."""
+        pieces = whole.chunk(self.chunk_count, dim)
+        own = [pieces[index] for index in self.chunks()]
+        return own[0].contiguous() if len(own) == 1 else torch.cat(own, dim)
+
+
+_active: ContextParallel | None = None
+
+
+def active() -> ContextParallel | None:
+    """What attention in this process divides by; `None` outside of a run with a context axis."""
+    return _active
+
+
+def activate(parallel: ContextParallel) -> None:
+    """A run with a context axis begins."""
+    global _active
+    _active = parallel
+
+
+def deactivate() -> None:
+    """It ends."""
+    global _active
+    _active = None
