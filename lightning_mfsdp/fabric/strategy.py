@@ -1,6 +1,6 @@
 """MFSDPFabricStrategy: Fabric's calls become engine calls, as `lightning_mfsdp.trainer.strategy` does for the Trainer's.
 
-setup_environment   process group, device mesh (shard) or (outer, shard)
+setup_environment   process group, device mesh (data) or (outer, data)
 setup_module        dtype of the module, units, fully_shard, buffers to the device
 setup_optimizer     local rows; created before or after the module was set up
 backward            forward hooks of the root run, so the engine detects it by itself
@@ -48,6 +48,7 @@ from lightning_mfsdp.launch import communication
 from lightning_mfsdp.options.arguments import check_device
 from lightning_mfsdp.options.dtypes import translate
 from lightning_mfsdp.options.foreign_options import answers_foreign_options
+from lightning_mfsdp.options.mesh import RunMesh
 from lightning_mfsdp.options.strategy_options import REGISTERED, StrategyOptions, move_rest_to_device
 from lightning_mfsdp.options.unit_selection import UnitsArgument
 from lightning_mfsdp.recompute import Recompute
@@ -70,8 +71,10 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         policy: As in `MFSDPStrategy`.
         units: As in `MFSDPStrategy`.
         blocks_per_unit: As in `MFSDPStrategy`.
-        data_parallel_size: As in `MFSDPStrategy`.
+        data: As in `MFSDPStrategy`.
+        outer: As in `MFSDPStrategy`.
         outer_size: As in `MFSDPStrategy`.
+        data_parallel_size: As in `MFSDPStrategy`.
         mesh: As in `MFSDPStrategy`.
         reshard_after_forward: As in `MFSDPStrategy`.
         ignored_parameters: As in `MFSDPStrategy`.
@@ -107,8 +110,10 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         policy: MixedPrecisionPolicy | None = None,
         units: UnitsArgument = "auto",
         blocks_per_unit: int | Literal["auto"] = "auto",
-        data_parallel_size: int | Literal["auto"] | None = "auto",
+        data: int | Literal["auto"] = "auto",
+        outer: int = 1,
         outer_size: int = 1,
+        data_parallel_size: int | Literal["auto"] | None = None,
         mesh: DeviceMesh | None = None,
         reshard_after_forward: bool | Literal["auto"] = True,
         ignored_parameters: Sequence[str | nn.Parameter] = (),
@@ -135,7 +140,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         self.outer_sharding = options.outer_sharding
         self.state_dict_type = options.state_dict_type
         self._num_nodes = 1
-        self._mesh: DeviceMesh | None = None
+        self._connected_mesh: RunMesh | None = None
         self._saving_ranks: Ranks | None = None
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._backward_sync_control = _BackwardSync(keep_sharded=options.accumulation == "sharded")
@@ -160,17 +165,21 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Axes ("shard",) or ("outer", "shard").
+        """Axes ("data",) or ("outer", "data"); ("data_parallel", "tensor_parallel") if `data_parallel_size` was given.
 
         Raises:
             RuntimeError: Processes are not connected yet.
         """
-        if self._mesh is None:
+        return self._run_mesh.device_mesh
+
+    @property
+    def _run_mesh(self) -> RunMesh:
+        if self._connected_mesh is None:
             raise RuntimeError(
                 "MFSDPFabricStrategy.device_mesh: there is no mesh before fabric.launch() has connected the processes; "
                 "ask for it after that"
             )
-        return self._mesh
+        return self._connected_mesh
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -194,8 +203,9 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         backend, timeout = self._options.process_group_backend, self._options.timeout
         communication.connect(self.cluster_environment, self.root_device, backend, timeout)
         communication.peers()  # so that a rank which waits for one that failed is released
-        if self._mesh is None:
-            self._mesh = self._options.mesh_of(self.root_device.type, self.world_size)
+        if self._connected_mesh is None:
+            sizes = self._options.mesh_sizes
+            self._connected_mesh = sizes.connect(self.root_device.type, self.world_size, self.global_rank)
         self.precision.connect_device(self.root_device.type)
 
     def barrier(self, name: str | None = None) -> None:
@@ -248,7 +258,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the module, unless it is, and move the rest to the device."""
-        self._options.shard(module, self.device_mesh, self.precision)
+        self._options.shard(module, self._run_mesh.sharded, self.precision)
         move_rest_to_device(module, self.root_device)
         if self._options.broadcast_buffers:
             share_buffers(module)  # as DDP does; from here on all ranks have the same ones, or none

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_mfsdp.engine import ShardingError, note_collective
-from lightning_mfsdp.engine.comm.collectives import EXPERT, Axis, axis_of
+from lightning_mfsdp.engine.comm.collectives import Axis
+from lightning_mfsdp.engine.comm.mesh import EXPERT, axis_of
 from lightning_mfsdp.engine.params.group import owner_of
 from lightning_mfsdp.moe.experts import GroupedExperts
 from lightning_mfsdp.moe.once import differentiable_once

@@ -7,19 +7,15 @@ from fnmatch import fnmatchcase
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine import MixedPrecisionPolicy
-from lightning_mfsdp.engine.comm.collectives import EXPERT
-from lightning_mfsdp.engine.comm.process_groups import kept
 from lightning_mfsdp.engine.layout.placement import resolve_placement
 from lightning_mfsdp.engine.runtime.context import context_of_unit
 from lightning_mfsdp.engine.runtime.unit import Unit, unit_of
 from lightning_mfsdp.recompute import Recompute
 
 __all__ = [
-    "build_mesh",
     "check_adapters",
     "check_batch_norms",
     "check_blocks_per_unit",
@@ -30,9 +26,8 @@ __all__ = [
     "check_policy",
     "check_recompute_graph",
     "check_sharding",
-    "check_sizes",
-    "check_world",
     "ignored_parameters",
+    "outer_ranks",
     "warn_of_other_options",
     "warn_of_other_policies",
 ]
@@ -41,7 +36,7 @@ __all__ = [
 _SHARDING_OF_FSDP = {
     "FULL_SHARD": 'sharding="optim_grads_params"',
     "SHARD_GRAD_OP": 'sharding="optim_grads"',
-    "HYBRID_SHARD": 'sharding="optim_grads_params" with outer_size=(number of groups, such as nodes)',
+    "HYBRID_SHARD": 'sharding="optim_grads_params" with outer=(number of groups, such as nodes)',
 }
 
 
@@ -134,50 +129,15 @@ def check_adapters(module: nn.Module) -> None:
                 )
 
 
-def check_sizes(data_parallel_size: int | str | None, outer_size: int, mesh: DeviceMesh | None) -> None:
-    """Raise a ValueError if a size is invalid, or `outer_size` and `mesh` contradict each other."""
-    sizes = {"data_parallel_size": data_parallel_size, "outer_size": outer_size}
-    for argument, size in sizes.items():
-        named = argument == "data_parallel_size" and size in (None, "auto")
-        if not named and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ValueError(f"{argument}={size!r}: expected a positive number of ranks")
-    if mesh is not None and outer_size != 1:
-        raise ValueError(f"outer_size={outer_size} and mesh={mesh}: a mesh already has its axes; give one of the two")
-    if mesh is not None and mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"mesh={mesh}: expected one axis (shard) or two (outer, shard), got {mesh.ndim}; pass the data-parallel part of it, "
-            'such as mesh["outer", "shard"]'
-        )
-    if mesh is not None and EXPERT in (mesh.mesh_dim_names or ()):
-        raise ValueError(
-            f'mesh={mesh}: its axis "{EXPERT}" is for modules of experts, whose parameters differ along it; give the strategy a mesh '
-            "over the same ranks without it, and this one to fully_shard(experts, mesh) in configure_model"
-        )
+def outer_ranks(outer: object, outer_size: object) -> object:
+    """The number given by either of two names.
 
-
-def check_world(
-    world_size: int, data_parallel_size: int | str | None, outer_size: int, mesh: DeviceMesh | None
-) -> None:
-    """Raise a ValueError if sizes do not fit the number of connected ranks."""
-    mesh_size = mesh.size() if mesh is not None else None
-    for argument, size in (("data_parallel_size", data_parallel_size), ("mesh", mesh_size)):
-        if size not in (None, "auto", world_size):
-            raise ValueError(
-                f"{argument} covers {size} ranks but there are {world_size}; in this version every rank is a data-parallel "
-                'rank. Leave data_parallel_size at "auto", give a mesh of all ranks, or start fewer processes'
-            )
-    if world_size % outer_size:
-        raise ValueError(f"outer_size={outer_size} does not divide the {world_size} ranks; choose one that does")
-
-
-def build_mesh(device_type: str, world_size: int, outer_size: int, outer_sharding: str | int) -> DeviceMesh:
-    """One axis "shard", or ("outer", "shard") if an outer axis is requested. Neighboring ranks share the shard axis."""
-    # HFSDP is requested by name; on one node its outer axis may have size 1, which costs nothing.
-    shape: tuple[int, ...] = (outer_size, world_size // outer_size)
-    names: tuple[str, ...] = ("outer", "shard")
-    if outer_size == 1 and outer_sharding in ("no_shard", 0):
-        shape, names = (world_size,), ("shard",)
-    return kept(("mesh", device_type, *shape), lambda: init_device_mesh(device_type, shape, mesh_dim_names=names))
+    Raises:
+        ValueError: They contradict each other.
+    """
+    if outer_size != 1 and outer not in (1, outer_size):
+        raise ValueError(f"outer={outer!r} and outer_size={outer_size!r} are two names of one option; give one of them")
+    return outer_size if outer == 1 else outer
 
 
 def ignored_parameters(module: nn.Module, wanted: Sequence[str | nn.Parameter]) -> list[nn.Parameter]:

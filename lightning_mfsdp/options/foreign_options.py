@@ -29,9 +29,7 @@ _OVERLAP = "leave it out: gathers and reductions always overlap with compute"
 _SCALING = 'use Trainer(precision="16-mixed"); MFSDPPrecision(scaler=...) takes a scaler of your own'
 _WRAPPING = "leave it out: the module is sharded in place and keeps its names and parameters"
 _CONFIG = "there is no configuration file; every option is an argument of the strategy, and Trainer and Fabric know the others"
-_MODEL_PARALLEL = (
-    "this version has the data-parallel axes only (outer_size, mesh), and an axis for experts (docs/moe.md)"
-)
+_MODEL_PARALLEL = "this version has data-parallel axes only (data, outer), and an axis for experts (docs/moe.md)"
 
 _SAME_ANSWER: dict[tuple[str, ...], str] = {
     # FSDPStrategy and FullyShardedDataParallel
@@ -43,9 +41,9 @@ _SAME_ANSWER: dict[tuple[str, ...], str] = {
     ("cpu_offload", "offload_policy"): _OFFLOAD,
     ("sharding_strategy",): (
         'use sharding: "optim_grads_params" for FULL_SHARD, "optim_grads" for SHARD_GRAD_OP, "no_shard" for NO_SHARD; for HYBRID_SHARD '
-        'sharding="optim_grads_params" with outer_size=(number of groups, such as nodes)'
+        'sharding="optim_grads_params" with outer=(number of groups, such as nodes)'
     ),
-    ("device_mesh",): "use mesh, or outer_size for a mesh that the strategy makes",
+    ("device_mesh",): "use mesh, or data and outer for a mesh that the strategy makes",
     ("process_group",): "use mesh: a device mesh over the ranks that share parameters",
     ("forward_prefetch", "backward_prefetch"): _OVERLAP,
     (

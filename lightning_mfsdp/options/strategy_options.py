@@ -24,7 +24,6 @@ from lightning_mfsdp.engine import (
 from lightning_mfsdp.engine.layout.placement import resolve_placement
 from lightning_mfsdp.engine.runtime.unit import unit_of
 from lightning_mfsdp.options.arguments import (
-    build_mesh,
     check_adapters,
     check_blocks_per_unit,
     check_choice,
@@ -33,14 +32,14 @@ from lightning_mfsdp.options.arguments import (
     check_policy,
     check_recompute_graph,
     check_sharding,
-    check_sizes,
-    check_world,
     ignored_parameters,
+    outer_ranks,
     warn_of_other_options,
     warn_of_other_policies,
 )
 from lightning_mfsdp.options.compilation import compile_options, compile_units
 from lightning_mfsdp.options.dtypes import ShardedPrecision
+from lightning_mfsdp.options.mesh import MeshSizes
 from lightning_mfsdp.options.unit_selection import (
     UnitsArgument,
     describe_units,
@@ -79,8 +78,10 @@ class StrategyOptions:
     policy: MixedPrecisionPolicy | None = None
     units: UnitsArgument = "auto"
     blocks_per_unit: int | Literal["auto"] = "auto"
-    data_parallel_size: int | Literal["auto"] | None = "auto"
+    data: int | Literal["auto"] = "auto"
+    outer: int = 1
     outer_size: int = 1
+    data_parallel_size: int | Literal["auto"] | None = None
     mesh: DeviceMesh | None = None
     reshard_after_forward: bool | Literal["auto"] = True
     ignored_parameters: Sequence[str | nn.Parameter] = ()
@@ -116,19 +117,26 @@ class StrategyOptions:
         check_choice("state_dict_type", self.state_dict_type, ("sharded", "full"))
         check_choice("start_method", self.start_method, ("popen", "fork"))
         check_policy(self.policy)
-        check_sizes(self.data_parallel_size, self.outer_size, self.mesh)
+        object.__setattr__(self, "outer", outer_ranks(self.outer, self.outer_size))
+        _ = self.mesh_sizes
         check_ignored(self.ignored_parameters)
         compile_options(self.compile)
         object.__setattr__(self, "recompute", as_recompute(self.recompute))
 
-    def mesh_of(self, device_type: str, world_size: int) -> DeviceMesh:
-        """The mesh that was given, or one over all connected ranks.
+    @property
+    def mesh_sizes(self) -> MeshSizes:
+        """Numbers of ranks along the axes of the mesh.
 
         Raises:
-            ValueError: Sizes that do not fit the number of ranks.
+            ValueError: A size that is none, or sizes beside a mesh.
         """
-        check_world(world_size, self.data_parallel_size, self.outer_size, self.mesh)
-        return self.mesh or build_mesh(device_type, world_size, self.outer_size, self.outer_sharding)
+        return MeshSizes(
+            data=self.data,
+            outer=self.outer,
+            data_parallel=self.data_parallel_size,
+            with_outer_axis=self.outer_sharding not in ("no_shard", 0),
+            mesh=self.mesh,
+        )
 
     def shard(
         self,
@@ -141,7 +149,7 @@ class StrategyOptions:
 
         Args:
             module: Any, or with modules inside that were given to `fully_shard`.
-            mesh: From `mesh_of`.
+            mesh: `RunMesh.sharded`.
             precision: Dtypes of the module and of the engine.
             before: Called with a module in which nothing is sharded yet.
         """

@@ -1,6 +1,6 @@
 """MFSDPStrategy: Lightning's calls become engine calls. It moves no gradient and computes no weight itself.
 
-    setup_environment   process group, device mesh (shard) or (outer, shard)
+    setup_environment   process group, device mesh (data) or (outer, data)
     setup               dtype of the module, units, fully_shard, buffers to the device, optimizers
     *_step              the root unit's weights are unsharded: Lightning calls these methods directly, so forward hooks do not run
     backward            the engine is notified that a backward starts; gradients are final when it returns
@@ -38,6 +38,7 @@ from lightning_mfsdp.engine import broadcast_buffers as share_buffers
 from lightning_mfsdp.options.arguments import check_batch_norms, check_device
 from lightning_mfsdp.options.compilation import compile_options
 from lightning_mfsdp.options.foreign_options import answers_foreign_options
+from lightning_mfsdp.options.mesh import RunMesh
 from lightning_mfsdp.options.strategy_options import REGISTERED, TrainerOptions, move_rest_to_device
 from lightning_mfsdp.options.unit_selection import UnitsArgument
 from lightning_mfsdp.recompute import Recompute
@@ -73,9 +74,12 @@ class MFSDPStrategy(CheckpointingStrategy):
             that, and may not contradict it in what is computed.
         units: "auto", a list of module classes or class names, or a callable: which modules are gathered as one. See `select_units`.
         blocks_per_unit: How many neighboring blocks are gathered as one. "auto": small ones together, if `units` is "auto".
-        data_parallel_size: Number of ranks that see different data. "auto" or `None`: all ranks, the only number this version supports.
-        outer_size: Size of the outer axis; it must divide the number of ranks. Neighboring ranks share the shard axis.
-        mesh: A device mesh of your own instead of `outer_size`: one axis, or two, outer first unless they are named "outer" and "shard".
+        data: Ranks along the data axis, over which the model is sharded. "auto": all that the other axes leave.
+        outer: Ranks along the outer axis: groups that each hold the whole model, such as nodes. Neighboring ranks share the data axis.
+        outer_size: The same as `outer`.
+        data_parallel_size: Lightning's word for outer x data: all ranks; a number is checked. If it is given, "auto" too, `device_mesh`
+            has the axes of ModelParallelStrategy, "data_parallel" and "tensor_parallel", the latter of one rank.
+        mesh: A device mesh of your own instead of sizes: one axis, or two, outer first unless they are named "outer" and "data" or "shard".
         reshard_after_forward: Reshard weights between forward and backward. `False` saves a gather and costs memory; "auto"
             keeps as many units as fit into the memory left after two steps.
         ignored_parameters: Parameters, or `fnmatch` patterns of their names, that stay whole; their gradients are not reduced.
@@ -125,8 +129,10 @@ class MFSDPStrategy(CheckpointingStrategy):
         policy: MixedPrecisionPolicy | None = None,
         units: UnitsArgument = "auto",
         blocks_per_unit: int | Literal["auto"] = "auto",
-        data_parallel_size: int | Literal["auto"] | None = "auto",
+        data: int | Literal["auto"] = "auto",
+        outer: int = 1,
         outer_size: int = 1,
+        data_parallel_size: int | Literal["auto"] | None = None,
         mesh: DeviceMesh | None = None,
         reshard_after_forward: bool | Literal["auto"] = True,
         ignored_parameters: Sequence[str | nn.Parameter] = (),
@@ -167,7 +173,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         self.sharding = options.sharding
         self.outer_sharding = options.outer_sharding
         self.accumulation = options.accumulation
-        self._mesh = options.mesh
+        self._connected_mesh: RunMesh | None = None
         self._graphed: GraphedTrainingStep | None = None
         self._is_first_step = True
         self._known_warnings = KnownWarnings()
@@ -176,17 +182,21 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Axes ("shard",) or ("outer", "shard").
+        """Axes ("data",) or ("outer", "data"); ("data_parallel", "tensor_parallel") if `data_parallel_size` was given.
 
         Raises:
             RuntimeError: Processes are not connected yet.
         """
-        if self._mesh is None:
+        return self._run_mesh.device_mesh
+
+    @property
+    def _run_mesh(self) -> RunMesh:
+        if self._connected_mesh is None:
             raise RuntimeError(
                 "MFSDPStrategy.device_mesh: there is no mesh before processes are connected. Use it from LightningModule.setup or "
                 "configure_model on, also as self.device_mesh"
             )
-        return self._mesh
+        return self._connected_mesh
 
     @property
     def uses_cuda_graph(self) -> bool:
@@ -239,9 +249,10 @@ class MFSDPStrategy(CheckpointingStrategy):
         """Connect the processes and build the mesh, once; later entry points find both."""
         check_device(self.root_device.type)
         super().setup_environment()
-        if self._mesh is None or self._options.mesh is not None:
-            self._mesh = self._options.mesh_of(self.root_device.type, self.world_size)
-        self._module._device_mesh = self._mesh
+        if self._connected_mesh is None:
+            sizes = self._options.mesh_sizes
+            self._connected_mesh = sizes.connect(self.root_device.type, self.world_size, self.global_rank)
+        self._module._device_mesh = self.device_mesh
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
@@ -266,7 +277,7 @@ class MFSDPStrategy(CheckpointingStrategy):
             check_batch_norms(self._module)
         options.shard(
             self._module,
-            self.device_mesh,
+            self._run_mesh.sharded,
             self.precision_plugin,
             before=self._layer_sync.apply if self._layer_sync is not None else None,
         )

@@ -159,7 +159,7 @@ def a_model_built_on_meta_is_the_one_built_for_real(rank: int, world_size: int) 
 def small_things_are_shared_over_ranks(rank: int, world_size: int) -> None:
     fabric = launched(world_size, {"outer_size": world_size})
     assert (fabric.global_rank, fabric.local_rank, fabric.world_size) == (rank, rank, world_size)
-    assert fabric.strategy.device_mesh.mesh_dim_names == ("outer", "shard")
+    assert fabric.strategy.device_mesh.mesh_dim_names == ("outer", "data")
     assert tuple(fabric.strategy.device_mesh.shape) == (world_size, 1)
     assert fabric.broadcast(f"from {rank}", src=1) == "from 1"
     assert fabric.all_reduce(torch.tensor(float(rank)), reduce_op="sum").item() == world_size * (world_size - 1) / 2

@@ -46,7 +46,7 @@ def test_registering_again_changes_nothing() -> None:
     ("arguments", "error", "message"),
     [
         ({"sharding": "FULL_SHARD"}, ValueError, 'name of FSDP.s; use sharding="optim_grads_params"'),
-        ({"sharding": ShardingStrategy.HYBRID_SHARD}, ValueError, "is a name of FSDP's; use .*outer_size"),
+        ({"sharding": ShardingStrategy.HYBRID_SHARD}, ValueError, "is a name of FSDP's; use .*outer="),
         (
             {"sharding": "zero3"},
             ShardingError,
@@ -64,7 +64,10 @@ def test_registering_again_changes_nothing() -> None:
         ({"state_dict_type": "other"}, ValueError, "state_dict_type='other': expected one of 'sharded', 'full'"),
         ({"policy": "bf16"}, TypeError, "expected a MixedPrecisionPolicy"),
         ({"data_parallel_size": 0}, ValueError, "expected a positive number"),
-        ({"outer_size": "two"}, ValueError, "outer_size='two'"),
+        ({"outer_size": "two"}, ValueError, "outer='two'"),
+        ({"outer_size": 2, "outer": 4}, ValueError, "two names of one option"),
+        ({"data": 2.0}, ValueError, "data=2.0: expected a positive number of ranks"),
+        ({"data": 2, "data_parallel_size": 4}, ValueError, "both say how many ranks"),
         ({"checkpoint_io": AsyncCheckpointIO()}, TypeError, "AsyncCheckpointIO would be ignored"),
     ],
 )
@@ -126,7 +129,18 @@ def meshes(rank: int, world_size: int) -> dict[str, Any]:
         found[key] = mesh.mesh_dim_names, tuple(mesh.shape)
     own = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2))
     assert fit(mesh=own).strategy.device_mesh is own  # type: ignore[attr-defined]
-    for key, arguments in {"size": {"data_parallel_size": 2}, "outer": {"outer_size": 3}}.items():
+    for key, arguments in {
+        "lightning's words": {"data_parallel_size": "auto"},
+        "both": {"data_parallel_size": 4, "outer": 2},
+    }.items():
+        strategy: Any = fit(**arguments).strategy
+        mesh, sharded = strategy.device_mesh, strategy._run_mesh.sharded
+        found[key] = mesh.mesh_dim_names, tuple(mesh.shape), sharded.mesh_dim_names, tuple(sharded.shape)
+    for key, arguments in {
+        "size": {"data_parallel_size": 2},
+        "outer": {"outer": 3},
+        "product": {"outer": 2, "data": 4},
+    }.items():
         with pytest.raises(ValueError) as info:  # noqa: PT011  what it says is compared below
             fit(**arguments)
         found[key] = str(info.value)
@@ -135,12 +149,16 @@ def meshes(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_meshes_have_named_axes_and_sizes_that_must_fit() -> None:
     found = run_distributed(meshes, 4)[0]
-    assert found["plain"] == (("shard",), (4,))
-    assert found["hsdp"] == (("outer", "shard"), (2, 2))
-    assert found["hfsdp"] == (("outer", "shard"), (2, 2))
-    assert found["hfsdp on one group"] == (("outer", "shard"), (1, 4))
-    assert "data_parallel_size covers 2 ranks but there are 4" in found["size"]
-    assert "outer_size=3 does not divide the 4 ranks" in found["outer"]
+    assert found["plain"] == (("data",), (4,))
+    assert found["hsdp"] == (("outer", "data"), (2, 2))
+    assert found["hfsdp"] == (("outer", "data"), (2, 2))
+    assert found["hfsdp on one group"] == (("outer", "data"), (1, 4))
+    lightning = ("data_parallel", "tensor_parallel"), (4, 1)
+    assert found["lightning's words"] == (*lightning, ("data",), (4,))
+    assert found["both"] == (*lightning, ("outer", "data"), (2, 2))
+    assert "data_parallel_size=2, but there are 4 ranks" in found["size"]
+    assert "outer x data x context = 3 x 1 x 1 = 3, but there are 4 ranks; use sizes that divide it" in found["outer"]
+    assert "2 x 4 x 1 = 8, but there are 4 ranks; leave data at" in found["product"]
 
 
 def test_a_policy_is_given_once() -> None:

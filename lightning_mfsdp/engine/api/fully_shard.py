@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.initialize import materialize
 from lightning_mfsdp.engine.api.validate import Named, check_same_model, refuse_other_mesh, refuse_parts, refuse_unfit
-from lightning_mfsdp.engine.comm.collectives import Mesh, resolve_mesh
 from lightning_mfsdp.engine.comm.communicators import check_symmetric_memory
+from lightning_mfsdp.engine.comm.mesh import Mesh, resolve_mesh
 from lightning_mfsdp.engine.features.direct_gradients import write_directly
 from lightning_mfsdp.engine.layout.layout import padding_advice
 from lightning_mfsdp.engine.layout.placement import resolve_placement
@@ -109,7 +109,7 @@ def fully_shard(
     if outer_sharding not in ("no_shard", 0) and resolved.outer is None:
         raise ShardingError(
             f"fully_shard: outer_sharding={outer_sharding!r} needs a mesh with an outer axis, got a 1-D mesh of "
-            f"{resolved.shard.size} ranks; pass a 2-D mesh, or outer_size to the strategy"
+            f"{resolved.shard.size} ranks; pass a 2-D mesh, or outer=... to the strategy"
         )
     placement = resolve_placement(sharding, outer_sharding, resolved.shard.size, outer_size)
     members = _members(module)

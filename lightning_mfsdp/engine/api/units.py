@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.initialize import Replaced, children_first, materialize_module
 from lightning_mfsdp.engine.api.fully_shard import fully_shard, mesh_device
-from lightning_mfsdp.engine.comm.collectives import resolve_mesh
+from lightning_mfsdp.engine.comm.mesh import resolve_mesh
 
 __all__ = ["fully_shard_units"]
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.comm.collectives import Mesh
+from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.params.codec import WeightCodec
 from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
 
@@ -39,6 +39,11 @@ def refuse_unfit(module: nn.Module, named: Sequence[Named], policy: MixedPrecisi
             raise ShardingError(
                 f"fully_shard: {path or 'the module'} of {type(module).__name__} is wrapped in {type(child).__name__}, which gathers or "
                 "reduces by itself; expected plain modules. Leave the wrapper out"
+            )
+        if isinstance(child, FSDPModule):
+            raise ShardingError(
+                f"fully_shard: {path or 'the module'} of {type(module).__name__} was given to torch.distributed.fsdp.fully_shard; expected "
+                "plain modules. Leave out the lines that call it, in configure_model for example: the strategy shards the model itself"
             )
     for name, parameter, _ in named:
         where = f"fully_shard: parameter {name} of {type(module).__name__}"

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
-from lightning_mfsdp.engine.comm.collectives import Axes, Mesh, broadcast_from_first
+from lightning_mfsdp.engine.comm.collectives import Axes
 from lightning_mfsdp.engine.comm.communicators import Channels
+from lightning_mfsdp.engine.comm.mesh import Mesh, broadcast_from_first
 from lightning_mfsdp.engine.layout.layout import plan_layout
 from lightning_mfsdp.engine.layout.placement import Placement
 from lightning_mfsdp.engine.memory.buffer import FlatBuffer, buffer_numel

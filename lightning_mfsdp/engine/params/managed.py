@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
-from lightning_mfsdp.engine.comm.collectives import Axes, Mesh
+from lightning_mfsdp.engine.comm.collectives import Axes
+from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.layout.layout import Layout
 from lightning_mfsdp.engine.layout.placement import Placement
 from lightning_mfsdp.engine.params.group_spec import GroupSpec

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError
-from lightning_mfsdp.engine.comm.collectives import Mesh
+from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.params.managed import ManagedGroup
 from lightning_mfsdp.engine.params.rows import gather_rows
 

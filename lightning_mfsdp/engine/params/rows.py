@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mfsdp.engine.comm.collectives import Axis, Mesh
+from lightning_mfsdp.engine.comm.collectives import Axis
+from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.params.managed import ManagedGroup
 
 __all__ = ["gather_rows", "holders", "join_parts", "own_part", "owned_rows", "sharded_axes", "whole_shape"]

@@ -18,7 +18,7 @@ from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine.params.rows import holders
 
 if TYPE_CHECKING:
-    from lightning_mfsdp.engine.comm.collectives import Mesh
+    from lightning_mfsdp.engine.comm.mesh import Mesh
     from lightning_mfsdp.engine.params.managed import ManagedGroup
     from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor
 

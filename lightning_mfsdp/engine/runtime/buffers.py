@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError
-from lightning_mfsdp.engine.comm.collectives import Mesh
+from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.runtime.context import context_of_unit
 from lightning_mfsdp.engine.runtime.unit import unit_of
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.streams import Streams
-from lightning_mfsdp.engine.comm.collectives import Mesh
 from lightning_mfsdp.engine.comm.communicators import Channels
 from lightning_mfsdp.engine.comm.gather_order import GatherOrder
+from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.comm.ranges import Ranges
 from lightning_mfsdp.engine.memory.storage import SlotPool
 from lightning_mfsdp.engine.params.codec import quantize_all

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mfsdp.base.streams import Event
-from lightning_mfsdp.engine.comm.collectives import Axis, Mesh
+from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.comm.communicators import Channels
+from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.memory.storage import SlotPool
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.base.streams import Event, Streams
-from lightning_mfsdp.engine.comm.collectives import Mesh
 from lightning_mfsdp.engine.comm.gather_order import REDUCTION, GatherOrder
+from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.comm.ranges import Ranges
 from lightning_mfsdp.engine.params.gradient_hooks import has_gradient_hooks, run_gradient_hooks
 from lightning_mfsdp.engine.params.gradients import DirectWrites, Filling, Gradients, Sync

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError
-from lightning_mfsdp.engine.comm.collectives import Mesh
+from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.memory.storage import Slot
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
