@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
 import lightning_mfsdp
 from lightning_mfsdp import MFSDPStrategy, MixedPrecisionPolicy, ShardingError
@@ -159,6 +160,25 @@ def test_meshes_have_named_axes_and_sizes_that_must_fit() -> None:
     assert "data_parallel_size=2, but there are 4 ranks" in found["size"]
     assert "outer x data x context = 3 x 1 x 1 = 3, but there are 4 ranks; use sizes that divide it" in found["outer"]
     assert "2 x 4 x 1 = 8, but there are 4 ranks; leave data at" in found["product"]
+
+
+class ShardedByTorch(BoringModel):
+    def configure_model(self) -> None:
+        fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
+
+def shard_by_torch(rank: int, world_size: int) -> str:
+    strict_warnings()
+    trainer = make_trainer(".", world_size, strategy=MFSDPStrategy(data_parallel_size="auto"))
+    with pytest.raises(ShardingError) as info:
+        trainer.fit(ShardedByTorch())
+    return str(info.value)
+
+
+def test_a_module_that_configure_model_gave_to_torch_is_refused_with_the_line_to_leave_out() -> None:
+    for message in run_distributed(shard_by_torch, 2):
+        assert "layer of ShardedByTorch was given to torch.distributed.fsdp.fully_shard" in message
+        assert "Leave out the lines that call it, in configure_model for example" in message
 
 
 def test_a_policy_is_given_once() -> None:
