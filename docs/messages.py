@@ -35,7 +35,7 @@ SECTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Sharding a model": (
         "strategies.md",
-        ("base", "engine/api", "engine/layout", "engine/comm/collectives.py", "engine/comm/communicators.py"),
+        ("base", "engine/api", "engine/layout", "engine/comm/mesh.py", "engine/comm/communicators.py"),
     ),
     "Running a sharded model": ("life_of_a_parameter.md", ("engine",)),
     "Optimizers": (
@@ -61,6 +61,7 @@ SECTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "Losses and batches": ("ops.md", ("ops",)),
     "Mixtures of experts": ("moe.md", ("moe",)),
     "Multi-token prediction": ("mtp.md", ("mtp.py",)),
+    "Context parallelism": ("long_context.md", ("context_parallel",)),
     "Activation checkpointing": ("recompute.md", ("recompute", "callbacks/recompute.py")),
 }
 

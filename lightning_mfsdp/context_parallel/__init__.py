@@ -1,4 +1,14 @@
 """Context parallelism: the ranks of a mesh axis compute one batch together, each a part of every sequence.
 
-`sharing.py` says which part, and who the ranks are. It depends on torch alone; the strategies decide when a batch is divided.
+    context_attention   attention of whole sequences, for modules of your own; that of transformers' models is found by itself
+    context_positions   where this rank's tokens are in whole sequences
+    shift_labels        the next token's label at each position, across the border between two ranks
+    tokens_in_batch     what a sum of losses is divided by
+
+Without a context axis, all of them do what one does without this package. The strategies divide batches.
 """
+
+from lightning_mfsdp.context_parallel.attention import context_attention, context_positions
+from lightning_mfsdp.context_parallel.targets import shift_labels, tokens_in_batch
+
+__all__ = ["context_attention", "context_positions", "shift_labels", "tokens_in_batch"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,6 +43,9 @@ class ContextParallel:
             to gathered keys and values.
         cut: Of the step that runs or ran last; `None` where its batch was not divided. It stays until the next step begins, because
             activation checkpointing calls attention again in backward.
+        is_counted: In this step the targets of all ranks were counted for the loss.
+        attention_calls: How often attention saw whole sequences, since the beginning.
+        is_attending: Such a call is running.
     """
 
     def __init__(self, group: dist.ProcessGroup, method: Method) -> None:
@@ -49,6 +54,9 @@ class ContextParallel:
         self.rank = dist.get_rank(group)
         self.method = method
         self.cut: Cut | None = None
+        self.is_counted = False
+        self.attention_calls = 0
+        self.is_attending = False
 
     def chunks(self) -> tuple[int, ...]:
         """Which chunks of a sequence this rank has, in the order in which they lie in its tensors.
@@ -56,7 +64,25 @@ class ContextParallel:
         "ulysses": sequences consist of `size` chunks, one a rank. "gather": of twice as many, of which a rank has one from the
         beginning and one from the end, so that causal attention costs every rank the same.
         """
-        return (self.rank,) if self.method == "ulysses" else (self.rank, 2 * self.size - 1 - self.rank)
+        return self.chunks_of(self.rank)
+
+    def chunks_of(self, rank: int) -> tuple[int, ...]:
+        """The same, of any rank."""
+        return (rank,) if self.method == "ulysses" else (rank, 2 * self.size - 1 - rank)
+
+    def all_chunks(self) -> list[int]:
+        """Those of all ranks, in the order of ranks."""
+        return [chunk for rank in range(self.size) for chunk in self.chunks_of(rank)]
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Around attention of whole sequences."""
+        self.attention_calls += 1
+        before, self.is_attending = self.is_attending, True
+        try:
+            yield
+        finally:
+            self.is_attending = before
 
     @property
     def chunk_count(self) -> int:

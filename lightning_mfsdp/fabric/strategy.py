@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -33,6 +33,8 @@ from lightning_mfsdp._lightning_api import (
 )
 from lightning_mfsdp.checkpoint.io.opening import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.context_parallel.divided_batches import DividedBatches
+from lightning_mfsdp.context_parallel.model_inputs import complete_inputs
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
     around_backward,
@@ -74,6 +76,10 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         data: As in `MFSDPStrategy`.
         outer: As in `MFSDPStrategy`.
         outer_size: As in `MFSDPStrategy`.
+        context: As in `MFSDPStrategy`; `divided` divides the batches of your loop.
+        context_method: As in `MFSDPStrategy`.
+        context_dims: As in `MFSDPStrategy`.
+        loss_count: As in `MFSDPStrategy`.
         data_parallel_size: As in `MFSDPStrategy`.
         mesh: As in `MFSDPStrategy`.
         reshard_after_forward: As in `MFSDPStrategy`.
@@ -113,6 +119,10 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         data: int | Literal["auto"] = "auto",
         outer: int = 1,
         outer_size: int = 1,
+        context: int = 1,
+        context_method: Literal["auto", "ulysses", "gather"] = "auto",
+        context_dims: Mapping[str, int | None] | None = None,
+        loss_count: Literal["auto", "tokens"] = "auto",
         data_parallel_size: int | Literal["auto"] | None = None,
         mesh: DeviceMesh | None = None,
         reshard_after_forward: bool | Literal["auto"] = True,
@@ -141,6 +151,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         self.state_dict_type = options.state_dict_type
         self._num_nodes = 1
         self._connected_mesh: RunMesh | None = None
+        self._divided: DividedBatches | None = None
         self._saving_ranks: Ranks | None = None
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._backward_sync_control = _BackwardSync(keep_sharded=options.accumulation == "sharded")
@@ -263,7 +274,45 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         if self._options.broadcast_buffers:
             share_buffers(module)  # as DDP does; from here on all ranks have the same ones, or none
         self._modules.add(module)
+        self._divide_sequences_of(module)
         return _Forward(module, self._share_buffers)
+
+    def _divide_sequences_of(self, module: nn.Module) -> None:
+        group, options = self._run_mesh.context, self._options
+        if group is not None:
+            if self._divided is None:
+                dims = options.context_dims or {}
+                self._divided = DividedBatches(group, options.context_method, dims, self.root_device)
+            self._divided.begin(module)
+        elif options.loss_count == "tokens":
+            complete_inputs(module, always_counts=True)
+
+    @contextmanager
+    def divided(self, batch: Any, loader: str = "the training loader") -> Iterator[Any]:
+        """Around forward and backward of a batch: this rank's part of it, where sequences are divided over a context axis.
+
+        Args:
+            batch: Of whole sequences, on the device, the same on all ranks of a context group.
+            loader: Its name, for messages.
+
+        Yields:
+            A batch of the same kind; the batch itself without a context axis.
+
+        Raises:
+            ValueError: The batch cannot be divided, or is not the same on the ranks that divide it.
+        """
+        if self._divided is None:
+            yield batch
+            return
+        with self._divided.step(batch, loader) as part:
+            yield part
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks of one context group have the same batches."""
+        sizes = self._options.mesh_sizes
+        replicas, rank = sizes.data_place(self.num_nodes * self.num_processes, self.global_rank)
+        return {"num_replicas": replicas, "rank": rank}
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Fabric's; the loop may catch what it raises."""

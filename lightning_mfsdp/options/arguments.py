@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -20,6 +20,7 @@ __all__ = [
     "check_batch_norms",
     "check_blocks_per_unit",
     "check_choice",
+    "check_context",
     "check_cuda_graph",
     "check_device",
     "check_ignored",
@@ -46,13 +47,32 @@ def check_choice(argument: str, value: object, choices: tuple[object, ...]) -> N
         raise ValueError(f"{argument}={value!r}: expected one of {', '.join(map(repr, choices))}")
 
 
-def check_cuda_graph(cuda_graph: object, storage: str, offload: str | None) -> None:
+def check_context(context: object, dims: object) -> None:
+    """Raise unless the options of a context axis fit each other."""
+    if dims is not None:
+        kinds = isinstance(dims, Mapping) and all(dim is None or isinstance(dim, int) for dim in dims.values())
+        if not kinds:
+            raise TypeError(
+                f'context_dims={dims!r}: expected a mapping from entries of a batch to sequence dims, such as {{"tokens": 1}}, or to None'
+            )
+        if context == 1:
+            raise ValueError(
+                f"context_dims={dims!r} with context=1: no sequence is divided; leave it out, or use context=2 or more"
+            )
+
+
+def check_cuda_graph(cuda_graph: object, storage: str, offload: str | None, context: int) -> None:
     """Raise unless it is a bool that the other options allow: a graph replays addresses on the device."""
     if not isinstance(cuda_graph, bool):
         raise TypeError(f"cuda_graph={cuda_graph!r}: expected True or False")
     if cuda_graph and storage != "pooled":
         raise ValueError(
             f'cuda_graph=True with storage={storage!r}: graphs replay addresses, which need storage="pooled"; leave one of the two out'
+        )
+    if cuda_graph and context != 1:
+        raise ValueError(
+            f"cuda_graph=True with context={context}: a graph would replay the padding and documents of the batch that it was recorded "
+            "with; leave one out"
         )
     if cuda_graph and offload is not None:
         raise ValueError(

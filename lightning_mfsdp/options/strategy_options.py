@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
+from lightning_mfsdp.context_parallel.sharing import METHODS
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
     bring_home,
@@ -27,6 +28,7 @@ from lightning_mfsdp.options.arguments import (
     check_adapters,
     check_blocks_per_unit,
     check_choice,
+    check_context,
     check_cuda_graph,
     check_ignored,
     check_policy,
@@ -81,6 +83,10 @@ class StrategyOptions:
     data: int | Literal["auto"] = "auto"
     outer: int = 1
     outer_size: int = 1
+    context: int = 1
+    context_method: Literal["auto", "ulysses", "gather"] = "auto"
+    context_dims: Mapping[str, int | None] | None = None
+    loss_count: Literal["auto", "tokens"] = "auto"
     data_parallel_size: int | Literal["auto"] | None = None
     mesh: DeviceMesh | None = None
     reshard_after_forward: bool | Literal["auto"] = True
@@ -114,6 +120,9 @@ class StrategyOptions:
         check_choice("unused_parameters", self.unused_parameters, ("none", "zero"))
         check_choice("broadcast_buffers", self.broadcast_buffers, (True, False))
         check_choice("accumulation", self.accumulation, ("local", "sharded"))
+        check_choice("context_method", self.context_method, ("auto", *METHODS))
+        check_choice("loss_count", self.loss_count, ("auto", "tokens"))
+        check_context(self.context, self.context_dims)
         check_choice("state_dict_type", self.state_dict_type, ("sharded", "full"))
         check_choice("start_method", self.start_method, ("popen", "fork"))
         check_policy(self.policy)
@@ -133,6 +142,7 @@ class StrategyOptions:
         return MeshSizes(
             data=self.data,
             outer=self.outer,
+            context=self.context,
             data_parallel=self.data_parallel_size,
             with_outer_axis=self.outer_sharding not in ("no_shard", 0),
             mesh=self.mesh,
@@ -223,7 +233,7 @@ class TrainerOptions(StrategyOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_cuda_graph(self.cuda_graph, self.storage, self.offload)
+        check_cuda_graph(self.cuda_graph, self.storage, self.offload, self.context)
         check_recompute_graph(self.cuda_graph, self.recompute)
         check_choice("async_save", self.async_save, (True, False))
 

@@ -232,7 +232,7 @@ class CheckpointingStrategy(ProcessStrategy):
         return {
             **checkpoint,
             **added,
-            RANK_STATES: ranks.gather(rank_state(checkpoint, self._module, self.root_device)),
+            RANK_STATES: ranks.gather(rank_state(checkpoint, self._module, self.root_device, **self._data_place)),
             DATA_POSITIONS: data_positions(self._module.trainer),
         }
 
@@ -261,7 +261,7 @@ class CheckpointingStrategy(ProcessStrategy):
         inside = bool(progress["current"]["ready"] and not progress["is_last_batch"])
         if any(positions):
             inside = any(position and position["seen"] for position in positions)
-        own = states[self.global_rank] if states and len(states) == self.world_size else None
+        own = self._state_of_place(states) if states else None
 
         def restore_random() -> None:
             if own is not None:
@@ -283,15 +283,31 @@ class CheckpointingStrategy(ProcessStrategy):
         same_ranks = len(states) == self.world_size
         of_gradients = [states[self.global_rank]] if same_ranks else states
         self._at_first_step.append(lambda: set_whole_gradients(self._module, of_gradients))
-        if not same_ranks:
+        own = self._state_of_place(states)
+        if own is None:
+            saved = states[0].get("data_size", len(states))
             rank_zero_info(
-                f"the checkpoint was saved by {len(states)} ranks, and there are {self.world_size}: training continues at the same "
-                f"position in the data, and random numbers such as dropout differ from those that {len(states)} ranks would draw"
+                f"the checkpoint was saved by {saved} data ranks, and there are {self._data_place['data_size']}: training continues at "
+                f"the same position in the data, and random numbers such as dropout differ from those that {saved} ranks would draw"
             )
             return
-        own = states[self.global_rank]
         take_loader_states(rest, own)
         restore_random_state(own["random"], self.root_device)
+
+    @property
+    def _data_place(self) -> dict[str, int]:
+        """Of how many ranks with different batches this is which."""
+        place = self.distributed_sampler_kwargs
+        return {"data_size": place["num_replicas"], "data_rank": place["rank"]}
+
+    def _state_of_place(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """That of this rank, or of one that read the same data; `None` if the data were divided among another number of ranks."""
+        size, rank = self._data_place.values()
+        if states[0].get("data_size", len(states)) != size:
+            return None
+        if len(states) == self.world_size:
+            return states[self.global_rank]
+        return next(state for number, state in enumerate(states) if state.get("data_rank", number) == rank)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint; not before the save that replaces it has succeeded."""

@@ -31,15 +31,31 @@ RANK_STATES = "rank_states"
 GRADIENTS = "gradients"
 
 
-def rank_state(checkpoint: Mapping[str, Any], module: nn.Module, device: torch.device) -> dict[str, Any]:
-    """State that only this rank has: in Lightning's dictionary, random numbers, and inside a step the gradients that are not sharded."""
+def rank_state(
+    checkpoint: Mapping[str, Any], module: nn.Module, device: torch.device, *, data_size: int, data_rank: int
+) -> dict[str, Any]:
+    """State that only this rank has: in Lightning's dictionary, random numbers, and inside a step the gradients that are not sharded.
+
+    Args:
+        checkpoint: As Lightning made it.
+        module: Sharded.
+        device: Of this rank.
+        data_size: How many ranks have different batches.
+        data_rank: Which of them this is.
+    """
     gradients: dict[str, Tensor] = {}
     if is_inside_a_step(module.trainer):  # type: ignore[arg-type]
         for name, parameter in _unmanaged(module).items():
             if parameter.grad is not None:
                 gradients[name] = parameter.grad.detach().cpu()
     loaders = _fit_state(checkpoint).get("combined_loader")
-    return {"random": random_state(device), "loaders": loaders, "gradients": gradients}
+    return {
+        "random": random_state(device),
+        "loaders": loaders,
+        "gradients": gradients,
+        "data_size": data_size,
+        "data_rank": data_rank,
+    }
 
 
 def set_whole_gradients(module: nn.Module, states: Sequence[Mapping[str, Any]]) -> None:

@@ -24,7 +24,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_mfsdp._lightning_api import MockOptimizer, StrategyRegistry, TrainerFn, to_uncompiled
+from lightning_mfsdp._lightning_api import (
+    MockOptimizer,
+    StrategyRegistry,
+    TrainerFn,
+    is_param_in_hook_signature,
+    to_uncompiled,
+)
+from lightning_mfsdp.context_parallel.divided_batches import DividedBatches
+from lightning_mfsdp.context_parallel.model_inputs import complete_inputs
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
     around_backward,
@@ -77,6 +85,15 @@ class MFSDPStrategy(CheckpointingStrategy):
         data: Ranks along the data axis, over which the model is sharded. "auto": all that the other axes leave.
         outer: Ranks along the outer axis: groups that each hold the whole model, such as nodes. Neighboring ranks share the data axis.
         outer_size: The same as `outer`.
+        context: Ranks along the context axis, which divide every sequence of a batch among themselves: activations take 1 / context of the
+            memory. The model is sharded over them as well. Attention of models of transformers sees whole sequences; attention of your own
+            uses `lightning_mfsdp.context_parallel.context_attention`. Losses that models compute from labels are means over all tokens.
+        context_method: How attention sees whole sequences. "ulysses": some heads on each rank, after an all-to-all; any attention kernel.
+            "gather": keys and values are gathered; any number of heads. "auto": "ulysses" if the model's heads can be divided.
+        context_dims: Sequence dim of entries of a batch, by key or, in a tuple, by position as a string; `None` for one that stays whole.
+            Those that batches for transformers have are known.
+        loss_count: What a loss that a model of transformers computes from labels is divided by. "auto": with `context` above 1 by the
+            number of targets on all ranks, otherwise each rank's own. "tokens": always that of all ranks.
         data_parallel_size: Lightning's word for outer x data: all ranks; a number is checked. If it is given, "auto" too, `device_mesh`
             has the axes of ModelParallelStrategy, "data_parallel" and "tensor_parallel", the latter of one rank.
         mesh: A device mesh of your own instead of sizes: one axis, or two, outer first unless they are named "outer" and "data" or "shard".
@@ -132,6 +149,10 @@ class MFSDPStrategy(CheckpointingStrategy):
         data: int | Literal["auto"] = "auto",
         outer: int = 1,
         outer_size: int = 1,
+        context: int = 1,
+        context_method: Literal["auto", "ulysses", "gather"] = "auto",
+        context_dims: Mapping[str, int | None] | None = None,
+        loss_count: Literal["auto", "tokens"] = "auto",
         data_parallel_size: int | Literal["auto"] | None = None,
         mesh: DeviceMesh | None = None,
         reshard_after_forward: bool | Literal["auto"] = True,
@@ -175,6 +196,8 @@ class MFSDPStrategy(CheckpointingStrategy):
         self.accumulation = options.accumulation
         self._connected_mesh: RunMesh | None = None
         self._graphed: GraphedTrainingStep | None = None
+        self._divided: DividedBatches | None = None
+        self._end_counting: Callable[[], None] | None = None
         self._is_first_step = True
         self._known_warnings = KnownWarnings()
 
@@ -254,6 +277,13 @@ class MFSDPStrategy(CheckpointingStrategy):
             self._connected_mesh = sizes.connect(self.root_device.type, self.world_size, self.global_rank)
         self._module._device_mesh = self.device_mesh
 
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks of one context group have the same batches."""
+        sizes = self._options.mesh_sizes
+        replicas, rank = sizes.data_place(self.num_nodes * self.num_processes, self.global_rank)
+        return {"num_replicas": replicas, "rank": rank}
+
     # -- the model -----------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -292,8 +322,22 @@ class MFSDPStrategy(CheckpointingStrategy):
                     fully_shard_optimizer(optimizer, grad_scaler=self.precision_plugin.scaler)
         self._is_first_step = True
         self.can_read_checkpoints()
+        self._divide_batches()
         if fitting and self._options.cuda_graph:
             self._graphed = graphed_training_step(self._run_training_step, self._module, trainer)
+
+    def _divide_batches(self) -> None:
+        group, options = self._run_mesh.context, self._options
+        if group is not None:
+            if is_param_in_hook_signature(self._module.training_step, "dataloader_iter", explicit=True):
+                raise ValueError(
+                    "training_step(dataloader_iter) fetches its own batches, and with context above 1 the strategy divides them; use "
+                    "training_step(batch, batch_idx)"
+                )
+            self._divided = DividedBatches(group, options.context_method, options.context_dims or {}, self.root_device)
+            self._divided.begin(self._module)
+        elif options.loss_count == "tokens":
+            self._end_counting = complete_inputs(self._module, always_counts=True)
 
     def model_to_device(self) -> None:
         """Move what the engine does not manage: buffers, ignored parameters, metrics."""
@@ -336,10 +380,22 @@ class MFSDPStrategy(CheckpointingStrategy):
             self._is_first_step = False
         if self._at_first_step:
             self.go_on_exactly()
-        for callback in self._module.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, SeesTrainingSteps):
-                callback.before_training_step(args)
-        return (self._graphed or self._run_training_step)(*args, **kwargs)
+        with self._part_of(args, "the training loader", stays=self._module.automatic_optimization) as args:
+            for callback in self._module.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, SeesTrainingSteps):
+                    callback.before_training_step(args)
+            return (self._graphed or self._run_training_step)(*args, **kwargs)
+
+    @contextmanager
+    def _part_of(
+        self, args: tuple[Any, ...], loader: str, *, stays: bool = False
+    ) -> Generator[tuple[Any, ...], None, None]:
+        """Around a step: its arguments, with this rank's part of the batch."""
+        if self._divided is None:
+            yield args
+            return
+        with self._divided.step(args[0], loader, stays=stays) as part:
+            yield part, *args[1:]
 
     def _run_training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._with_others(), self._step_context() as module:
@@ -347,12 +403,14 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """`LightningModule.validation_step` with the root unit's weights unsharded."""
-        with self._evaluation_context() as module:
+        loader = f"validation loader {args[2] if len(args) > 2 else 0}"
+        with self._evaluation_context() as module, self._part_of(args, loader) as args:
             return module.validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """`LightningModule.test_step` with the root unit's weights unsharded."""
-        with self._evaluation_context() as module:
+        loader = f"test loader {args[2] if len(args) > 2 else 0}"
+        with self._evaluation_context() as module, self._part_of(args, loader) as args:
             return module.test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -380,7 +438,10 @@ class MFSDPStrategy(CheckpointingStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning's; a training step may catch what it raises."""
         with around_backward(self._module):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            output = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self._divided is not None and self._module.automatic_optimization:
+            self._divided.leave()
+        return output
 
     def optimizer_step(
         self,
@@ -412,8 +473,15 @@ class MFSDPStrategy(CheckpointingStrategy):
         try:
             super().teardown()
             self._finish_saving_alone() if self._is_alone else self.finish_saving()
+            if self._divided is not None and not self._is_alone:
+                self._divided.finish()
         finally:
             self._known_warnings.end()
+            if self._divided is not None:
+                self._divided.end()
+            if self._end_counting is not None:
+                self._end_counting()
+            self._divided = self._end_counting = None
             if self._graphed is not None:
                 self._graphed.close()
             self._graphed = None

@@ -41,7 +41,7 @@ ALLOWED = {
         "lightning_mfsdp.ops",
     },
     "mtp": {"torch", "lightning_mfsdp.mtp", "lightning_mfsdp.recompute"},
-    "context_parallel": {"torch", "transformers", "lightning_mfsdp.context_parallel", "lightning_mfsdp.base"},
+    "context_parallel": {"torch", "lightning_mfsdp.context_parallel", "lightning_mfsdp.base", "lightning_mfsdp.mtp"},
     "checkpoint": {
         "torch",
         "fsspec",
@@ -69,6 +69,7 @@ ALLOWED = {
     "options": {
         *LIGHTNING,
         "lightning_mfsdp.base",
+        "lightning_mfsdp.context_parallel",
         "lightning_mfsdp.engine",
         "lightning_mfsdp._lightning_api",
         "lightning_mfsdp.options",
@@ -79,6 +80,7 @@ ALLOWED = {
         *LIGHTNING,
         "lightning_mfsdp.base",
         "lightning_mfsdp.checkpoint",
+        "lightning_mfsdp.context_parallel",
         "lightning_mfsdp.engine",
         "lightning_mfsdp.launch",
         "lightning_mfsdp._lightning_api",
@@ -90,6 +92,7 @@ ALLOWED = {
         *LIGHTNING,
         "lightning_mfsdp.base",
         "lightning_mfsdp.checkpoint",
+        "lightning_mfsdp.context_parallel",
         "lightning_mfsdp.engine",
         "lightning_mfsdp.fabric",
         "lightning_mfsdp.launch",

@@ -1,0 +1,180 @@
+"""Batches whose sequences are divided over the context ranks: what every step of a run gets, and what is checked of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.context_parallel.batches import divide
+from lightning_mfsdp.context_parallel.comparisons import Comparisons, fingerprint
+from lightning_mfsdp.context_parallel.huggingface import choose_method, use_context_attention
+from lightning_mfsdp.context_parallel.model_inputs import complete_inputs
+from lightning_mfsdp.context_parallel.sharing import ContextParallel, Method, activate, deactivate
+from lightning_mfsdp.context_parallel.targets import IGNORED
+from lightning_mfsdp.context_parallel.watch import watched_step
+
+__all__ = ["DividedBatches"]
+
+_FIRST = 3  # batches of a loader that are compared, before every hundredth
+_EVERY = 100
+
+
+class DividedBatches:
+    """Those of a run with a context axis.
+
+    Args:
+        group: The ranks that divide every batch among themselves.
+        method: How attention sees whole sequences; "auto": as the model allows.
+        dims: Sequence dims of entries that are not known by name.
+        device: Of this rank.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        method: Method | Literal["auto"],
+        dims: Mapping[str, int | None],
+        device: torch.device,
+    ) -> None:
+        self._group = group
+        self._method = method
+        self._dims = dims
+        self._device = device
+        self._comparisons = Comparisons()
+        self._read: Counter[str] = Counter()
+        self._watched: set[str] = set()
+        self._ends: list[Callable[[], None]] = []
+        self._parallel: ContextParallel | None = None
+
+    def begin(self, module: nn.Module) -> None:
+        """Have a sharded model compute divided sequences; another one may follow.
+
+        Raises:
+            ShardingError: A layer that would be wrong where sequences are divided; names it.
+        """
+        _refuse(module)
+        if self._parallel is None:
+            size = dist.get_world_size(self._group)
+            method = choose_method(module, size) if self._method == "auto" else self._method
+            self._parallel = ContextParallel(self._group, method)
+        self._ends += [use_context_attention(module, self._parallel), complete_inputs(module)]
+        activate(self._parallel)
+
+    def end(self) -> None:
+        """Models compute as before."""
+        for end in reversed(self._ends):
+            end()
+        self._ends.clear()
+        self._read.clear()
+        self._watched.clear()
+        self._parallel = None
+        deactivate()
+
+    def finish(self) -> None:
+        """Wait for what was compared.
+
+        Raises:
+            ValueError: Something was not equal.
+        """
+        self._comparisons.look(wait=True)
+
+    @contextmanager
+    def step(self, batch: Any, loader: str, *, stays: bool = False) -> Iterator[Any]:
+        """Around a step: this rank's part of its batch.
+
+        Args:
+            batch: Of whole sequences, on the device, the same on all context ranks.
+            loader: Its name, for messages.
+            stays: Backward comes after the step; `leave` ends it.
+
+        Raises:
+            ValueError: The batch cannot be divided, or is not the same on the context ranks; an earlier step's, if the device had not
+                answered by then.
+        """
+        parallel = self._parallel
+        assert parallel is not None, "between begin and end"
+        self._comparisons.look()
+        number = self._read[loader]
+        self._read[loader] += 1
+        if number < _FIRST or number % _EVERY == 0:
+            self._compare_batch(batch, loader, number)
+        part, parallel.cut = divide(batch, parallel, self._dims)
+        parallel.is_counted = False
+        with ExitStack() as stack:
+            if loader not in self._watched:
+                stack.enter_context(watched_step(parallel))
+            yield part
+        self._watched.add(loader)
+        if not parallel.is_counted:
+            self._compare_targets(part, loader, number)
+        if not stays:
+            parallel.cut = None
+
+    def leave(self) -> None:
+        """The step's backward is over."""
+        if self._parallel is not None:
+            self._parallel.cut = None
+
+    def _compare_batch(self, batch: Any, loader: str, number: int) -> None:
+        def error(smallest: int, largest: int) -> Exception:
+            return ValueError(
+                f"batch {number} of {loader} differs between ranks of one context group, which divide every batch among "
+                "themselves and need the same. Use the strategy's distributed_sampler_kwargs for a sampler of your own, as for "
+                "Lightning's, and the same seed on these ranks for random transforms"
+            )
+
+        self._comparisons.compare(fingerprint(batch, self._device), self._group, error)
+        self._comparisons.look()  # on a CPU the answer is there, and parts of other lengths would not fit each other
+
+    def _compare_targets(self, part: Any, loader: str, number: int) -> None:
+        parallel = self._parallel
+        assert parallel is not None
+        assert parallel.cut is not None
+
+        def error(smallest: int, largest: int) -> Exception:
+            return ValueError(
+                f"batch {number} of {loader}: the parts of its sequences have between {smallest} and {largest} targets, and "
+                "the step's loss is a mean over each rank's own, so a mean over ranks is not that over tokens. Divide the sum of "
+                "losses by lightning_mfsdp.context_parallel.tokens_in_batch(targets)"
+            )
+
+        self._comparisons.compare(_targets_in(part, parallel), self._group, error)
+
+
+def _refuse(module: nn.Module) -> None:
+    from lightning_mfsdp.mtp import MultiTokenPredictor
+
+    for name, part in module.named_modules():
+        if isinstance(part, MultiTokenPredictor):
+            raise ShardingError(
+                f"{name} ({type(part).__name__}) predicts tokens further ahead than the next one, which another rank may have; such "
+                "layers do not work with context above 1 in this version. Leave one of the two out"
+            )
+
+
+def _targets_in(part: Any, parallel: ContextParallel) -> Tensor:
+    """How many targets a part has, as far as a batch tells: its labels, or else its tokens that are no padding. `[1]`, int64."""
+    labels = part.get("shift_labels", part.get("labels")) if isinstance(part, Mapping) else None
+    if not isinstance(labels, Tensor) and isinstance(part, (tuple, list)) and len(part) > 1:
+        labels = part[1] if isinstance(part[1], Tensor) and not part[1].is_floating_point() else None
+    if isinstance(labels, Tensor):
+        return (labels != IGNORED).sum().reshape(1)
+    cut = parallel.cut
+    assert cut is not None
+    if cut.is_real is None:
+        first = (
+            next(iter(part.values()))
+            if isinstance(part, Mapping)
+            else part[0]
+            if isinstance(part, (tuple, list))
+            else part
+        )
+        return torch.tensor([cut.length], device=first.device)
+    return parallel.part_of(cut.is_real, 1).sum().reshape(1)

@@ -1,0 +1,115 @@
+"""What a model of transformers lacks with a part of a sequence: places in the whole one, the next part's first label, counts of targets."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_mfsdp.context_parallel.attention import context_positions
+from lightning_mfsdp.context_parallel.huggingface import models_in
+from lightning_mfsdp.context_parallel.sharing import ContextParallel, Cut, active
+from lightning_mfsdp.context_parallel.targets import note_counted, shift_labels, tokens_in_batch
+
+__all__ = ["complete_inputs"]
+
+# What `loss_type` of a model says of its labels: whether they are shifted.
+_SHIFTED = {"ForCausalLM": True, "ForMaskedLM": False, "ForTokenClassification": False}
+
+
+def complete_inputs(module: nn.Module, *, always_counts: bool = False) -> Callable[[], None]:
+    """Complete the arguments of forwards in which sequences are divided, while training and in evaluation.
+
+    Args:
+        module: Any, with models of transformers inside.
+        always_counts: Losses are divided by the number of targets on all ranks also where sequences are whole.
+
+    Returns:
+        Ends it.
+    """
+    complete = partial(_complete, always_counts)
+    handles = [model.register_forward_pre_hook(complete, with_kwargs=True) for _, model in models_in(module)]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
+
+
+def _complete(
+    always_counts: bool, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    parallel = active()
+    is_divided = parallel is not None and parallel.cut is not None
+    if not is_divided and not (always_counts and model.training):
+        return None
+    signature = inspect.signature(model.forward)
+    bound = signature.bind_partial(*args, **kwargs)
+    given: dict[str, Any] = dict(bound.arguments)
+    rest = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), None)
+    given.update(given.pop(rest, {}) if rest is not None else {})
+    if parallel is not None and parallel.cut is not None:
+        _complete_part(model, signature, given, parallel, parallel.cut)
+    labels = given.get("labels")
+    if isinstance(labels, Tensor):
+        _complete_targets(model, labels, given)
+    return (), given
+
+
+def _complete_part(
+    model: nn.Module, signature: inspect.Signature, given: dict[str, Any], parallel: ContextParallel, cut: Cut
+) -> None:
+    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    if not isinstance(tokens, Tensor):
+        return
+    name = type(model).__name__
+    if tokens.size(1) * parallel.size != cut.length:
+        raise ValueError(
+            f"{name} was called with sequences of {tokens.size(1)} tokens, in a step whose batch has {cut.length} divided among "
+            f"{parallel.size} ranks, {cut.length // parallel.size} each; what is called must be the step's batch. Cut prompts and "
+            "continuations in the loader's collate_fn, before the batch is divided"
+        )
+    if given.get("position_ids") is None:
+        given["position_ids"] = context_positions(tokens.size(1), tokens.device).unsqueeze(0)
+    if "use_cache" in signature.parameters:
+        _without_cache(model, given, packed=cut.document is not None)
+
+
+def _without_cache(model: nn.Module, given: dict[str, Any], *, packed: bool) -> None:
+    """Keys of a part are no cache. But a model that keeps one takes packed documents for a single one, on one rank as well."""
+    asked = given.get("use_cache")
+    keeps = getattr(model.config, "use_cache", False) if asked is None else asked
+    if keeps and packed and not (model.training and getattr(model, "is_gradient_checkpointing", False)):
+        raise ValueError(
+            f"{type(model).__name__}: position_ids of the batch begin again, as those of packed documents do, and use_cache=True; "
+            "transformers then lets tokens attend to other documents. Use model.config.use_cache = False for training, or leave "
+            "position_ids out of the batch"
+        )
+    given["use_cache"] = False
+
+
+def _complete_targets(model: nn.Module, labels: Tensor, given: dict[str, Any]) -> None:
+    kind = getattr(model, "loss_type", None)
+    if kind not in _SHIFTED:
+        raise ValueError(
+            f"{type(model).__name__} computes a loss of type {kind} from labels, which is not known to be a mean over tokens; expected "
+            f"one of {', '.join(_SHIFTED)}. Call it without labels and compute the loss with tokens_in_batch, or leave context and "
+            "loss_count out"
+        )
+    config = model.config
+    if getattr(config, "output_router_logits", False) or given.get("output_router_logits"):
+        raise ValueError(
+            f"{type(model).__name__} adds a loss of its router, which is no mean over tokens, so that of parts is another. Use "
+            "output_router_logits=False and balance experts without a loss, or leave context out"
+        )
+    targets = given.get("shift_labels")
+    if _SHIFTED[kind] and targets is None:
+        targets = given["shift_labels"] = shift_labels(labels)
+    if given.get("num_items_in_batch") is None:
+        given["num_items_in_batch"] = tokens_in_batch(labels if targets is None else targets)
+    else:
+        note_counted()
