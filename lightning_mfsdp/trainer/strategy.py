@@ -279,7 +279,9 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks of one context group have the same batches."""
+        """Ranks of one context group have the same batches, but where batches stay whole: in predictions."""
+        if self._trainer is not None and self._trainer.predicting:
+            return super().distributed_sampler_kwargs
         sizes = self._options.mesh_sizes
         replicas, rank = sizes.data_place(self.num_nodes * self.num_processes, self.global_rank)
         return {"num_replicas": replicas, "rank": rank}

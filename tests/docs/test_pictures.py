@@ -37,7 +37,7 @@ def block_with(page: Path, name: str) -> Any:
 
 
 def test_there_is_a_picture_for_each_concept() -> None:
-    assert [picture.stem for picture in PICTURES] == ["mesh", "precision", "step", "strategies"]
+    assert [picture.stem for picture in PICTURES] == ["axes", "mesh", "precision", "step", "strategies"]
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
