@@ -20,7 +20,7 @@ from lightning_mfsdp.context_parallel.sharing import ContextParallel, Method, ac
 from lightning_mfsdp.context_parallel.targets import IGNORED
 from lightning_mfsdp.context_parallel.watch import watched_step
 
-__all__ = ["DividedBatches"]
+__all__ = ["DividedBatches", "from_first"]
 
 _FIRST = 3  # batches of a loader that are compared, before every hundredth
 _EVERY = 100
@@ -127,7 +127,7 @@ class DividedBatches:
             return ValueError(
                 f"batch {number} of {loader} differs between ranks of one context group, which divide every batch among "
                 "themselves and need the same. Use the strategy's distributed_sampler_kwargs for a sampler of your own, as for "
-                "Lightning's, and the same seed on these ranks for random transforms"
+                'Lightning\'s, the same seed on these ranks for random transforms, or context_batches="broadcast"'
             )
 
         self._comparisons.compare(fingerprint(batch, self._device), self._group, error)
@@ -146,6 +146,13 @@ class DividedBatches:
             )
 
         self._comparisons.compare(_targets_in(part, parallel), self._group, error)
+
+
+def from_first(batch: Any, group: dist.ProcessGroup) -> Any:
+    """The batch of the first rank of a group; pickled, so of any kind. Collective, and the host waits."""
+    objects = [batch if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(objects, group=group, group_src=0)
+    return objects[0]
 
 
 def _refuse(module: nn.Module) -> None:

@@ -33,7 +33,7 @@ from lightning_mfsdp._lightning_api import (
 )
 from lightning_mfsdp.checkpoint.io.opening import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
-from lightning_mfsdp.context_parallel.divided_batches import DividedBatches
+from lightning_mfsdp.context_parallel.divided_batches import DividedBatches, from_first
 from lightning_mfsdp.context_parallel.model_inputs import complete_inputs
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
@@ -79,6 +79,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         context: As in `MFSDPStrategy`; `divided` divides the batches of your loop.
         context_method: As in `MFSDPStrategy`.
         context_dims: As in `MFSDPStrategy`.
+        context_batches: As in `MFSDPStrategy`.
         loss_count: As in `MFSDPStrategy`.
         data_parallel_size: As in `MFSDPStrategy`.
         mesh: As in `MFSDPStrategy`.
@@ -122,6 +123,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         context: int = 1,
         context_method: Literal["auto", "ulysses", "gather"] = "auto",
         context_dims: Mapping[str, int | None] | None = None,
+        context_batches: Literal["compare", "broadcast"] = "compare",
         loss_count: Literal["auto", "tokens"] = "auto",
         data_parallel_size: int | Literal["auto"] | None = None,
         mesh: DeviceMesh | None = None,
@@ -304,6 +306,9 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         if self._divided is None:
             yield batch
             return
+        group = self._run_mesh.context
+        if group is not None and self._options.context_batches == "broadcast":
+            batch = from_first(batch, group)
         with self._divided.step(batch, loader) as part:
             yield part
 

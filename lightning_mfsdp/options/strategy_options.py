@@ -86,6 +86,7 @@ class StrategyOptions:
     context: int = 1
     context_method: Literal["auto", "ulysses", "gather"] = "auto"
     context_dims: Mapping[str, int | None] | None = None
+    context_batches: Literal["compare", "broadcast"] = "compare"
     loss_count: Literal["auto", "tokens"] = "auto"
     data_parallel_size: int | Literal["auto"] | None = None
     mesh: DeviceMesh | None = None
@@ -121,6 +122,7 @@ class StrategyOptions:
         check_choice("broadcast_buffers", self.broadcast_buffers, (True, False))
         check_choice("accumulation", self.accumulation, ("local", "sharded"))
         check_choice("context_method", self.context_method, ("auto", *METHODS))
+        check_choice("context_batches", self.context_batches, ("compare", "broadcast"))
         check_choice("loss_count", self.loss_count, ("auto", "tokens"))
         check_context(self.context, self.context_dims)
         check_choice("state_dict_type", self.state_dict_type, ("sharded", "full"))

@@ -31,7 +31,7 @@ from lightning_mfsdp._lightning_api import (
     is_param_in_hook_signature,
     to_uncompiled,
 )
-from lightning_mfsdp.context_parallel.divided_batches import DividedBatches
+from lightning_mfsdp.context_parallel.divided_batches import DividedBatches, from_first
 from lightning_mfsdp.context_parallel.model_inputs import complete_inputs
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
@@ -92,6 +92,8 @@ class MFSDPStrategy(CheckpointingStrategy):
             "gather": keys and values are gathered; any number of heads. "auto": "ulysses" if the model's heads can be divided.
         context_dims: Sequence dim of entries of a batch, by key or, in a tuple, by position as a string; `None` for one that stays whole.
             Those that batches for transformers have are known.
+        context_batches: The ranks that divide a batch need the same one. "compare": the first three of each loader and every hundredth are
+            compared, and a difference raises. "broadcast": the first rank of each group sends its own to the others.
         loss_count: What a loss that a model of transformers computes from labels is divided by. "auto": with `context` above 1 by the
             number of targets on all ranks, otherwise each rank's own. "tokens": always that of all ranks.
         data_parallel_size: Lightning's word for outer x data: all ranks; a number is checked. If it is given, "auto" too, `device_mesh`
@@ -152,6 +154,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         context: int = 1,
         context_method: Literal["auto", "ulysses", "gather"] = "auto",
         context_dims: Mapping[str, int | None] | None = None,
+        context_batches: Literal["compare", "broadcast"] = "compare",
         loss_count: Literal["auto", "tokens"] = "auto",
         data_parallel_size: int | Literal["auto"] | None = None,
         mesh: DeviceMesh | None = None,
@@ -387,6 +390,13 @@ class MFSDPStrategy(CheckpointingStrategy):
                 if isinstance(callback, SeesTrainingSteps):
                     callback.before_training_step(args)
             return (self._graphed or self._run_training_step)(*args, **kwargs)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Lightning's; ranks that divide a batch take that of the first of them, if that is requested."""
+        group = self._run_mesh.context
+        if group is not None and self._options.context_batches == "broadcast" and self._divided is not None:
+            batch = from_first(batch, group)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     @contextmanager
     def _part_of(

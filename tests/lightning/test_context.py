@@ -397,3 +397,22 @@ def test_a_run_resumed_on_another_mesh_goes_on_with_the_samples_that_were_not_re
                 assert all(own == ranks[group] for own in ranks[group : group + context]), "of one context group"
             read += [sample for own in ranks[::context] for batch in own for sample in batch]
     assert sorted(read) == list(range(12))
+
+
+class TakesBatches(OwnLoss):
+    """The first rank of each context group has the right data, the others have others."""
+
+    def on_train_start(self) -> None:
+        if torch.distributed.get_rank() % 2:
+            self.trainer.train_dataloader.dataset.tokens.zero_()  # type: ignore[union-attr]
+
+
+def take(rank: int, world: int, kind: str) -> dict[str, Any]:
+    options = {"context": 2, "context_batches": "broadcast"} if world > 1 else {}
+    return fit(rank, world, OwnLoss if world == 1 else TakesBatches, Texts(kind), **options)
+
+
+def test_batches_of_the_first_rank_are_taken_where_that_is_requested() -> None:
+    (expected,) = run_distributed(take, 1, "padded")
+    for found in run_distributed(take, 4, "padded"):
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-12)
