@@ -11,6 +11,7 @@ V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _STD = 0.02
+
+Attend = Callable[..., Tensor]  # with the arguments of F.scaled_dot_product_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,14 +112,17 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
-def rotary_tables(seq: int, head_dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary angles, both float32 of shape [S, E / 2].
+def rotary_tables(
+    seq: int, head_dim: int, base: float, device: torch.device, positions: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles, both float32 of shape [S, E / 2]; `positions` are [S], 0 to S - 1 if not given.
 
     Low precision would blur neighboring positions of a long sequence, so the angles are always float32, whatever the
     model computes in.
     """
     frequency = base ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
-    angle = torch.outer(torch.arange(seq, device=device, dtype=torch.float32), frequency)
+    places = torch.arange(seq, device=device) if positions is None else positions
+    angle = torch.outer(places.to(torch.float32), frequency)
     return angle.cos(), angle.sin()
 
 
@@ -129,8 +135,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention with rotary positions; several query heads may share one key-value head."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, attend: Attend = F.scaled_dot_product_attention) -> None:
         super().__init__()
+        self.attend = attend
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         self.query = Linear(config.dim, config.heads * config.head_dim)
         self.key = Linear(config.dim, config.kv_heads * config.head_dim)
@@ -143,7 +150,7 @@ class Attention(nn.Module):
         query = self.query(x).view(batch, seq, self.heads, self.head_dim).transpose(1, 2)
         key = self.key(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
         value = self.value(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(
+        mixed = self.attend(
             rotate(query, cos, sin),
             rotate(key, cos, sin),
             value,
@@ -170,10 +177,10 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each behind its own norm and added to the residual stream."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, attend: Attend = F.scaled_dot_product_attention) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config, attend)
         self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
@@ -184,13 +191,24 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids in, logits of the next token out."""
+    """Token ids in, logits of the next token out.
 
-    def __init__(self, config: DecoderConfig) -> None:
+    Args:
+        config: Sizes.
+        attend: Attention of queries, keys and values, for ranks that have parts of sequences.
+        positions: Where this rank's tokens are in whole sequences, of their number and a device; 0 to S - 1 if not given.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        attend: Attend = F.scaled_dot_product_attention,
+        positions: Callable[[int, torch.device], Tensor] | None = None,
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.positions = config, positions
         self.embedding = Embedding(config.vocab, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = Linear(config.dim, config.vocab)
         if config.tie_head:
@@ -203,7 +221,8 @@ class Decoder(nn.Module):
 
     def rotary(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines for `x`, of shape [B, S, D], in its dtype."""
-        cos, sin = rotary_tables(x.shape[1], self.config.head_dim, self.config.rope_base, x.device)
+        places = None if self.positions is None else self.positions(x.shape[1], x.device)
+        cos, sin = rotary_tables(x.shape[1], self.config.head_dim, self.config.rope_base, x.device, places)
         return cos.to(x.dtype), sin.to(x.dtype)
 
     def states(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Fine-tune a Hugging Face model with `Trainer(strategy="mfsdp")`, all of it or LoRA adapters.
+"""Fine-tune a Hugging Face model with `MFSDPStrategy`, all of it or LoRA adapters.
 
 Without arguments: two processes on the CPU, under a minute on two cores, nothing downloaded. A small Llama is built on
 the meta device in `configure_model`, so that it never exists whole in one process, and learns to predict the bytes of
@@ -6,7 +6,10 @@ the Python standard library:
 
     python examples/finetune_hf.py
     python examples/finetune_hf.py --lora
+    python examples/finetune_hf.py --context 2
     python examples/finetune_hf.py --pretrained some/folder --lora --accelerator gpu --devices 4 --precision bf16-mixed
+
+With `--context 2` every two processes divide each window between them, and `training_step` stays as it is.
 
 `--pretrained` takes a folder that `save_pretrained` or `export_model` wrote. Each process reads its own rows of the weights. With
 `--lora` every process first builds the whole base model, since peft computes the adapters' initial values from it.
@@ -30,10 +33,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-import lightning_mfsdp  # noqa: F401 - registers the strategy "mfsdp"
 from examples.lightning_decoder import TextDataModule
 from examples.reporting import hide_spurious_warnings
 from examples.text import BYTES, unigram_bits_per_byte
+from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.checkpoint import export_model, load_safetensors
 
 
@@ -133,6 +136,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lora", action="store_true", help="train LoRA adapters only (needs peft)")
     parser.add_argument("--accelerator", default="cpu", help="cpu, gpu or auto (default: cpu)")
     parser.add_argument("--devices", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--context", type=int, default=1, help="processes that divide each window (default: 1)")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default: 60)")
     parser.add_argument("--seq", type=int, default=64, help="bytes in a window (default: 64)")
@@ -147,12 +151,14 @@ def main() -> None:
     args = parse_args()
     hide_spurious_warnings()
     seed_everything(0, verbose=False)
-    data = TextDataModule(args.seq, args.micro_batch, held_out_windows=8 * args.micro_batch * args.devices)
+    data = TextDataModule(
+        args.seq, args.micro_batch, held_out_windows=8 * args.micro_batch * args.devices // args.context
+    )
     module = CausalLM(args.pretrained, args.lora, args.learning_rate)
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=args.devices,
-        strategy="mfsdp",
+        strategy=MFSDPStrategy(context=args.context, context_dims={"0": 1}),  # a batch is one tensor of windows
         precision=args.precision,
         max_epochs=1,
         limit_train_batches=args.steps,

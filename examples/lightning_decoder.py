@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from examples.decoder import PRESETS, Decoder, DecoderConfig, next_token_loss
 from examples.multi_token import MultiTokenDecoder, MultiTokenOptions
 from examples.text import BYTES, ByteText
+from lightning_mfsdp.context_parallel import context_attention, context_positions
 
 
 class LightningDecoder(LightningModule):
@@ -64,15 +65,23 @@ class LightningDecoder(LightningModule):
         if self.decoder is None:
             with torch.device("meta") if self.meta else contextlib.nullcontext():
                 ahead = self.multi_token
-                self.decoder = Decoder(self.config) if ahead is None else MultiTokenDecoder(self.config, ahead)
+                self.decoder = (
+                    Decoder(self.config, context_attention, context_positions)
+                    if ahead is None
+                    else MultiTokenDecoder(self.config, ahead)
+                )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of shape [B, S, V] for `tokens` of shape [B, S]."""
         return self.decoder(tokens)
 
-    def training_step(self, batch: Tensor, batch_index: int) -> Tensor | dict[str, Tensor]:
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> tuple[Tensor, Tensor]:
+        """Tokens and the ones after them, both [B, S], of windows [B, S + 1]: a strategy with a context axis divides both along S."""
+        return batch[:, :-1], batch[:, 1:]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor | dict[str, Tensor]:
         """Mean loss of the microbatch, in nats; with tokens after the next one also "next_token_loss", the part without them."""
-        tokens, targets = batch[:, :-1], batch[:, 1:]
+        tokens, targets = batch
         if not isinstance(self.decoder, MultiTokenDecoder):
             loss = next_token_loss(self.decoder(tokens), targets)
             self.log("bits_per_byte", loss.detach() / math.log(2), prog_bar=True)
@@ -83,14 +92,14 @@ class LightningDecoder(LightningModule):
             self.log(f"bits_per_byte_ahead_{number}", one / math.log(2))
         return {"loss": loss + self.decoder.predictor.weighted(ahead), "next_token_loss": loss.detach()}
 
-    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
         """Log the held-out loss, in bits per byte, averaged over all batches and ranks.
 
         With tokens after the next one, log for each also the rates of `DraftCounts`: how many drafts are the decoder's own choice
         ("val_draft_acceptance_1") and how many are the text's byte ("val_draft_accuracy_1").
         """
-        tokens, targets = batch[:, :-1], batch[:, 1:]
-        options = {"sync_dist": True, "batch_size": len(batch)}
+        tokens, targets = batch
+        options = {"sync_dist": True, "batch_size": len(tokens)}
         if isinstance(self.decoder, MultiTokenDecoder):
             loss, found = self.decoder.drafts(tokens, targets)
             # Every window has as many drafts, so the mean over windows is that over drafts.

@@ -8,6 +8,9 @@ the larger presets on GPUs:
     python examples/pretrain.py
     python examples/pretrain.py --config 1b --accelerator gpu --devices 4 --no-resume-demo
     python examples/pretrain.py --config 1b --accelerator gpu --devices 4 --precision transformer-engine
+    python examples/pretrain.py --devices 4 --context 2
+
+With `--context 2` every two processes divide each window between them.
 
 With `--multi-token 1` it also learns to predict the byte after the next one, and says how many of these drafts its own next
 prediction would accept.
@@ -28,12 +31,12 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.utilities import rank_zero_only
 
-import lightning_mfsdp  # noqa: F401 - registers the strategy "mfsdp"
 from examples.decoder import PRESETS
 from examples.lightning_decoder import LightningDecoder, TextDataModule, generate
 from examples.multi_token import MultiTokenOptions
 from examples.reporting import Curve, Speed, hide_spurious_warnings, plot, save
 from examples.text import decode, encode, unigram_bits_per_byte
+from lightning_mfsdp import MFSDPStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=2, help="processes on each node (default: 2)")
     parser.add_argument("--nodes", type=int, default=1, help="number of nodes (default: 1)")
     parser.add_argument("--strategy", default="mfsdp", help='any name Lightning knows (default: "mfsdp")')
+    parser.add_argument("--context", type=int, default=1, help="processes that divide each window (default: 1)")
     parser.add_argument(
         "--precision", help="default: 32-true on the CPU, bf16-mixed elsewhere; transformer-engine for FP8"
     )
@@ -109,6 +113,8 @@ def parse_args() -> argparse.Namespace:
     recipe = RECIPES[args.config]
     if args.recompute_multi_token and not args.multi_token:
         parser.error("--recompute-multi-token has nothing to compute again without --multi-token")
+    if args.context > 1 and args.strategy != "mfsdp":
+        parser.error(f"--context is an option of the strategy mfsdp, not of {args.strategy}")
     args.steps = args.steps or recipe.steps
     args.interval = args.interval or max(1, args.steps // 6)
     args.epochs = 2 * -(-args.steps // (2 * args.interval))
@@ -132,6 +138,13 @@ def build_module(args: argparse.Namespace) -> LightningDecoder:
     )
 
 
+def strategy_of(args: argparse.Namespace) -> str | MFSDPStrategy:
+    """A name, or the strategy with a context axis; tokens and targets are divided along dim 1."""
+    if args.context == 1:
+        return args.strategy
+    return MFSDPStrategy(context=args.context, context_dims={"0": 1, "1": 1})
+
+
 def build_trainer(args: argparse.Namespace, epochs: int, callbacks: list[Callback]) -> Trainer:
     """A Trainer whose epoch is `interval` optimizer steps, with a validation at its end; it saves half-way and at the end."""
     if not args.no_checkpoint:
@@ -150,7 +163,7 @@ def build_trainer(args: argparse.Namespace, epochs: int, callbacks: list[Callbac
         accelerator=args.accelerator,
         devices=args.devices,
         num_nodes=args.nodes,
-        strategy=args.strategy,
+        strategy=strategy_of(args),
         precision=args.precision,
         max_epochs=epochs,
         limit_train_batches=args.interval * args.accumulate,
@@ -196,7 +209,7 @@ def main() -> None:
     seed_everything(args.seed, verbose=False)
 
     config = PRESETS[args.config]
-    processes = args.devices * args.nodes
+    processes = args.devices * args.nodes // args.context  # those that read different windows
     data = TextDataModule(config.seq, args.micro_batch, held_out_windows=8 * args.micro_batch * processes)
     curve = Curve()
     speed = Speed(tokens_per_batch=args.micro_batch * config.seq * processes)

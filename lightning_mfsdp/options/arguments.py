@@ -20,7 +20,7 @@ __all__ = [
     "check_batch_norms",
     "check_blocks_per_unit",
     "check_choice",
-    "check_context",
+    "check_context_dims",
     "check_cuda_graph",
     "check_device",
     "check_ignored",
@@ -47,17 +47,13 @@ def check_choice(argument: str, value: object, choices: tuple[object, ...]) -> N
         raise ValueError(f"{argument}={value!r}: expected one of {', '.join(map(repr, choices))}")
 
 
-def check_context(context: object, dims: object) -> None:
-    """Raise unless the options of a context axis fit each other."""
+def check_context_dims(dims: object) -> None:
+    """Raise a TypeError unless it is a mapping of dims, or `None`."""
     if dims is not None:
         kinds = isinstance(dims, Mapping) and all(dim is None or isinstance(dim, int) for dim in dims.values())
         if not kinds:
             raise TypeError(
                 f'context_dims={dims!r}: expected a mapping from entries of a batch to sequence dims, such as {{"tokens": 1}}, or to None'
-            )
-        if context == 1:
-            raise ValueError(
-                f"context_dims={dims!r} with context=1: no sequence is divided; leave it out, or use context=2 or more"
             )
 
 

@@ -28,7 +28,7 @@ from lightning_mfsdp.options.arguments import (
     check_adapters,
     check_blocks_per_unit,
     check_choice,
-    check_context,
+    check_context_dims,
     check_cuda_graph,
     check_ignored,
     check_policy,
@@ -124,7 +124,7 @@ class StrategyOptions:
         check_choice("context_method", self.context_method, ("auto", *METHODS))
         check_choice("context_batches", self.context_batches, ("compare", "broadcast"))
         check_choice("loss_count", self.loss_count, ("auto", "tokens"))
-        check_context(self.context, self.context_dims)
+        check_context_dims(self.context_dims)
         check_choice("state_dict_type", self.state_dict_type, ("sharded", "full"))
         check_choice("start_method", self.start_method, ("popen", "fork"))
         check_policy(self.policy)
