@@ -100,6 +100,7 @@ class DividedBatches:
         """
         parallel = self._parallel
         assert parallel is not None, "between begin and end"
+        activate(parallel)  # another model's may have been, since
         self._comparisons.look()
         number = self._read[loader]
         self._read[loader] += 1
