@@ -75,13 +75,9 @@ class LightningDecoder(LightningModule):
         """Logits of shape [B, S, V] for `tokens` of shape [B, S]."""
         return self.decoder(tokens)
 
-    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        """Tokens and the ones after them, both [B, S], of windows [B, S + 1]: a strategy with a context axis divides both along S."""
-        return batch[:, :-1], batch[:, 1:]
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor | dict[str, Tensor]:
+    def training_step(self, batch: Tensor | list[Tensor], batch_index: int) -> Tensor | dict[str, Tensor]:
         """Mean loss of the microbatch, in nats; with tokens after the next one also "next_token_loss", the part without them."""
-        tokens, targets = batch
+        tokens, targets = tokens_and_targets(batch)
         if not isinstance(self.decoder, MultiTokenDecoder):
             loss = next_token_loss(self.decoder(tokens), targets)
             self.log("bits_per_byte", loss.detach() / math.log(2), prog_bar=True)
@@ -92,13 +88,13 @@ class LightningDecoder(LightningModule):
             self.log(f"bits_per_byte_ahead_{number}", one / math.log(2))
         return {"loss": loss + self.decoder.predictor.weighted(ahead), "next_token_loss": loss.detach()}
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
+    def validation_step(self, batch: Tensor | list[Tensor], batch_index: int) -> None:
         """Log the held-out loss, in bits per byte, averaged over all batches and ranks.
 
         With tokens after the next one, log for each also the rates of `DraftCounts`: how many drafts are the decoder's own choice
         ("val_draft_acceptance_1") and how many are the text's byte ("val_draft_accuracy_1").
         """
-        tokens, targets = batch
+        tokens, targets = tokens_and_targets(batch)
         options = {"sync_dist": True, "batch_size": len(tokens)}
         if isinstance(self.decoder, MultiTokenDecoder):
             loss, found = self.decoder.drafts(tokens, targets)
@@ -128,6 +124,19 @@ class LightningDecoder(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+def tokens_and_targets(batch: Tensor | list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Both [B, S], of windows [B, S + 1] or of what `TextDataModule(pairs=True)` made of them."""
+    if isinstance(batch, Tensor):
+        return batch[:, :-1], batch[:, 1:]
+    tokens, targets = batch
+    return tokens, targets
+
+
+def pairs_of(windows: list[Tensor]) -> list[Tensor]:
+    """Tokens and the ones after them, both [B, S], of windows [S + 1]."""
+    return list(tokens_and_targets(torch.stack(windows)))
+
+
 class TextDataModule(LightningDataModule):
     """Windows of the standard library's source, shuffled for training.
 
@@ -135,21 +144,24 @@ class TextDataModule(LightningDataModule):
         seq: Bytes per window.
         batch_size: Windows per microbatch and process.
         held_out_windows: Windows of held-out text used for validation, over all processes.
+        pairs: Batches are tokens and targets, which a context axis can divide alike, instead of windows.
     """
 
-    def __init__(self, seq: int = 128, batch_size: int = 8, held_out_windows: int = 128) -> None:
+    def __init__(self, seq: int = 128, batch_size: int = 8, held_out_windows: int = 128, pairs: bool = False) -> None:
         super().__init__()
+        self.collate = pairs_of if pairs else None
         self.seq = seq
         self.batch_size = batch_size
         self.held_out_windows = held_out_windows
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Shuffled windows; Lightning gives each process its own share."""
-        return DataLoader(ByteText("train", self.seq), self.batch_size, shuffle=True, drop_last=True)
+        text = ByteText("train", self.seq)
+        return DataLoader(text, self.batch_size, shuffle=True, drop_last=True, collate_fn=self.collate)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         """The same held-out windows every time."""
-        return DataLoader(self.held_out(), self.batch_size)
+        return DataLoader(self.held_out(), self.batch_size, collate_fn=self.collate)
 
     def held_out(self) -> ByteText:
         """The windows that validation reads."""

@@ -210,7 +210,8 @@ def main() -> None:
 
     config = PRESETS[args.config]
     processes = args.devices * args.nodes // args.context  # those that read different windows
-    data = TextDataModule(config.seq, args.micro_batch, held_out_windows=8 * args.micro_batch * processes)
+    held_out = 8 * args.micro_batch * processes
+    data = TextDataModule(config.seq, args.micro_batch, held_out, pairs=args.context > 1)
     curve = Curve()
     speed = Speed(tokens_per_batch=args.micro_batch * config.seq * processes)
     sample = Sample(args.prompt, args.sample_bytes, args.temperature)

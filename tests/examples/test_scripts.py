@@ -265,3 +265,17 @@ def test_a_mixture_of_experts_trains_with_experts_on_two_ranks(tmp_path: Path) -
     assert float(found) < 7.9, "a model that knows nothing needs 8 bits for a byte"
     assert re.search(r"busiest expert +[1-8]\.\d\d times the mean", printed)
     assert (tmp_path / "pages.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_examples_run_with_a_context_axis(tmp_path: Path) -> None:
+    """Two processes that divide each window come to the curve of one that reads it whole, and fine-tuning ends below the first loss."""
+    quick = ["--no-checkpoint", "--sample-bytes", "0", *SHORT[:-2]]
+    divided, tuned = run_on_two_ranks(
+        ("pretrain.py", "--context", "2", "--output", "divided", *quick),
+        ("finetune_hf.py", "--context", "2", "--steps", "6", "--output", "tuned"),
+        folder=tmp_path,
+    )
+    assert "held-out text" in divided
+    found = [value for _, value in curve(tmp_path / "divided", "validation")]
+    assert found == sorted(found, reverse=True)
+    assert float(re.search(r"held-out text\s+([\d.]+)", tuned)[1]) < math.log2(256)
