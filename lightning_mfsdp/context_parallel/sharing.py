@@ -56,7 +56,11 @@ class ContextParallel:
         "ulysses": sequences consist of `size` chunks, one a rank. "gather": of twice as many, of which a rank has one from the
         beginning and one from the end, so that causal attention costs every rank the same.
         """
-        return (self.rank,) if self.method == "ulysses" else (self.rank, 2 * self.size - 1 - self.rank)
+        return self.chunks_of(self.rank)
+
+    def chunks_of(self, rank: int) -> tuple[int, ...]:
+        """The same, of any rank."""
+        return (rank,) if self.method == "ulysses" else (rank, 2 * self.size - 1 - rank)
 
     @property
     def chunk_count(self) -> int:
