@@ -16,7 +16,7 @@ from lightning_mfsdp.context_parallel.exchange import gather_sequence, to_heads,
 from lightning_mfsdp.context_parallel.sharing import METHODS, ContextParallel, Cut
 from tests.context_parallel.sequences import KINDS, LENGTH, allowed, cut_of, divided, on_one_rank, real, tensors
 from tests.helpers.distributed import run_distributed
-from tests.helpers.pairwise import pairwise
+from tests.helpers.pairwise import in_world
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
 WORLDS = (2, 4)
@@ -42,11 +42,12 @@ def compare(parallel: ContextParallel, got: tuple[Tensor, list[Any]], want: tupl
         torch.testing.assert_close(mine, parallel.part_of(whole, 2), **EXACT, msg=lambda text, n=name: f"{n}: {text}")
 
 
-ROWS = pairwise(METHODS, (4, 2, 1), (True, False), (None, 3, 9, 100), KINDS)
+def rows(world: int) -> list[tuple[Any, ...]]:
+    return in_world(world, WORLDS, METHODS, (4, 2, 1), (True, False), (None, 3, 9, 100), KINDS)
 
 
 def equal_to_one_rank(rank: int, world: int) -> int:
-    for method, shared, is_causal, window, kind in ROWS:
+    for method, shared, is_causal, window, kind in rows(world):
         cut, values = cut_of(kind), tensors(4, shared)
         mask = allowed(cut, is_causal=is_causal, window=window)
         with divided(method, cut) as parallel:
@@ -57,12 +58,12 @@ def equal_to_one_rank(rank: int, world: int) -> int:
                 raise AssertionError(
                     f"{method}, {shared} KV heads, causal {is_causal}, window {window}, {kind}"
                 ) from error
-    return len(ROWS)
+    return len(rows(world))
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_outputs_and_gradients_equal_those_of_whole_sequences(world: int) -> None:
-    assert run_distributed(equal_to_one_rank, world) == [len(ROWS)] * world
+    assert run_distributed(equal_to_one_rank, world) == [len(rows(world))] * world
 
 
 def undivided(rank: int, world: int) -> bool:
