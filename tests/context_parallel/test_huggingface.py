@@ -63,8 +63,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "BertForMaskedLM",
         {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     ),
+    "ModernBERT, some layers sliding": (
+        "ModernBertConfig",
+        "ModernBertForMaskedLM",
+        {"local_attention": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
 }
-WITHOUT_PACKING = ("BERT",)  # transformers has none for it
+WITHOUT_PACKING = ("BERT", "ModernBERT, some layers sliding")  # transformers has none for them
 WINDOWS = {"Mistral, sliding window": 5}
 
 
@@ -288,6 +293,88 @@ def capped_and_sinks(rank: int, world: int) -> bool:
 @pytest.mark.parametrize("world", [2, 4])
 def test_softcaps_and_sinks_of_each_head_reach_the_base_function(world: int) -> None:
     assert all(run_distributed(capped_and_sinks, world, apart=True))
+
+
+def varlen(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention that is told of windows and documents as flash attention is, and knows it by the name in the configuration."""
+    assert module.config._attn_implementation == "varlen"
+    assert options.get("position_ids") is None or options["position_ids"].shape[-1] == query.shape[2]
+    batch, length = query.shape[0], query.shape[2]
+    place = torch.arange(length)
+    distance = place[:, None] - place
+    allowed = distance.abs() < (options.get("sliding_window") or length)
+    if module.is_causal:
+        allowed = allowed & (distance >= 0)
+    allowed = allowed.expand(batch, length, length)
+    if mask is not None:
+        assert mask.shape == (batch, length)
+        allowed = allowed & mask[:, None].bool()
+    if (ends := options.get("cu_seq_lens_q")) is not None:
+        assert mask is None
+        assert ends.dtype == torch.int32
+        assert options["max_length_q"] == int(ends.diff().max())
+        segment = torch.bucketize(torch.arange(batch * length), ends, right=True).view(batch, length)
+        allowed = allowed & (segment[:, :, None] == segment[:, None])
+    groups = module.num_key_value_groups
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed[:, None], enable_gqa=groups > 1)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def told_as_flash_attention(rank: int, world: int) -> str:
+    transformers.AttentionInterface.register("varlen", varlen)
+    transformers.AttentionMaskInterface.register("varlen", transformers.masking_utils.flash_attention_mask)
+    for kind in ("Mistral, sliding window", "Qwen3"):
+        for batch in KINDS:
+            cut = cut_of(batch)
+            with in_double():
+                want = of_one_process(built(kind), kind, cut)
+            model = built(kind, "varlen")
+            with in_double(), divided("ulysses", cut) as parallel:
+                use_context_attention(model, parallel)
+                logits, found = of_this_rank(model, parallel, cut)
+                real = parallel.part_of(targets_of(cut)[1], 1)[..., None]
+                torch.testing.assert_close(logits * real, parallel.part_of(want[0], 1) * real, rtol=0, atol=1e-12)
+                for name, gradient in want[1].items():
+                    torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12)
+    both = cut_of("both")
+    assert both.is_real is not None
+    backward = Cut(length=LENGTH, is_real=both.is_real.flip(1), document=both.document)
+    with divided("ulysses", backward) as parallel, pytest.raises(ShardingError) as error:
+        of_this_rank(model, parallel, backward)
+    return str(error.value)
+
+
+def test_a_base_that_knows_no_masks_gets_windows_and_documents_as_arguments() -> None:
+    told = run_distributed(told_as_flash_attention, 2, apart=True)
+    assert "flash attention needs documents in ascending order, with padding only at the end" in told[0]
+
+
+def flexible(rank: int, world: int) -> float:
+    cut = cut_of("documents")
+    model, reference = (built("Mistral, sliding window", attention).float() for attention in ("flex_attention", "sdpa"))
+    with torch.no_grad(), divided("ulysses", cut) as parallel:
+        whole = reference(**batch_of(cut)).logits
+        use_context_attention(model, parallel)
+        part = model(**{name: parallel.part_of(tensor, 1) for name, tensor in batch_of(cut).items()}).logits
+    return float((part - parallel.part_of(whole, 1)).abs().max())
+
+
+@pytest.mark.nightly
+def test_flex_attention_gets_a_block_mask_of_whole_sequences() -> None:
+    assert max(run_distributed(flexible, 2, apart=True)) < 1e-4
+
+
+def caching(rank: int, world: int) -> bool:
+    """Models make a cache in every forward unless they are told not to."""
+    for kind in ("Llama, 2 KV heads", "Gemma3, some layers sliding", "Mistral, sliding window"):
+        compare(kind, "gather", cut_of("plain"), built(kind, use_cache=True))
+    return True
+
+
+def test_a_cache_that_a_model_begins_in_a_forward_changes_nothing() -> None:
+    assert all(run_distributed(caching, 2))
 
 
 def switched(rank: int, world: int) -> bool:
