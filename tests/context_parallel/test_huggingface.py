@@ -69,7 +69,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"local_attention": 4, "layer_types": ["sliding_attention", "full_attention"]},
     ),
 }
-WITHOUT_PACKING = ("BERT", "ModernBERT, some layers sliding")  # transformers has none for them
+BIDIRECTIONAL = ("BERT", "ModernBERT, some layers sliding")  # transformers packs no documents for them
+MIXED = (
+    "Gemma3, some layers sliding",
+    "ModernBERT, some layers sliding",
+)  # one written-out mask does not fit all layers
 WINDOWS = {"Mistral, sliding window": 5}
 
 
@@ -121,10 +125,10 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 def of_one_process(model: Any, kind: str, cut: Cut) -> tuple[Tensor, dict[str, Tensor]]:
     batch = batch_of(cut)
-    if (
-        cut.document is not None and cut.is_real is not None
-    ):  # transformers packs no padded batches, so the mask is written out
-        batch["attention_mask"] = allowed(cut, is_causal=True, window=WINDOWS.get(kind))
+    if cut.document is not None and (
+        cut.is_real is not None or kind in BIDIRECTIONAL
+    ):  # transformers packs none of these
+        batch["attention_mask"] = allowed(cut, is_causal=kind not in BIDIRECTIONAL, window=WINDOWS.get(kind))
     targets, weights = targets_of(cut)
     logits = model(**batch).logits
     loss_of(logits, targets, weights, weights.sum()).backward()
@@ -195,9 +199,7 @@ WORLDS = (2, 4)
 
 def rows(world: int) -> list[tuple[Any, ...]]:
     def possible(model: str, method: str, kind: str) -> bool:
-        if model in WITHOUT_PACKING:
-            return kind not in ("documents", "both")
-        return not (model.startswith("Gemma3") and kind == "both")  # one written-out mask is not enough for its layers
+        return model not in MIXED or (kind != "both" and not (kind == "documents" and model in BIDIRECTIONAL))
 
     return in_world(world, WORLDS, MODELS, METHODS, KINDS, possible=possible)
 
@@ -325,7 +327,7 @@ def varlen(
 def told_as_flash_attention(rank: int, world: int) -> str:
     transformers.AttentionInterface.register("varlen", varlen)
     transformers.AttentionMaskInterface.register("varlen", transformers.masking_utils.flash_attention_mask)
-    for kind in ("Mistral, sliding window", "Qwen3"):
+    for kind in ("Mistral, sliding window", "Qwen3", "BERT"):
         for batch in KINDS:
             cut = cut_of(batch)
             with in_double():
