@@ -61,6 +61,7 @@ SECTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "Losses and batches": ("ops.md", ("ops",)),
     "Mixtures of experts": ("moe.md", ("moe",)),
     "Multi-token prediction": ("mtp.md", ("mtp.py",)),
+    "Context parallelism": ("design/context_parallel.md", ("context_parallel",)),
     "Activation checkpointing": ("recompute.md", ("recompute", "callbacks/recompute.py")),
 }
 

@@ -48,6 +48,7 @@ from lightning_mfsdp.trainer.strategy import MFSDPStrategy, register_strategies
 if TYPE_CHECKING:
     from lightning_mfsdp import callbacks as callbacks
     from lightning_mfsdp import checkpoint as checkpoint
+    from lightning_mfsdp import context_parallel as context_parallel
     from lightning_mfsdp import fabric as fabric
     from lightning_mfsdp import moe as moe
     from lightning_mfsdp import mtp as mtp
@@ -99,7 +100,7 @@ __all__ = [
     "unshard_model",
 ]
 
-_ROOMS = ("callbacks", "checkpoint", "fabric", "moe", "mtp", "ops", "optim", "recompute", "te")
+_ROOMS = ("callbacks", "checkpoint", "context_parallel", "fabric", "moe", "mtp", "ops", "optim", "recompute", "te")
 
 if not TYPE_CHECKING:  # to a type checker it would say that every name exists
 

@@ -106,7 +106,7 @@ def use_context_attention(module: nn.Module, parallel: ContextParallel) -> Calla
             undo()
             raise ShardingError(
                 f"{name}: transformers could not change its attention function: its layers do not call the one that is chosen by"
-                " attn_implementation. Such a model cannot be trained with context > 1."
+                " attn_implementation. Train this model with context=1."
             )
         hooks += [layer.register_forward_hook(_must_compute(path)) for path, layer in _attention_layers(name, model)]
     return undo
@@ -164,7 +164,7 @@ def _attention_layers(name: str, model: nn.Module) -> list[tuple[str, nn.Module]
 def _checked_base(name: str, model: Any, parallel: ContextParallel) -> str:
     """The attention implementation that the model has; a model that cannot be divided is refused."""
     for reason in _reasons(model, parallel):
-        raise ShardingError(f"{name}: {reason}, so it cannot be trained with context > 1.")
+        raise ShardingError(f"{name}: {reason}, so context > 1 cannot train it. Use context=1.")
     found = sorted({str(part.config._attn_implementation) for part in _pretrained(model)})
     base = found[0]
     if len(found) > 1:
@@ -188,11 +188,11 @@ def _checked_base(name: str, model: Any, parallel: ContextParallel) -> str:
         for source in own
     ):
         raise ShardingError(
-            f"{name}: it has a registry of attention functions of its own, so it cannot be trained with context > 1."
+            f"{name}: it has its own registry of attention functions, so context > 1 cannot train it. Use context=1."
         )
     if "q_length" not in inspect.signature(_mask_functions()[base]).parameters:
         raise ShardingError(
-            f"{name}: the mask function of {base!r} takes no q_length: context parallelism needs a later transformers"
+            f"{name}: the mask function of {base!r} takes no q_length: install a later version of transformers"
         )
     return base
 
@@ -239,7 +239,7 @@ def _must_compute(name: str) -> Callable[..., None]:
         if layer not in _computed:
             raise ShardingError(
                 f"{name} did not call the attention function that is chosen by attn_implementation, and attended to this rank's part"
-                " of the sequences alone. Such a model cannot be trained with context > 1."
+                " of the sequences alone. Train this model with context=1."
             )
         passed = True
 
@@ -267,13 +267,13 @@ def _asked(parallel: ContextParallel, cut: Cut, arguments: dict[str, Any]) -> _A
     padding = arguments.get("attention_mask")
     if padding is not None and padding.shape[-1] != queries:
         raise ShardingError(
-            f"{model}: attention_mask has {padding.shape[-1]} tokens and this rank's part of the sequences {queries}. It must be divided"
-            " as the other tensors of the batch, or be left out."
+            f"{model}: attention_mask has {padding.shape[-1]} tokens and this rank's part of the sequences {queries}. Leave it out,"
+            " or have it divided as the other tensors of the batch."
         )
     if keys != queries or int(arguments.get("q_offset", 0)):
         raise ShardingError(
             f"{model}: {keys} keys for {queries} queries: a cache of earlier tokens cannot be used in a forward of a divided batch."
-            " Generate with whole batches, outside of training steps."
+            " Run generation with whole batches, outside of training steps."
         )
     check_length(parallel, cut, queries, model)
     found = _Found()
@@ -300,7 +300,10 @@ class _Found:
         return Pattern(causal=self.causal, reach=min(reaches, default=None))
 
 
-_UNKNOWN = "With context > 1, attention is causal or bidirectional, with or without a sliding window, padding and packed documents."
+_UNKNOWN = (
+    "With context > 1, attention is causal or bidirectional, with or without a sliding window, padding and packed documents. Use context=1"
+    " for other masks."
+)
 
 
 def _read(function: Any, found: _Found, model: str) -> None:
@@ -335,7 +338,7 @@ def _read(function: Any, found: _Found, model: str) -> None:
 def _known_functions() -> dict[Any, str]:
     """Functions, or the code of functions that are made, and what they stand for."""
     made = _transformers("masking_utils")
-    none = torch.empty(0)
+    none = torch.empty(0, device="cpu")
     codes = {
         "past": made.sliding_window_overlay(1),
         "documents": made.packed_sequence_mask_function(none),
@@ -422,11 +425,13 @@ def _attend_parts(
     if key.shape[2] != query.shape[2]:
         raise ShardingError(
             f"{name}: {key.shape[2]} keys for {query.shape[2]} queries: attention to another sequence, or to a cache of earlier tokens,"
-            " cannot be computed in a forward of a divided batch."
+            " cannot be computed in a forward of a divided batch. Use context=1."
         )
     for argument in _OF_PLACES:
         if options.get(argument) is not None:
-            raise ShardingError(f"{name}: attention with {argument} cannot be computed on parts of sequences")
+            raise ShardingError(
+                f"{name}: attention with {argument} cannot be computed on parts of sequences: leave it out, or use context=1"
+            )
     options.pop("position_ids", None)  # of this rank's tokens; documents are in the cut
     pattern = _pattern_of(base, module, attention_mask, options, name).within(cut.length)
     if parallel.method == "gather":
@@ -497,7 +502,8 @@ def _pattern_of(base: str, module: Any, attention_mask: Any, options: dict[str, 
     asked: Pattern = attention_mask.pattern
     if _is_flash(base) and asked.causal != by_arguments.causal:
         raise ShardingError(
-            f"{name}: its mask is {asked} and its arguments say {by_arguments}, of which {base} would take the second"
+            f"{name}: its mask is {asked} and its arguments say {by_arguments}, of which {base} would take the second."
+            " Make both say the same."
         )
     return by_arguments if _is_flash(base) else asked
 

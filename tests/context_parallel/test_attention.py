@@ -285,7 +285,7 @@ def test_what_cannot_be_divided_is_refused_by_name() -> None:
         in told["length"]
     )
     assert "context_positions: got sequences of 3 tokens" in told["positions"]
-    assert "window=0 must be at least 1" in told["window"]
+    assert "window=0 counts the query's own token: expected at least 1" in told["window"]
 
 
 def dropped(rank: int, world: int) -> list[Tensor]:

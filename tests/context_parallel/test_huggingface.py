@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -324,9 +325,13 @@ def varlen(
     return output.transpose(1, 2).contiguous(), None
 
 
-def told_as_flash_attention(rank: int, world: int) -> str:
+def register_varlen() -> None:
     transformers.AttentionInterface.register("varlen", varlen)
     transformers.AttentionMaskInterface.register("varlen", transformers.masking_utils.flash_attention_mask)
+
+
+def told_as_flash_attention(rank: int, world: int) -> str:
+    register_varlen()
     for kind in ("Mistral, sliding window", "Qwen3", "BERT"):
         for batch in KINDS:
             cut = cut_of(batch)
@@ -439,6 +444,17 @@ def static_refusals(rank: int, world: int) -> dict[str, str]:
     model = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2))
     model.config._attn_implementation = "sdpa"
     refused("bloom", model)
+    model = transformers.DogeForCausalLM(transformers.DogeConfig(**SIZES, attn_implementation="sdpa"))
+    refused("own registry", model)
+    model = built(kind)
+    model.model.config = copy.deepcopy(model.config)
+    model.model.config._attn_implementation = "softcapped"
+    refused("different", model)
+    transformers.AttentionInterface.register("older", softcapped)
+    transformers.AttentionMaskInterface.register("older", lambda batch_size, cache_position, **_: None)
+    model = built(kind)
+    model.config._attn_implementation = "older"
+    refused("older", model)
     return told
 
 
@@ -456,6 +472,9 @@ def test_models_that_cannot_be_divided_are_refused_by_name() -> None:
     assert "T5ForConditionalGeneration): it has cross-attention" in told["cross"]
     assert "no layer of attention was found" in told["none"]
     assert "transformers could not change its attention function" in told["bloom"]
+    assert "it has its own registry of attention functions" in told["own registry"]
+    assert "its parts have different attention implementations, sdpa, softcapped" in told["different"]
+    assert "the mask function of 'older' takes no q_length" in told["older"]
 
 
 class OwnAttention(torch.nn.Module):
@@ -510,11 +529,36 @@ def refusals_in_forward(rank: int, world: int) -> dict[str, str]:
         made.model.layers[1].self_attn.forward = OwnAttention(made.model.layers[1].self_attn).forward
 
     refused("own attention", model(), plain, change=replaced)
+
+    def softcap(made: Any) -> None:
+        made.model.layers[0].self_attn.forward = functools.partial(made.model.layers[0].self_attn.forward, softcap=3.0)
+
+    refused("softcap", model(), plain, "gather", change=softcap)
+    register_varlen()
+
+    def bidirectional(made: Any) -> None:
+        made.model.layers[1].self_attn.is_causal = False
+
+    refused("arguments", built("Qwen3", "varlen"), plain, change=bidirectional)
+    masks = transformers.masking_utils
+    made = model()
+    layer = made.model.layers[0].self_attn
+    with divided("ulysses", plain) as parallel:
+        use_context_attention(made, parallel)
+        embeds, looking_back = torch.zeros(BATCH, half, 4), masks.sliding_window_overlay(3)
+        with pytest.raises(ShardingError) as error:
+            masks.create_bidirectional_mask(made.config, embeds, None, and_mask_function=looking_back)
+        told["window"] = str(error.value)
+        attend = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[made.config._attn_implementation]
+        query, other = torch.zeros(BATCH, 4, half, 8), torch.zeros(BATCH, 2, half + 1, 8)
+        with pytest.raises(ShardingError) as error:
+            attend(layer, query, other, other, None)
+        told["other sequence"] = str(error.value)
     return told
 
 
 def test_what_a_divided_forward_cannot_compute_is_refused_by_name() -> None:
-    told = run_distributed(refusals_in_forward, 2)[0]
+    told = run_distributed(refusals_in_forward, 2, apart=True)[0]
     assert told["4-D"].startswith("LlamaAttention of layer 0: got a mask of its own, a Tensor of shape (2, 1, 8, 8)")
     assert told["padding"].startswith("Llama: its attention_mask does not match the batch that was divided")
     assert told["other padding"].startswith("Llama: its attention_mask does not match the batch that was divided")
@@ -529,3 +573,10 @@ def test_what_a_divided_forward_cannot_compute_is_refused_by_name() -> None:
     assert "Llama: 10 keys for 8 queries: a cache of earlier tokens" in told["cache"]
     assert "Gemma3Text: its attention mask is made by" in told["images"]
     assert "model.layers.1.self_attn (LlamaAttention) did not call the attention function" in told["own attention"]
+    assert "LlamaAttention of layer 0: softcap is not supported by context_method='gather'" in told["softcap"]
+    assert (
+        "its mask is causal and its arguments say bidirectional, of which varlen would take the second"
+        in told["arguments"]
+    )
+    assert "Llama: its attention has a window to earlier tokens and attends to all later ones" in told["window"]
+    assert "LlamaAttention of layer 0: 9 keys for 8 queries: attention to another sequence" in told["other sequence"]
