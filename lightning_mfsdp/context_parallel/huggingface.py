@@ -57,6 +57,9 @@ _OF_PLACES = (
     "block_table",
 )
 
+# Implementations that are registered here, and what the models had before.
+_bases: dict[str, str] = {}
+
 # Attention layers that were computed here.
 _computed: WeakSet[nn.Module] = WeakSet()
 
@@ -99,7 +102,7 @@ def use_context_attention(module: nn.Module, parallel: ContextParallel) -> Calla
         hooks.clear()
 
     for name, model in models:
-        before += [(config, config._attn_implementation) for config in _configurations(model.config)]
+        before += [(config, _before(config)) for config in _configurations(model.config)]
         implementation = _registered(bases[name])
         model.set_attn_implementation(implementation)
         if any(part.config._attn_implementation != implementation for part in _pretrained(model)):
@@ -165,7 +168,7 @@ def _checked_base(name: str, model: Any, parallel: ContextParallel) -> str:
     """The attention implementation that the model has; a model that cannot be divided is refused."""
     for reason in _reasons(model, parallel):
         raise ShardingError(f"{name}: {reason}, so context > 1 cannot train it. Use context=1.")
-    found = sorted({str(part.config._attn_implementation) for part in _pretrained(model)})
+    found = sorted({str(_before(part.config)) for part in _pretrained(model)})
     base = found[0]
     if len(found) > 1:
         raise ShardingError(
@@ -218,10 +221,17 @@ def _reasons(model: Any, parallel: ContextParallel) -> Iterator[str]:
         yield "no layer of attention was found in it by its class name"
 
 
+def _before(config: Any) -> str | None:
+    """The implementation that a configuration has, or had, if this is one of those registered here."""
+    implementation: str | None = config._attn_implementation
+    return _bases.get(implementation, implementation) if implementation is not None else None
+
+
 def _registered(base: str) -> str:
     """The name under which transformers finds the functions below for this base."""
     # transformers looks for a kernel of the name where it has "flash" in it, and for one in its hub where it has "/".
     name = _PREFIX + base.replace("flash_attention", "fa").replace("flash", "fa").replace("/", "_")
+    _bases[name] = base
     _transformers("modeling_utils").AttentionInterface.register(name, functools.partial(_attend, base))
     _transformers("masking_utils").AttentionMaskInterface.register(name, functools.partial(_mask, base))
     return name

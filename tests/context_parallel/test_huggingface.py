@@ -397,7 +397,12 @@ def switched(rank: int, world: int) -> bool:
         parallel.cut = None  # as in validation
         torch.testing.assert_close(model(**batch).logits, want, rtol=0, atol=0)
         assert torch.equal(model.generate(**prompt, max_new_tokens=5, do_sample=False, use_cache=True), generated)
+        undo_again = use_context_attention(model, parallel)  # a run before it broke off and undid nothing
+        parallel.cut = Cut(length=LENGTH)
+        of_this_rank(model, parallel, parallel.cut)
     torch.testing.assert_close(model(**batch).logits, want, rtol=0, atol=0)  # after training
+    undo_again()
+    assert model.config._attn_implementation == "sdpa"
     undo()
     assert model.config._attn_implementation == "sdpa"
     assert not any(part._forward_hooks for part in model.modules())
