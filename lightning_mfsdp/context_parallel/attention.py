@@ -150,8 +150,7 @@ def _of_one_rank(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor,
     pattern = pattern.within(length)
     if pattern.reach is None:
         return call(query, key, value, None, is_causal=pattern.causal)
-    whole = Cut(length=length)  # its masks go with this call
-    return call(query, key, value, mask_of(whole, pattern, query.device, (0, length), (0, length)))
+    return call(query, key, value, pattern.mask(query.device, (0, length), (0, length)))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mfsdp.base.errors import ShardingError
@@ -177,15 +178,24 @@ def test_activation_checkpointing_recomputes_the_same_attention() -> None:
 
 
 def compiled(rank: int, world: int) -> bool:
-    cut, values = cut_of("plain"), tensors(4, 2)
-    with divided("ulysses", cut) as parallel:
+    values = tensors(4, 2)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        places = context_positions(query.shape[2])[:, None]
+        return context_attention(query * places, key, value, is_causal=True, window=3, enable_gqa=True) + 1
+
+    want = attend(*values[:3])
+    whole = torch.compile(attend, backend="aot_eager", fullgraph=True)(*values[:3])
+    torch.testing.assert_close(whole, want, **EXACT)
+    made = torch.compile(attend, backend="aot_eager")
+    with divided("ulysses", Cut(length=LENGTH)) as parallel:
         parts = own_parts(parallel, values[:3])
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return context_attention(query * 2, key, value, is_causal=True, enable_gqa=True) + 1
-
-        want = attend(*parts)
-        torch.testing.assert_close(torch.compile(attend, backend="aot_eager")(*parts), want, **EXACT)
+        graphs = set()
+        for _ in range(3):
+            parallel.cut = Cut(length=LENGTH)
+            torch.testing.assert_close(made(*parts), parallel.part_of(want, 2), **EXACT)
+            graphs.add(counters["stats"]["unique_graphs"])
+        assert len(graphs) == 1  # a step's cut is no reason to compile it
     return True
 
 
