@@ -219,6 +219,8 @@ def _reasons(model: Any, parallel: ContextParallel) -> Iterator[str]:
             yield f"{path} ({type(part).__name__}) carries a state along the sequence, which is divided"
     if not _attention_layers("", model):
         yield "no layer of attention was found in it by its class name"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        yield "its forward takes no position_ids, and would number the tokens of this rank's part from 0"
 
 
 def _before(config: Any) -> str | None:

@@ -446,9 +446,17 @@ def static_refusals(rank: int, world: int) -> dict[str, str]:
     model.model.layers[0].self_attn = torch.nn.Identity()
     model.model.layers[1].self_attn = torch.nn.Identity()
     refused("none", model)
-    model = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2))
-    model.config._attn_implementation = "sdpa"
-    refused("bloom", model)
+    few = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "attn_implementation": "sdpa",
+    }
+    refused("falcon", transformers.FalconForCausalLM(transformers.FalconConfig(**few)))
+    sizes = {"d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8, "vocab_size": 8}
+    decoder = transformers.BartConfig(**sizes, is_encoder_decoder=False, attn_implementation="sdpa")
+    refused("positions", transformers.BartForCausalLM(decoder))
     model = transformers.DogeForCausalLM(transformers.DogeConfig(**SIZES, attn_implementation="sdpa"))
     refused("own registry", model)
     model = built(kind)
@@ -476,7 +484,8 @@ def test_models_that_cannot_be_divided_are_refused_by_name() -> None:
     assert "model.layers.0.memory (GRU) carries a state along the sequence" in told["recurrent"]
     assert "T5ForConditionalGeneration): it has cross-attention" in told["cross"]
     assert "no layer of attention was found" in told["none"]
-    assert "transformers could not change its attention function" in told["bloom"]
+    assert "transformers could not change its attention function" in told["falcon"]
+    assert "its forward takes no position_ids, and would number the tokens of this rank" in told["positions"]
     assert "it has its own registry of attention functions" in told["own registry"]
     assert "its parts have different attention implementations, sdpa, softcapped" in told["different"]
     assert "the mask function of 'older' takes no q_length" in told["older"]
