@@ -5,7 +5,9 @@
     shift_labels        the next token's label at each position, across the border between two ranks
     tokens_in_batch     what a sum of losses is divided by
 
-Without a context axis, all of them do what one does without this package. The strategies divide batches.
+Without a context axis, all of them do what one does without this package. The strategies divide batches, by `divided_batches.py`.
+`attention.py` computes attention over whole sequences, by the collectives of `exchange.py` and the masks of `pattern.py`.
+`huggingface.py` and `model_inputs.py` have transformers' models do so.
 """
 
 from lightning_mfsdp.context_parallel.attention import context_attention, context_positions

@@ -65,7 +65,7 @@ def context_attention(
             than the batch's division says.
     """
     if window is not None and window < 1:
-        raise ShardingError(f"context_attention: window={window} must be at least 1: a query attends to its own token")
+        raise ShardingError(f"context_attention: window={window} counts the query's own token: expected at least 1")
     pattern = Pattern(causal=is_causal, reach=None if window is None else window - 1)
     function = attention or F.scaled_dot_product_attention
     call = AttentionCall(function, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
@@ -103,8 +103,8 @@ def check_length(parallel: ContextParallel, cut: Cut, length: int, where: str) -
     if length * parallel.size != cut.length:
         raise ShardingError(
             f"{where}: got sequences of {length} tokens, but this step's batch has {cut.length} tokens divided over {parallel.size}"
-            f" context ranks, {cut.length // parallel.size} each. Sequences that are not the batch's own cannot attend under context"
-            " parallelism."
+            f" context ranks, {cut.length // parallel.size} each. Sequences of other lengths cannot attend here: compute them in"
+            " a batch that is not divided."
         )
 
 
@@ -150,8 +150,7 @@ def _of_one_rank(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor,
     pattern = pattern.within(length)
     if pattern.reach is None:
         return call(query, key, value, None, is_causal=pattern.causal)
-    whole = Cut(length=length)  # its masks go with this call
-    return call(query, key, value, mask_of(whole, pattern, query.device, (0, length), (0, length)))
+    return call(query, key, value, pattern.mask(query.device, (0, length), (0, length)))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

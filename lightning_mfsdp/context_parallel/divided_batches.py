@@ -142,8 +142,8 @@ class DividedBatches:
         def error(smallest: int, largest: int) -> Exception:
             return ValueError(
                 f"batch {number} of {loader}: the parts of its sequences have between {smallest} and {largest} targets, and "
-                "the step's loss is a mean over each rank's own, so a mean over ranks is not that over tokens. Divide the sum of "
-                "losses by lightning_mfsdp.context_parallel.tokens_in_batch(targets)"
+                "the step's loss is a mean over each rank's own, so a mean over ranks is not that over tokens. Use the sum of "
+                "losses, divided by lightning_mfsdp.context_parallel.tokens_in_batch(targets)"
             )
 
         self._comparisons.compare(_targets_in(part, parallel), self._group, error)

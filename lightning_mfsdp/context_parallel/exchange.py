@@ -71,10 +71,13 @@ class _Swap(torch.autograd.Function):
         ctx.group, ctx.divided, ctx.joined = group, divided, joined
         ranks = dist.get_world_size(group)
         pieces = [torch.unflatten(tensor, divided, (ranks, -1)).movedim(divided, 0) for tensor in tensors]
-        received = _all_to_all(_packed(pieces), group)
+        source = _buffer(pieces)
+        for place, piece in zip(_places(source, pieces), pieces, strict=True):
+            place.copy_(piece)
+        received = _buffer(pieces)
+        dist.all_to_all_single(received, source, group=group)
         return tuple(
-            piece.movedim(0, joined).flatten(joined, joined + 1).contiguous()
-            for piece in _unpacked(received, [piece.shape for piece in pieces])
+            place.movedim(0, joined).flatten(joined, joined + 1).contiguous() for place in _places(received, pieces)
         )
 
     @staticmethod
@@ -83,14 +86,18 @@ class _Swap(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """Whole sequences from the parts of all ranks."""
+
     @staticmethod
     def forward(ctx: Any, parallel: ContextParallel, sequence: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.parallel, ctx.sequence = parallel, sequence
-        own = torch.cat([tensor.flatten() for tensor in tensors])
-        received = own.new_empty(parallel.size, own.numel())
-        all_gather_flat(received.view(-1), own, parallel.group)
-        shapes = [torch.Size((parallel.size, *tensor.shape)) for tensor in tensors]
-        return tuple(_in_order(parts, parallel, sequence) for parts in _unpacked(received, shapes))
+        pieces = [tensor[None] for tensor in tensors]
+        own = _buffer(pieces)
+        for place, piece in zip(_places(own, pieces), pieces, strict=True):
+            place.copy_(piece)
+        received = own.new_empty(parallel.size, own.shape[1])
+        all_gather_flat(received.view(-1), own.view(-1), parallel.group)
+        return tuple(torch.cat(_chunks(parts, parallel, sequence), dim=sequence) for parts in _places(received, pieces))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -103,47 +110,37 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parallel: ContextParallel, sequence: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.parallel, ctx.sequence = parallel, sequence
-        parts = [_by_rank(tensor, parallel, sequence) for tensor in tensors]
-        source = _packed(parts)
-        own = source.new_empty(source.shape[1])
-        reduce_scatter_flat(own, source.view(-1), dist.ReduceOp.SUM, parallel.group)
-        return tuple(piece[0] for piece in _unpacked(own[None], [torch.Size((1, *part.shape[1:])) for part in parts]))
+        pieces = [torch.unflatten(tensor, sequence, (parallel.size, -1)).movedim(sequence, 0) for tensor in tensors]
+        source = _buffer(pieces)
+        for parts, tensor in zip(_places(source, pieces), tensors, strict=True):
+            for place, chunk in zip(
+                _chunks(parts, parallel, sequence), tensor.chunk(parallel.chunk_count, sequence), strict=True
+            ):
+                place.copy_(chunk)
+        own = source.new_empty(1, source.shape[1])
+        reduce_scatter_flat(own.view(-1), source.view(-1), dist.ReduceOp.SUM, parallel.group)
+        return tuple(place[0].contiguous() for place in _places(own, pieces))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         return None, None, *_Gather.apply(ctx.parallel, ctx.sequence, *gradients)  # type: ignore[no-untyped-call]
 
 
-def _packed(pieces: Sequence[Tensor]) -> Tensor:
-    """One contiguous buffer, `[ranks, numbers for a rank]`."""
-    return torch.cat([piece.flatten(1) for piece in pieces], dim=1)
+def _buffer(pieces: Sequence[Tensor]) -> Tensor:
+    """A new contiguous one, `[ranks, numbers of a rank]`, for pieces of shape `[ranks, ...]`."""
+    return pieces[0].new_empty(pieces[0].shape[0], sum(piece[0].numel() for piece in pieces))
 
 
-def _unpacked(buffer: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    widths = [shape[1:].numel() for shape in shapes]
-    return [
-        torch.unflatten(piece, 1, shape[1:])
-        for piece, shape in zip(torch.split(buffer, widths, dim=1), shapes, strict=True)
-    ]
+def _places(buffer: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
+    """Where the pieces lie in it, one after the other for each rank."""
+    parts = torch.split(buffer, [piece[0].numel() for piece in pieces], dim=1)
+    return [torch.unflatten(part, 1, piece.shape[1:]) for part, piece in zip(parts, pieces, strict=True)]
 
 
-def _all_to_all(source: Tensor, group: dist.ProcessGroup) -> Tensor:
-    received = torch.empty(source.shape, dtype=source.dtype, device=source.device)
-    dist.all_to_all_single(received, source.contiguous(), group=group)
-    return received
-
-
-def _in_order(parts: Tensor, parallel: ContextParallel, sequence: int) -> Tensor:
-    """Chunks in the order of the sequence, of `[ranks, ...]` in the order of ranks; contiguous."""
+def _chunks(parts: Tensor, parallel: ContextParallel, sequence: int) -> list[Tensor]:
+    """The chunks of whole sequences in their order, in the parts of all ranks, `[ranks, ...]`."""
     chunks: dict[int, Tensor] = {}
     for rank in range(parallel.size):
         own = parallel.chunks_of(rank)
         chunks.update(zip(own, parts[rank].chunk(len(own), sequence), strict=True))
-    return torch.cat([chunks[index] for index in range(parallel.chunk_count)], dim=sequence)
-
-
-def _by_rank(whole: Tensor, parallel: ContextParallel, sequence: int) -> Tensor:
-    """The inverse of `_in_order`."""
-    chunks = whole.chunk(parallel.chunk_count, sequence)
-    ranks = [[chunks[index] for index in parallel.chunks_of(rank)] for rank in range(parallel.size)]
-    return torch.stack([torch.cat(own, dim=sequence) for own in ranks])
+    return [chunks[index] for index in range(parallel.chunk_count)]

@@ -57,6 +57,9 @@ _OF_PLACES = (
     "block_table",
 )
 
+# Implementations that are registered here, and what the models had before.
+_bases: dict[str, str] = {}
+
 # Attention layers that were computed here.
 _computed: WeakSet[nn.Module] = WeakSet()
 
@@ -97,14 +100,14 @@ def use_context_attention(module: nn.Module, parallel: ContextParallel) -> Calla
         hooks.clear()
 
     for name, model in models:
-        before += [(config, config._attn_implementation) for config in _configurations(model.config)]
+        before += [(config, _before(config)) for config in _configurations(model.config)]
         implementation = _registered(bases[name])
         model.set_attn_implementation(implementation)
         if any(part.config._attn_implementation != implementation for part in _pretrained(model)):
             undo()
             raise ShardingError(
                 f"{name}: transformers could not change its attention function: its layers do not call the one that is chosen by"
-                " attn_implementation. Such a model cannot be trained with context > 1."
+                " attn_implementation. Train this model with context=1."
             )
         hooks += [layer.register_forward_hook(_must_compute(path)) for path, layer in _attention_layers(name, model)]
     return undo
@@ -174,8 +177,8 @@ def _attention_layers(name: str, model: nn.Module) -> list[tuple[str, nn.Module]
 def _checked_base(name: str, model: Any, parallel: ContextParallel) -> str:
     """The attention implementation that the model has; a model that cannot be divided is refused."""
     for reason in _reasons(model, parallel):
-        raise ShardingError(f"{name}: {reason}, so it cannot be trained with context > 1.")
-    found = sorted({str(part.config._attn_implementation) for part in _pretrained(model)})
+        raise ShardingError(f"{name}: {reason}, so context > 1 cannot train it. Use context=1.")
+    found = sorted({str(_before(part.config)) for part in _pretrained(model)})
     base = found[0]
     if len(found) > 1:
         raise ShardingError(
@@ -198,11 +201,11 @@ def _checked_base(name: str, model: Any, parallel: ContextParallel) -> str:
         for source in own
     ):
         raise ShardingError(
-            f"{name}: it has a registry of attention functions of its own, so it cannot be trained with context > 1."
+            f"{name}: it has its own registry of attention functions, so context > 1 cannot train it. Use context=1."
         )
     if "q_length" not in inspect.signature(_mask_functions()[base]).parameters:
         raise ShardingError(
-            f"{name}: the mask function of {base!r} takes no q_length: context parallelism needs a later transformers"
+            f"{name}: the mask function of {base!r} takes no q_length: install a later version of transformers"
         )
     return base
 
@@ -226,12 +229,21 @@ def _reasons(model: Any, parallel: ContextParallel) -> Iterator[str]:
             yield f"{path} ({type(part).__name__}) carries a state along the sequence, which is divided"
     if not _attention_layers("", model):
         yield "no layer of attention was found in it by its class name"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        yield "its forward takes no position_ids, and would number the tokens of this rank's part from 0"
+
+
+def _before(config: Any) -> str | None:
+    """The implementation that a configuration has, or had, if this is one of those registered here."""
+    implementation: str | None = config._attn_implementation
+    return _bases.get(implementation, implementation) if implementation is not None else None
 
 
 def _registered(base: str) -> str:
     """The name under which transformers finds the functions below for this base."""
     # transformers looks for a kernel of the name where it has "flash" in it, and for one in its hub where it has "/".
     name = _PREFIX + base.replace("flash_attention", "fa").replace("flash", "fa").replace("/", "_")
+    _bases[name] = base
     _transformers("modeling_utils").AttentionInterface.register(name, functools.partial(_attend, base))
     _transformers("masking_utils").AttentionMaskInterface.register(name, functools.partial(_mask, base))
     return name
@@ -249,7 +261,7 @@ def _must_compute(name: str) -> Callable[..., None]:
         if layer not in _computed:
             raise ShardingError(
                 f"{name} did not call the attention function that is chosen by attn_implementation, and attended to this rank's part"
-                " of the sequences alone. Such a model cannot be trained with context > 1."
+                " of the sequences alone. Train this model with context=1."
             )
         passed = True
 
@@ -264,31 +276,32 @@ def _mask(base: str, *positional: Any, **arguments: Any) -> Any:
     parallel = active()
     if parallel is None or parallel.cut is None:
         return _mask_functions()[base](*positional, **arguments)
-    return _asked(
-        parallel, parallel.cut, inspect.signature(_mask_functions()[base]).bind(*positional, **arguments).arguments
-    )
+    bound = inspect.signature(_mask_functions()[base]).bind(*positional, **arguments).arguments
+    return _asked(parallel, parallel.cut, bound, by_positions=_is_flash(base))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _asked(parallel: ContextParallel, cut: Cut, arguments: dict[str, Any]) -> _Asked:
+def _asked(parallel: ContextParallel, cut: Cut, arguments: dict[str, Any], *, by_positions: bool) -> _Asked:
     arguments = {**arguments.get("kwargs", {}), **arguments}
     model = type(arguments["config"]).__name__.removesuffix("Config") if "config" in arguments else "a model"
     queries, keys = arguments["q_length"], arguments["kv_length"]
     padding = arguments.get("attention_mask")
     if padding is not None and padding.shape[-1] != queries:
         raise ShardingError(
-            f"{model}: attention_mask has {padding.shape[-1]} tokens and this rank's part of the sequences {queries}. It must be divided"
-            " as the other tensors of the batch, or be left out."
+            f"{model}: attention_mask has {padding.shape[-1]} tokens and this rank's part of the sequences {queries}. Leave it out,"
+            " or have it divided as the other tensors of the batch."
         )
     if keys != queries or int(arguments.get("q_offset", 0)):
         raise ShardingError(
             f"{model}: {keys} keys for {queries} queries: a cache of earlier tokens cannot be used in a forward of a divided batch."
-            " Generate with whole batches, outside of training steps."
+            " Run generation with whole batches, outside of training steps."
         )
     check_length(parallel, cut, queries, model)
     found = _Found()
     _read(arguments["mask_function"], found, model)
     _check_contents(parallel, cut, found.documents, padding, model)
+    if cut.document is not None and found.documents is None and padding is None and not by_positions:
+        _refuse_unread_documents(parallel, cut.document, model)
     return _Asked(pattern=found.pattern(model))
 
 
@@ -310,7 +323,10 @@ class _Found:
         return Pattern(causal=self.causal, reach=min(reaches, default=None))
 
 
-_UNKNOWN = "With context > 1, attention is causal or bidirectional, with or without a sliding window, padding and packed documents."
+_UNKNOWN = (
+    "With context > 1, attention is causal or bidirectional, with or without a sliding window, padding and packed documents. Use context=1"
+    " for other masks."
+)
 
 
 def _read(function: Any, found: _Found, model: str) -> None:
@@ -345,7 +361,7 @@ def _read(function: Any, found: _Found, model: str) -> None:
 def _known_functions() -> dict[Any, str]:
     """Functions, or the code of functions that are made, and what they stand for."""
     made = _transformers("masking_utils")
-    none = torch.empty(0)
+    none = torch.empty(0, device="cpu")
     codes = {
         "past": made.sliding_window_overlay(1),
         "documents": made.packed_sequence_mask_function(none),
@@ -391,6 +407,15 @@ def _check_contents(
         )
 
 
+def _refuse_unread_documents(parallel: ContextParallel, document: Tensor, model: str) -> None:
+    """A model that keeps packed documents apart has them in its mask, on ranks where one begins inside a chunk: one host sync."""
+    if bool(_starts(parallel.part_of(document, 1), parallel).any()):
+        raise ShardingError(
+            f"{model}: position_ids of the batch begin again, as those of packed documents do, but this model does not keep documents"
+            " apart, on one rank neither. Leave position_ids out of the batch, or give each document a sequence of its own."
+        )
+
+
 def _starts(documents: Tensor, parallel: ContextParallel) -> Tensor:
     """Where another document begins inside of a chunk, `[batch, chunks, tokens of a chunk - 1]`."""
     chunks: Tensor = documents.unflatten(1, (len(parallel.chunks()), -1))  # type: ignore[no-untyped-call]
@@ -433,11 +458,13 @@ def _attend_parts(
         if key.shape[2] != query.shape[2]:
             raise ShardingError(
                 f"{name}: {key.shape[2]} keys for {query.shape[2]} queries: attention to another sequence, or to a cache of earlier tokens,"
-                " cannot be computed in a forward of a divided batch."
+                " cannot be computed in a forward of a divided batch. Use context=1."
             )
         for argument in _OF_PLACES:
             if options.get(argument) is not None:
-                raise ShardingError(f"{name}: attention with {argument} cannot be computed on parts of sequences")
+                raise ShardingError(
+                    f"{name}: attention with {argument} cannot be computed on parts of sequences: leave it out, or use context=1"
+                )
         options.pop("position_ids", None)  # of this rank's tokens; documents are in the cut
         pattern = _pattern_of(base, module, attention_mask, options, name).within(cut.length)
         if parallel.method == "gather":
@@ -508,7 +535,8 @@ def _pattern_of(base: str, module: Any, attention_mask: Any, options: dict[str, 
     asked: Pattern = attention_mask.pattern
     if _is_flash(base) and asked.causal != by_arguments.causal:
         raise ShardingError(
-            f"{name}: its mask is {asked} and its arguments say {by_arguments}, of which {base} would take the second"
+            f"{name}: its mask is {asked} and its arguments say {by_arguments}, of which {base} would take the second."
+            " Make both say the same."
         )
     return by_arguments if _is_flash(base) else asked
 

@@ -70,8 +70,8 @@ def _complete_part(
     if tokens.size(1) * parallel.size != cut.length:
         raise ValueError(
             f"{name} was called with sequences of {tokens.size(1)} tokens, in a step whose batch has {cut.length} divided among "
-            f"{parallel.size} ranks, {cut.length // parallel.size} each; what is called must be the step's batch. Cut prompts and "
-            "continuations in the loader's collate_fn, before the batch is divided"
+            f"{parallel.size} ranks, {cut.length // parallel.size} each. Pass it the step's batch, and generate in hooks such "
+            "as on_validation_batch_start, which see whole sequences"
         )
     if given.get("position_ids") is None:
         given["position_ids"] = context_positions(tokens.size(1), tokens.device).unsqueeze(0)

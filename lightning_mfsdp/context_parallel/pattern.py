@@ -49,6 +49,11 @@ class Pattern:
             return allowed if self.reach is None else allowed & (distance <= self.reach)
         return distance.abs() <= self.reach if self.reach is not None else distance == distance
 
+    def mask(self, device: torch.device, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
+        """Whether queries at places from the first number to the second (exclusive) attend to such keys, `[1, 1, queries, keys]`."""
+        places = torch.arange(*queries, device=device)[:, None], torch.arange(*keys, device=device)
+        return self.allows(*places)[None, None]
+
     def __str__(self) -> str:
         kind = "causal" if self.causal else "bidirectional"
         return kind if self.reach is None else f"{kind} up to a distance of {self.reach}"
@@ -100,8 +105,7 @@ def _mask(
 ) -> Tensor | None:
     mask: Tensor | None = None
     if pattern.causal or pattern.reach is not None:
-        places = torch.arange(*queries, device=device)[:, None], torch.arange(*keys, device=device)
-        mask = pattern.allows(*places)[None, None]
+        mask = pattern.mask(device, queries, keys)
     document, is_real = cut.document, padding_to_mask(cut, pattern)
     if document is not None:
         document = document.to(device)

@@ -16,8 +16,8 @@ from lightning_mfsdp.context_parallel.sharing import ContextParallel
 
 __all__ = ["watched_step"]
 
-_ATTENTION = "use lightning_mfsdp.context_parallel.context_attention in its place"
-_WITHOUT = "leave context out for this model"
+_ATTENTION = "Use lightning_mfsdp.context_parallel.context_attention in its place"
+_WITHOUT = "Leave context out for this model"
 _MIXES_TOKENS: dict[Callable[..., Any], str] = {
     F.scaled_dot_product_attention: _ATTENTION,
     F.multi_head_attention_forward: _ATTENTION,
@@ -42,8 +42,8 @@ def watched_step(parallel: ContextParallel) -> Iterator[None]:
     if parallel.attention_calls == before:
         raise ShardingError(
             f"context={parallel.size}: the step ended without attention of whole sequences, so tokens saw only those of their own rank's "
-            "part. Attention of transformers' models is found by itself; in modules of your own use "
-            "lightning_mfsdp.context_parallel.context_attention, and leave context out for models without attention"
+            "part. Use lightning_mfsdp.context_parallel.context_attention in modules of your own (attention of transformers' models is "
+            "found by itself), and leave context out for models without attention"
         )
 
 
@@ -64,6 +64,6 @@ class _Watch(TorchFunctionMode):
             shapes = [list(one.shape) for one in args if isinstance(one, Tensor)]
             raise ShardingError(
                 f"context={self._parallel.size}: the model calls {function.__name__} with tensors of shapes {shapes[:3]}, and a rank "
-                f"has only a part of every sequence, so it would not see the other tokens; {cure}"
+                f"has only a part of every sequence, so it would not see the other tokens. {cure}"
             )
         return function(*args, **(kwargs or {}))

@@ -58,6 +58,7 @@ PASSED_ON = {
     "these keep their present values": "strict=False asks for it",
     "names look like …": "the names to choose from",
     "The model has: …": "the names to choose from",
+    "it would not see the other tokens. …": "what to use instead",
     "has no option …; it takes …": "the names to choose from",
     "those are …": "the names to choose from",
 }

@@ -302,7 +302,7 @@ REFUSED: dict[str, tuple[type[Trained], str]] = {
     "means": (EachItsOwn, r"batch 0 of the training loader: .* between \d+ and \d+ targets.*tokens_in_batch"),
     "attention": (
         OwnAttention,
-        "calls scaled_dot_product_attention with tensors of shapes.*use lightning_mfsdp.context_parallel",
+        "calls scaled_dot_product_attention with tensors of shapes.*Use lightning_mfsdp.context_parallel",
     ),
     "no attention": (NoAttention, "the step ended without attention of whole sequences"),
     "generate": (
