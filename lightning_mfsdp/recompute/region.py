@@ -42,8 +42,9 @@ from lightning_mfsdp.recompute.replay import (
     routers_in,
     uncached_casts,
 )
+from lightning_mfsdp.recompute.tiles import in_tiles
 
-__all__ = ["Region", "can_stop_early", "refuse_operators", "region_of"]
+__all__ = ["Region", "can_stop_early", "refuse_operators", "refuse_tiles", "region_of"]
 
 _REGION = "_mfsdp_recompute"
 # What decoders of Hugging Face call their cache of keys and values (`cache` since transformers 5.24). In training it is passed, too, unless
@@ -58,6 +59,15 @@ def _is_updated(given: Any) -> bool:
 def region_of(module: nn.Module) -> Region | None:
     """The region that a module is, or `None`."""
     return module.__dict__.get(_REGION)
+
+
+def refuse_tiles(name: str, tiles: int | None) -> None:
+    """Raise a ValueError if a module that has modules of Transformer Engine inside is to be computed in pieces."""
+    if tiles is not None:
+        raise ValueError(
+            f"Recompute: tiled_modules: {name} has modules of Transformer Engine, whose scales belong to a whole sequence; leave this "
+            "module out, and recompute layers as a whole"
+        )
 
 
 def refuse_operators(name: str, config: Recompute) -> None:
@@ -82,6 +92,7 @@ class Region:
         index: Its index in the chunk.
         stops_early: As the attribute, which is determined if it is `None`.
         is_shared: Whether it is called several times before its backward.
+        tiles: Pieces in which its input is computed, each a call of its own; `None`: it is computed as a whole.
 
     Attributes:
         name: As given.
@@ -89,6 +100,7 @@ class Region:
         function: What is computed, if it is not the forward of the module's class.
         config: As given.
         kept_draws: Which operators that may draw random numbers are kept; `None`: none.
+        tiles: As given.
     """
 
     def __init__(
@@ -103,6 +115,7 @@ class Region:
         function: Callable[..., Any] | None = None,
         stops_early: bool | None = None,
         is_shared: bool = False,
+        tiles: int | None = None,
     ) -> None:
         self.name = name
         self.enabled = True
@@ -120,6 +133,7 @@ class Region:
         self._keeps_statistics: bool | None = None
         self._stops_early = stops_early
         self._is_shared = is_shared
+        self.tiles = tiles
         self._draws = False
         if function is None:
             module.__dict__[_REGION] = self
@@ -162,6 +176,14 @@ class Region:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
+        if self.tiles is None or not self.enabled:
+            return self._run(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            self._check_tiles()
+        return in_tiles(self.name, self.tiles, self._run, args, kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """One call, of the whole or of a piece."""
         if not (self.enabled and torch.is_grad_enabled()):
             return self.body(*args, **kwargs)
         if torch.compiler.is_compiling() and self._chunk is None and self._copies is None:
@@ -220,6 +242,7 @@ class Region:
             self._has_engine_modules = module is not None and te.has_engine_modules(module)
             if self._has_engine_modules:
                 refuse_operators(self.name, self.config)
+                refuse_tiles(self.name, self.tiles)
         return self._has_engine_modules
 
     @property
@@ -229,6 +252,13 @@ class Region:
             module = self._module()
             self._stops_early = self._chunk is None and module is not None and can_stop_early(module)
         return self._stops_early
+
+    def _check_tiles(self) -> None:
+        if not self.stops_early:
+            raise EngineStateError(
+                f"{self.name} is computed in pieces (tiled_modules) and has units of its own inside, which would be all-gathered for each "
+                "piece; make it one unit as a whole, or a part of a larger unit"
+            )
 
     def _check_scales(self) -> None:
         if self._chunk is not None and te.scales_are_delayed():
@@ -349,8 +379,10 @@ class RegionCall:
                 self._settle()
                 stack.enter_context(self._precision.entered())
                 stack.enter_context(self._region.statistics_counted_once())
-            if self._modes is not None:
+            if self._modes is not None or self._region.tiles is not None:
+                # With tiles, so that what pieces contribute to the gradient of a weight is added up in the weight's dtype.
                 stack.enter_context(uncached_casts())
+            if self._modes is not None:
                 stack.enter_context(self._modes[again])
                 stack.enter_context(self._draws.around(again=again))
             if self._routers:
