@@ -30,7 +30,7 @@ _SIMPLE = (type(None), bool, int, float, str)
 
 def check_token_wise(name: str, module: nn.Module) -> None:
     """Raise a ValueError if a part of `module` is known to look at other tokens than the one that it computes."""
-    for inner, part in module.named_modules():
+    for inner, part in reversed(list(module.named_modules())):  # a router is named, not the module around it
         if why := _mixes(part):
             whole = f"{name}.{inner}" if inner else name
             raise ValueError(
