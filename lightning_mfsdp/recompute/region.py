@@ -42,7 +42,7 @@ from lightning_mfsdp.recompute.replay import (
     routers_in,
     uncached_casts,
 )
-from lightning_mfsdp.recompute.tiles import in_tiles
+from lightning_mfsdp.recompute.tiles import SavedPiece, in_tiles, unnoticed_saves
 
 __all__ = ["Region", "can_stop_early", "refuse_operators", "refuse_tiles", "region_of"]
 
@@ -177,18 +177,23 @@ class Region:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         if self.tiles is None or not self.enabled:
-            return self._run(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            self._check_tiles()
-        return in_tiles(self.name, self.tiles, self._run, args, kwargs)
+            return self._run(None, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return in_tiles(self.name, self.tiles, self._run, args, kwargs, saves=False)
+        return self._tiled(self.tiles, args, kwargs)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _tiled(self, tiles: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_tiles()
+        return in_tiles(self.name, tiles, self._run, args, kwargs, saves=torch.is_grad_enabled())
+
+    def _run(self, saved: SavedPiece | None, *args: Any, **kwargs: Any) -> Any:
         """One call, of the whole or of a piece."""
         if not (self.enabled and torch.is_grad_enabled()):
             return self.body(*args, **kwargs)
         if torch.compiler.is_compiling() and self._chunk is None and self._copies is None:
             return self._traced(args, kwargs)
-        return self._kept(args, kwargs)
+        return self._kept(args, kwargs, saved)
 
     def body(self, *args: Any, **kwargs: Any) -> Any:
         """What is computed."""
@@ -205,7 +210,7 @@ class Region:
         return checkpoint(self.body, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPiece | None) -> Any:
         named = {**dict(zip(self.__signature__.parameters, args, strict=False)), **kwargs}
         for name in _CACHES:
             given = named.get(name)
@@ -215,20 +220,21 @@ class Region:
                     f"{self.name} was given {name}, a cache that its forward writes to, and would write to again in backward; call the "
                     "model with use_cache=False, or set model.config.use_cache = False"
                 )
-        call = RegionCall(self, args, kwargs)
+        call = RegionCall(self, args, kwargs, saved)
         if self.has_engine_modules and te.quantizes_now():
             self._check_scales()
             output = te.checkpoint(call, *call.values)
             if te.scales_are_delayed():
                 te.keep_scales_in_backward(tensors_in(output))
         else:
-            output = checkpoint(
-                call,
-                *call.values,
-                use_reentrant=False,
-                preserve_rng_state=self._keeps_random_state(call.device),
-                early_stop=self.stops_early,
-            )
+            with nullcontext() if saved is None else unnoticed_saves():
+                output = checkpoint(
+                    call,
+                    *call.values,
+                    use_reentrant=False,
+                    preserve_rng_state=self._keeps_random_state(call.device),
+                    early_stop=self.stops_early,
+                )
         call.end(output)
         return output
 
@@ -294,10 +300,10 @@ class Region:
 
     # -- what a call queries --------------------------------------------------------------------------------------------
 
-    def placed(self, tensors: list[Tensor]) -> tuple[Link | None, dict[int, Linked | HostCopy]]:
+    def placed(self, tensors: list[Tensor]) -> tuple[Link | None, dict[int, Linked | HostCopy | SavedPiece]]:
         """Inputs that are not simply kept, by position."""
         link, found = (None, {}) if self._chunk is None else self._chunk.inputs(self._index, tensors)
-        places: dict[int, Linked | HostCopy] = dict(found)
+        places: dict[int, Linked | HostCopy | SavedPiece] = dict(found)
         for position, tensor in enumerate(tensors if self._copies is not None else ()):
             if position not in places and tensor.requires_grad and not tensor.is_leaf:
                 places[position] = HostCopy(tensor, self.name, self._copies)  # type: ignore[arg-type]
@@ -344,12 +350,20 @@ class RegionCall:
 
     The checkpoint keeps it alive, so it holds no tensor itself.
 
+    Args:
+        region: The region.
+        args: Of its forward.
+        kwargs: Of its forward.
+        saved: The only tensor among them, if it is saved already.
+
     Attributes:
         values: The arguments of its forward: tensors, and stand-ins for those that are not simply kept.
         device: Of the first of these tensors.
     """
 
-    def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPiece | None = None
+    ) -> None:
         self._region = region
         self._given: tuple[Any, Any] | None = (args, kwargs)
         self._results = Results()
@@ -362,6 +376,8 @@ class RegionCall:
         tensors: list[Tensor] = []
         self._outline = outlined((args, kwargs), tensors)
         self._link, places = region.placed(tensors)
+        if saved is not None:
+            places = {0: saved}
         self._copies = tuple(place for place in places.values() if isinstance(place, HostCopy))
         self.device = tensors[0].device if tensors else None
         self._draws = KeptDraws(region.kept_draws, self.device)
@@ -414,7 +430,7 @@ class RegionCall:
 
 
 def _taken(value: Any) -> Tensor:
-    return value.take() if isinstance(value, (Linked, HostCopy)) else value
+    return value.take() if isinstance(value, (Linked, HostCopy, SavedPiece)) else value
 
 
 def can_stop_early(module: nn.Module) -> bool:

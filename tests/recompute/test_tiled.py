@@ -169,13 +169,14 @@ def test_activations_of_one_piece_exist_at_a_time() -> None:
     assert most_wide(build(Recompute()), sequence(length)) == whole, "what layers need without it"
 
 
-def test_one_more_forward_of_the_module_and_one_more_in_a_recomputed_layer() -> None:
-    """A layer's recomputation ends with the input of the last piece, so that piece is computed once less."""
-    for config, expected in ((None, 1), (TILED, 2 * TILES), (Recompute(**OPTIONS), 3 * TILES - 1)):
+def test_the_module_is_computed_once_more_whether_its_layer_is_recomputed_or_not() -> None:
+    """A layer's recomputation ends with the inputs of the pieces."""
+    for name, expected in (("alone", 2), ("each layer", 2), ("attention kept", 2), ("pairs of layers", 3)):
+        config = CONFIGS[name]
         model = build(config, layers=2)
         with Counting(torch.ops.aten.silu.default) as counted:
             model(sequence(24)).sum().backward()
-        assert counted.count == 2 * expected, config
+        assert counted.count == 2 * TILES * expected, name
 
 
 def test_frozen_weights_inputs_without_gradients_two_uses_and_two_backwards() -> None:
