@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
@@ -11,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mfsdp import Recompute, apply_recompute, fully_shard, fully_shard_optimizer, no_sync
 from lightning_mfsdp.callbacks import ActivationRecompute
 from lightning_mfsdp.engine import MixedPrecisionPolicy, sharded_parameters
 from lightning_mfsdp.moe import TopKRouter
+from lightning_mfsdp.options.compilation import compile_units
 from lightning_mfsdp.recompute import as_recompute, plan_recompute, recomputed, record_step, remove_recompute
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import DOUBLE, STRATEGIES, context
@@ -130,17 +134,22 @@ def test_to_the_bit_as_pieces_that_are_not_recomputed_dropout_included(name) -> 
     assert equal(results(build(CONFIGS[name], dropout=0.3), sequence()), results(by_hand, sequence()))
 
 
+def is_wide(result: Any) -> bool:
+    """Whether it was computed inside a module; not one of its weights and biases, or their gradients."""
+    return (
+        isinstance(result, Tensor)
+        and result.dim() > 1
+        and result.shape[-1] == WIDE
+        and result.shape[-2] not in (1, DIM)
+    )
+
+
 class Wide(CountedMemory):
-    """Counts what the modules compute inside only: tensors whose last dim is theirs, not of biases or weights."""
+    """Counts what the modules compute inside only."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
-        if (
-            isinstance(result, Tensor)
-            and result.dim() > 1
-            and result.shape[-1] == WIDE
-            and result.shape[-2] not in (1, DIM)
-        ):
+        if is_wide(result):
             self._see(result.untyped_storage())
         return result
 
@@ -155,6 +164,23 @@ def most_wide(model: nn.Module, x: Tensor) -> int:
     assert memory.now == 0
     assert in_forward == 0 or not recomputed(model)
     return memory.most
+
+
+def kept(model: nn.Module, x: Tensor) -> int:
+    """Bytes from forward to backward."""
+    with CountedMemory() as memory:
+        loss = model(x.requires_grad_()).square().sum()
+        before = memory.now
+        loss.backward()
+    return before
+
+
+def test_what_is_kept_is_the_input_of_each_module_or_layer() -> None:
+    x = sequence(400)
+    configs = (None, TILED, Recompute(), Recompute(**OPTIONS))
+    whole, tiled, layers, both = (kept(build(config), x) / (x.numel() * 8) for config in configs)
+    assert both == pytest.approx(layers, abs=0.01)
+    assert tiled == pytest.approx(whole - 3 * 4 * WIDE / DIM, abs=0.01), "without gate, up, activation and product"
 
 
 def test_activations_of_one_piece_exist_at_a_time() -> None:
@@ -187,10 +213,14 @@ def test_frozen_weights_inputs_without_gradients_two_uses_and_two_backwards() ->
     def freeze_all(model: nn.Module) -> None:
         model.requires_grad_(False)
 
-    for name, prepare in product(CONFIGS, (freeze, freeze_all)):
-        whole, tiled = build(), build(CONFIGS[name])
-        prepare(whole), prepare(tiled)
-        assert_close(results(tiled, sequence()), results(whole, sequence()), f"{name} {prepare.__name__}")
+    for prepare in (freeze, freeze_all):
+        whole = build()
+        prepare(whole)
+        expected = results(whole, sequence())
+        for name, config in CONFIGS.items():
+            tiled = build(config)
+            prepare(tiled)
+            assert_close(results(tiled, sequence()), expected, f"{name} {prepare.__name__}")
 
     def program(model: nn.Module) -> list[Tensor]:
         torch.manual_seed(5)
@@ -201,9 +231,10 @@ def test_frozen_weights_inputs_without_gradients_two_uses_and_two_backwards() ->
         loss.backward()
         return [parameter.grad for parameter in model.parameters()]
 
+    expected = program(build())
     for name, config in CONFIGS.items():
         if not config.save_ops:  # a graph with kept operators runs backward once
-            assert_close(program(build(config)), program(build()), name)
+            assert_close(program(build(config)), expected, name)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -232,10 +263,34 @@ def test_under_autocast_pieces_add_up_in_the_dtype_of_the_weight() -> None:
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # PyTorch's own look
 @pytest.mark.parametrize("name", ["alone", "each layer"])
-def test_a_compiler_takes_it_into_its_graph(name) -> None:
+def test_a_compiler_takes_it_into_its_graph_where_activations_of_one_piece_exist_at_a_time_too(name) -> None:
+    """None is kept for the compiled backward, where they end before those of the next piece begin."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def look(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        bw_compiler=look,
+        partition_fn=min_cut_rematerialization_partition,
+    )
     model = build(CONFIGS[name], layers=2)
-    program = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert_close(results(model, sequence(), program), results(build(layers=2), sequence()), name)
+    program = torch.compile(model, backend=backend, fullgraph=True)
+    assert_close(results(model, sequence(24), program), results(build(layers=2), sequence(24)), name)
+    (graph,) = graphs
+    ends = {source: number for number, node in enumerate(graph.graph.nodes) for source in node.all_input_nodes}
+    alive: dict[Any, int] = {}
+    most = 0
+    for number, node in enumerate(graph.graph.nodes):
+        if is_wide(node.meta.get("val")):
+            assert node.op != "placeholder", "kept from forward"
+            alive[node] = 0 if "view" in str(node.target) else node.meta["val"].numel()
+        most = max(most, sum(alive.values()))
+        alive = {one: size for one, size in alive.items() if ends.get(one, -1) > number}
+    piece = 2 * 24 // TILES * WIDE
+    assert 0 < most < 2 * 5 * piece, "autograd alone keeps five tensors of each"
 
 
 # -- which modules ----------------------------------------------------------------------------------------------------
@@ -430,9 +485,9 @@ def every_strategy_and_method(rank: int, world: int) -> None:
         unit = ("block", "mlp")[number % 2]
         options = {"sharding": sharding, "policy": policies[policy], "unit": unit}
         by_hand = train(sharded(None, pieces=TILES, **options), rank)
-        for name in ("alone", "each layer"):
-            found = train(sharded(CONFIGS[name], **options), rank)
-            assert equal(found, by_hand), f"{name} {sharding} {policy} {unit}"
+        name = ("alone", "each layer")[(number // 2 + world) % 2]
+        found = train(sharded(CONFIGS[name], **options), rank)
+        assert equal(found, by_hand), f"{name} {sharding} {policy} {unit}"
         if policy != "mixed":
             assert_close(by_hand, train(sharded(None, **options), rank), f"{sharding} {policy} {unit}")
 
@@ -459,8 +514,18 @@ def units_inside_are_refused(rank: int, world: int) -> None:
         model(sequence())
 
 
+def compiled_units(rank: int, world: int) -> None:
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    for name, unit in (("alone", "block"), ("each layer", "mlp")):
+        torch.compiler.reset()
+        by_hand = train(sharded(None, pieces=TILES, policy=DOUBLE, unit=unit), rank)
+        model = sharded(CONFIGS[name], policy=DOUBLE, unit=unit)
+        assert len(compile_units(model, {"backend": "eager", "fullgraph": True})) == 3
+        assert equal(train(model, rank), by_hand), f"{name} {unit}"
+
+
 CASES = {
-    1: [every_strategy_and_method],
+    1: [every_strategy_and_method, compiled_units],
     2: [every_strategy_and_method, a_unit_is_gathered_and_reduced_as_without_pieces, units_inside_are_refused],
 }
 
