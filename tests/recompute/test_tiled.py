@@ -205,6 +205,25 @@ def test_the_module_is_computed_once_more_whether_its_layer_is_recomputed_or_not
         assert counted.count == 2 * TILES * expected, name
 
 
+class PostNorm(Block):
+    """Backward needs the result of the MLP."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.mlp(x))
+
+
+def test_a_layer_that_needs_the_result_in_backward_computes_the_pieces_for_it() -> None:
+    models = [build(dropout=0.3, pieces=TILES), build(dropout=0.3)]
+    for model in models:
+        for block in model:
+            block.__class__ = PostNorm
+    apply_recompute(models[1], CONFIGS["each layer"])
+    with Counting(torch.ops.aten.silu.default) as counted:
+        tiled = results(models[1], sequence(24))
+    assert counted.count == 3 * 3 * TILES
+    assert equal(tiled, results(models[0], sequence(24)))
+
+
 def test_frozen_weights_inputs_without_gradients_two_uses_and_two_backwards() -> None:
     def freeze(model: nn.Module) -> None:
         model[1].mlp.requires_grad_(False)
