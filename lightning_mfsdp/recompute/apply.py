@@ -102,7 +102,7 @@ def _check(root: nn.Module, name: str, config: Recompute) -> None:
 def _check_tiled(name: str, module: nn.Module, config: Recompute, recomputed_names: Sequence[str]) -> None:
     check_token_wise(name, module)
     if te.has_engine_modules(module):
-        refuse_tiles(name, config.tiles)
+        refuse_tiles(name)
     inside = [other for other in recomputed_names if other == name or other.startswith(f"{name}.")]
     if inside or any(map(_checkpoints_itself, module.modules())):
         raise ValueError(

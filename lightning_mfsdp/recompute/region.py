@@ -61,13 +61,12 @@ def region_of(module: nn.Module) -> Region | None:
     return module.__dict__.get(_REGION)
 
 
-def refuse_tiles(name: str, tiles: int | None) -> None:
-    """Raise a ValueError if a module that has modules of Transformer Engine inside is to be computed in pieces."""
-    if tiles is not None:
-        raise ValueError(
-            f"Recompute: tiled_modules: {name} has modules of Transformer Engine, whose scales belong to a whole sequence; leave this "
-            "module out, and recompute layers as a whole"
-        )
+def refuse_tiles(name: str) -> None:
+    """Raise a ValueError: a module that has modules of Transformer Engine inside is to be computed in pieces."""
+    raise ValueError(
+        f"Recompute: tiled_modules: {name} has modules of Transformer Engine, whose scales belong to a whole sequence; leave this "
+        "module out, and recompute layers as a whole"
+    )
 
 
 def refuse_operators(name: str, config: Recompute) -> None:
@@ -248,7 +247,6 @@ class Region:
             self._has_engine_modules = module is not None and te.has_engine_modules(module)
             if self._has_engine_modules:
                 refuse_operators(self.name, self.config)
-                refuse_tiles(self.name, self.tiles)
         return self._has_engine_modules
 
     @property
@@ -260,6 +258,8 @@ class Region:
         return self._stops_early
 
     def _check_tiles(self) -> None:
+        if self.has_engine_modules:
+            refuse_tiles(self.name)
         if not self.stops_early:
             raise EngineStateError(
                 f"{self.name} is computed in pieces (tiled_modules) and has units of its own inside, which would be all-gathered for each "
