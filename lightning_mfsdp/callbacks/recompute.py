@@ -23,6 +23,8 @@ class ActivationRecompute(Callback, ChoosesRecompute):
         every_nth: As in `Recompute`.
         save_ops: As in `Recompute`.
         offload: As in `Recompute`.
+        tiled_modules: As in `Recompute`.
+        tiles: As in `Recompute`.
 
     Raises:
         ValueError, TypeError: As `Recompute` does; `TypeError` too, when the run starts, if the strategy is not `MFSDPStrategy`.
@@ -37,6 +39,8 @@ class ActivationRecompute(Callback, ChoosesRecompute):
         every_nth: int = 1,
         save_ops: Sequence[str] = (),
         offload: bool = False,
+        tiled_modules: Sequence[str] = (),
+        tiles: int | None = None,
     ) -> None:
         self._recompute = Recompute(
             method=method,
@@ -45,6 +49,8 @@ class ActivationRecompute(Callback, ChoosesRecompute):
             every_nth=every_nth,
             save_ops=save_ops,
             offload=offload,
+            tiled_modules=tiled_modules,
+            tiles=tiles,
         )
 
     @property

@@ -18,6 +18,7 @@ from lightning_mfsdp.context_parallel.sharing import ContextParallel, Cut, activ
 
 __all__ = [
     "AttentionCall",
+    "as_computed",
     "check_length",
     "context_attention",
     "context_positions",
@@ -98,6 +99,15 @@ def context_positions(length: int, device: torch.device | str | None = None) -> 
     return torch.cat([torch.arange(index * width, (index + 1) * width, device=device) for index in own])
 
 
+def as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values in the dtype that attention computes in: autocast would convert them, but after they were exchanged."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor if tensor.dtype is torch.float64 else tensor.to(dtype) for tensor in tensors)
+
+
 def check_length(parallel: ContextParallel, cut: Cut, length: int, where: str) -> None:
     """Refuse sequences that are not this rank's parts of the batch's."""
     if length * parallel.size != cut.length:
@@ -166,6 +176,7 @@ def _of_parts(
     with parallel.attending():
         check_length(parallel, cut, query.shape[2], "context_attention")
         check_length(parallel, cut, key.shape[2], "context_attention")
+        query, key, value = as_computed(query, key, value)
         pattern = pattern.within(cut.length)
         if parallel.method == "gather":
             return gathered_attention(parallel, cut, call, query, key, value, pattern)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.context_parallel.attention import (
     AttentionCall,
+    as_computed,
     check_length,
     gathered_attention,
     heads_and_sequences,
@@ -467,6 +468,7 @@ def _attend_parts(
                 )
         options.pop("position_ids", None)  # of this rank's tokens; documents are in the cut
         pattern = _pattern_of(base, module, attention_mask, options, name).within(cut.length)
+        query, key, value = as_computed(query, key, value)
         if parallel.method == "gather":
             return _gathered(parallel, cut, query, key, value, pattern, options, name)
         query, key, value = heads_and_sequences(parallel, query, key, value, name)

@@ -13,7 +13,8 @@ from lightning_mfsdp.recompute.chunk import LayerChunk, Order
 from lightning_mfsdp.recompute.config import Recompute
 from lightning_mfsdp.recompute.host_copies import HostCopies
 from lightning_mfsdp.recompute.operators import check_registered
-from lightning_mfsdp.recompute.region import Region, refuse_operators, region_of
+from lightning_mfsdp.recompute.region import Region, refuse_operators, refuse_tiles, region_of
+from lightning_mfsdp.recompute.tiles import check_kept_operators, check_token_wise
 
 __all__ = ["Layer", "apply_recompute", "chunks_of", "find_stacks", "recomputed", "remove_recompute"]
 
@@ -34,23 +35,32 @@ def apply_recompute(root: nn.Module, config: Recompute) -> list[str]:
         Names of what is recomputed, in registration order.
 
     Raises:
-        ValueError: No layers, a pattern that matches nothing, layers that checkpoint themselves already, operators to keep inside modules
-            of Transformer Engine, or operators that do not exist or whose results cannot be kept.
+        ValueError: No layers, a pattern that matches nothing, layers that checkpoint themselves already, operators to keep or tiles inside
+            modules of Transformer Engine, operators that do not exist or whose results cannot be kept, or tiled modules that compute
+            several tokens together or are recomputed already.
     """
-    if config.method == "none":
-        remove_recompute(root)
-        return []
     check_registered(config.save_ops)
-    chunks = chunks_of(config, find_stacks(root, config.modules))
-    for name, _ in (layer for chunk in chunks for layer in chunk):
-        _check(root, name, config)
+    chunks = [] if config.method == "none" else chunks_of(config, find_stacks(root, config.modules))
     names = [name for chunk in chunks for name, _ in chunk]
-    if _present(root) != dict.fromkeys(names, config):
+    for name in names:
+        _check(root, name, config)
+    tiled = _matching(root, config.tiled_modules, "tiled_modules") if config.tiled_modules else []
+    if config.tiled_modules and not tiled:
+        raise ValueError(
+            f"Recompute: tiled_modules={list(config.tiled_modules)} match only containers, which are never called; name the modules in them"
+        )
+    for name, module in tiled:
+        _check_tiled(name, module, config, names)
+    of_tiles = Recompute(method="none", tiled_modules=config.tiled_modules, tiles=config.tiles)
+    wanted = {**dict.fromkeys(names, config), **{name: of_tiles for name, _ in tiled}}
+    if _present(root) != wanted:
         remove_recompute(root)
         copies, order = HostCopies() if config.offload else None, Order()
         for chunk in chunks:
             _apply_to(chunk, config, copies, order)
-    return names
+        for name, module in tiled:
+            Region(name, module, of_tiles, tiles=of_tiles.tiles)
+    return names if not tiled else [name for name, _ in root.named_modules(remove_duplicate=False) if name in wanted]
 
 
 def _apply_to(layers: Sequence[Layer], config: Recompute, copies: HostCopies | None, order: Order) -> None:
@@ -89,6 +99,20 @@ def _check(root: nn.Module, name: str, config: Recompute) -> None:
         refuse_operators(name, config)
 
 
+def _check_tiled(name: str, module: nn.Module, config: Recompute, recomputed_names: Sequence[str]) -> None:
+    check_token_wise(name, module)
+    if te.has_engine_modules(module):
+        refuse_tiles(name)
+    inside = [other for other in recomputed_names if other == name or other.startswith(f"{name}.")]
+    if inside or any(map(_checkpoints_itself, module.modules())):
+        raise ValueError(
+            f"Recompute: tiled_modules: {name} is recomputed piece by piece, and {inside[0] if inside else 'a part of it'} is recomputed "
+            "already; leave one of the two out"
+        )
+    if any(name.startswith(f"{other}.") for other in recomputed_names):
+        check_kept_operators(name, config.save_ops)
+
+
 def _checkpoints_itself(module: nn.Module) -> bool:
     """Detected by the name of Hugging Face's switch, and that of `MultiTokenPredictor`'s."""
     names = ("gradient_checkpointing", "recomputes_itself")
@@ -125,7 +149,7 @@ def find_stacks(root: nn.Module, patterns: Sequence[str] = ()) -> list[list[Laye
     Raises:
         ValueError: A pattern that matches no module, or no layer.
     """
-    layers = _matching(root, patterns) if patterns else _repeating(root)
+    layers = _matching(root, patterns, "modules") if patterns else _repeating(root)
     stacks: dict[str, list[Layer]] = {}
     for name, module in layers:
         stacks.setdefault(name.rpartition(".")[0], []).append((name, module))
@@ -137,12 +161,12 @@ def find_stacks(root: nn.Module, patterns: Sequence[str] = ()) -> list[list[Laye
     return list(stacks.values())
 
 
-def _matching(root: nn.Module, patterns: Sequence[str]) -> list[Layer]:
+def _matching(root: nn.Module, patterns: Sequence[str], option: str) -> list[Layer]:
     named = [(name, module) for name, module in root.named_modules() if name]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name, _ in named):
             raise ValueError(
-                f"Recompute: modules: {pattern!r} matches no module of {type(root).__name__}; names look like "
+                f"Recompute: {option}: {pattern!r} matches no module of {type(root).__name__}; names look like "
                 f"{[name for name, _ in named][:6]}"
             )
     found: list[Layer] = []

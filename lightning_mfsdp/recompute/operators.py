@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_mfsdp.base import compat
 
-__all__ = ["CHOICES", "check_registered", "check_save_ops", "drawing", "keeping"]
+__all__ = ["CHOICES", "MATMULS", "check_registered", "check_save_ops", "drawing", "keeping", "operators_of"]
 
 # Names without overloads, of operators that reach a dispatch mode: PyTorch's plain attention, for example, is composite and never does.
 _KINDS: dict[str, tuple[str, ...]] = {
@@ -30,6 +30,7 @@ _KINDS: dict[str, tuple[str, ...]] = {
         "aten._scaled_dot_product_fused_attention_overrideable",
     ),
 }
+MATMULS = frozenset(_KINDS["matmul"])
 # Requested by name, and composed of the operators of a kind.
 _MADE_OF = {"aten.linear": "matmul", "aten.matmul": "matmul", "aten.scaled_dot_product_attention": "attention"}
 # What routers choose by. Recomputed inside another kernel, a near tie might be decided differently.
@@ -89,14 +90,14 @@ def drawing(names: Iterable[str]) -> Callable[[Any], bool] | None:
     PyTorch's own are marked; those of other libraries may not be.
     """
     is_kept = _chosen(names)
-    if not any(_may_draw(operator) for name in _names(names) for operator in _registered(name)):
+    if not any(_may_draw(operator) for name in operators_of(names) for operator in _registered(name)):
         return None
     return lambda operator: is_kept(operator) and _may_draw(operator)
 
 
 def _chosen(names: Iterable[str]) -> Callable[[Any], bool]:
     """Whether the result of an operator is kept. An operator that writes into its arguments has no result of its own."""
-    kept = _names(names)
+    kept = operators_of(names)
     return lambda operator: (
         isinstance(operator, compat.OpOverload)
         and str(operator.overloadpacket) in kept
@@ -104,7 +105,8 @@ def _chosen(names: Iterable[str]) -> Callable[[Any], bool]:
     )
 
 
-def _names(names: Iterable[str]) -> frozenset[str]:
+def operators_of(names: Iterable[str]) -> frozenset[str]:
+    """Full names, of all operators of the kinds among `names`."""
     return frozenset(full for name in names for full in _KINDS.get(name, (name,)))
 
 

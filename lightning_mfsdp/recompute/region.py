@@ -42,8 +42,9 @@ from lightning_mfsdp.recompute.replay import (
     routers_in,
     uncached_casts,
 )
+from lightning_mfsdp.recompute.tiles import SavedPiece, in_tiles, unnoticed_saves
 
-__all__ = ["Region", "can_stop_early", "refuse_operators", "region_of"]
+__all__ = ["Region", "can_stop_early", "refuse_operators", "refuse_tiles", "region_of"]
 
 _REGION = "_mfsdp_recompute"
 # What decoders of Hugging Face call their cache of keys and values (`cache` since transformers 5.24). In training it is passed, too, unless
@@ -58,6 +59,14 @@ def _is_updated(given: Any) -> bool:
 def region_of(module: nn.Module) -> Region | None:
     """The region that a module is, or `None`."""
     return module.__dict__.get(_REGION)
+
+
+def refuse_tiles(name: str) -> None:
+    """Raise a ValueError: a module that has modules of Transformer Engine inside is to be computed in pieces."""
+    raise ValueError(
+        f"Recompute: tiled_modules: {name} has modules of Transformer Engine, whose scales belong to a whole sequence; leave this "
+        "module out, and recompute layers as a whole"
+    )
 
 
 def refuse_operators(name: str, config: Recompute) -> None:
@@ -82,6 +91,7 @@ class Region:
         index: Its index in the chunk.
         stops_early: As the attribute, which is determined if it is `None`.
         is_shared: Whether it is called several times before its backward.
+        tiles: Pieces in which its input is computed, each a call of its own; `None`: it is computed as a whole.
 
     Attributes:
         name: As given.
@@ -89,6 +99,7 @@ class Region:
         function: What is computed, if it is not the forward of the module's class.
         config: As given.
         kept_draws: Which operators that may draw random numbers are kept; `None`: none.
+        tiles: As given.
     """
 
     def __init__(
@@ -103,6 +114,7 @@ class Region:
         function: Callable[..., Any] | None = None,
         stops_early: bool | None = None,
         is_shared: bool = False,
+        tiles: int | None = None,
     ) -> None:
         self.name = name
         self.enabled = True
@@ -120,6 +132,7 @@ class Region:
         self._keeps_statistics: bool | None = None
         self._stops_early = stops_early
         self._is_shared = is_shared
+        self.tiles = tiles
         self._draws = False
         if function is None:
             module.__dict__[_REGION] = self
@@ -162,11 +175,24 @@ class Region:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
+        if self.tiles is None or not self.enabled:
+            return self._run(None, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return in_tiles(self.name, self.tiles, self._run, args, kwargs, saves=False)
+        return self._tiled(self.tiles, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _tiled(self, tiles: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_tiles()
+        return in_tiles(self.name, tiles, self._run, args, kwargs, saves=torch.is_grad_enabled())
+
+    def _run(self, saved: SavedPiece | None, *args: Any, **kwargs: Any) -> Any:
+        """One call, of the whole or of a piece."""
         if not (self.enabled and torch.is_grad_enabled()):
             return self.body(*args, **kwargs)
         if torch.compiler.is_compiling() and self._chunk is None and self._copies is None:
             return self._traced(args, kwargs)
-        return self._kept(args, kwargs)
+        return self._kept(args, kwargs, saved)
 
     def body(self, *args: Any, **kwargs: Any) -> Any:
         """What is computed."""
@@ -183,7 +209,7 @@ class Region:
         return checkpoint(self.body, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPiece | None) -> Any:
         named = {**dict(zip(self.__signature__.parameters, args, strict=False)), **kwargs}
         for name in _CACHES:
             given = named.get(name)
@@ -193,20 +219,21 @@ class Region:
                     f"{self.name} was given {name}, a cache that its forward writes to, and would write to again in backward; call the "
                     "model with use_cache=False, or set model.config.use_cache = False"
                 )
-        call = RegionCall(self, args, kwargs)
+        call = RegionCall(self, args, kwargs, saved)
         if self.has_engine_modules and te.quantizes_now():
             self._check_scales()
             output = te.checkpoint(call, *call.values)
             if te.scales_are_delayed():
                 te.keep_scales_in_backward(tensors_in(output))
         else:
-            output = checkpoint(
-                call,
-                *call.values,
-                use_reentrant=False,
-                preserve_rng_state=self._keeps_random_state(call.device),
-                early_stop=self.stops_early,
-            )
+            with nullcontext() if saved is None else unnoticed_saves():
+                output = checkpoint(
+                    call,
+                    *call.values,
+                    use_reentrant=False,
+                    preserve_rng_state=self._keeps_random_state(call.device),
+                    early_stop=self.stops_early,
+                )
         call.end(output)
         return output
 
@@ -229,6 +256,15 @@ class Region:
             module = self._module()
             self._stops_early = self._chunk is None and module is not None and can_stop_early(module)
         return self._stops_early
+
+    def _check_tiles(self) -> None:
+        if self.has_engine_modules:
+            refuse_tiles(self.name)
+        if not self.stops_early:
+            raise EngineStateError(
+                f"{self.name} is computed in pieces (tiled_modules) and has units of its own inside, which would be all-gathered for each "
+                "piece; make it one unit as a whole, or a part of a larger unit"
+            )
 
     def _check_scales(self) -> None:
         if self._chunk is not None and te.scales_are_delayed():
@@ -264,10 +300,10 @@ class Region:
 
     # -- what a call queries --------------------------------------------------------------------------------------------
 
-    def placed(self, tensors: list[Tensor]) -> tuple[Link | None, dict[int, Linked | HostCopy]]:
+    def placed(self, tensors: list[Tensor]) -> tuple[Link | None, dict[int, Linked | HostCopy | SavedPiece]]:
         """Inputs that are not simply kept, by position."""
         link, found = (None, {}) if self._chunk is None else self._chunk.inputs(self._index, tensors)
-        places: dict[int, Linked | HostCopy] = dict(found)
+        places: dict[int, Linked | HostCopy | SavedPiece] = dict(found)
         for position, tensor in enumerate(tensors if self._copies is not None else ()):
             if position not in places and tensor.requires_grad and not tensor.is_leaf:
                 places[position] = HostCopy(tensor, self.name, self._copies)  # type: ignore[arg-type]
@@ -314,12 +350,20 @@ class RegionCall:
 
     The checkpoint keeps it alive, so it holds no tensor itself.
 
+    Args:
+        region: The region.
+        args: Of its forward.
+        kwargs: Of its forward.
+        saved: The only tensor among them, if it is saved already.
+
     Attributes:
         values: The arguments of its forward: tensors, and stand-ins for those that are not simply kept.
         device: Of the first of these tensors.
     """
 
-    def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPiece | None = None
+    ) -> None:
         self._region = region
         self._given: tuple[Any, Any] | None = (args, kwargs)
         self._results = Results()
@@ -332,6 +376,8 @@ class RegionCall:
         tensors: list[Tensor] = []
         self._outline = outlined((args, kwargs), tensors)
         self._link, places = region.placed(tensors)
+        if saved is not None:
+            places = {0: saved}
         self._copies = tuple(place for place in places.values() if isinstance(place, HostCopy))
         self.device = tensors[0].device if tensors else None
         self._draws = KeptDraws(region.kept_draws, self.device)
@@ -349,8 +395,10 @@ class RegionCall:
                 self._settle()
                 stack.enter_context(self._precision.entered())
                 stack.enter_context(self._region.statistics_counted_once())
-            if self._modes is not None:
+            if self._modes is not None or self._region.tiles is not None:
+                # With tiles, so that what pieces contribute to the gradient of a weight is added up in the weight's dtype.
                 stack.enter_context(uncached_casts())
+            if self._modes is not None:
                 stack.enter_context(self._modes[again])
                 stack.enter_context(self._draws.around(again=again))
             if self._routers:
@@ -382,7 +430,7 @@ class RegionCall:
 
 
 def _taken(value: Any) -> Tensor:
-    return value.take() if isinstance(value, (Linked, HostCopy)) else value
+    return value.take() if isinstance(value, (Linked, HostCopy, SavedPiece)) else value
 
 
 def can_stop_early(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.context_parallel import exchange
 from lightning_mfsdp.context_parallel.attention import context_attention, context_positions
 from lightning_mfsdp.context_parallel.exchange import gather_sequence, to_heads, to_sequence
 from lightning_mfsdp.context_parallel.sharing import METHODS, ContextParallel, Cut
@@ -314,3 +316,29 @@ def test_attention_dropout_draws_on_each_rank() -> None:
         assert all(output.isfinite().all() for output in outputs), method
         exact = F.scaled_dot_product_attention(*tensors(4, 2)[:3], is_causal=True, enable_gqa=True)
         assert not torch.allclose(outputs[0], exact[:, :, : LENGTH // 2]), method
+
+
+def under_autocast(rank: int, world: int) -> list[torch.dtype]:
+    """Dtypes of float32 queries, keys and values as they are exchanged, and of the outputs."""
+    found: list[torch.dtype] = []
+    buffer = exchange._buffer
+
+    def seen(pieces: Any) -> Tensor:
+        found.append(pieces[0].dtype)
+        return buffer(pieces)
+
+    values = [torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    for method in METHODS:
+        with divided(method, Cut(length=8)) as parallel, torch.autocast("cpu", torch.bfloat16):
+            expected = F.scaled_dot_product_attention(*values, is_causal=True)
+            with patch.object(exchange, "_buffer", seen):
+                output = context_attention(*(parallel.part_of(one, 2) for one in values), is_causal=True)
+        torch.testing.assert_close(output, parallel.part_of(expected, 2), rtol=2e-2, atol=2e-2)
+        found.append(output.dtype)
+    return found
+
+
+def test_autocast_converts_before_tensors_are_exchanged() -> None:
+    for found in run_distributed(under_autocast, 2):
+        assert len(found) > 4
+        assert set(found) == {torch.bfloat16}

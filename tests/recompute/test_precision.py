@@ -125,6 +125,17 @@ def test_operators_inside_of_library_modules_cannot_be_kept() -> None:
             apply_recompute(model, Recompute(method="selective", save_ops=["matmul"]))
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+def test_library_modules_are_not_computed_in_pieces(gradients) -> None:
+    tiled = Recompute(method="none", tiled_modules=["0"], tiles=2)
+    with fake_engine.installed(), torch.set_grad_enabled(gradients):
+        model, _ = layers("current", tiled)
+        with pytest.raises(ValueError, match=r"tiled_modules: 0 has modules of Transformer Engine"):
+            model(torch.randn(ROWS, 16))
+        with pytest.raises(ValueError, match=r"tiled_modules: 0 has modules of Transformer Engine"):
+            apply_recompute(model, tiled)
+
+
 def test_the_library_is_not_asked_for_where_none_of_its_modules_is() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
     apply_recompute(model, Recompute())
