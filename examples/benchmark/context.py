@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/benchmark/context.py --peaks 16384 32768 65536
     torchrun --nproc-per-node 2 examples/benchmark/context.py --speed 32768
-    torchrun --nproc-per-node 2 examples/benchmark/context.py --longest 24
+    torchrun --nproc-per-node 2 examples/benchmark/context.py --longest 24 --tries 98304 106496 114688 122880
 
-The decoder is that of the other benchmarks, with a loss that never has all logits; every block is recomputed in backward, and the
-precision is bf16-mixed. "data" has one sequence on each rank, "context" divides every sequence over all ranks.
+The decoder is that of the other benchmarks, with a loss that never has all logits; every block is recomputed in backward, and weights
+are computed with in bfloat16, without autocast. "data" has one sequence on each rank, "context" divides every sequence over all ranks.
 "FSDP2 + context_parallel" is PyTorch's own, with ring attention; it needs GPUs.
 """
 
@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from examples.benchmark.processes import print_table, process_group
 from examples.decoder import PRESETS, Attend, Decoder
+from lightning_mfsdp import MixedPrecisionPolicy
 from lightning_mfsdp.context_parallel import context_attention, context_positions
 from lightning_mfsdp.fabric import MFSDPFabricStrategy
 from lightning_mfsdp.ops import LinearLossHead
@@ -69,10 +70,11 @@ class Ours:
             context_dims={"0": 1, "1": 1},
             units=["Block", "Embedding", "LinearLossHead"],
             recompute={"method": "uniform", "modules": ["*blocks.*"]},
+            policy=MixedPrecisionPolicy(compute_dtype=torch.bfloat16 if device.type == "cuda" else torch.float32),
             **OURS[name],
         )
         world = dist.get_world_size()
-        self.fabric = Fabric(accelerator=device.type, devices=world, strategy=self.strategy, precision="bf16-mixed")
+        self.fabric = Fabric(accelerator=device.type, devices=world, strategy=self.strategy, precision="32-true")
         self.fabric.launch()
         torch.manual_seed(0)
         with device:
@@ -95,19 +97,19 @@ class Peer:
     divides = True
 
     def __init__(self, name: str, size: str, device: torch.device) -> None:
+        from torch.distributed import fsdp
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         torch.manual_seed(0)
         with device:
             self.model = LongDecoder(size, torch.nn.functional.scaled_dot_product_attention, None)
         self.mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in self.model.blocks:
             forward = block.forward
             block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
         for unit in (self.model.embedding, *self.model.blocks, self.model.head, self.model):
-            fully_shard(unit, mesh=self.mesh, mp_policy=policy)
+            fsdp.fully_shard(unit, mesh=self.mesh, mp_policy=policy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def step(self, tokens: Tensor) -> None:
@@ -214,30 +216,27 @@ def speed(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def longest(args: argparse.Namespace, device: torch.device) -> None:
-    """The longest sequence that trains two steps within a limit of memory: near what two short ones let expect, until it fails."""
+    """The longest sequence that trains two steps within a limit of memory: of those tried, which are given in tokens of a rank."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(args.longest * GIB / total)
 
     def rows() -> Any:
         for name in args.rows:
             engine = build(name, args, device)
-            short = [one_sequence(engine, args, length, device) for length in args.from_lengths]
-            slope = (short[1] - short[0]) / (args.from_lengths[1] - args.from_lengths[0])
-            expected = args.from_lengths[1] + (args.longest - short[1]) / slope
             done, peak, failed = 0, 0.0, "none"
-            for share in args.shares:
-                length = int(expected * share) // 1024 * 1024
+            for tokens in args.tries:
+                length = tokens * dist.get_world_size() if engine.divides else tokens
                 try:
                     peak = one_sequence(engine, args, length, device)
                 except torch.OutOfMemoryError:
                     failed = f"{length:,}"
                     break
                 done = length
-            yield [name, f"{expected:,.0f}", f"{done:,}", f"{peak:.2f}", failed]
+            yield [name, f"{done:,}", f"{peak:.2f}", failed]
             del engine
             forget(device)
 
-    print_table([f"within {args.longest:g} GiB", "expected", "longest", "its peak GiB", "out of memory"], 1, rows())
+    print_table([f"within {args.longest:g} GiB", "longest", "its peak GiB", "out of memory"], 1, rows())
 
 
 def parse_args() -> argparse.Namespace:
