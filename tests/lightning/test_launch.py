@@ -112,7 +112,7 @@ def test_two_nodes_started_by_hand_train_as_one(tmp_path: Path) -> None:
     for node, result in enumerate(results_of(tmp_path)):
         assert result["node_rank"] == node
         assert result["environment"] == "LightningEnvironment"
-        assert result["mesh"] == {"outer": 2, "shard": 1}
+        assert result["mesh"] == {"outer": 2, "data": 1}
     assert [output.count("mfsdp: ") for output in outputs] == [1, 0]
 
 
@@ -142,7 +142,7 @@ def test_tasks_started_by_slurm_train_together(num_nodes: int, tmp_path: Path) -
     for task, result in enumerate(results_of(tmp_path)):
         assert result["node_rank"] == task * num_nodes // 2
         assert result["environment"] == "SLURMEnvironment"
-        assert result["mesh"] == {"shard": 2}
+        assert result["mesh"] == {"data": 2}
     assert [output.count("mfsdp: ") for output in outputs] == [1, 0]
 
 
