@@ -48,7 +48,7 @@ def _numbers(leaf: Tensor) -> Tensor:
 class _Pending:
     extremes: Tensor  # in host memory: the largest number, and the largest of its negatives
     arrived: torch.cuda.Event | None
-    error: Callable[[int, int], Exception]
+    error: Callable[[int, int], Exception | None]
 
 
 class Comparisons:
@@ -57,13 +57,15 @@ class Comparisons:
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
 
-    def compare(self, number: Tensor, group: dist.ProcessGroup | None, error: Callable[[int, int], Exception]) -> None:
+    def compare(
+        self, number: Tensor, group: dist.ProcessGroup | None, error: Callable[[int, int], Exception | None]
+    ) -> None:
         """Ask whether a number is equal on the ranks of a group; an answer raises in a later call. Collective.
 
         Args:
             number: `[1]`, int64.
             group: `None`: all ranks.
-            error: Makes what is raised, on all ranks, from the smallest and the largest number.
+            error: Makes what is raised, on all ranks, from the smallest and the largest number; `None`: nothing.
         """
         extremes = torch.cat([number, -number])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
@@ -90,5 +92,7 @@ class Comparisons:
             self._pending.popleft()
             largest, negative = first.extremes.tolist()
             if largest != -negative:
+                if (error := first.error(-negative, largest)) is None:
+                    continue
                 self._pending.clear()
-                raise first.error(-negative, largest)
+                raise error

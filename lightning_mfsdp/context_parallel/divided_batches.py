@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -50,6 +51,7 @@ class DividedBatches:
         self._comparisons = Comparisons()
         self._read: Counter[str] = Counter()
         self._watched: set[str] = set()
+        self._warned: set[str] = set()
         self._ends: list[Callable[[], None]] = []
         self._parallel: ContextParallel | None = None
 
@@ -74,6 +76,7 @@ class DividedBatches:
         self._ends.clear()
         self._read.clear()
         self._watched.clear()
+        self._warned.clear()
         self._parallel = None
         deactivate()
 
@@ -86,12 +89,13 @@ class DividedBatches:
         self._comparisons.look(wait=True)
 
     @contextmanager
-    def step(self, batch: Any, loader: str, *, stays: bool = False) -> Iterator[Any]:
+    def step(self, batch: Any, loader: str, *, trains: bool = True, stays: bool = False) -> Iterator[Any]:
         """Around a step: this rank's part of its batch.
 
         Args:
             batch: Of whole sequences, on the device, the same on all context ranks.
             loader: Its name, for messages.
+            trains: It computes a loss; otherwise metrics, of which sums and counts are right although parts have other numbers of targets.
             stays: Backward comes after the step; `leave` ends it.
 
         Raises:
@@ -114,7 +118,7 @@ class DividedBatches:
             yield part
         self._watched.add(loader)
         if not parallel.is_counted:
-            self._compare_targets(part, loader, number)
+            self._compare_targets(part, loader, number, trains=trains)
         if not stays:
             parallel.cut = None
 
@@ -134,12 +138,22 @@ class DividedBatches:
         self._comparisons.compare(fingerprint(batch, self._device), self._group, error)
         self._comparisons.look()  # on a CPU the answer is there, and parts of other lengths would not fit each other
 
-    def _compare_targets(self, part: Any, loader: str, number: int) -> None:
+    def _compare_targets(self, part: Any, loader: str, number: int, *, trains: bool) -> None:
         parallel = self._parallel
         assert parallel is not None
-        assert parallel.cut is not None
+        if loader in self._warned:
+            return
 
-        def error(smallest: int, largest: int) -> Exception:
+        def error(smallest: int, largest: int) -> Exception | None:
+            if not trains:
+                self._warned.add(loader)
+                warnings.warn(
+                    f"batch {number} of {loader}: the parts of its sequences have between {smallest} and {largest} targets, so the mean "
+                    "over ranks of a mean over each rank's own is not that over tokens; sums and counts are right. For a mean use the sum "
+                    "of losses, divided by lightning_mfsdp.context_parallel.tokens_in_batch(targets)",
+                    stacklevel=2,
+                )
+                return None
             return ValueError(
                 f"batch {number} of {loader}: the parts of its sequences have between {smallest} and {largest} targets, and "
                 "the step's loss is a mean over each rank's own, so a mean over ranks is not that over tokens. Use the sum of "

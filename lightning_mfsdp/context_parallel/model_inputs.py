@@ -79,11 +79,20 @@ def _complete_part(
         _without_cache(model, given, packed=cut.document is not None)
 
 
+def _is_checkpointing(model: nn.Module) -> bool:
+    """Whether transformers recomputes activations of the model, which also turns its cache off; transformers 5.23 renamed the property."""
+    kind = type(model)
+    name = (
+        "is_activation_checkpointing" if hasattr(kind, "is_activation_checkpointing") else "is_gradient_checkpointing"
+    )
+    return bool(getattr(model, name, False))
+
+
 def _without_cache(model: nn.Module, given: dict[str, Any], *, packed: bool) -> None:
     """Keys of a part are no cache. But a model that keeps one takes packed documents for a single one, on one rank as well."""
     asked = given.get("use_cache")
     keeps = getattr(model.config, "use_cache", False) if asked is None else asked
-    if keeps and packed and not (model.training and getattr(model, "is_gradient_checkpointing", False)):
+    if keeps and packed and not (model.training and _is_checkpointing(model)):
         raise ValueError(
             f"{type(model).__name__}: position_ids of the batch begin again, as those of packed documents do, and use_cache=True; "
             "transformers then lets tokens attend to other documents. Use model.config.use_cache = False for training, or leave "

@@ -31,7 +31,7 @@ _MIXES_TOKENS: dict[Callable[..., Any], str] = {
 
 @contextmanager
 def watched_step(parallel: ContextParallel) -> Iterator[None]:
-    """Around a step: refuse functions that mix tokens of this rank's parts alone, and steps without attention of whole sequences.
+    """Around a step: refuse functions that mix tokens of this rank's parts alone, and training without attention of whole sequences.
 
     Raises:
         ShardingError: Names the function.
@@ -39,7 +39,7 @@ def watched_step(parallel: ContextParallel) -> Iterator[None]:
     before = parallel.attention_calls
     with _Watch(parallel):
         yield
-    if parallel.attention_calls == before:
+    if torch.is_grad_enabled() and parallel.attention_calls == before:
         raise ShardingError(
             f"context={parallel.size}: the step ended without attention of whole sequences, so tokens saw only those of their own rank's "
             "part. Use lightning_mfsdp.context_parallel.context_attention in modules of your own (attention of transformers' models is "

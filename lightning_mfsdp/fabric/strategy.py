@@ -309,7 +309,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         group = self._run_mesh.context
         if group is not None and self._options.context_batches == "broadcast":
             batch = from_first(batch, group)
-        with self._divided.step(batch, loader) as part:
+        with self._divided.step(batch, loader, trains=torch.is_grad_enabled()) as part:
             yield part
 
     @property

@@ -385,7 +385,8 @@ class MFSDPStrategy(CheckpointingStrategy):
             self._is_first_step = False
         if self._at_first_step:
             self.go_on_exactly()
-        with self._part_of(args, "the training loader", stays=self._module.automatic_optimization) as args:
+        stays = self._module.automatic_optimization
+        with self._part_of(args, "the training loader", trains=True, stays=stays) as args:
             for callback in self._module.trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, SeesTrainingSteps):
                     callback.before_training_step(args)
@@ -400,13 +401,13 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     @contextmanager
     def _part_of(
-        self, args: tuple[Any, ...], loader: str, *, stays: bool = False
+        self, args: tuple[Any, ...], loader: str, *, trains: bool = False, stays: bool = False
     ) -> Generator[tuple[Any, ...], None, None]:
         """Around a step: its arguments, with this rank's part of the batch."""
         if self._divided is None:
             yield args
             return
-        with self._divided.step(args[0], loader, stays=stays) as part:
+        with self._divided.step(args[0], loader, trains=trains, stays=stays) as part:
             yield part, *args[1:]
 
     def _run_training_step(self, *args: Any, **kwargs: Any) -> Any:

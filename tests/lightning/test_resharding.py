@@ -32,6 +32,7 @@ def layouts(world: int) -> dict[str, dict[str, Any]]:
     found["bf16 compute of optim"] = {"policy": BF16, "sharding": "optim"}
     if world == MAX_WORLD:
         found["hsdp"] = {"mesh": (2, 2)}
+        found["context"] = {"mesh": (2, 2), "names": ("data", "context")}
         found["hfsdp"] = {"mesh": (2, 2), "outer_sharding": "optim"}
         found["hfsdp of optim_grads"] = {"mesh": (2, 2), "outer_sharding": "optim", "sharding": "optim_grads"}
     return found
@@ -41,7 +42,7 @@ SAVED = {
     1: ["optim_grads_params", "no_shard"],
     2: ["optim", "bf16 compute"],
     3: ["optim_grads_params", "optim_grads"],
-    4: ["optim_grads_params", "hsdp", "hfsdp", "bf16 compute of optim"],
+    4: ["optim_grads_params", "hsdp", "hfsdp", "context", "bf16 compute of optim"],
 }
 
 
@@ -75,9 +76,9 @@ def rows_of(name: str, view: Any) -> Tensor:
 
 def made(layout: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
     options = dict(layout)
-    shape = options.pop("mesh", None)
+    shape, names = options.pop("mesh", None), options.pop("names", ("outer", "shard"))
     if shape is not None:
-        options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "shard"))
+        options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=names)
     torch.manual_seed(0)
     model = fully_shard(Model(), **options)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

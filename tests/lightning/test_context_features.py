@@ -1,0 +1,276 @@
+"""What works with a context axis and what is refused, a test for each cell of the table in docs/parallelism.md."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+import transformers
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_mfsdp import MFSDPStrategy
+from lightning_mfsdp.checkpoint import load_checkpoint
+from lightning_mfsdp.context_parallel import shift_labels
+from lightning_mfsdp.mtp import MultiTokenPredictor
+from tests.helpers.distributed import run_distributed
+from tests.lightning.models import full_state, make_trainer, strict_warnings
+from tests.lightning.test_context import ROWS, STEPS, VOCABULARY, Finetuned, OwnLoss, Texts, assert_equal, fit
+
+# Options of strategy and Trainer with which a fit comes to that of one rank.
+WORKS: dict[str, dict[str, Any]] = {
+    "compile": {"compile": {"backend": "aot_eager"}},
+    "recompute": {"recompute": {"method": "uniform"}},
+    "tiled MLP": {"recompute": {"method": "uniform", "tiled_modules": ["*.mlp"], "tiles": 2}},
+    "offload": {"offload": "optimizer"},
+    "accumulation": {"accumulate_grad_batches": 2, "accumulation": "sharded"},
+    "reshard_after_forward": {"reshard_after_forward": False},
+}
+
+
+def plainly(rank: int, world: int, name: str, context: int) -> dict[str, Any]:
+    options = dict(WORKS[name])
+    if context == 1:  # the reference is the same training without the feature
+        options = {key: value for key, value in options.items() if key == "accumulate_grad_batches"}
+    return fit(rank, world, OwnLoss, Texts("padded"), context=context, **options)
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_a_feature_works_with_divided_sequences(name: str) -> None:
+    (expected,) = run_distributed(plainly, 1, name, 1)
+    for found in run_distributed(plainly, 2, name, 2):
+        assert_equal(found, expected, 1e-12)
+
+
+class Measured(Finetuned):
+    """Metrics of tokens: each rank has some, and all of them belong to one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torchmetrics.SumMetric()
+        self.confusion = torchmetrics.ConfusionMatrix("multiclass", num_classes=VOCABULARY, ignore_index=-100)
+        self.mean = torchmetrics.MeanMetric()
+        self.computed: dict[str, Tensor] = {}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        real = batch["labels"] != -100
+        self.total.update(real.sum())
+        self.confusion.update(batch["input_ids"], batch["labels"])
+        self.mean.update(batch["input_ids"].double()[real])
+        self.log("count", real.sum().double(), sync_dist=True, reduce_fx="sum", batch_size=1)
+
+    def on_validation_epoch_end(self) -> None:
+        self.computed = {name: getattr(self, name).compute() for name in ("total", "confusion", "mean")}
+
+
+def measure(rank: int, world: int, context: int) -> dict[str, Tensor]:
+    strict_warnings()
+    warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
+    warnings.filterwarnings("ignore", message=".*sums and counts are right")
+    with tempfile.TemporaryDirectory() as folder:
+        strategy = MFSDPStrategy(context=context)
+        trainer = make_trainer(folder, world, strategy=strategy, precision="64-true", use_distributed_sampler=True)
+        model = Measured()
+        trainer.validate(model, DataLoader(Texts("whole"), batch_size=ROWS * context // world), verbose=False)
+    return {**model.computed, "logged": trainer.callback_metrics["count"]}
+
+
+@pytest.mark.parametrize(("world", "context"), [(2, 2), (4, 2)])
+def test_metrics_of_tokens_are_those_of_one_rank(world: int, context: int) -> None:
+    (expected,) = run_distributed(measure, 1, 1)
+    for found in run_distributed(measure, world, context):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, msg=name)
+
+
+class LogsItsOwn(Finetuned):
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        logits = self.model(batch["input_ids"]).logits
+        self.log(
+            "val",
+            F.cross_entropy(logits.flatten(0, 1), shift_labels(batch["labels"]).flatten()),
+            sync_dist=True,
+            batch_size=1,
+        )
+
+
+def warn(rank: int, world: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("always")
+        trainer = make_trainer(folder, world, strategy=MFSDPStrategy(context=2), precision="64-true")
+        trainer.validate(LogsItsOwn(), DataLoader(Texts("whole"), batch_size=ROWS), verbose=False)
+    return [str(one.message) for one in caught if "targets" in str(one.message)]
+
+
+def test_an_evaluation_warns_once_of_means_of_unequal_parts() -> None:
+    for messages in run_distributed(warn, 2):
+        assert len(messages) == 1
+        assert re.search(
+            r"batch 0 of validation loader 0: .* between \d+ and \d+ targets.*tokens_in_batch", messages[0]
+        )
+
+
+class Manual(OwnLoss):
+    """Two backwards in a step, whose gradients are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            loss = self.loss(batch) / 2
+            self.manual_backward(loss)
+        self.log("train", 2 * loss, sync_dist=True)
+        self.on_before_optimizer_step(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_hand(rank: int, world: int, context: int) -> dict[str, Any]:
+    return fit(rank, world, Manual, Texts("padded"), gradient_clip_val=None, context=context)
+
+
+def test_manual_optimization_trains_as_one_rank() -> None:
+    (expected,) = run_distributed(by_hand, 1, 1)
+    for found in run_distributed(by_hand, 2, 2):
+        assert_equal(found, expected, 1e-12)
+
+
+class Predicts(Finetuned):
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(batch["input_ids"]).logits.argmax(-1)
+
+
+class Keeps(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch")
+        self.rows: dict[int, Tensor] = {}
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Tensor, batch_indices: Any, *_: Any) -> None:
+        self.rows.update(zip(batch_indices, prediction, strict=True))
+
+
+def predict(rank: int, world: int, context: int) -> dict[int, Tensor]:
+    strict_warnings()
+    writer = Keeps()
+    with tempfile.TemporaryDirectory() as folder:
+        strategy = MFSDPStrategy(context=context)
+        trainer = make_trainer(
+            folder, world, strategy=strategy, precision="64-true", callbacks=[writer], use_distributed_sampler=True
+        )
+        trainer.predict(Predicts(), DataLoader(Texts("whole"), batch_size=3), return_predictions=False)
+    return writer.rows
+
+
+def test_predictions_are_of_whole_sequences_and_of_each_sample_once() -> None:
+    (expected,) = run_distributed(predict, 1, 1)
+    ranks = run_distributed(predict, 2, 2)
+    assert sorted(index for found in ranks for index in found) == list(range(STEPS * ROWS))
+    for found in ranks:
+        for index, row in found.items():
+            assert torch.equal(row, expected[index]), index
+
+
+def save_in_the_background(rank: int, world: int, folder: str, context: int) -> dict[str, Tensor]:
+    strict_warnings()
+    trainer = make_trainer(
+        folder, world, strategy=MFSDPStrategy(context=context, async_save=True), precision="64-true", max_steps=2
+    )
+    model = Finetuned()
+    trainer.fit(model, DataLoader(Texts("whole"), batch_size=ROWS))
+    trainer.save_checkpoint(f"{folder}/saved")
+    trainer.strategy.finish_saving()
+    return full_state(model)
+
+
+def test_a_save_in_the_background_has_the_weights_that_were_trained() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        trained = run_distributed(save_in_the_background, 2, folder, 2)[0]
+        saved = load_checkpoint(f"{folder}/saved", weights_only=False)["state_dict"]
+    for name, value in trained.items():
+        assert torch.equal(saved[name], value), name
+
+
+class WithRouter(Finetuned):
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.MixtralConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=2,
+            output_router_logits=True,
+        )
+        self.model = transformers.MixtralForCausalLM(config)
+
+
+class Iterates(OwnLoss):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        raise AssertionError("it is refused before")
+
+
+class PredictsAhead(OwnLoss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ahead = MultiTokenPredictor(8, lambda: nn.Linear(8, 8), depth=1)
+
+
+class Counted(Finetuned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.config.use_cache = True
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], str]] = {
+    "a router's loss": (WithRouter, "whole", {}, "MixtralForCausalLM adds a loss of its router"),
+    "dataloader_iter": (Iterates, "whole", {}, r"training_step\(dataloader_iter\) fetches its own batches"),
+    "tokens further ahead": (
+        PredictsAhead,
+        "whole",
+        {},
+        r"ahead \(MultiTokenPredictor\) predicts tokens further ahead",
+    ),
+    "packed documents with a cache": (
+        Counted,
+        "packed",
+        {},
+        "position_ids of the batch begin again.*use_cache = False",
+    ),
+}
+
+
+def refuse(rank: int, world: int, name: str) -> str:
+    kind, texts, options, _ = REFUSED[name]
+    with pytest.raises((ValueError, RuntimeError)) as info:
+        fit(rank, world, kind, Texts(texts), context=2, **options)  # type: ignore[arg-type]
+    return str(info.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_part_of_a_sequence_cannot_give_is_refused(name: str) -> None:
+    for message in run_distributed(refuse, 2, name):
+        assert re.search(REFUSED[name][3], message), message
+
+
+def test_options_that_exclude_a_context_axis_say_so() -> None:
+    with pytest.raises(ValueError, match="cuda_graph=True with context=2"):
+        MFSDPStrategy(context=2, cuda_graph=True)
+    with pytest.raises(TypeError, match="context_dims='tokens': expected a mapping"):
+        MFSDPStrategy(context=2, context_dims="tokens")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="context=0: expected a positive number of ranks"):
+        MFSDPStrategy(context=0)
+    with pytest.raises(ValueError, match="context_method='ring': expected one of 'auto', 'ulysses', 'gather'"):
+        MFSDPStrategy(context=2, context_method="ring")  # type: ignore[arg-type]
