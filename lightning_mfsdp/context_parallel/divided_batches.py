@@ -149,8 +149,8 @@ class DividedBatches:
                 self._warned.add(loader)
                 warnings.warn(
                     f"batch {number} of {loader}: the parts of its sequences have between {smallest} and {largest} targets, so the mean "
-                    "over ranks of a mean over each rank's own is not that over tokens; sums and counts are right. For a mean use the sum "
-                    "of losses, divided by lightning_mfsdp.context_parallel.tokens_in_batch(targets)",
+                    "over ranks of a mean over each rank's own is not that over tokens; sums and counts are right. Use the sum "
+                    "of losses, divided by lightning_mfsdp.context_parallel.tokens_in_batch(targets), for a mean",
                     stacklevel=2,
                 )
                 return None

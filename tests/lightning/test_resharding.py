@@ -42,7 +42,7 @@ SAVED = {
     1: ["optim_grads_params", "no_shard"],
     2: ["optim", "bf16 compute"],
     3: ["optim_grads_params", "optim_grads"],
-    4: ["optim_grads_params", "hsdp", "hfsdp", "context", "bf16 compute of optim"],
+    4: ["optim_grads_params", "context", "hfsdp", "bf16 compute of optim"],
 }
 
 
