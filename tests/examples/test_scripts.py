@@ -249,7 +249,8 @@ def test_a_yaml_file_builds_the_strategy_it_names(config: Path, monkeypatch: pyt
 
 def test_the_command_line_trains_from_a_yaml_file(tmp_path: Path) -> None:
     options = ["--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1", "--data.batch_size=2"]
-    run_on_two_ranks(("cli.py", "fit", f"--config={ROOT / 'examples/configs/cpu.yaml'}", *options), folder=tmp_path)
+    files = [ROOT / "examples/configs" / name for name in ("cpu.yaml", "context.yaml")]
+    run_on_two_ranks(*(("cli.py", "fit", f"--config={file}", *options) for file in files), folder=tmp_path)
     assert list((tmp_path / "mfsdp-runs/cli/checkpoints").glob("*.ckpt"))
 
 
