@@ -167,8 +167,13 @@ def unsupported_dtypes(rank: int, world: int) -> None:
 
 def somebody_elses_dtensor(rank: int, world: int) -> None:
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
 
-    other = torch_fully_shard(nn.Linear(4, 4), mesh=mesh_of((world,), ("dp",)))
+    mesh = mesh_of((world,), ("dp",))
+    with says(ShardingError, "0 of Sequential", "torch.distributed.fsdp.fully_shard", "Leave out the lines"):
+        fully_shard(nn.Sequential(torch_fully_shard(nn.Linear(4, 4), mesh=mesh)))
+    other = nn.Linear(4, 4)
+    other.weight = nn.Parameter(distribute_tensor(other.weight.detach(), mesh, [Shard(0)]))
     with says(ShardingError, "parameter 0.weight of Sequential", "DTensor", "one engine"):
         fully_shard(nn.Sequential(other))
 
