@@ -413,3 +413,25 @@ def test_every_new_tensor_names_its_device() -> None:
         and not any(keyword.arg in ("device", None) for keyword in call.keywords)
     ]
     assert silent == []
+
+
+def test_one_file_of_the_engine_knows_axes_by_their_names() -> None:
+    """Elsewhere an axis is an object with ranks: what depends on it follows from placements and sizes."""
+    names = {"outer", "shard", "data", "context", "tensor", "expert"}
+    constants = {name.upper() for name in names}
+
+    def is_a_name(node: ast.expr) -> bool:
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+            return any(map(is_a_name, node.elts))
+        if isinstance(node, ast.Constant):
+            return node.value in names
+        return isinstance(node, ast.Name) and node.id in constants
+
+    found = [
+        where(path, node.lineno)
+        for path in ENGINE
+        if path.relative_to(PACKAGE).as_posix() != "engine/comm/mesh.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare) and any(map(is_a_name, (node.left, *node.comparators)))
+    ]
+    assert found == []

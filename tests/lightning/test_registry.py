@@ -16,6 +16,7 @@ from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
 import lightning_mfsdp
 from lightning_mfsdp import MFSDPStrategy, MixedPrecisionPolicy, ShardingError
+from lightning_mfsdp.options.mesh import MeshSizes
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import loader, make_trainer, seeded, strict_warnings
 
@@ -191,3 +192,28 @@ def test_a_policy_is_given_once() -> None:
     strategy = MFSDPStrategy(policy=policy, precision_plugin=lightning_mfsdp.MFSDPPrecision("bf16-mixed"))
     assert strategy.precision_plugin.policy is policy
     assert strategy.precision_plugin.precision == "bf16-mixed"
+
+
+def places(rank: int, world_size: int) -> dict[str, Any]:
+    """Of ranks on meshes with a context axis: number of data ranks, which, and the ranks that divide its batch."""
+    found: dict[str, Any] = {}
+    for names in (("data", "context"), ("context", "data")):
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        connected = MeshSizes(mesh=mesh).connect("cpu", world_size, rank)
+        assert connected.context is not None
+        group = torch.distributed.get_process_group_ranks(connected.context)
+        found[names[0]] = connected.data_size, connected.data_rank, group
+        assert connected.device_mesh is connected.sharded is mesh
+    connected = MeshSizes(outer=2, context=2).connect("cpu", world_size, rank)
+    found["sizes"] = connected.data_size, connected.data_rank, connected.device_mesh.mesh_dim_names
+    with pytest.raises(ValueError, match=r"context=2 and mesh=.*: a mesh already has its axes"):
+        MeshSizes(mesh=mesh, context=2)
+    return found
+
+
+def test_ranks_that_divide_a_batch_are_known_on_meshes_of_ones_own() -> None:
+    found = run_distributed(places, 4)
+    assert [one["data"] for one in found] == [(2, 0, [0, 1]), (2, 0, [0, 1]), (2, 1, [2, 3]), (2, 1, [2, 3])]
+    assert [one["context"] for one in found] == [(2, 0, [0, 2]), (2, 1, [1, 3]), (2, 0, [0, 2]), (2, 1, [1, 3])]
+    axes = ("outer", "data", "context")
+    assert [one["sizes"] for one in found] == [(2, 0, axes), (2, 0, axes), (2, 1, axes), (2, 1, axes)]
