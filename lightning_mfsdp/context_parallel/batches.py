@@ -63,7 +63,8 @@ def divide(batch: Any, parallel: ContextParallel, dims: Mapping[str, int | None]
         key: _padded(entries[key], dim, padded - length, _fill_of(key, entries[key], is_first=key == first), key)
         for key, dim in along.items()
     }
-    cut = _cut_of(whole, length, padded)
+    rows = entries[first].size(0) if along[first] else 1
+    cut = _cut_of(whole, rows, length, padded)
     parts = {key: parallel.part_of(value, along[key]) for key, value in whole.items()}
     return _rebuilt(batch, parts), cut
 
@@ -88,11 +89,13 @@ def _dims_of(entries: Mapping[str, Any], dims: Mapping[str, int | None]) -> dict
         value = entries.get(str(key))
         if dim is None:
             continue
+        if value is None:  # another loader's batches may have it
+            continue
         if not isinstance(value, Tensor) or not -value.dim() <= dim < value.dim():
             kind = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
-                f"context_dims={{{key!r}: {dim}}}: the batch has {'no such entry' if value is None else f'{kind} there'}; it has "
-                f"{list(entries)}. Name entries of the batch, and a dim that they have"
+                f"context_dims={{{key!r}: {dim}}}: the batch has {kind} there; it has {list(entries)}. Name tensors of the batch, and a "
+                "dim that they have"
             )
         found[str(key)] = dim % value.dim()
     for key, dim in KNOWN_DIMS.items():
@@ -146,7 +149,7 @@ def _padded(value: Tensor, dim: int, count: int, fill: int, key: str) -> Tensor:
     return F.pad(value, sizes, value=fill)
 
 
-def _cut_of(whole: Mapping[str, Tensor], length: int, padded: int) -> Cut:
+def _cut_of(whole: Mapping[str, Tensor], rows: int, length: int, padded: int) -> Cut:
     """What attention must know of the whole sequences: that of transformers, which reads either padding or packed positions."""
     mask, positions = whole.get("attention_mask"), whole.get("position_ids")
     is_real: Tensor | None = None
@@ -161,8 +164,9 @@ def _cut_of(whole: Mapping[str, Tensor], length: int, padded: int) -> Cut:
     if mask is None and positions is not None and positions.dim() == 2:
         begins = F.pad(positions.diff(dim=1) != 1, (1, 0))
         if bool(begins.any()):
-            document = begins.cumsum(1)
-    return Cut(length=padded, is_real=is_real, document=document)
+            document = begins.cumsum(1).expand(rows, -1)
+    given = length if padded > length else None
+    return Cut(length=padded, rows=rows, is_real=is_real, document=document, given=given, has_mask=mask is not None)
 
 
 def _rebuilt(batch: Any, parts: Mapping[str, Tensor]) -> Any:
@@ -171,6 +175,9 @@ def _rebuilt(batch: Any, parts: Mapping[str, Tensor]) -> Any:
     if isinstance(batch, Mapping):
         keys = {str(key): key for key in batch}
         again: Any = copy.copy(batch)
+        for name, value in getattr(again, "__dict__", {}).items():
+            if isinstance(value, dict):  # where mappings of one's own keep their entries
+                again.__dict__[name] = dict(value)
         for key, part in parts.items():
             again[keys[key]] = part
         return again

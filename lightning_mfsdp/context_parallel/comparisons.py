@@ -19,8 +19,8 @@ __all__ = ["Comparisons", "fingerprint"]
 _UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fingerprint(value: Any, device: torch.device) -> Tensor:
-    """`[1]`, int64: a number of all tensors, numbers and strings in `value`, almost surely another one if any of them differs."""
+def fingerprint(value: Any, device: torch.device, *, contents: bool = True) -> Tensor:
+    """`[1]`, int64: a number of all tensors, or of their shapes alone, numbers and strings in `value`; almost surely another for others."""
     total = torch.zeros(1, dtype=torch.int64, device=device)
     for path, leaf in leaves_in(value):
         known = f"{path} {leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else None
@@ -30,7 +30,7 @@ def fingerprint(value: Any, device: torch.device) -> Tensor:
             continue
         salt = zlib.crc32(known.encode())
         total = total * 1_000_003 + salt
-        if isinstance(leaf, Tensor) and leaf.numel():
+        if contents and isinstance(leaf, Tensor) and leaf.numel():
             numbers = _numbers(leaf).to(device)
             places = torch.arange(1, numbers.numel() + 1, device=device)
             total = total + ((numbers + salt) * (places * 2_654_435_761 % 2_147_483_647)).sum()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from lightning_mfsdp.context_parallel.batches import divide
 from lightning_mfsdp.context_parallel.comparisons import Comparisons, fingerprint
 from lightning_mfsdp.context_parallel.huggingface import choose_method, use_context_attention
 from lightning_mfsdp.context_parallel.model_inputs import complete_inputs
-from lightning_mfsdp.context_parallel.sharing import ContextParallel, Method, activate, deactivate
+from lightning_mfsdp.context_parallel.sharing import ContextParallel, Method, StepNotes, activate, deactivate
 from lightning_mfsdp.context_parallel.targets import IGNORED
 from lightning_mfsdp.context_parallel.watch import watched_step
 
@@ -50,7 +50,6 @@ class DividedBatches:
         self._device = device
         self._comparisons = Comparisons()
         self._read: Counter[str] = Counter()
-        self._watched: set[str] = set()
         self._warned: set[str] = set()
         self._ends: list[Callable[[], None]] = []
         self._parallel: ContextParallel | None = None
@@ -75,7 +74,6 @@ class DividedBatches:
             end()
         self._ends.clear()
         self._read.clear()
-        self._watched.clear()
         self._warned.clear()
         self._parallel = None
         deactivate()
@@ -108,17 +106,18 @@ class DividedBatches:
         self._comparisons.look()
         number = self._read[loader]
         self._read[loader] += 1
-        if number < _FIRST or number % _EVERY == 0:
-            self._compare_batch(batch, loader, number)
+        closely = number < _FIRST or number % _EVERY == 0
+        self._compare_batch(batch, loader, number, contents=closely)
         part, parallel.cut = divide(batch, parallel, self._dims)
-        parallel.is_counted = False
-        with ExitStack() as stack:
-            if loader not in self._watched:
-                stack.enter_context(watched_step(parallel))
-            yield part
-        self._watched.add(loader)
-        if not parallel.is_counted:
+        parallel.notes, parallel.is_watched = StepNotes(), closely
+        try:
+            tokens = parallel.cut.rows * parallel.cut.length // parallel.size
+            with watched_step(parallel, tokens, trains=trains) if closely else nullcontext():
+                yield part
             self._compare_targets(part, loader, number, trains=trains)
+        except BaseException:
+            parallel.cut = None
+            raise
         if not stays:
             parallel.cut = None
 
@@ -127,7 +126,9 @@ class DividedBatches:
         if self._parallel is not None:
             self._parallel.cut = None
 
-    def _compare_batch(self, batch: Any, loader: str, number: int) -> None:
+    def _compare_batch(self, batch: Any, loader: str, number: int, *, contents: bool) -> None:
+        """Shapes of every batch, because parts of other lengths do not fit each other, and contents of some."""
+
         def error(smallest: int, largest: int) -> Exception:
             return ValueError(
                 f"batch {number} of {loader} differs between ranks of one context group, which divide every batch among "
@@ -135,13 +136,14 @@ class DividedBatches:
                 'Lightning\'s, the same seed on these ranks for random transforms, or context_batches="broadcast"'
             )
 
-        self._comparisons.compare(fingerprint(batch, self._device), self._group, error)
-        self._comparisons.look()  # on a CPU the answer is there, and parts of other lengths would not fit each other
+        self._comparisons.compare(fingerprint(batch, self._device, contents=contents), self._group, error)
+        self._comparisons.look()  # on a CPU the answer is there
 
     def _compare_targets(self, part: Any, loader: str, number: int, *, trains: bool) -> None:
         parallel = self._parallel
         assert parallel is not None
-        if loader in self._warned:
+        notes = parallel.notes
+        if loader in self._warned or (notes.is_counted and not notes.means):
             return
 
         def error(smallest: int, largest: int) -> Exception | None:
@@ -160,7 +162,8 @@ class DividedBatches:
                 "losses, divided by lightning_mfsdp.context_parallel.tokens_in_batch(targets)"
             )
 
-        self._comparisons.compare(_targets_in(part, parallel), self._group, error)
+        for counted in notes.means or [_targets_in(part, parallel, self._device)]:
+            self._comparisons.compare(counted, self._group, error)
 
 
 def from_first(batch: Any, group: dist.ProcessGroup) -> Any:
@@ -181,22 +184,17 @@ def _refuse(module: nn.Module) -> None:
             )
 
 
-def _targets_in(part: Any, parallel: ContextParallel) -> Tensor:
-    """How many targets a part has, as far as a batch tells: its labels, or else its tokens that are no padding. `[1]`, int64."""
-    labels = part.get("shift_labels", part.get("labels")) if isinstance(part, Mapping) else None
-    if not isinstance(labels, Tensor) and isinstance(part, (tuple, list)) and len(part) > 1:
-        labels = part[1] if isinstance(part[1], Tensor) and not part[1].is_floating_point() else None
+def _targets_in(part: Any, parallel: ContextParallel, device: torch.device) -> Tensor:
+    """How many targets a part has, as far as is known: of labels that were shifted, of the batch's, or its tokens. `[1]`, int64."""
+    labels = parallel.notes.targets
+    if labels is None and isinstance(part, Mapping):
+        labels = part.get("shift_labels", part.get("labels"))
+    if labels is None and isinstance(part, (tuple, list)) and len(part) > 1 and isinstance(part[1], Tensor):
+        labels = None if part[1].is_floating_point() else part[1]
     if isinstance(labels, Tensor):
         return (labels != IGNORED).sum().reshape(1)
     cut = parallel.cut
     assert cut is not None
     if cut.is_real is None:
-        first = (
-            next(iter(part.values()))
-            if isinstance(part, Mapping)
-            else part[0]
-            if isinstance(part, (tuple, list))
-            else part
-        )
-        return torch.tensor([cut.length], device=first.device)
+        return torch.tensor([cut.length], device=device)
     return parallel.part_of(cut.is_real, 1).sum().reshape(1)

@@ -34,13 +34,16 @@ from lightning_mfsdp.context_parallel.exchange import to_sequence
 from lightning_mfsdp.context_parallel.pattern import Pattern, padding_to_mask, remembered
 from lightning_mfsdp.context_parallel.sharing import ContextParallel, Cut, Method, active
 
-__all__ = ["choose_method", "models_in", "use_context_attention"]
+__all__ = ["choose_method", "models_in", "pretrained", "use_context_attention"]
 
 # Before the name of the implementation that a model had.
 _PREFIX = "mfsdp_context_"
 
 # Kinds of layers that transformers' configurations name, and that see nothing of a sequence but by attention.
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# Ends of names of models with one result for a sequence, or places in it.
+_OF_SEQUENCES = ("ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction")
 
 # Layers that carry something along the sequence from token to token.
 _RECURRENT = re.compile(r"Mamba|Recurrent|Rwkv|RWKV|DeltaNet|LinearAttention|LightningAttention|RgLru|ShortConv|SSM")
@@ -104,7 +107,7 @@ def use_context_attention(module: nn.Module, parallel: ContextParallel) -> Calla
         before += [(config, _before(config)) for config in _configurations(model.config)]
         implementation = _registered(bases[name])
         model.set_attn_implementation(implementation)
-        if any(part.config._attn_implementation != implementation for part in _pretrained(model)):
+        if any(part.config._attn_implementation != implementation for part in pretrained(model)):
             undo()
             raise ShardingError(
                 f"{name}: transformers could not change its attention function: its layers do not call the one that is chosen by"
@@ -148,7 +151,8 @@ def models_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield f"{name} ({type(part).__name__})" if name else type(part).__name__, part
 
 
-def _pretrained(model: Any) -> Iterator[Any]:
+def pretrained(model: Any) -> Iterator[Any]:
+    """A model of transformers and those inside."""
     kind = _transformers("modeling_utils").PreTrainedModel
     return (part for part in model.modules() if isinstance(part, kind))
 
@@ -179,7 +183,7 @@ def _checked_base(name: str, model: Any, parallel: ContextParallel) -> str:
     """The attention implementation that the model has; a model that cannot be divided is refused."""
     for reason in _reasons(model, parallel):
         raise ShardingError(f"{name}: {reason}, so context > 1 cannot train it. Use context=1.")
-    found = sorted({str(_before(part.config)) for part in _pretrained(model)})
+    found = sorted({str(_before(part.config)) for part in pretrained(model)})
     base = found[0]
     if len(found) > 1:
         raise ShardingError(
@@ -228,6 +232,10 @@ def _reasons(model: Any, parallel: ContextParallel) -> Iterator[str]:
             yield f"{path} ({type(part).__name__}) computes a token from its neighbors, which can be on another rank"
         if isinstance(part, nn.RNNBase) or _RECURRENT.search(type(part).__name__):
             yield f"{path} ({type(part).__name__}) carries a state along the sequence, which is divided"
+        if type(part).__name__.endswith("Pooler"):
+            yield f"{path} ({type(part).__name__}) reads one token of a sequence, which one rank has"
+    if type(model).__name__.endswith(_OF_SEQUENCES):
+        yield "its result is one of a whole sequence"
     if not _attention_layers("", model):
         yield "no layer of attention was found in it by its class name"
     if "position_ids" not in inspect.signature(model.forward).parameters:

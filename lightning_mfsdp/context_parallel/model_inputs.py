@@ -7,12 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mfsdp.context_parallel.attention import context_positions
-from lightning_mfsdp.context_parallel.huggingface import models_in
+from lightning_mfsdp.context_parallel.huggingface import models_in, pretrained
 from lightning_mfsdp.context_parallel.sharing import ContextParallel, Cut, active
-from lightning_mfsdp.context_parallel.targets import note_counted, shift_labels, tokens_in_batch
+from lightning_mfsdp.context_parallel.targets import IGNORED, shift_labels, tokens_in_batch, without_padding
 
 __all__ = ["complete_inputs"]
 
@@ -31,7 +33,9 @@ def complete_inputs(module: nn.Module, *, always_counts: bool = False) -> Callab
         Ends it.
     """
     complete = partial(_complete, always_counts)
-    handles = [model.register_forward_pre_hook(complete, with_kwargs=True) for _, model in models_in(module)]
+    # Those inside as well: a step may call the model without its head.
+    models = {id(part): part for _, model in models_in(module) for part in pretrained(model)}
+    handles = [model.register_forward_pre_hook(complete, with_kwargs=True) for model in models.values()]
 
     def end() -> None:
         for handle in handles:
@@ -45,7 +49,7 @@ def _complete(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     parallel = active()
     is_divided = parallel is not None and parallel.cut is not None
-    if not is_divided and not (always_counts and model.training):
+    if not is_divided and not (always_counts and torch.is_grad_enabled()):
         return None
     signature = inspect.signature(model.forward)
     bound = signature.bind_partial(*args, **kwargs)
@@ -70,9 +74,18 @@ def _complete_part(
     if tokens.size(1) * parallel.size != cut.length:
         raise ValueError(
             f"{name} was called with sequences of {tokens.size(1)} tokens, in a step whose batch has {cut.length} divided among "
-            f"{parallel.size} ranks, {cut.length // parallel.size} each. Pass it the step's batch, and generate in hooks such "
-            "as on_validation_batch_start, which see whole sequences"
+            f"{parallel.size} ranks, {cut.length // parallel.size} each. Pass it all of them, without slices, "
+            "and generate in hooks such as on_validation_batch_start, which see whole sequences"
         )
+    for argument, matters in (
+        ("attention_mask", cut.has_mask and cut.is_real is not None),
+        ("position_ids", cut.document is not None),
+    ):
+        if matters and given.get(argument) is None and argument in signature.parameters:
+            raise ValueError(
+                f"{name} was called without {argument}, and the batch has one that says which tokens see each other, which whole sequences "
+                f"were divided with. Pass it to the model, or leave it out of the batch"
+            )
     if given.get("position_ids") is None:
         given["position_ids"] = context_positions(tokens.size(1), tokens.device).unsqueeze(0)
     if "use_cache" in signature.parameters:
@@ -102,7 +115,7 @@ def _without_cache(model: nn.Module, given: dict[str, Any], *, packed: bool) -> 
 
 
 def _complete_targets(model: nn.Module, labels: Tensor, given: dict[str, Any]) -> None:
-    kind = getattr(model, "loss_type", None)
+    kind = getattr(model, "loss_type", None) or "ForCausalLM"  # as transformers has it for models that name none
     if kind not in _SHIFTED:
         raise ValueError(
             f"{type(model).__name__} computes a loss of type {kind} from labels, which is not known to be a mean over tokens; expected "
@@ -115,10 +128,30 @@ def _complete_targets(model: nn.Module, labels: Tensor, given: dict[str, Any]) -
             f"{type(model).__name__} adds a loss of its router, which is no mean over tokens, so that of parts is another. Use "
             "output_router_logits=False and balance experts without a loss, or leave context out"
         )
+    if given.get("num_items_in_batch") is not None:
+        raise ValueError(
+            f"{type(model).__name__} was called with num_items_in_batch, which the strategy counts over all ranks; leave it out"
+        )
+    parallel = active()
     targets = given.get("shift_labels")
-    if _SHIFTED[kind] and targets is None:
+    if targets is None and _SHIFTED[kind]:
         targets = given["shift_labels"] = shift_labels(labels)
-    if given.get("num_items_in_batch") is None:
-        given["num_items_in_batch"] = tokens_in_batch(labels if targets is None else targets)
-    else:
-        note_counted()
+    elif targets is None:
+        targets = labels if parallel is None else without_padding(labels, parallel, ahead=0)
+        given["labels"] = targets
+    if parallel is not None and parallel.cut is not None:
+        _refuse_targets_at_padding(model, targets, parallel, parallel.cut)
+    given["num_items_in_batch"] = tokens_in_batch(targets)
+
+
+def _refuse_targets_at_padding(model: nn.Module, targets: Tensor, parallel: ContextParallel, cut: Cut) -> None:
+    """What padding computes is unspecified, so it has no targets; looked at where the step is watched, because the host waits."""
+    if cut.is_real is None or not parallel.is_watched:
+        return
+    wrong = ((targets != IGNORED) & ~parallel.part_of(cut.is_real, 1)).any().to(torch.int32)
+    dist.all_reduce(wrong, op=dist.ReduceOp.MAX, group=parallel.group)  # so that all of them raise
+    if bool(wrong):
+        raise ValueError(
+            f"{type(model).__name__}: labels of padding tokens are not -100, and what padding computes is unspecified with divided "
+            "sequences. Use -100 for labels where attention_mask is 0"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -25,11 +25,36 @@ class Cut:
         length: Tokens of a whole sequence, with padding at its end: a multiple of the number of chunks.
         is_real: `[batch, length]`, bool: tokens that others may attend to. `None`: all.
         document: `[batch, length]`, int64: tokens attend to those of the same number alone. `None`: a sequence is one document.
+        rows: Sequences in the batch.
+        given: Tokens of a sequence as the batch had it, before padding was added. `None`: all.
+        has_mask: The batch had an attention mask.
     """
 
     length: int
     is_real: Tensor | None = None
     document: Tensor | None = None
+    rows: int = 1
+    given: int | None = None
+    has_mask: bool = False
+
+
+@dataclass(kw_only=True, eq=False)
+class StepNotes:
+    """What was seen in a step of divided sequences.
+
+    Attributes:
+        attends: Attention saw whole sequences.
+        is_counted: The targets of all ranks were counted for the loss.
+        targets: What `shift_labels` returned last.
+        means: How many targets each mean of losses was over, `[1]`, where the step was watched.
+        sums: Losses of tokens were not averaged, where the step was watched.
+    """
+
+    attends: bool = False
+    is_counted: bool = False
+    targets: Tensor | None = None
+    means: list[Tensor] = field(default_factory=list)
+    sums: bool = False
 
 
 class ContextParallel:
@@ -43,9 +68,9 @@ class ContextParallel:
             to gathered keys and values.
         cut: Of the step that runs or ran last; `None` where its batch was not divided. It stays until the next step begins, because
             activation checkpointing calls attention again in backward.
-        is_counted: In this step the targets of all ranks were counted for the loss.
-        attention_calls: How often attention saw whole sequences, since the beginning.
-        is_attending: Such a call is running.
+        notes: What was seen in that step.
+        is_attending: Attention of whole sequences is running.
+        is_watched: The step is one of those that are looked at closely.
     """
 
     def __init__(self, group: dist.ProcessGroup, method: Method) -> None:
@@ -54,9 +79,9 @@ class ContextParallel:
         self.rank = dist.get_rank(group)
         self.method = method
         self.cut: Cut | None = None
-        self.is_counted = False
-        self.attention_calls = 0
+        self.notes = StepNotes()
         self.is_attending = False
+        self.is_watched = False
 
     def chunks(self) -> tuple[int, ...]:
         """Which chunks of a sequence this rank has, in the order in which they lie in its tensors.
@@ -77,7 +102,7 @@ class ContextParallel:
     @contextmanager
     def attending(self) -> Iterator[None]:
         """Around attention of whole sequences."""
-        self.attention_calls += 1
+        self.notes.attends = True
         before, self.is_attending = self.is_attending, True
         try:
             yield

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.context_parallel.sharing import active
+from lightning_mfsdp.context_parallel.sharing import ContextParallel, active
 
-__all__ = ["IGNORED", "note_counted", "shift_labels", "tokens_in_batch"]
+__all__ = ["IGNORED", "note_counted", "shift_labels", "tokens_in_batch", "without_padding"]
 
 IGNORED = -100
 
@@ -37,15 +37,27 @@ def shift_labels(labels: Tensor) -> Tensor:
     beginnings = {chunk: firsts[place] for place, chunk in enumerate(parallel.all_chunks())}
     ends = torch.full_like(first[0], IGNORED)
     following = torch.stack([beginnings.get(chunk + 1, ends) for chunk in chunks])
-    shifted = torch.cat([pieces[:, :, 1:], following.unsqueeze(2)], 2)
-    return torch.cat(tuple(shifted), 1)
+    shifted = torch.cat(tuple(torch.cat([pieces[:, :, 1:], following.unsqueeze(2)], 2)), 1)
+    targets = without_padding(shifted, parallel, ahead=1)
+    parallel.notes.targets = targets
+    return targets
+
+
+def without_padding(targets: Tensor, parallel: ContextParallel, *, ahead: int) -> Tensor:
+    """-100 for targets at tokens that were added to a batch, whatever labels were made of; `ahead`: of how many tokens later they are."""
+    cut = parallel.cut
+    if cut is None or cut.given is None:
+        return targets
+    places = torch.arange(cut.length, device=targets.device).unsqueeze(0)
+    is_given = parallel.part_of(places + ahead < cut.given, 1)
+    return targets.masked_fill(~is_given, IGNORED)
 
 
 def tokens_in_batch(targets: Tensor) -> Tensor:
     """What a rank divides the sum of its tokens' losses by, so that the mean over ranks is the mean over all tokens of all ranks.
 
     It is the number of targets on all ranks, divided by the number of ranks: gradients and `self.log(..., sync_dist=True)` are means over
-    ranks. Collective over all ranks.
+    ranks. Collective over all ranks; where no gradients are recorded, as in evaluations, over those that divide a batch.
 
     Args:
         targets: Any shape; -100 does not count. Already shifted, where the loss shifts (`shift_labels`).
@@ -56,8 +68,13 @@ def tokens_in_batch(targets: Tensor) -> Tensor:
     counted = (targets != IGNORED).sum()
     ranks = 1
     if dist.is_initialized():
-        ranks = dist.get_world_size()
-        dist.all_reduce(counted)
+        parallel = active()
+        # Evaluations may have other numbers of batches on other ranks, so only those that divide a batch count it together.
+        evaluates = not torch.is_grad_enabled()
+        group = (None if parallel is None else parallel.group) if evaluates else dist.group.WORLD
+        if group is not None:
+            ranks = dist.get_world_size(group)
+            dist.all_reduce(counted, group=group)
     note_counted()
     return counted.clamp(min=1).to(torch.float32) / ranks
 
@@ -66,4 +83,4 @@ def note_counted() -> None:
     """The loss of this step is divided by a count of all ranks' targets."""
     parallel = active()
     if parallel is not None:
-        parallel.is_counted = True
+        parallel.notes.is_counted = True

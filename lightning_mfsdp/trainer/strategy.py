@@ -394,8 +394,8 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Lightning's; ranks that divide a batch take that of the first of them, if that is requested."""
-        group = self._run_mesh.context
-        if group is not None and self._options.context_batches == "broadcast" and self._divided is not None:
+        group, predicts = self._run_mesh.context, self._trainer is not None and self._trainer.predicting
+        if group is not None and self._options.context_batches == "broadcast" and not predicts:
             batch = from_first(batch, group)
         return super().batch_to_device(batch, device, dataloader_idx)
 

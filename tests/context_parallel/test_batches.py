@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict, namedtuple
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import pytest
@@ -125,7 +126,6 @@ TOKENS = torch.ones(2, 6, dtype=torch.int64)
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a kind": (7, None, "a batch of type int cannot be divided; expected a mapping"),
     "nothing known": ((TOKENS, TOKENS), None, r"no entry of the batch .* it has \['0', '1'\].*context_dims"),
-    "no entry": ({"input_ids": TOKENS}, {"tokens": 1}, "the batch has no such entry; it has .'input_ids'"),
     "no tensor": ({"input_ids": TOKENS, "text": "a"}, {"text": 1}, "the batch has str there"),
     "no dim": ({"input_ids": TOKENS}, {"input_ids": 2}, r"a tensor of shape \[2, 6\] there"),
     "a mask of pairs": (
@@ -148,6 +148,47 @@ def test_a_batch_that_cannot_be_divided_is_refused_by_name(case: str) -> None:
     batch, dims, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         divide(batch, Alone(2, 0), dims)
+
+
+def test_an_entry_that_only_other_batches_have_may_be_named() -> None:
+    part, _ = divide({"input_ids": TOKENS}, Alone(2, 0), {"loss_mask": 1})
+    assert part.keys() == {"input_ids"}
+
+
+class Mine(MutableMapping[str, Any]):
+    """Keeps its entries in an attribute, which a shallow copy shares."""
+
+    def __init__(self, **entries: Any) -> None:
+        self.entries = entries
+
+    def __getitem__(self, key: str) -> Any:
+        return self.entries[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.entries[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+def test_a_mapping_of_ones_own_is_not_written_to() -> None:
+    whole = Mine(input_ids=TOKENS)
+    part, _ = divide(whole, Alone(2, 0))
+    assert type(part) is Mine
+    assert part["input_ids"].shape == (2, 3)
+    assert whole["input_ids"] is TOKENS
+
+
+def test_positions_of_one_row_hold_for_all() -> None:
+    _, cut = divide({"input_ids": TOKENS, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, Alone(2, 0))
+    assert cut.document is not None
+    assert cut.document.tolist() == [[0, 0, 0, 1, 1, 1]] * 2
 
 
 def test_an_entry_that_is_no_sequence_stays_whole_where_that_is_said() -> None:

@@ -177,7 +177,7 @@ def fit(rank: int, world: int, kind: type[Trained], texts: Dataset[Any], **optio
 def assert_equal(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
     assert len(found["norms"]) > 1
     assert found["norms"] == pytest.approx(expected["norms"], rel=tolerance)
-    assert found["logged"].keys() == expected["logged"].keys() >= {"train", "val"}
+    assert found["logged"].keys() >= expected["logged"].keys() >= {"train"}
     for name, value in expected["logged"].items():
         assert found["logged"][name] == pytest.approx(value, rel=max(tolerance, 1e-6)), name
     for name, value in expected["state"].items():
@@ -244,6 +244,8 @@ def test_trains_as_one_rank_with_whole_sequences(
     if sharding == "no_shard" and "outer_sharding" in axes:
         sharding = "optim"
     expected = of_one_rank(model, kind)
+    if world > axes["context"]:  # in evaluations, each data rank's mean is that of its own tokens
+        expected = {**expected, "logged": {"train": expected["logged"]["train"]}}
     for found in run_distributed(train, world, model, kind, {**axes, "context_method": method, "sharding": sharding}):
         assert_equal(found, expected, TOLERANCE.get(model, 2e-6))
 
