@@ -176,7 +176,7 @@ def _rebuilt(batch: Any, parts: Mapping[str, Tensor]) -> Any:
         keys = {str(key): key for key in batch}
         again: Any = copy.copy(batch)
         for name, value in getattr(again, "__dict__", {}).items():
-            if isinstance(value, dict):  # where mappings of one's own keep their entries
+            if isinstance(value, dict):  # where mappings of users keep their entries
                 again.__dict__[name] = dict(value)
         for key, part in parts.items():
             again[keys[key]] = part

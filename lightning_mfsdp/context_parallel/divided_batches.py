@@ -52,6 +52,7 @@ class DividedBatches:
         self._read: Counter[str] = Counter()
         self._warned: set[str] = set()
         self._ends: list[Callable[[], None]] = []
+        self._modules: list[nn.Module] = []
         self._parallel: ContextParallel | None = None
 
     def begin(self, module: nn.Module) -> None:
@@ -65,6 +66,7 @@ class DividedBatches:
             size = dist.get_world_size(self._group)
             method = choose_method(module, size) if self._method == "auto" else self._method
             self._parallel = ContextParallel(self._group, method)
+        self._modules.append(module)
         self._ends += [use_context_attention(module, self._parallel), complete_inputs(module)]
         activate(self._parallel)
 
@@ -73,10 +75,42 @@ class DividedBatches:
         for end in reversed(self._ends):
             end()
         self._ends.clear()
+        self._modules.clear()
         self._read.clear()
         self._warned.clear()
         self._parallel = None
         deactivate()
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Inside, models and their configurations are as before."""
+        modules = list(self._modules)
+        for end in reversed(self._ends):
+            end()
+        self._ends.clear()
+        self._modules.clear()
+        try:
+            yield
+        finally:
+            for module in modules:
+                self.begin(module)
+
+    def compare_numbers(self, batches: int | float) -> None:
+        """Check that the ranks that divide batches have equally many, before one waits for the others' forever. Collective.
+
+        Raises:
+            ValueError: They do not.
+        """
+
+        def error(smallest: int, largest: int) -> Exception:
+            return ValueError(
+                f"the ranks of one context group have between {smallest} and {largest} batches, and divide every batch among themselves. "
+                "Use the strategy's distributed_sampler_kwargs for a sampler of your own, as for Lightning's"
+            )
+
+        number = -1 if batches == float("inf") else int(batches)
+        self._comparisons.compare(torch.tensor([number], device=self._device), self._group, error)
+        self._comparisons.look(wait=True)
 
     def finish(self) -> None:
         """Wait for what was compared.

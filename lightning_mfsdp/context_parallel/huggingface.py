@@ -7,12 +7,13 @@ registered for masks returns which pattern the model asks for, and the attention
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -34,7 +35,7 @@ from lightning_mfsdp.context_parallel.exchange import to_sequence
 from lightning_mfsdp.context_parallel.pattern import Pattern, padding_to_mask, remembered
 from lightning_mfsdp.context_parallel.sharing import ContextParallel, Cut, Method, active
 
-__all__ = ["choose_method", "models_in", "pretrained", "use_context_attention"]
+__all__ = ["choose_method", "copied_configurations", "models_in", "pretrained", "use_context_attention"]
 
 # Before the name of the implementation that a model had.
 _PREFIX = "mfsdp_context_"
@@ -115,6 +116,13 @@ def use_context_attention(module: nn.Module, parallel: ContextParallel) -> Calla
             )
         hooks += [layer.register_forward_hook(_must_compute(path)) for path, layer in _attention_layers(name, model)]
     return undo
+
+
+def copied_configurations(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values, with copies of configurations of transformers' models, which may be changed again before they are saved."""
+    return {
+        key: copy.deepcopy(value) if hasattr(value, "_attn_implementation") else value for key, value in values.items()
+    }
 
 
 def _transformers(name: str) -> Any:

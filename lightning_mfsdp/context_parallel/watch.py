@@ -1,6 +1,6 @@
 """Steps that are watched: what would be wrong without an error where a rank has a part of every sequence.
 
-Watched are functions that mix tokens, and losses: a mean over this rank's tokens, and sums that nobody divides by the tokens of all ranks.
+Watched are functions that mix tokens, and losses: a mean over this rank's tokens, and sums that are not divided by the tokens of all ranks.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Axes ("data",) or ("outer", "data"); ("data_parallel", "tensor_parallel") if `data_parallel_size` was given.
+        """Axes ("data",), with "outer" before and "context" after it if there are any; Lightning's two if `data_parallel_size` was given.
 
         Raises:
             RuntimeError: Processes are not connected yet.
@@ -218,7 +218,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         communication.peers()  # so that a rank which waits for one that failed is released
         if self._connected_mesh is None:
             sizes = self._options.mesh_sizes
-            self._connected_mesh = sizes.connect(self.root_device.type, self.world_size, self.global_rank)
+            self._connected_mesh = sizes.connect(self.root_device.type, self.world_size)
         self.precision.connect_device(self.root_device.type)
 
     def barrier(self, name: str | None = None) -> None:

@@ -57,7 +57,7 @@ def check_context_dims(dims: object) -> None:
             )
 
 
-def check_cuda_graph(cuda_graph: object, storage: str, offload: str | None, context: int) -> None:
+def check_cuda_graph(cuda_graph: object, storage: str, offload: str | None, *, divides: bool) -> None:
     """Raise unless it is a bool that the other options allow: a graph replays addresses on the device."""
     if not isinstance(cuda_graph, bool):
         raise TypeError(f"cuda_graph={cuda_graph!r}: expected True or False")
@@ -65,9 +65,9 @@ def check_cuda_graph(cuda_graph: object, storage: str, offload: str | None, cont
         raise ValueError(
             f'cuda_graph=True with storage={storage!r}: graphs replay addresses, which need storage="pooled"; leave one of the two out'
         )
-    if cuda_graph and context != 1:
+    if cuda_graph and divides:
         raise ValueError(
-            f"cuda_graph=True with context={context}: a graph would replay the padding and documents of the batch that it was recorded "
+            "cuda_graph=True with a context axis: a graph would replay the padding and documents of the batch that it was recorded "
             "with; leave one out"
         )
     if cuda_graph and offload is not None:

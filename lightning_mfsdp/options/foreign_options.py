@@ -29,7 +29,7 @@ _OVERLAP = "leave it out: gathers and reductions always overlap with compute"
 _SCALING = 'use Trainer(precision="16-mixed"); MFSDPPrecision(scaler=...) takes a scaler of your own'
 _WRAPPING = "leave it out: the module is sharded in place and keeps its names and parameters"
 _CONFIG = "there is no configuration file; every option is an argument of the strategy, and Trainer and Fabric know the others"
-_MODEL_PARALLEL = "this version has data-parallel axes only (data, outer), and an axis for experts (docs/moe.md)"
+_MODEL_PARALLEL = "this version has the axes data, outer and context, and one for experts (docs/moe.md), and none for tensor parallelism"
 
 _SAME_ANSWER: dict[tuple[str, ...], str] = {
     # FSDPStrategy and FullyShardedDataParallel

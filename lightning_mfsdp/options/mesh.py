@@ -25,15 +25,11 @@ class RunMesh:
         device_mesh: What a LightningModule sees: axes (data,), with outer before it and context after it where they were asked for, or
             Lightning's two under Lightning's names where its words were used.
         sharded: What the engine shards over.
-        data_size: How many ranks have different batches.
-        data_rank: This rank's number among them; ranks with the same number have the same batches.
         context: The ranks that divide the sequences of a batch among themselves; `None` if each has whole ones.
     """
 
     device_mesh: DeviceMesh
     sharded: DeviceMesh
-    data_size: int
-    data_rank: int
     context: dist.ProcessGroup | None = None
 
 
@@ -146,14 +142,21 @@ class MeshSizes:
         along = self.mesh.mesh.movedim(dim, -1).reshape(-1, context)
         return len(along), int((along == rank).any(-1).nonzero())
 
-    def connect(self, device_type: str, world_size: int, rank: int) -> RunMesh:
+    @property
+    def divides_sequences(self) -> bool:
+        """Whether there is a context axis of more than one rank."""
+        names = (self.mesh.mesh_dim_names or ()) if self.mesh is not None else ()
+        return self.context > 1 or (
+            self.mesh is not None and CONTEXT in names and self.mesh.size(names.index(CONTEXT)) > 1
+        )
+
+    def connect(self, device_type: str, world_size: int) -> RunMesh:
         """The mesh over connected processes. Context ranks are neighbors. Collective.
 
         Raises:
             ValueError: As `of_world`.
         """
         sizes = self.of_world(world_size)
-        data_size, data_rank = self.data_place(world_size, rank)
         optional = {OUTER: self.with_outer_axis or sizes[OUTER] > 1, DATA: True, CONTEXT: sizes[CONTEXT] > 1}
         sharded = self.mesh or _made(device_type, {name: sizes[name] for name in sizes if optional[name]})
         shown = sharded
@@ -162,8 +165,6 @@ class MeshSizes:
         return RunMesh(
             device_mesh=shown,
             sharded=sharded,
-            data_size=data_size,
-            data_rank=data_rank,
             context=sharded.get_group(CONTEXT) if sizes[CONTEXT] > 1 else None,
         )
 

@@ -235,7 +235,7 @@ class TrainerOptions(StrategyOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_cuda_graph(self.cuda_graph, self.storage, self.offload, self.context)
+        check_cuda_graph(self.cuda_graph, self.storage, self.offload, divides=self.mesh_sizes.divides_sequences)
         check_recompute_graph(self.cuda_graph, self.recompute)
         check_choice("async_save", self.async_save, (True, False))
 

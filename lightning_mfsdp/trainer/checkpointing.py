@@ -194,6 +194,7 @@ class CheckpointingStrategy(ProcessStrategy):
             )
             return
         self._saver.wait()
+        checkpoint = self._as_saved(checkpoint)
         location = locate(self.broadcast(os.fspath(filepath)))
         if self._saving_ranks is None:
             # Also used in the background: collectives of two threads must not interleave, and one save is waited for before the next.
@@ -215,6 +216,10 @@ class CheckpointingStrategy(ProcessStrategy):
         with on_all_ranks(f"copying {location} to host memory"):
             staged = content.staged(self._staging)
         self._saver.start(lambda: lightning_io.save(location, staged, ranks=ranks))
+
+    def _as_saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """What is saved of Lightning's part of a checkpoint."""
+        return checkpoint
 
     @property
     def _saves_in_background(self) -> bool:

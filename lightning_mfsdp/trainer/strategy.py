@@ -32,6 +32,7 @@ from lightning_mfsdp._lightning_api import (
     to_uncompiled,
 )
 from lightning_mfsdp.context_parallel.divided_batches import DividedBatches, from_first
+from lightning_mfsdp.context_parallel.huggingface import copied_configurations
 from lightning_mfsdp.context_parallel.model_inputs import complete_inputs
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
@@ -95,10 +96,11 @@ class MFSDPStrategy(CheckpointingStrategy):
         context_batches: The ranks that divide a batch need the same one. "compare": the first three of each loader and every hundredth are
             compared, and a difference raises. "broadcast": the first rank of each group sends its own to the others.
         loss_count: What a loss that a model of transformers computes from labels is divided by. "auto": with `context` above 1 by the
-            number of targets on all ranks, otherwise each rank's own. "tokens": always that of all ranks.
+            number of targets on all ranks, otherwise each rank's own. "tokens": that of all ranks also without a context axis, in training.
         data_parallel_size: Lightning's word for outer x data: all ranks; a number is checked. If it is given, "auto" too, `device_mesh`
             has the axes of ModelParallelStrategy, "data_parallel" and "tensor_parallel", the latter of one rank.
-        mesh: A device mesh of your own instead of sizes: one axis, or two, outer first unless they are named "outer" and "data" or "shard".
+        mesh: A device mesh of your own instead of sizes: one axis, or two, outer first unless they are named "outer" and "data" or "shard";
+            and perhaps one named "context".
         reshard_after_forward: Reshard weights between forward and backward. `False` saves a gather and costs memory; "auto"
             keeps as many units as fit into the memory left after two steps.
         ignored_parameters: Parameters, or `fnmatch` patterns of their names, that stay whole; their gradients are not reduced.
@@ -208,7 +210,7 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Axes ("data",) or ("outer", "data"); ("data_parallel", "tensor_parallel") if `data_parallel_size` was given.
+        """Axes ("data",), with "outer" before and "context" after it if there are any; Lightning's two if `data_parallel_size` was given.
 
         Raises:
             RuntimeError: Processes are not connected yet.
@@ -277,7 +279,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         super().setup_environment()
         if self._connected_mesh is None:
             sizes = self._options.mesh_sizes
-            self._connected_mesh = sizes.connect(self.root_device.type, self.world_size, self.global_rank)
+            self._connected_mesh = sizes.connect(self.root_device.type, self.world_size)
         self._module._device_mesh = self.device_mesh
 
     @property
@@ -343,6 +345,22 @@ class MFSDPStrategy(CheckpointingStrategy):
             self._divided.begin(self._module)
         elif options.loss_count == "tokens":
             self._end_counting = complete_inputs(self._module, always_counts=True)
+
+    def on_train_start(self) -> None:
+        """Ranks that divide batches must have equally many."""
+        super().on_train_start()
+        if self._divided is not None:
+            self._divided.compare_numbers(self._module.trainer.num_training_batches)
+
+    def _as_saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """With configurations of models as they are outside of this run."""
+        if self._divided is None:
+            return checkpoint
+        with self._divided.undone():
+            return {
+                key: copied_configurations(value) if "hyper_parameters" in key else value
+                for key, value in checkpoint.items()
+            }
 
     def model_to_device(self) -> None:
         """Move what the engine does not manage: buffers, ignored parameters, metrics."""

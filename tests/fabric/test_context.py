@@ -55,3 +55,28 @@ def test_a_loop_trains_as_one_rank_with_whole_sequences(world: int, context: int
         assert norms == pytest.approx(expected[1], rel=2e-6)
         for name, value in expected[2].items():
             torch.testing.assert_close(state[name], value, rtol=2e-6, atol=2e-6, msg=name)
+
+
+def fails_in_between(rank: int, world: int) -> list[float]:
+    """Losses of whole sequences, before and after an error inside of `divided`."""
+    strict_warnings()
+    strategy = MFSDPFabricStrategy(context=2)
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, precision="64-true")
+    fabric.launch()
+    model: Any = fabric.setup_module(Finetuned().model)
+    tokens = Texts("whole").tokens[:2]
+    losses = [model(tokens[:, :8], labels=tokens[:, :8]).loss.item()]
+
+    def fail() -> None:
+        with strategy.divided({"input_ids": tokens}) as part:
+            model(**part)
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        fail()
+    return [*losses, model(tokens[:, :8], labels=tokens[:, :8]).loss.item()]
+
+
+def test_an_error_inside_leaves_nothing_divided() -> None:
+    for before, after in run_distributed(fails_in_between, 2):
+        assert after == before

@@ -14,10 +14,12 @@ import torch.nn.functional as F
 import torchmetrics
 import transformers
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_mfsdp import MFSDPStrategy
+from lightning_mfsdp.callbacks import ShardedThroughputMonitor
 from lightning_mfsdp.checkpoint import load_checkpoint
 from lightning_mfsdp.context_parallel import shift_labels
 from lightning_mfsdp.mtp import MultiTokenPredictor
@@ -160,11 +162,11 @@ class Keeps(BasePredictionWriter):
         self.rows.update(zip(batch_indices, prediction, strict=True))
 
 
-def predict(rank: int, world: int, context: int) -> dict[int, Tensor]:
+def predict(rank: int, world: int, context: int, context_batches: str = "compare") -> dict[int, Tensor]:
     strict_warnings()
     writer = Keeps()
     with tempfile.TemporaryDirectory() as folder:
-        strategy = MFSDPStrategy(context=context)
+        strategy = MFSDPStrategy(context=context, context_batches=context_batches)  # type: ignore[arg-type]
         trainer = make_trainer(
             folder, world, strategy=strategy, precision="64-true", callbacks=[writer], use_distributed_sampler=True
         )
@@ -172,9 +174,10 @@ def predict(rank: int, world: int, context: int) -> dict[int, Tensor]:
     return writer.rows
 
 
-def test_predictions_are_of_whole_sequences_and_of_each_sample_once() -> None:
+@pytest.mark.parametrize("context_batches", ["compare", "broadcast"])
+def test_predictions_are_of_whole_sequences_and_of_each_sample_once(context_batches: str) -> None:
     (expected,) = run_distributed(predict, 1, 1)
-    ranks = run_distributed(predict, 2, 2)
+    ranks = run_distributed(predict, 2, 2, context_batches)
     assert sorted(index for found in ranks for index in found) == list(range(STEPS * ROWS))
     for found in ranks:
         for index, row in found.items():
@@ -266,7 +269,7 @@ def test_what_a_part_of_a_sequence_cannot_give_is_refused(name: str) -> None:
 
 
 def test_options_that_exclude_a_context_axis_say_so() -> None:
-    with pytest.raises(ValueError, match="cuda_graph=True with context=2"):
+    with pytest.raises(ValueError, match="cuda_graph=True with a context axis"):
         MFSDPStrategy(context=2, cuda_graph=True)
     with pytest.raises(TypeError, match="context_dims='tokens': expected a mapping"):
         MFSDPStrategy(context=2, context_dims="tokens")  # type: ignore[arg-type]
@@ -274,3 +277,87 @@ def test_options_that_exclude_a_context_axis_say_so() -> None:
         MFSDPStrategy(context=0)
     with pytest.raises(ValueError, match="context_method='ring': expected one of 'auto', 'ulysses', 'gather'"):
         MFSDPStrategy(context=2, context_method="ring")  # type: ignore[arg-type]
+
+
+class WithHparams(OwnLoss):
+    """A configuration of the model among the hyperparameters."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+        if config is not None:
+            self.model = transformers.LlamaForCausalLM(config)
+            self.save_hyperparameters()
+
+
+def save_hparams(rank: int, world: int, folder: str, async_save: bool) -> str:
+    strict_warnings()
+    model = WithHparams(OwnLoss().model.config)
+    trainer = make_trainer(
+        folder, world, strategy=MFSDPStrategy(context=2, async_save=async_save), precision="64-true", max_steps=1
+    )
+    trainer.fit(model, DataLoader(Texts("whole"), batch_size=ROWS))
+    trainer.save_checkpoint(f"{folder}/saved")
+    trainer.strategy.finish_saving()
+    return str(model.model.config._attn_implementation)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_configuration_is_saved_as_it_is_outside_of_the_run(async_save: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert run_distributed(save_hparams, 2, folder, async_save) == ["sdpa", "sdpa"]
+        saved = load_checkpoint(f"{folder}/saved", weights_only=False)
+    assert saved["hyper_parameters"]["config"]._attn_implementation == "sdpa"
+
+
+def count_in_eval_mode(rank: int, world: int, loss_count: str) -> list[float]:
+    """As of a model from `from_pretrained`, which Lightning leaves in eval mode."""
+    model = Finetuned()
+    model.eval()
+    with tempfile.TemporaryDirectory() as folder:
+        strategy = MFSDPStrategy(loss_count=loss_count)  # type: ignore[arg-type]
+        trainer = make_trainer(folder, world, strategy=strategy, precision="64-true", use_distributed_sampler=True)
+        trainer.fit(model, DataLoader(Texts("whole"), batch_size=ROWS // world))
+    return model.norms
+
+
+def test_tokens_of_all_ranks_are_counted_without_a_context_axis_where_that_is_requested() -> None:
+    (expected,) = run_distributed(count_in_eval_mode, 1, "auto")
+    for found in run_distributed(count_in_eval_mode, 2, "tokens"):
+        assert found == pytest.approx(expected, rel=2e-6)
+    for found in run_distributed(count_in_eval_mode, 2, "auto"):
+        assert found != pytest.approx(expected, rel=1e-4)
+
+
+def unequal_loaders(rank: int, world: int) -> str:
+    strict_warnings()
+    texts = torch.utils.data.Subset(Texts("whole"), range(4 * (2 + rank)))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(folder, world, strategy=MFSDPStrategy(context=2), precision="64-true")
+        with pytest.raises(ValueError) as info:  # noqa: PT011  what it says is compared
+            trainer.fit(OwnLoss(), DataLoader(texts, batch_size=4))
+    return str(info.value)
+
+
+def test_loaders_of_other_lengths_in_a_context_group_are_refused() -> None:
+    for message in run_distributed(unequal_loaders, 2):
+        assert "between 2 and 3 batches" in message
+
+
+def throughput_of(rank: int, world: int) -> list[float]:
+    monitor = ShardedThroughputMonitor(batch_size_fn=lambda batch: len(batch["input_ids"]), window_size=2)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(
+            folder,
+            world,
+            strategy=MFSDPStrategy(context=2),
+            precision="64-true",
+            callbacks=[monitor],
+            logger=CSVLogger(folder),
+            log_every_n_steps=1,
+        )
+        trainer.fit(OwnLoss(), DataLoader(Texts("whole"), batch_size=ROWS))
+        return sorted({one.world_size for one in monitor._throughputs.values()})
+
+
+def test_throughput_counts_a_batch_once_for_the_ranks_that_divide_it() -> None:
+    assert run_distributed(throughput_of, 4) == [[2]] * 4

@@ -199,13 +199,15 @@ def places(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for names in (("data", "context"), ("context", "data")):
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-        connected = MeshSizes(mesh=mesh).connect("cpu", world_size, rank)
+        sizes = MeshSizes(mesh=mesh)
+        connected = sizes.connect("cpu", world_size)
+        assert sizes.divides_sequences
         assert connected.context is not None
         group = torch.distributed.get_process_group_ranks(connected.context)
-        found[names[0]] = connected.data_size, connected.data_rank, group
+        found[names[0]] = *sizes.data_place(world_size, rank), group
         assert connected.device_mesh is connected.sharded is mesh
-    connected = MeshSizes(outer=2, context=2).connect("cpu", world_size, rank)
-    found["sizes"] = connected.data_size, connected.data_rank, connected.device_mesh.mesh_dim_names
+    sizes = MeshSizes(outer=2, context=2)
+    found["sizes"] = *sizes.data_place(world_size, rank), sizes.connect("cpu", world_size).device_mesh.mesh_dim_names
     with pytest.raises(ValueError, match=r"context=2 and mesh=.*: a mesh already has its axes"):
         MeshSizes(mesh=mesh, context=2)
     return found
