@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_mfsdp.base.errors import EngineStateError, ShardingError
+from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.base.initialize import materialize
 from lightning_mfsdp.tensor_parallel.part import Part, mark_part, mark_summed, part_of
 
@@ -30,7 +30,7 @@ class Division:
         parts: By the names of parameters in the module.
         summed: Names of whole parameters whose gradients are partial sums over the tensor axis.
         attributes: Sizes that the module states, as they are for a part.
-        is_done: The parameters are divided and marked.
+        is_done: The parameters are divided.
     """
 
     name: str
@@ -58,32 +58,29 @@ def division_of(module: nn.Module) -> Division | None:
 def divide(module: nn.Module) -> None:
     """Keep this rank's part of each parameter that a plan divides, and mark it. Modules with parameters on the meta device stay whole.
 
-    The parameters stay the same objects, so tied ones stay tied. A second call divides what was on the meta device at the first.
-
-    Raises:
-        ShardingError: A parameter has a gradient already; its name.
+    The parameters stay the same objects, so tied ones stay tied. A second call divides what was on the meta device at the first, and marks
+    again what is divided already: `copy.deepcopy` drops marks.
     """
     for child in module.modules():
         division = division_of(child)
-        if division is None or division.is_done or any(own.is_meta for own in child.parameters(recurse=False)):
+        if division is None or (not division.is_done and any(own.is_meta for own in child.parameters(recurse=False))):
             continue
         for key, part in division.parts.items():
-            _divide(f"{division.name}.{key}", getattr(child, key), part)
+            if not division.is_done:
+                _divide(getattr(child, key), part)
+            mark_part(getattr(child, key), part)
         for key in division.summed:
             mark_summed(getattr(child, key))
-        for key, value in division.attributes.items():
-            setattr(child, key, value)
-        division.is_done = True
+        if not division.is_done:
+            for key, value in division.attributes.items():
+                setattr(child, key, value)
+            division.is_done = True
 
 
 @torch.no_grad()
-def _divide(name: str, parameter: nn.Parameter, part: Part) -> None:
-    if part_of(parameter) == part:  # tied to one that was divided before
-        return
-    if parameter.grad is not None:
-        raise ShardingError(f"{name} has a gradient and cannot be divided: apply the plan before the first backward")
-    parameter.data = part.own(parameter.detach())
-    mark_part(parameter, part)
+def _divide(parameter: nn.Parameter, part: Part) -> None:
+    if part_of(parameter) != part:  # else it is tied to one that was divided before
+        parameter.data = part.own(parameter.detach())
 
 
 def materialize_divided(module: nn.Module, device: torch.device, ignored: set[int] | None = None) -> None:

@@ -1,6 +1,7 @@
 """Which part of a whole parameter a rank of a tensor axis has, and the marks on parameters that say so.
 
-A mark is an attribute of the parameter, so it goes where the parameter goes. Whatever replaces a parameter copies it (`copy_marks`).
+A mark is an attribute of the parameter. Whatever replaces a parameter copies its marks (`copy_marks`). `copy.deepcopy` drops all attributes
+of parameters; `divide` marks the parameters of a copied model again.
 """
 
 from __future__ import annotations

@@ -165,6 +165,8 @@ def _check(model: nn.Module, targets: list[tuple[Target, Style, dict[str, Part]]
                     f"{target.name}: {key} is {'a part already' if type(parameter) is nn.Parameter else f'a {type(parameter).__name__}'},"
                     " and a plan divides plain whole parameters. Apply it once, before anything else shards or wraps them."
                 )
+            if parameter.grad is not None:
+                raise ShardingError(f"{target.name}: {key} has a gradient. Apply the plan before the first backward.")
     for target, style, parts in targets if ranks.size > 1 else ():
         if style.after is None:
             check_attention(target, parts, ranks.size)

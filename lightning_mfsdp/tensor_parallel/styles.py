@@ -180,13 +180,19 @@ class Style:
 class _RopeStyle(Style):
     """A projection whose last outputs are used by the heads of each rank without another layer (multi-head latent attention)."""
 
-    def install(self, target: Target, group: TensorGroup, parts: Mapping[str, Part], after: Change | None) -> list[Any]:
-        size = getattr(target.parent, "qk_rope_head_dim", None)
-        if not isinstance(size, int):
+    def parts(self, target: Target, group: TensorGroup) -> dict[str, Part]:
+        if not isinstance(self._size(target), int):
             raise ShardingError(
                 f"{target.name}: the style {self.name!r} reads qk_rope_head_dim of the module around it, which has none"
             )
-        return super().install(target, group, parts, RopePart(size))
+        return super().parts(target, group)
+
+    def install(self, target: Target, group: TensorGroup, parts: Mapping[str, Part], after: Change | None) -> list[Any]:
+        return super().install(target, group, parts, RopePart(self._size(target)))
+
+    @staticmethod
+    def _size(target: Target) -> Any:
+        return getattr(target.parent, "qk_rope_head_dim", None)
 
 
 def _shared(tensor: Tensor, group: TensorGroup) -> Tensor:

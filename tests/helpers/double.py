@@ -27,6 +27,7 @@ def in_double() -> Iterator[None]:
 
     with (
         patch.object(Tensor, "to", doubled(Tensor.to)),
+        patch.object(Tensor, "type", doubled(Tensor.type)),
         patch.object(Tensor, "float", Tensor.double),
         patch.object(F, "softmax", doubled(F.softmax)),
     ):

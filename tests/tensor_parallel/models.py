@@ -46,9 +46,19 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
         {
-            **{"num_key_value_heads": 8, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4},
-            **{"v_head_dim": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-            **{"moe_intermediate_size": 8, "first_k_dense_replace": 1, "n_shared_experts": 1},
+            "num_key_value_heads": 8,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 8,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
         },
     ),
 }
@@ -96,7 +106,9 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
         if part is not None:
             whole[name] = part.joined(ranks)
         elif is_summed(parameter):
-            assert not torch.equal(ranks[0], ranks[1]), name  # a mark on a parameter that needs none would count it twice
+            assert not torch.equal(ranks[0], ranks[1]), (
+                name
+            )  # a mark on a parameter that needs none would count it twice
             whole[name] = torch.stack(ranks).sum(0)
         else:
             assert all(torch.equal(other, gradient) for other in ranks), name

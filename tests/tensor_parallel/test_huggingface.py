@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mfsdp.tensor_parallel import apply_plan, part_of
+from lightning_mfsdp.tensor_parallel import apply_plan
 from tests.helpers.distributed import run_distributed
 from tests.helpers.double import in_double
 from tests.helpers.pairwise import in_world
