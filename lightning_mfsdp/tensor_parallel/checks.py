@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from torch import nn
 
@@ -12,7 +12,7 @@ from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.tensor_parallel.part import Part
 from lightning_mfsdp.tensor_parallel.styles import Target
 
-__all__ = ["check_attention", "check_experts", "check_ties"]
+__all__ = ["check_attention", "check_experts", "check_own_parameters", "check_ties"]
 
 _ATTENTION = re.compile(r"Attention|Attn|MHA")
 # Attributes by which a forward would shape the parts of heads as if they were all heads.
@@ -63,6 +63,26 @@ def _dropouts(layer: nn.Module) -> Iterator[tuple[str, float]]:
     for key, value in found.items():
         if "drop" in key and "resid" not in key and isinstance(value, float) and value > 0:
             yield key, value
+
+
+def check_own_parameters(target: Target, ruled: Set[tuple[int, str]]) -> None:
+    """Of the module around a layer whose outputs are divided.
+
+    Args:
+        target: Of the layer.
+        ruled: Parameters that rules are for: ids of their modules, and their names in them.
+
+    Raises:
+        ShardingError: The module has parameters of its own, which may meet whole or divided tensors, and no rule says which.
+    """
+    path = target.name.rpartition(".")[0]
+    for key, _ in target.parent.named_parameters(recurse=False):
+        if (id(target.parent), key) not in ruled:
+            raise ShardingError(
+                f"{path or 'the model'} ({type(target.parent).__name__}): its parameter {key} is beside layers that are divided, and the"
+                f' plan has no rule for it. Add one for "{path}.{key}": "colwise" to divide it, "replicated_with_grad_allreduce" if it is'
+                ' used whole with the parts of this rank, "replicate" if with whole tensors.'
+            )
 
 
 def check_experts(target: Target, parts: Mapping[str, Part]) -> None:

@@ -2,6 +2,7 @@
 
     forward                          backward
     copied      nothing              all-reduce
+    copied_end  nothing              all-reduce of the last numbers
     summed      all-reduce           nothing
     gathered    all-gather           own part
     own_part    own part             all-gather
@@ -27,7 +28,9 @@ from lightning_mfsdp.base.errors import ShardingError
 __all__ = [
     "TensorGroup",
     "copied",
+    "copied_end",
     "gathered",
+    "is_divided",
     "own_part",
     "sequence_gathered",
     "sequence_summed",
@@ -62,6 +65,12 @@ class TensorGroup:
 def copied(tensor: Tensor, group: TensorGroup) -> Tensor:
     """A tensor equal on all ranks, before each computes with a part of a weight. Backward sums the gradients of all ranks."""
     result: Tensor = _applied(_Copied, tensor, group)
+    return result
+
+
+def copied_end(tensor: Tensor, group: TensorGroup, length: int) -> Tensor:
+    """As `copied`, for the last `length` numbers of the last dim alone."""
+    result: Tensor = _applied(_CopiedEnd, tensor, group, length)
     return result
 
 
@@ -111,6 +120,26 @@ def sequence_summed(tensor: Tensor, group: TensorGroup, dim: int = 1) -> Tensor:
     return result
 
 
+# Where parts begin, and where they end: names of autograd's nodes.
+_BEGIN = ("_CopiedBackward", "_OwnPartBackward")
+_END = ("_SummedBackward", "_GatheredBackward")
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def is_divided(tensor: Tensor) -> bool:
+    """Whether a tensor was computed from a part of a weight and is not yet whole again, by its autograd graph."""
+    found, seen = [tensor.grad_fn], set()
+    while found:
+        node = found.pop()
+        if node is None or node in seen or node.name() in _END:
+            continue
+        if node.name() in _BEGIN:
+            return True
+        seen.add(node)
+        found += [before for before, _ in node.next_functions]
+    return False
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -133,6 +162,18 @@ class _Copied(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         return _Summed.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]
+
+
+class _CopiedEnd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, length: int) -> Tensor:
+        ctx.group, ctx.length = group, length
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        begin, end = torch.split(gradients[0], [gradients[0].shape[-1] - ctx.length, ctx.length], dim=-1)
+        return torch.cat([begin, summed(end, ctx.group)], dim=-1), None, None
 
 
 class _Summed(torch.autograd.Function):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.tensor_parallel.division import check_divided
-from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied, summed
+from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied_end, is_divided, summed
 
-__all__ = ["Change", "RopePart", "RowwiseLinear", "VocabularyPart", "change_inputs", "change_output"]
+__all__ = ["Change", "RopePart", "RowwiseLinear", "VocabularyPart", "WholeModule", "change_inputs", "change_output"]
 
 # What is done to a tensor before or after a layer.
 Change = Callable[[Tensor, TensorGroup], Tensor]
@@ -101,8 +101,33 @@ class RopePart:
 
     def __call__(self, output: Tensor, group: TensorGroup) -> Tensor:
         """A `Change`."""
-        latent, rope = torch.split(output, [output.shape[-1] - self._size, self._size], dim=-1)
-        return torch.cat([latent, copied(rope, group)], dim=-1)
+        return copied_end(output, group, self._size)
+
+
+class WholeModule:
+    """A hook of a module that no rule is for: its inputs are whole, or the gradients of its parameters would be partial sums unnoticed.
+
+    The first forward that has gradients decides.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._is_checked = False
+
+    def install(self, module: nn.Module) -> Any:
+        """Returns the handle of the hook."""
+        return module.register_forward_pre_hook(self._check, with_kwargs=True)
+
+    def _check(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_checked or not torch.is_grad_enabled():
+            return
+        self._is_checked = True
+        if any(isinstance(value, Tensor) and is_divided(value) for value in (*args, *kwargs.values())):
+            rule = ".".join("*" if word.isdigit() else word for word in self._name.split("."))
+            raise ShardingError(
+                f"{self._name} ({type(module).__name__}): its input is a part of a tensor, so the gradients of its parameters are partial"
+                f' sums. Add the rule "{rule}": "replicated_with_grad_allreduce" to the plan (model.tp_plan of a transformers model).'
+            )
 
 
 class RowwiseLinear(nn.Linear):

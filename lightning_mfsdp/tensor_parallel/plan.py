@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.tensor_parallel.checks import check_attention, check_experts, check_ties
+from lightning_mfsdp.tensor_parallel.checks import check_attention, check_experts, check_own_parameters, check_ties
 from lightning_mfsdp.tensor_parallel.division import divide
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup
+from lightning_mfsdp.tensor_parallel.layers import WholeModule
 from lightning_mfsdp.tensor_parallel.logits import DividedLogits
 from lightning_mfsdp.tensor_parallel.part import Part, mark_part, mark_summed, part_of
 from lightning_mfsdp.tensor_parallel.styles import Style, Target, style_named
@@ -75,6 +76,8 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, group: dist.Pro
     for target, style, parts in targets if ranks.size > 1 else ():
         logits = heads.get(id(target.module))
         style.install(target, ranks, parts, style.after if logits is None else logits.after_head)
+    if ranks.size > 1:
+        _watch_others(model, targets)
     divide(model)
     return AppliedPlan(styles={target.name: style.name for target, style in matched}, unused=tuple(unused))
 
@@ -155,6 +158,7 @@ def _matched(model: nn.Module, rules: Mapping[str, str]) -> tuple[list[tuple[Tar
 
 
 def _check(model: nn.Module, targets: list[tuple[Target, Style, dict[str, Part]]], ranks: TensorGroup) -> None:
+    ruled = {(id(target.module), target.key) for target, _, _ in targets if target.key is not None}
     by_module: dict[int, dict[str, Part]] = {}
     for target, _, parts in targets:
         by_module.setdefault(id(target.module), {}).update(parts)
@@ -168,11 +172,26 @@ def _check(model: nn.Module, targets: list[tuple[Target, Style, dict[str, Part]]
             if parameter.grad is not None:
                 raise ShardingError(f"{target.name}: {key} has a gradient. Apply the plan before the first backward.")
     for target, style, parts in targets if ranks.size > 1 else ():
-        if style.after is None:
+        if style.after is None and style.kind is nn.Linear and target.key is None:
             check_attention(target, parts, ranks.size)
+            check_own_parameters(target, ruled)
         if style.name == "moe_tp_experts":
             check_experts(target, by_module[id(target.module)])
     check_ties(model, [(target, parts) for target, _, parts in targets])
+
+
+def _watch_others(model: nn.Module, targets: list[tuple[Target, Style, dict[str, Part]]]) -> None:
+    """Have modules with parameters that no rule is for find out whether one is needed."""
+    ruled = {
+        id(inside)
+        for target, style, _ in targets
+        if style.kind or style.sums_gradients
+        for inside in target.module.modules()
+    }
+    ruled.update(id(target.module) for target, _, _ in targets)
+    for name, module in model.named_modules():
+        if id(module) not in ruled and next(module.parameters(recurse=False), None) is not None:
+            WholeModule(name).install(module)
 
 
 def _heads(

@@ -29,6 +29,7 @@ def in_double() -> Iterator[None]:
         patch.object(Tensor, "to", doubled(Tensor.to)),
         patch.object(Tensor, "type", doubled(Tensor.type)),
         patch.object(Tensor, "float", Tensor.double),
+        patch.object(Tensor, "softmax", doubled(Tensor.softmax)),
         patch.object(F, "softmax", doubled(F.softmax)),
     ):
         yield

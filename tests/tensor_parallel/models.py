@@ -33,7 +33,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Llama, tied": ("LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": True}),
     "Qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
     "Qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 8}),
-    "Gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"head_dim": 8, "attn_implementation": "eager"}),
     "OLMo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
     "Phi3": ("Phi3Config", "Phi3ForCausalLM", {}),
     "Mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -42,9 +41,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [0]},
     ),
-    "DeepSeek-V3": (
-        "DeepseekV3Config",
-        "DeepseekV3ForCausalLM",
+    "DeepSeek-V2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
         {
             "num_key_value_heads": 8,
             "q_lora_rank": 8,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mfsdp.tensor_parallel import apply_plan
+from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.tensor_parallel import Part, apply_plan, divide, materialize_divided, part_of
 from tests.helpers.distributed import run_distributed
 from tests.helpers.double import in_double
 from tests.helpers.pairwise import in_world
 from tests.tensor_parallel.models import (
     MODELS,
+    SIZES,
     VOCABULARY,
     assert_equal,
     batch_of,
@@ -22,6 +25,7 @@ from tests.tensor_parallel.models import (
     copied_model,
     gathered_from_ranks,
     gradients,
+    transformers,
     whole_gradients,
 )
 
@@ -81,3 +85,179 @@ def every_gradient(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_losses_and_gradients_are_those_of_one_process(world: int) -> None:
     run_distributed(every_gradient, world)
+
+
+def evaluation(rank: int, world: int) -> None:
+    """Logits are whole on every rank, so that losses, metrics and generation are those of one process."""
+    for kind in ("Llama, tied", "Qwen3", "Mixtral"):
+        model = built(kind).eval()
+        divided = copied_model(model)
+        apply_plan(divided, None, dist.group.WORLD)
+        batch = batch_of()
+        with in_double(), torch.no_grad():
+            want, found = model(**batch), divided(**batch)
+            torch.testing.assert_close(found.loss, want.loss, rtol=0, atol=1e-12)
+            torch.testing.assert_close(found.logits, want.logits, rtol=0, atol=1e-12)
+            tokens = batch["input_ids"][:, :4]
+            options = {"max_new_tokens": 6, "do_sample": False, "use_cache": True, "eos_token_id": None}
+            generated = divided.generate(tokens, **options)
+            assert torch.equal(generated, model.generate(tokens, **options))
+        assert all(torch.equal(other, generated) for other in gathered_from_ranks(generated))
+
+
+def ties(rank: int, world: int) -> None:
+    model = built("Llama, tied")
+    apply_plan(model, None, dist.group.WORLD)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert part_of(model.lm_head.weight) == Part(dim=0, sections=(VOCABULARY,), size=world, rank=rank)
+
+
+def own_losses(rank: int, world: int) -> None:
+    """A model whose loss is not that of causal language models has whole logits, also where labels are given."""
+
+    def loss(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+        return (logits * labels[..., None]).sum()
+
+    model = built("Llama")
+    divided = copied_model(model)
+    for one in (model, divided):
+        one.loss_function = loss
+    apply_plan(divided, None, dist.group.WORLD)
+    with in_double():
+        want, found = model(**batch_of()), divided(**batch_of())
+        torch.testing.assert_close(found.logits, want.logits, rtol=0, atol=1e-12)
+        for output in (want, found):
+            output.loss.backward()
+        for name, gradient in whole_gradients(divided).items():
+            torch.testing.assert_close(gradient, gradients(model)[name], rtol=1e-12, atol=1e-10)
+
+
+class Training(torch.nn.Module):
+    """A model of transformers inside another module, whose loss it computes with positional arguments."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inside = model
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        output: Tensor = self.inside(tokens, None, None, None, None, labels).loss
+        return output
+
+
+def inside_others(rank: int, world: int) -> None:
+    model = Training(built("Llama"))
+    divided = copied_model(model)
+    applied = apply_plan(divided, None, dist.group.WORLD)
+    assert applied.styles["inside.model.layers.1.mlp.down_proj"] == "rowwise"
+    copied = copied_model(divided)  # with its own loss and its own state
+    assert copied.inside.loss_function.__self__ is not divided.inside.loss_function.__self__
+    divide(copied)
+    with in_double():
+        model(*batch_of().values()).backward()
+        for one in (divided, copied):
+            one(*batch_of().values()).backward()
+            assert_equal(whole_gradients(one), gradients(model))
+
+
+def on_meta(rank: int, world: int) -> None:
+    """Values of a model that was built on one process under the same seed."""
+    for kind in ("Llama, tied", "Mixtral"):
+        config, name, options = MODELS[kind]
+        made = getattr(transformers, config)(**{**SIZES, **options})
+        with torch.device("meta"):
+            want, model = getattr(transformers, name)(made), getattr(transformers, name)(made)
+        for one in (want, model):
+            one.tie_weights()
+        torch.manual_seed(5)
+        materialize_divided(want, torch.device("cpu"))
+        apply_plan(model, None, dist.group.WORLD)
+        torch.manual_seed(5)
+        materialize_divided(model, torch.device("cpu"))
+        parts = {name: part_of(parameter) for name, parameter in model.named_parameters()}
+        assert sum(part is not None for part in parts.values()) > len(parts) / 2
+        for key, parameter in want.named_parameters():
+            part = parts[key]
+            assert torch.equal(model.get_parameter(key), parameter if part is None else part.own(parameter)), key
+        model(**batch_of()).loss.backward()
+
+
+class LearnedActivation(torch.nn.Module):
+    """Its parameter meets features of this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.slope * x).sigmoid()
+
+
+def forgotten_rules(rank: int, world: int) -> None:
+    """A module without a rule that computes with parts is found in the first forward, and the rule that it asks for is right."""
+    model = built("Llama")
+    for layer in model.model.layers:
+        layer.mlp.act_fn = LearnedActivation()
+    divided = copied_model(model)
+    apply_plan(divided, None, dist.group.WORLD)
+    with torch.no_grad():
+        divided(**batch_of())  # there are no gradients that could be wrong
+    with pytest.raises(ShardingError) as error:
+        divided(**batch_of())
+    assert str(error.value) == (
+        "model.layers.0.mlp.act_fn (LearnedActivation): its input is a part of a tensor, so the gradients of its parameters are partial"
+        ' sums. Add the rule "model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce" to the plan (model.tp_plan of a transformers'
+        " model)."
+    )
+    divided = copied_model(model)
+    divided.tp_plan = {**divided.tp_plan, "model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}
+    apply_plan(divided, None, dist.group.WORLD)
+    with in_double():
+        for one in (model, divided):
+            one(**batch_of()).loss.backward()
+    assert_equal(whole_gradients(divided), gradients(model))
+
+
+@pytest.mark.parametrize("program", [forgotten_rules, evaluation, ties, own_losses, inside_others, on_meta])
+def test_two_ranks(program: Callable[[int, int], None]) -> None:
+    run_distributed(program, 2)
+
+
+def refusals(rank: int, world: int) -> dict[str, str]:
+    told = {}
+
+    def refused(name: str, model: Any, plan: dict[str, str] | None = None) -> None:
+        with pytest.raises(ShardingError) as error:
+            apply_plan(model, plan, dist.group.WORLD)
+        told[name] = str(error.value)
+
+    refused("KV heads", built("Llama", num_key_value_heads=2))
+    refused("query heads", built("DeepSeek-V2", hidden_size=48, num_attention_heads=6, num_key_value_heads=6))
+    refused("dropout", built("Qwen2", attention_dropout=0.1))
+    refused("vocabulary", built("Llama", vocab_size=34))
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 1, "vocab_size": 32, "bos_token_id": 1, "eos_token_id": 1}
+    refused("no plan", transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)))
+    refused("own plan", built("Llama"), {"layers.*.mlp.up_proj": "colwise"})
+    model = built("Llama")
+    apply_plan(model, None, dist.group.WORLD)
+    refused("twice", model)
+    return told
+
+
+def test_refusals() -> None:
+    told = run_distributed(refusals, 4)[0]
+    assert told["KV heads"].startswith(
+        "model.layers.0.self_attn.k_proj: 2 heads of 4 numbers cannot be divided over 4 tensor ranks"
+    )
+    assert told["query heads"].startswith(
+        "model.layers.0.self_attn (DeepseekV2Attention): its 6 query heads cannot be divided over 4"
+    )
+    assert "(Qwen2Attention): attention_dropout=0.1: dropout of attention weights" in told["dropout"]
+    assert (
+        "embed_tokens.weight: the style 'embedding_rowwise' divides dim 0 of its shape [34, 32], and 34 cannot"
+        in told["vocabulary"]
+    )
+    assert told["no plan"].startswith("GPT2LMHeadModel has no tensor parallel plan")
+    assert told["own plan"] == (
+        "the tensor parallel plan has rules that match nothing in LlamaForCausalLM: layers.*.mlp.up_proj"
+    )
+    assert "is a part already" in told["twice"]

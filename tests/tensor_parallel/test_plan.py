@@ -406,6 +406,11 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, str] | None, str]] 
         {"qkv": "colwise"},
         "the model (DroppingAttention): attn_dropout=0.25: dropout of attention weights",
     ),
+    "own parameter": (
+        lambda: nn.Sequential(Attention()),
+        {"0.qkv": "colwise"},
+        '0 (Attention): its parameter scale is beside layers that are divided, and the plan has no rule for it. Add one for "0.scale"',
+    ),
     "whole experts": (
         lambda: nn.Sequential(Experts()),
         {"0.down": "colwise", "0": "moe_tp_experts"},
