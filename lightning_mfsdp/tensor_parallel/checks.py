@@ -104,9 +104,15 @@ def check_experts(target: Target, parts: Mapping[str, Part]) -> None:
                 " or leave out those of its experts."
             )
     if getattr(experts, "has_post_expert_norm", False):
-        raise ShardingError(f"{kind}: it normalizes the outputs of experts, which are terms of a sum on a tensor rank.")
+        raise ShardingError(
+            f"{kind}: it normalizes the outputs of experts, which are terms of a sum on a tensor rank. Leave"
+            " out the rules for its experts."
+        )
     if not getattr(experts, "is_concatenated", True):
-        raise ShardingError(f"{kind}: gate and up alternate in its weights, and the style divides one after the other.")
+        raise ShardingError(
+            f"{kind}: gate and up alternate in its weights, and the style divides one after the other. Leave"
+            " out the rules for its experts."
+        )
 
 
 def check_ties(model: nn.Module, targets: Sequence[tuple[Target, Mapping[str, Part]]]) -> None:

@@ -107,6 +107,6 @@ def check_divided(module: nn.Module) -> None:
     division = division_of(module)
     if division is not None and not division.is_done:
         raise EngineStateError(
-            f"{division.name}: its parameters were initialized, but not divided over the tensor axis. Initialize them by"
-            " materialize_divided, or call divide afterwards."
+            f"{division.name}: its parameters were initialized, but not divided over the tensor axis. Call"
+            " divide after the initialization, or materialize_divided for both."
         )

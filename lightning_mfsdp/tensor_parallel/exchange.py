@@ -149,7 +149,8 @@ def _applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor
 def _check(tensor: Tensor, group: TensorGroup, dim: int) -> None:
     if tensor.shape[dim] % group.size:
         raise ShardingError(
-            f"dim {dim % tensor.ndim} of a tensor of shape {list(tensor.shape)} cannot be divided over {group.size} tensor ranks"
+            f"dim {dim % tensor.ndim} of a tensor of shape {list(tensor.shape)} cannot be divided over {group.size} tensor ranks;"
+            " pad it"
         )
 
 

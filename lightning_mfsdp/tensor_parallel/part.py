@@ -60,7 +60,10 @@ class Part:
     def __post_init__(self) -> None:
         if any(section % self.size for section in self.sections):
             lengths = " + ".join(map(str, self.sections))
-            raise ShardingError(f"dim {self.dim} of length {lengths} cannot be divided into {self.size} equal parts")
+            raise ShardingError(
+                f"dim {self.dim} of length {lengths} cannot be divided into {self.size} equal parts; use a smaller"
+                " tensor size"
+            )
 
     @property
     def strips(self) -> tuple[Strip, ...]:

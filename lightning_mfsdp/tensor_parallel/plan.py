@@ -66,8 +66,10 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, group: dist.Pro
     matched, unused = _matched(model, rules)
     if unused and (plan is not None or not matched):
         raise ShardingError(
-            f"the tensor parallel plan has rules that match nothing in {_names(model, pretrained)}: {', '.join(unused)}"
+            f"the tensor parallel plan has rules that match nothing in {_names(model, pretrained)}; remove them: {', '.join(unused)}"
         )
+    for target, style in matched:
+        _check_parameters(target, style)
     targets = [(target, style, style.parts(target, ranks)) for target, style in matched]
     _check(model, targets, ranks)
     if has_megatron_layers:
@@ -151,10 +153,25 @@ def _matched(model: nn.Module, rules: Mapping[str, str]) -> tuple[list[tuple[Tar
             )
             first, other = ruled.setdefault((id(module), target.key), (name, style.name))
             if other != style.name:
-                raise ShardingError(f"{name}: rules of the plan give it two styles, {other!r} and {style.name!r}")
+                raise ShardingError(
+                    f"{name}: rules of the plan give it two styles, {other!r} and {style.name!r}; remove one"
+                )
             if first == name:
                 found.append((target, style))
     return found, unused
+
+
+def _check_parameters(target: Target, style: Style) -> None:
+    own = dict(target.module.named_parameters(recurse=False))
+    for key in (target.key,) if target.key is not None else own if style.kind is not None else ():
+        parameter = own[key]
+        if type(parameter) is not nn.Parameter or part_of(parameter) is not None or _is_megatron(parameter):
+            raise ShardingError(
+                f"{target.name}: {key} is {'a part already' if type(parameter) is nn.Parameter else f'a {type(parameter).__name__}'},"
+                " and a plan divides plain whole parameters. Call apply_plan once, before anything else shards or wraps them."
+            )
+        if parameter.grad is not None:
+            raise ShardingError(f"{target.name}: {key} has a gradient. Call apply_plan before the first backward.")
 
 
 def _check(model: nn.Module, targets: list[tuple[Target, Style, dict[str, Part]]], ranks: TensorGroup) -> None:
@@ -162,15 +179,6 @@ def _check(model: nn.Module, targets: list[tuple[Target, Style, dict[str, Part]]
     by_module: dict[int, dict[str, Part]] = {}
     for target, _, parts in targets:
         by_module.setdefault(id(target.module), {}).update(parts)
-        for key in parts:
-            parameter = getattr(target.module, key)
-            if type(parameter) is not nn.Parameter or part_of(parameter) is not None or _is_megatron(parameter):
-                raise ShardingError(
-                    f"{target.name}: {key} is {'a part already' if type(parameter) is nn.Parameter else f'a {type(parameter).__name__}'},"
-                    " and a plan divides plain whole parameters. Apply it once, before anything else shards or wraps them."
-                )
-            if parameter.grad is not None:
-                raise ShardingError(f"{target.name}: {key} has a gradient. Apply the plan before the first backward.")
     for target, style, parts in targets if ranks.size > 1 else ():
         if style.after is None and style.kind is nn.Linear and target.key is None:
             check_attention(target, parts, ranks.size)

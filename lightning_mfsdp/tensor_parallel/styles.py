@@ -80,17 +80,21 @@ class Style:
             return self._parts_of_parameter(target, target.key, group)
         if self.kind is None:
             if self.divides is not None:
-                raise ShardingError(f"{target.name}: the style {self.name!r} is for parameters, and this is a module")
+                raise ShardingError(
+                    f"{target.name}: the style {self.name!r} is for parameters, and this is a module; name its parameters"
+                )
             return {}
         module = target.module
         if not isinstance(module, self.kind):
             raise ShardingError(
-                f"{target.name}: the style {self.name!r} divides nn.{self.kind.__name__}, and this is a {type(module).__name__}"
+                f"{target.name}: the style {self.name!r} divides nn.{self.kind.__name__}, and this is a {type(module).__name__}. Choose"
+                " another style."
             )
         own = dict(module.named_parameters(recurse=False))
         if others := sorted(own.keys() - {"weight", "bias"}):
             raise ShardingError(
-                f"{target.name}: the style {self.name!r} divides weight and bias, and it also has {', '.join(others)}"
+                f"{target.name}: the style {self.name!r} divides weight and bias, and it also has {', '.join(others)}."
+                " Leave the rule out."
             )
         self._check_embedding(target)
         if self.divides == "columns" and "bias" in own and type(module) is not nn.Linear:
@@ -104,7 +108,9 @@ class Style:
 
     def _parts_of_parameter(self, target: Target, key: str, group: TensorGroup) -> dict[str, Part]:
         if not self.is_for_parameters:
-            raise ShardingError(f"{target.name}: the style {self.name!r} is for modules, and this is a parameter")
+            raise ShardingError(
+                f"{target.name}: the style {self.name!r} is for modules, and this is a parameter; name the module"
+            )
         shape = getattr(target.module, key).shape
         if self.divides is None or (self.divides == "columns" and len(shape) < 2):
             return {}
@@ -117,7 +123,7 @@ class Style:
             sections = "" if self.sections == 1 else f" in {self.sections} sections"
             raise ShardingError(
                 f"{name}: the style {self.name!r} divides dim {dim} of its shape {list(shape)}{sections}, and {length} cannot be divided"
-                f" over {group.size} tensor ranks"
+                f" over {group.size} tensor ranks. Use a smaller tensor size."
             )
         return Part(dim=dim, sections=(length // self.sections,) * self.sections, size=group.size, rank=group.rank)
 
@@ -183,7 +189,8 @@ class _RopeStyle(Style):
     def parts(self, target: Target, group: TensorGroup) -> dict[str, Part]:
         if not isinstance(self._size(target), int):
             raise ShardingError(
-                f"{target.name}: the style {self.name!r} reads qk_rope_head_dim of the module around it, which has none"
+                f"{target.name}: the style {self.name!r} reads qk_rope_head_dim of the module around it, which has none. Leave"
+                " the rule out."
             )
         return super().parts(target, group)
 
@@ -306,7 +313,7 @@ def style_named(name: str, rule: str) -> Style:
         ShardingError: There is none of this name; with the names there are.
     """
     if name in REFUSED:
-        raise ShardingError(f"{rule}: the style {name!r} is not supported: {REFUSED[name]}")
+        raise ShardingError(f"{rule}: the style {name!r} is not supported: {REFUSED[name]}. Leave the rule out.")
     if name not in STYLES:
         raise ShardingError(f"{rule}: unknown style {name!r}, expected one of {', '.join(STYLES)}")
     return STYLES[name]

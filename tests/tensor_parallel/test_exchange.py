@@ -123,4 +123,4 @@ def test_values_and_gradients(program: Callable[[int, int], None], world: int) -
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
     for told in run_distributed(uneven, 2)[0]:
-        assert told == "dim 1 of a tensor of shape [2, 3] cannot be divided over 2 tensor ranks"
+        assert told == "dim 1 of a tensor of shape [2, 3] cannot be divided over 2 tensor ranks; pad it"

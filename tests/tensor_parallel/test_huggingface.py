@@ -246,18 +246,18 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 def test_refusals() -> None:
     told = run_distributed(refusals, 4)[0]
     assert told["KV heads"].startswith(
-        "model.layers.0.self_attn.k_proj: 2 heads of 4 numbers cannot be divided over 4 tensor ranks"
+        "model.layers.0.self_attn (LlamaAttention): its 2 KV heads cannot be divided over 4 tensor ranks"
     )
     assert told["query heads"].startswith(
         "model.layers.0.self_attn (DeepseekV2Attention): its 6 query heads cannot be divided over 4"
     )
     assert "(Qwen2Attention): attention_dropout=0.1: dropout of attention weights" in told["dropout"]
     assert (
-        "embed_tokens.weight: the style 'embedding_rowwise' divides dim 0 of its shape [34, 32], and 34 cannot"
+        "lm_head.weight: the style 'colwise_gather_output' divides dim 0 of its shape [34, 32], and 34 cannot"
         in told["vocabulary"]
     )
     assert told["no plan"].startswith("GPT2LMHeadModel has no tensor parallel plan")
     assert told["own plan"] == (
-        "the tensor parallel plan has rules that match nothing in LlamaForCausalLM: layers.*.mlp.up_proj"
+        "the tensor parallel plan has rules that match nothing in LlamaForCausalLM; remove them: layers.*.mlp.up_proj"
     )
     assert "is a part already" in told["twice"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from lightning_mfsdp.tensor_parallel import (
     share_random_state,
 )
 from lightning_mfsdp.tensor_parallel.plan import mark_megatron_layers
+from lightning_mfsdp.tensor_parallel.styles import REFUSED
 from tests.helpers.distributed import run_distributed
 from tests.tensor_parallel.models import assert_equal, gathered_from_ranks, gradients, whole_gradients
 
@@ -142,6 +144,12 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def test_the_plan_has_every_style() -> None:
     assert set(PLAN.values()) | NOT_HERE == set(STYLES)
+
+
+def test_the_documentation_has_every_style() -> None:
+    page = (Path(__file__).parents[2] / "docs/design/tensor_parallel.md").read_text()
+    assert [style for name, style in STYLES.items() if f"| `{style.name}` | {style.meaning} |" not in page] == []
+    assert [name for name in (*STYLES, *REFUSED) if f"`{name}`" not in page] == []
 
 
 def own_plan(rank: int, world: int) -> None:
@@ -338,7 +346,7 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, str] | None, str]] 
     "nothing": (
         built,
         {"blocks.*.mlp.up": "packed_colwise", "blocks.mlp.up": "rowwise", "blocks.*.ml": "colwise"},
-        "the tensor parallel plan has rules that match nothing in Model: blocks.mlp.up, blocks.*.ml",
+        "the tensor parallel plan has rules that match nothing in Model; remove them: blocks.mlp.up, blocks.*.ml",
     ),
     "unknown": (
         built,
@@ -435,7 +443,7 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, str] | None, str]] 
     "gradient": (
         after_backward,
         {"head": "colwise"},
-        "head: weight has a gradient. Apply the plan before the first backward.",
+        "head: weight has a gradient. Call apply_plan before the first backward.",
     ),
     "rope": (
         built,
