@@ -141,4 +141,5 @@ class RowwiseLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """As of `nn.Linear`; the input is a part, and the output is whole."""
         check_divided(self)
-        return summed(F.linear(input, self.weight), self.tensor_group) + self.bias
+        total = summed(F.linear(input, self.weight), self.tensor_group)
+        return total + self.bias.to(total.dtype)  # under autocast, the bias has another one

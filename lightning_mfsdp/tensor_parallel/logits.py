@@ -13,6 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.ops import chunked_logprobs
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, gathered
 
@@ -50,6 +51,7 @@ class DividedLogits:
         self._group = group
         self._whole_loss = whole_loss
         self._is_divided = False  # the logits of the forward that runs
+        self._has_loss = False  # computed by that forward
 
     @staticmethod
     def fits(model: Any) -> bool:
@@ -79,6 +81,7 @@ class DividedLogits:
         **more: Any,
     ) -> Tensor:
         """As transformers' `ForCausalLMLoss`."""
+        self._has_loss = True
         if not self._is_divided:
             whole: Tensor = self._whole_loss(
                 logits=logits,
@@ -98,6 +101,13 @@ class DividedLogits:
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         self._is_divided = model.training and given.get("labels") is not None
+        self._has_loss = False
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        self._is_divided = False
+        was_divided, self._is_divided = self._is_divided, False
+        if was_divided and not self._has_loss and output is not None:  # else the forward failed
+            raise ShardingError(
+                f"{type(model).__name__} was given labels and did not call its loss_function, so it computed a loss from the logits of this"
+                " rank's part of the vocabulary. Leave labels out, or set model.loss_function to a function of your own before the plan is"
+                " applied: logits are gathered then."
+            )

@@ -72,8 +72,7 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, group: dist.Pro
         _check_parameters(target, style)
     targets = [(target, style, style.parts(target, ranks)) for target, style in matched]
     _check(model, targets, ranks)
-    if has_megatron_layers:
-        mark_megatron_layers(model, group)
+    mark_megatron_layers(model, group)
     heads = _heads(pretrained, targets, ranks) if ranks.size > 1 else {}
     for target, style, parts in targets if ranks.size > 1 else ():
         logits = heads.get(id(target.module))

@@ -35,7 +35,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 8}),
     "OLMo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
     "Phi3": ("Phi3Config", "Phi3ForCausalLM", {}),
-    "Mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"},
+    ),
     "Qwen3-MoE": (
         "Qwen3MoeConfig",
         "Qwen3MoeForCausalLM",
@@ -61,11 +65,38 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
+_HEADS = {"head_dim": 4}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_OLD = {"n_embd": 32, "n_head": 8, "n_layer": 2, "n_positions": 64, "rotary_dim": 4}
+_LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_SHARED = {"shared_expert_intermediate_size": 8, "moe_intermediate_size": 8}
+# More, by the beginnings of their names, for the night: each has something in its plan or its forward that others have not.
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    name: (f"{name}{text}Config", f"{name}ForCausalLM", options)
+    for name, text, options in (
+        ("Gemma3", "Text", _HEADS),
+        ("Glm4", "", _HEADS),
+        ("Cohere", "", {}),
+        ("Starcoder2", "", {}),
+        ("Phi", "", {}),
+        ("GPTNeoX", "", {}),
+        ("GPTJ", "", _OLD),
+        ("CodeGen", "", _OLD),
+        ("Exaone4", "", {}),
+        ("Olmoe", "", _EXPERTS),
+        ("Qwen2Moe", "", {**_EXPERTS, **_SHARED}),
+        ("Qwen3Next", "", {**_EXPERTS, **_SHARED, **_LINEAR, "head_dim": 8}),
+        ("GptOss", "", {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "attn_implementation": "eager"}),
+        ("Llama4", "Text", {**_HEADS, "num_local_experts": 4, "intermediate_size_mlp": 16}),
+        ("MiniMax", "", {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("Jamba", "", {}),
+    )
+}
 
 
 def built(kind: str, **more: Any) -> Any:
     """A model in float64 whose parameters are all different from those of an initialization."""
-    config, model, options = MODELS[kind]
+    config, model, options = {**MODELS, **OTHERS}[kind]
     torch.manual_seed(0)
     settings = {"experts_implementation": "eager", "attn_implementation": "sdpa", **SIZES, **options, **more}
     made = getattr(transformers, model)(getattr(transformers, config)(**settings))

@@ -17,6 +17,7 @@ from tests.helpers.double import in_double
 from tests.helpers.pairwise import in_world
 from tests.tensor_parallel.models import (
     MODELS,
+    OTHERS,
     SIZES,
     VOCABULARY,
     assert_equal,
@@ -85,6 +86,20 @@ def every_gradient(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_losses_and_gradients_are_those_of_one_process(world: int) -> None:
     run_distributed(every_gradient, world)
+
+
+def others(rank: int, world: int) -> None:
+    with in_double():
+        for kind in OTHERS:
+            try:
+                compare(kind, "labels")
+            except Exception as error:
+                raise AssertionError(kind) from error
+
+
+@pytest.mark.nightly
+def test_other_models() -> None:
+    run_distributed(others, 2)
 
 
 def evaluation(rank: int, world: int) -> None:
@@ -181,6 +196,46 @@ def on_meta(rank: int, world: int) -> None:
         model(**batch_of()).loss.backward()
 
 
+def losses_of_the_forward(rank: int, world: int) -> None:
+    """A model that computes a loss without its loss function is refused, and told how to go on."""
+
+    class OwnLoss(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+            output = super().forward(input_ids)
+            output.loss = output.logits.square().mean()
+            return output
+
+    model = OwnLoss(built("Llama").config).train()
+    divided = copied_model(model)
+    apply_plan(divided, None, dist.group.WORLD)
+    with pytest.raises(ShardingError, match="OwnLoss was given labels and did not call its loss_function"):
+        divided(**batch_of())
+    assert divided(batch_of()["input_ids"]).logits.shape[-1] == VOCABULARY
+    divided = copied_model(model)
+    divided.loss_function = None
+    apply_plan(divided, None, dist.group.WORLD)
+    torch.testing.assert_close(divided(**batch_of()).loss, model(**batch_of()).loss)
+
+
+def under_autocast(rank: int, world: int) -> None:
+    """Every layer returns the dtype that it returns on one process."""
+    model = built("Llama, biases").float()
+    divided = copied_model(model)
+    apply_plan(divided, None, dist.group.WORLD)
+    dtypes: list[dict[str, torch.dtype]] = [{}, {}]
+    for one, found in zip((model, divided), dtypes, strict=True):
+        for name, module in one.named_modules():
+            if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+                module.register_forward_hook(lambda _, __, output, f=found, n=name: f.update({n: output.dtype}))
+        with torch.autocast("cpu", torch.bfloat16):
+            one(**batch_of()).loss.backward()
+    assert dtypes[0] == dtypes[1]
+    assert torch.bfloat16 in dtypes[1].values()
+    found, want = whole_gradients(divided), gradients(model)
+    for name, gradient in want.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=0.05 * gradient.abs().max().item())
+
+
 class LearnedActivation(torch.nn.Module):
     """Its parameter meets features of this rank."""
 
@@ -217,7 +272,12 @@ def forgotten_rules(rank: int, world: int) -> None:
     assert_equal(whole_gradients(divided), gradients(model))
 
 
-@pytest.mark.parametrize("program", [forgotten_rules, evaluation, ties, own_losses, inside_others, on_meta])
+TWO_RANKS = [
+    *(evaluation, ties, own_losses, losses_of_the_forward, under_autocast, inside_others, on_meta, forgotten_rules),
+]
+
+
+@pytest.mark.parametrize("program", TWO_RANKS)
 def test_two_ranks(program: Callable[[int, int], None]) -> None:
     run_distributed(program, 2)
 
