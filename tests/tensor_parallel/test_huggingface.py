@@ -127,6 +127,18 @@ def ties(rank: int, world: int) -> None:
     assert part_of(model.lm_head.weight) == Part(dim=0, sections=(VOCABULARY,), size=world, rank=rank)
 
 
+def heads_outside_of_forwards(rank: int, world: int) -> None:
+    """Logits stay divided in a training forward alone, also if that ends with an error."""
+    model = built("Llama")
+    apply_plan(model, None, dist.group.WORLD)
+    hidden = torch.ones(1, 2, SIZES["hidden_size"], dtype=torch.float64)
+    model(**batch_of())
+    assert model.lm_head(hidden).shape[-1] == VOCABULARY
+    with pytest.raises(RuntimeError):
+        model(batch_of()["input_ids"], labels=torch.zeros(3, dtype=torch.int64))
+    assert model.lm_head(hidden).shape[-1] == VOCABULARY
+
+
 def own_losses(rank: int, world: int) -> None:
     """A model whose loss is not that of causal language models has whole logits, also where labels are given."""
 
@@ -273,7 +285,17 @@ def forgotten_rules(rank: int, world: int) -> None:
 
 
 TWO_RANKS = [
-    *(evaluation, ties, own_losses, losses_of_the_forward, under_autocast, inside_others, on_meta, forgotten_rules),
+    *(
+        evaluation,
+        heads_outside_of_forwards,
+        ties,
+        own_losses,
+        losses_of_the_forward,
+        under_autocast,
+        inside_others,
+        on_meta,
+        forgotten_rules,
+    ),
 ]
 
 
