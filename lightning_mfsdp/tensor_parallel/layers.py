@@ -11,9 +11,18 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.tensor_parallel.division import check_divided
-from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied_end, is_divided, summed
+from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied, copied_end, is_divided, summed
 
-__all__ = ["Change", "RopePart", "RowwiseLinear", "VocabularyPart", "WholeModule", "change_inputs", "change_output"]
+__all__ = [
+    "Change",
+    "RopePart",
+    "RowwiseLinear",
+    "SharedInput",
+    "VocabularyPart",
+    "WholeModule",
+    "change_inputs",
+    "change_output",
+]
 
 # What is done to a tensor before or after a layer.
 Change = Callable[[Tensor, TensorGroup], Tensor]
@@ -57,6 +66,39 @@ class _After:
                 f"{type(module).__name__} returned {type(output).__name__} under tensor parallelism, expected a tensor"
             )
         return self._change(output, self._group)
+
+
+class SharedInput:
+    """Layers that get the same tensor from the forward of the module around them: its gradients are added up before one all-reduce."""
+
+    def __init__(self) -> None:
+        self._is_open = False  # that forward runs
+        self._last: tuple[Tensor, int, bool, Tensor] | None = None
+
+    def install(self, parent: nn.Module) -> list[Any]:
+        """Returns the handles of the hooks."""
+        closes = parent.register_forward_hook(self._close, always_call=True)
+        return [parent.register_forward_pre_hook(self._open), closes]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def copied(self, tensor: Tensor, group: TensorGroup) -> Tensor:
+        """A `Change`: as the function, for the first layer; the same tensor for the others."""
+        if not self._is_open:
+            return copied(tensor, group)
+        has_gradients = torch.is_grad_enabled()
+        if self._last is not None:
+            before, version, had_gradients, result = self._last
+            if before is tensor and version == tensor._version and had_gradients == has_gradients:
+                return result
+        result = copied(tensor, group)
+        self._last = (tensor, tensor._version, has_gradients, result)
+        return result
+
+    def _open(self, module: nn.Module, args: Any) -> None:
+        self._is_open = True
+
+    def _close(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._is_open, self._last = False, None
 
 
 class VocabularyPart:

@@ -15,8 +15,8 @@ from torch import nn
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.tensor_parallel.checks import check_attention, check_experts, check_own_parameters, check_ties
 from lightning_mfsdp.tensor_parallel.division import divide
-from lightning_mfsdp.tensor_parallel.exchange import TensorGroup
-from lightning_mfsdp.tensor_parallel.layers import WholeModule
+from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied
+from lightning_mfsdp.tensor_parallel.layers import SharedInput, WholeModule
 from lightning_mfsdp.tensor_parallel.logits import DividedLogits
 from lightning_mfsdp.tensor_parallel.part import Part, mark_part, mark_summed, part_of
 from lightning_mfsdp.tensor_parallel.styles import Style, Target, style_named
@@ -74,9 +74,11 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, group: dist.Pro
     _check(model, targets, ranks)
     mark_megatron_layers(model, group)
     heads = _heads(pretrained, targets, ranks) if ranks.size > 1 else {}
+    shared = _shared_inputs(targets) if ranks.size > 1 else {}
     for target, style, parts in targets if ranks.size > 1 else ():
-        logits = heads.get(id(target.module))
-        style.install(target, ranks, parts, style.after if logits is None else logits.after_head)
+        logits, inputs = heads.get(id(target.module)), shared.get(id(target.module))
+        before = style.before if inputs is None else inputs.copied
+        style.install(target, ranks, parts, before, style.after if logits is None else logits.after_head)
     if ranks.size > 1:
         _watch_others(model, targets)
     divide(model)
@@ -185,6 +187,26 @@ def _check(model: nn.Module, targets: list[tuple[Target, Style, dict[str, Part]]
         if style.name == "moe_tp_experts":
             check_experts(target, by_module[id(target.module)])
     check_ties(model, [(target, parts) for target, _, parts in targets])
+
+
+def _shared_inputs(targets: list[tuple[Target, Style, dict[str, Part]]]) -> dict[int, SharedInput]:
+    """By the ids of layers: what those inside one module share that are divided by output features, such as queries, keys and values."""
+    siblings: dict[int, list[Target]] = {}
+    for target, style, _ in targets:
+        if (
+            style.before is copied
+            and style.kind is nn.Linear
+            and target.key is None
+            and target.parent is not target.module
+        ):
+            siblings.setdefault(id(target.parent), []).append(target)
+    found: dict[int, SharedInput] = {}
+    for together in siblings.values():
+        if len(together) > 1:
+            inputs = SharedInput()
+            inputs.install(together[0].parent)
+            found.update({id(target.module): inputs for target in together})
+    return found
 
 
 def _watch_others(model: nn.Module, targets: list[tuple[Target, Style, dict[str, Part]]]) -> None:

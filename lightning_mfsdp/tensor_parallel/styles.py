@@ -135,14 +135,17 @@ class Style:
             if getattr(module, option):
                 raise ShardingError(f"{target.name}: an embedding with {option} cannot be divided. Leave {option} out.")
 
-    def install(self, target: Target, group: TensorGroup, parts: Mapping[str, Part], after: Change | None) -> list[Any]:
+    def install(
+        self, target: Target, group: TensorGroup, parts: Mapping[str, Part], before: Change | None, after: Change | None
+    ) -> list[Any]:
         """Note what is to be divided, and install hooks.
 
         Args:
             target: What a rule matched.
             group: The ranks.
             parts: What `parts` returned.
-            after: What is done to the output, this style's `after` or a function in its place.
+            before: What is done to the inputs, this style's `before` or a function in its place.
+            after: What is done to the output, likewise.
 
         Returns:
             Handles of the hooks.
@@ -161,7 +164,7 @@ class Style:
         division.attributes.update(self._attributes(module, group))
         if isinstance(module, nn.Embedding) and self.divides == "rows":
             return VocabularyPart(group).install(module)
-        handles = [] if self.before is None else [change_inputs(module, self.before, group)]
+        handles = [] if before is None else [change_inputs(module, before, group)]
         if self.divides == "columns" and isinstance(module, nn.Linear) and module.bias is not None:
             module.__class__ = RowwiseLinear
             module.tensor_group = group  # type: ignore[assignment]
@@ -194,8 +197,10 @@ class _RopeStyle(Style):
             )
         return super().parts(target, group)
 
-    def install(self, target: Target, group: TensorGroup, parts: Mapping[str, Part], after: Change | None) -> list[Any]:
-        return super().install(target, group, parts, RopePart(self._size(target)))
+    def install(
+        self, target: Target, group: TensorGroup, parts: Mapping[str, Part], before: Change | None, after: Change | None
+    ) -> list[Any]:
+        return super().install(target, group, parts, before, RopePart(self._size(target)))
 
     @staticmethod
     def _size(target: Target) -> Any:

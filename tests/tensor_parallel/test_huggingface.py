@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -125,6 +126,25 @@ def ties(rank: int, world: int) -> None:
     apply_plan(model, None, dist.group.WORLD)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert part_of(model.lm_head.weight) == Part(dim=0, sections=(VOCABULARY,), size=world, rank=rank)
+
+
+def collectives(rank: int, world: int) -> None:
+    """One all-reduce for each attention and each MLP, in forward and in backward, with one for the embedding and one for the head."""
+    model = built("Llama, biases")
+    apply_plan(model, None, dist.group.WORLD)
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
+        loss = model(**batch_of()).loss
+        assert reduce.call_count == 2 * 2 + 1
+        loss.backward()
+        assert reduce.call_count == 2 * (2 * 2 + 1)
+    attention = model.model.layers[0].self_attn
+    hidden = torch.ones(1, 2, SIZES["hidden_size"], dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ValueError):
+        attention(hidden, (hidden,))  # it fails after its projections
+    for name in ("q_proj", "k_proj"):  # outside of that forward, each by itself
+        with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
+            attention.get_submodule(name)(hidden).sum().backward()
+            assert reduce.call_count == 1
 
 
 def heads_outside_of_forwards(rank: int, world: int) -> None:
@@ -285,17 +305,8 @@ def forgotten_rules(rank: int, world: int) -> None:
 
 
 TWO_RANKS = [
-    *(
-        evaluation,
-        heads_outside_of_forwards,
-        ties,
-        own_losses,
-        losses_of_the_forward,
-        under_autocast,
-        inside_others,
-        on_meta,
-        forgotten_rules,
-    ),
+    *(evaluation, collectives, heads_outside_of_forwards, ties, own_losses, losses_of_the_forward),
+    *(under_autocast, inside_others, on_meta, forgotten_rules),
 ]
 
 

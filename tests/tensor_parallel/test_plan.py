@@ -241,6 +241,34 @@ def summed_outputs(rank: int, world: int) -> None:
     assert_equal(whole_gradients(divided), gradients(model))
 
 
+def shared_inputs(rank: int, world: int) -> None:
+    """Layers share an input that is the same tensor with the same need of gradients, and no other one."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.out = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                first = self.a(x)
+            first = first + self.a(x) + self.b(x)
+            second = self.a(x + 1)
+            return self.out(first * second + self.b(2 * x))
+
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4), Pair()).double()
+    divided = copy.deepcopy(model)
+    apply_plan(divided, {"1.a": "colwise", "1.b": "colwise", "1.out": "rowwise"}, dist.group.WORLD)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    outputs = [one(x) for one in (model, divided)]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-12)
+    for output in outputs:
+        output.square().sum().backward()
+    assert_equal(whole_gradients(divided), gradients(model))
+
+
 def unknown_tokens(rank: int, world: int) -> None:
     """An embedding of a part reports what no rank has."""
     model = nn.Sequential(nn.Embedding(TOKENS, 4))
@@ -282,7 +310,7 @@ def random_state(rank: int, world: int) -> Tensor:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("program", [own_plan, on_meta, summed_outputs, unknown_tokens])
+@pytest.mark.parametrize("program", [own_plan, on_meta, summed_outputs, shared_inputs, unknown_tokens])
 def test_divided(program: Callable[[int, int], None], world: int) -> None:
     run_distributed(program, world)
 
