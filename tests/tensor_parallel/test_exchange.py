@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -76,8 +77,8 @@ def true_collectives(rank: int, world: int) -> None:
 def pairs(rank: int, world: int) -> None:
     """Those that state what is equal on all ranks, or complete: the backward of one is the other."""
     group = TensorGroup.of(dist.group.WORLD)
-    for dtype in (torch.float64, torch.bfloat16):
-        parts = inputs_of(world, dtype, permuted=True)
+    for dtype, permuted in product((torch.float64, torch.bfloat16), (False, True)):
+        parts = inputs_of(world, dtype, permuted=permuted)
         total = torch.stack(parts).sum(0)
         own = parts[rank].clone().requires_grad_()
         before = own.detach().clone()
