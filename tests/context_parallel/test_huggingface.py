@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +17,7 @@ from lightning_mfsdp.context_parallel.huggingface import use_context_attention
 from lightning_mfsdp.context_parallel.sharing import METHODS, ContextParallel, Cut, Method
 from tests.context_parallel.sequences import BATCH, LENGTH, allowed, cut_of, divided
 from tests.helpers.distributed import run_distributed
+from tests.helpers.double import in_double
 from tests.helpers.pairwise import in_world
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -147,27 +145,6 @@ def of_this_rank(model: Any, parallel: ContextParallel, cut: Cut) -> tuple[Tenso
         dist.all_reduce(gradient)
         gradient /= parallel.size
     return logits.detach(), found
-
-
-@contextmanager
-def in_double() -> Iterator[None]:
-    """Where models go over to float32 for a while, float64: differences of rounding would hide others. In recomputation too."""
-
-    def doubled(function: Any) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            def double(value: Any) -> Any:
-                return torch.float64 if value is torch.float32 else value
-
-            return function(*map(double, args), **{name: double(value) for name, value in options.items()})
-
-        return call
-
-    with (
-        patch.object(Tensor, "to", doubled(Tensor.to)),
-        patch.object(Tensor, "float", Tensor.double),
-        patch.object(F, "softmax", doubled(F.softmax)),
-    ):
-        yield
 
 
 def compare(kind: str, method: Method, cut: Cut, model: Any, change: Any = None) -> None:

@@ -42,6 +42,7 @@ ALLOWED = {
     },
     "mtp": {"torch", "lightning_mfsdp.mtp", "lightning_mfsdp.recompute"},
     "context_parallel": {"torch", "lightning_mfsdp.context_parallel", "lightning_mfsdp.base", "lightning_mfsdp.mtp"},
+    "tensor_parallel": {"torch", "lightning_mfsdp.tensor_parallel", "lightning_mfsdp.base", "lightning_mfsdp.ops"},
     "checkpoint": {
         "torch",
         "fsspec",

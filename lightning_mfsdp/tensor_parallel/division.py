@@ -1,0 +1,112 @@
+"""What a plan divides in one module, and the division itself.
+
+It happens when the parameters have values. Those on the meta device get them whole first (`materialize_divided`), so that all numbers are
+those of one process: equal seeds draw equal numbers, and an initialization by fan-in sees the whole weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.base.initialize import materialize
+from lightning_mfsdp.tensor_parallel.part import Part, mark_part, mark_summed, part_of
+
+__all__ = ["Division", "check_divided", "divide", "division_of", "materialize_divided", "planned_division"]
+
+_DIVISION = "_tensor_division"  # where a module stores its `Division`
+
+
+@dataclass(eq=False, kw_only=True)
+class Division:
+    """What becomes of the parameters of one module.
+
+    Attributes:
+        name: Of the module.
+        parts: By the names of parameters in the module.
+        summed: Names of whole parameters whose gradients are partial sums over the tensor axis.
+        attributes: Sizes that the module states, as they are for a part.
+        is_done: The parameters are divided.
+    """
+
+    name: str
+    parts: dict[str, Part] = field(default_factory=dict)
+    summed: list[str] = field(default_factory=list)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    is_done: bool = False
+
+
+def planned_division(name: str, module: nn.Module) -> Division:
+    """That of a module, empty if there was none."""
+    found = division_of(module)
+    if found is None:
+        found = Division(name=name)
+        setattr(module, _DIVISION, found)
+    return found
+
+
+def division_of(module: nn.Module) -> Division | None:
+    """That of a module, if a plan divides something in it."""
+    found: Division | None = module.__dict__.get(_DIVISION)
+    return found
+
+
+def divide(module: nn.Module) -> None:
+    """Keep this rank's part of each parameter that a plan divides, and mark it. Modules with parameters on the meta device stay whole.
+
+    The parameters stay the same objects, so tied ones stay tied. A second call divides what was on the meta device at the first, and marks
+    again what is divided already: `copy.deepcopy` drops marks.
+    """
+    for child in module.modules():
+        division = division_of(child)
+        if division is None or (not division.is_done and any(own.is_meta for own in child.parameters(recurse=False))):
+            continue
+        for key, part in division.parts.items():
+            if not division.is_done:
+                _divide(getattr(child, key), part)
+            mark_part(getattr(child, key), part)
+        for key in division.summed:
+            mark_summed(getattr(child, key))
+        if not division.is_done:
+            for key, value in division.attributes.items():
+                setattr(child, key, value)
+            division.is_done = True
+
+
+@torch.no_grad()
+def _divide(parameter: nn.Parameter, part: Part) -> None:
+    if part_of(parameter) != part:  # else it is tied to one that was divided before
+        parameter.data = part.own(parameter.detach())
+
+
+def materialize_divided(module: nn.Module, device: torch.device, ignored: set[int] | None = None) -> None:
+    """Initialize meta parameters as one process would, whole, and then divide them.
+
+    Args:
+        module: To which a plan was applied, or a unit of such a module, which is whole in memory for a while.
+        device: Where the parameters go.
+        ignored: Ids of parameters to skip.
+
+    Raises:
+        ShardingError: Nothing initializes a module with meta parameters; names it and them.
+    """
+    materialize(module, device, ignored)
+    divide(module)
+
+
+def check_divided(module: nn.Module) -> None:
+    """Called before a module computes with parts.
+
+    Raises:
+        EngineStateError: Its parameters are whole.
+    """
+    division = division_of(module)
+    if division is not None and not division.is_done:
+        raise EngineStateError(
+            f"{division.name}: its parameters were initialized, but not divided over the tensor axis. Call"
+            " divide after the initialization, or materialize_divided for both."
+        )

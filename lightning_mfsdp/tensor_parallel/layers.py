@@ -1,0 +1,187 @@
+"""Hooks that have a layer compute with its part of each weight, and the one layer for which hooks are not enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.tensor_parallel.division import check_divided
+from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied, copied_end, is_divided, summed
+
+__all__ = [
+    "Change",
+    "RopePart",
+    "RowwiseLinear",
+    "SharedInput",
+    "VocabularyPart",
+    "WholeModule",
+    "change_inputs",
+    "change_output",
+]
+
+# What is done to a tensor before or after a layer.
+Change = Callable[[Tensor, TensorGroup], Tensor]
+
+
+def change_inputs(module: nn.Module, change: Change, group: TensorGroup) -> Any:
+    """Before its forward, change every floating-point tensor among the arguments. Returns the handle of the hook."""
+    return module.register_forward_pre_hook(_Before(change, group), with_kwargs=True)
+
+
+def change_output(module: nn.Module, change: Change, group: TensorGroup) -> Any:
+    """After its forward, change the tensor that it returns. Returns the handle of the hook."""
+    return module.register_forward_hook(_After(change, group))
+
+
+class _Before:
+    def __init__(self, change: Change, group: TensorGroup) -> None:
+        self._change = change
+        self._group = group
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        check_divided(module)
+        return tuple(map(self._changed, args)), {name: self._changed(value) for name, value in kwargs.items()}
+
+    def _changed(self, value: Any) -> Any:
+        is_number = isinstance(value, Tensor) and value.is_floating_point()
+        return self._change(value, self._group) if is_number else value
+
+
+class _After:
+    def __init__(self, change: Change, group: TensorGroup) -> None:
+        self._change = change
+        self._group = group
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Tensor:
+        check_divided(module)
+        if not isinstance(output, Tensor):
+            raise ShardingError(
+                f"{type(module).__name__} returned {type(output).__name__} under tensor parallelism, expected a tensor"
+            )
+        return self._change(output, self._group)
+
+
+class SharedInput:
+    """Layers that get the same tensor from the forward of the module around them: its gradients are added up before one all-reduce."""
+
+    def __init__(self) -> None:
+        self._is_open = False  # that forward runs
+        self._last: tuple[Tensor, int, bool, Tensor] | None = None
+
+    def install(self, parent: nn.Module) -> list[Any]:
+        """Returns the handles of the hooks."""
+        closes = parent.register_forward_hook(self._close, always_call=True)
+        return [parent.register_forward_pre_hook(self._open), closes]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def copied(self, tensor: Tensor, group: TensorGroup) -> Tensor:
+        """A `Change`: as the function, for the first layer; the same tensor for the others."""
+        if not self._is_open:
+            return copied(tensor, group)
+        has_gradients = torch.is_grad_enabled()
+        if self._last is not None:
+            before, version, had_gradients, result = self._last
+            if before is tensor and version == tensor._version and had_gradients == has_gradients:
+                return result
+        result = copied(tensor, group)
+        self._last = (tensor, tensor._version, has_gradients, result)
+        return result
+
+    def _open(self, module: nn.Module, args: Any) -> None:
+        self._is_open = True
+
+    def _close(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._is_open, self._last = False, None
+
+
+class VocabularyPart:
+    """Hooks of an embedding that has a part of the rows: tokens of other ranks become zeros, and the sum over all ranks is whole."""
+
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+        self._is_elsewhere: Tensor | None = None  # of the call that runs
+
+    def install(self, module: nn.Embedding) -> list[Any]:
+        """Returns the handles of the hooks."""
+        before = module.register_forward_pre_hook(self._localize, with_kwargs=True)
+        return [before, module.register_forward_hook(self._complete)]
+
+    def _localize(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Tensor], dict[str, Any]]:
+        check_divided(module)
+        tokens: Tensor = args[0] if args else kwargs["input"]
+        rows = module.weight.shape[0]
+        local = tokens - self._group.rank * rows
+        is_elsewhere = torch.zeros_like(tokens, dtype=torch.bool)
+        # What no rank has stays out of range on the first or on the last one, where the embedding reports it.
+        if self._group.rank > 0:
+            is_elsewhere |= local < 0
+        if self._group.rank < self._group.size - 1:
+            is_elsewhere |= local >= rows
+        self._is_elsewhere = is_elsewhere
+        return (local.masked_fill(is_elsewhere, 0),), {}
+
+    def _complete(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        is_elsewhere, self._is_elsewhere = self._is_elsewhere, None
+        assert is_elsewhere is not None
+        return summed(output.masked_fill(is_elsewhere.unsqueeze(-1), 0), self._group)
+
+
+class RopePart:
+    """The last numbers of a layer's output are used as they are by the heads of each rank, so their gradients are summed."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __call__(self, output: Tensor, group: TensorGroup) -> Tensor:
+        """A `Change`."""
+        return copied_end(output, group, self._size)
+
+
+class WholeModule:
+    """A hook of a module that no rule is for: its inputs are whole, or the gradients of its parameters would be partial sums unnoticed.
+
+    The first forward that has gradients decides.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._is_checked = False
+
+    def install(self, module: nn.Module) -> Any:
+        """Returns the handle of the hook."""
+        return module.register_forward_pre_hook(self._check, with_kwargs=True)
+
+    def _check(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_checked or not torch.is_grad_enabled():
+            return
+        self._is_checked = True
+        if any(isinstance(value, Tensor) and is_divided(value) for value in (*args, *kwargs.values())):
+            rule = ".".join("*" if word.isdigit() else word for word in self._name.split("."))
+            raise ShardingError(
+                f"{self._name} ({type(module).__name__}): its input is a part of a tensor, so the gradients of its parameters are partial"
+                f' sums. Add the rule "{rule}": "replicated_with_grad_allreduce" to the plan (model.tp_plan of a transformers model).'
+            )
+
+
+class RowwiseLinear(nn.Linear):
+    """A linear layer with a part of the columns: the bias is added once, to the sum over all ranks.
+
+    A layer with a bias is given this class, because `nn.Linear` adds its bias to the term of every rank.
+    """
+
+    tensor_group: TensorGroup
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As of `nn.Linear`; the input is a part, and the output is whole."""
+        check_divided(self)
+        total = summed(F.linear(input, self.weight), self.tensor_group)
+        return total + self.bias.to(total.dtype)  # under autocast, the bias has another one

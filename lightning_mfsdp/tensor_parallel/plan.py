@@ -1,0 +1,237 @@
+"""A plan, names of modules to styles, applied to a model."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.tensor_parallel.checks import check_attention, check_experts, check_own_parameters, check_ties
+from lightning_mfsdp.tensor_parallel.division import divide
+from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied
+from lightning_mfsdp.tensor_parallel.layers import SharedInput, WholeModule
+from lightning_mfsdp.tensor_parallel.logits import DividedLogits
+from lightning_mfsdp.tensor_parallel.part import Part, mark_part, mark_summed, part_of
+from lightning_mfsdp.tensor_parallel.styles import Style, Target, style_named
+
+__all__ = ["AppliedPlan", "apply_plan", "mark_megatron_layers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppliedPlan:
+    """What `apply_plan` did.
+
+    Attributes:
+        styles: By the names of the modules and parameters that rules matched.
+        unused: Rules of a model's own plan that matched nothing: those for layers that its configuration leaves out.
+    """
+
+    styles: Mapping[str, str]
+    unused: tuple[str, ...]
+
+
+def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, group: dist.ProcessGroup) -> AppliedPlan:
+    """Have the ranks of a tensor axis divide the weights of a model and compute it together.
+
+    All ranks give the model equal inputs, and get equal outputs. Parameters stay the same objects and become plain parts of themselves,
+    which `part_of` describes. Gradients of parts are complete; those of whole parameters are equal on all ranks, unless `is_summed`.
+    Parameters on the meta device stay whole until `materialize_divided` or `divide`.
+
+    Args:
+        model: With equal values on all ranks.
+        plan: Names of modules or parameters to names of styles (`STYLES`). `*` stands for one part of a name, such as the number of a
+            layer. `None`: the plans of transformers' models inside.
+        group: The ranks of the axis.
+
+    Raises:
+        ShardingError: There is no plan, a rule matches nothing, a style is unknown, or something cannot be divided; with its name and
+            numbers. Then nothing has changed.
+    """
+    ranks = TensorGroup.of(group)
+    pretrained = dict(_pretrained(model))
+    rules = dict(plan) if plan is not None else _own_rules(pretrained)
+    has_megatron_layers = any(_is_megatron(parameter) for parameter in model.parameters())
+    if not rules and not has_megatron_layers:
+        raise ShardingError(
+            f"{_names(model, pretrained)} has no tensor parallel plan: give one, a mapping of names to styles such as"
+            ' {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
+        )
+    matched, unused = _matched(model, rules)
+    if unused and (plan is not None or not matched):
+        raise ShardingError(
+            f"the tensor parallel plan has rules that match nothing in {_names(model, pretrained)}; remove them: {', '.join(unused)}"
+        )
+    for target, style in matched:
+        _check_parameters(target, style)
+    targets = [(target, style, style.parts(target, ranks)) for target, style in matched]
+    _check(model, targets, ranks)
+    mark_megatron_layers(model, group)
+    heads = _heads(pretrained, targets, ranks) if ranks.size > 1 else {}
+    shared = _shared_inputs(targets) if ranks.size > 1 else {}
+    for target, style, parts in targets if ranks.size > 1 else ():
+        logits, inputs = heads.get(id(target.module)), shared.get(id(target.module))
+        before = style.before if inputs is None else inputs.copied
+        style.install(target, ranks, parts, before, style.after if logits is None else logits.after_head)
+    if ranks.size > 1:
+        _watch_others(model, targets)
+    divide(model)
+    return AppliedPlan(styles={target.name: style.name for target, style in matched}, unused=tuple(unused))
+
+
+def mark_megatron_layers(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Mark parameters of layers that divide their weights themselves, by Megatron-LM's attributes.
+
+    `tensor_model_parallel` says that a parameter is a part, `partition_dim` along which dim and `partition_stride` of how many sections.
+    `sequence_parallel` says that its gradient is a partial sum.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    for parameter in model.parameters():
+        if getattr(parameter, "sequence_parallel", False):
+            mark_summed(parameter)
+        if not _is_megatron(parameter):
+            continue
+        dim = parameter.partition_dim  # type: ignore[attr-defined]
+        stride = getattr(parameter, "partition_stride", 1)
+        section = parameter.shape[dim] * size // stride
+        mark_part(parameter, Part(dim=dim % parameter.ndim, sections=(section,) * stride, size=size, rank=rank))
+
+
+def _is_megatron(parameter: nn.Parameter) -> bool:
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def _pretrained(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The outermost models of transformers inside, by name."""
+    if "transformers" not in sys.modules:  # so there is no model of its
+        return
+    kind = importlib.import_module("transformers.modeling_utils").PreTrainedModel
+    inside: set[int] = set()
+    for name, part in model.named_modules():
+        if isinstance(part, kind) and id(part) not in inside:
+            inside.update(id(child) for child in part.modules())
+            yield name, part
+
+
+def _own_rules(pretrained: Mapping[str, Any]) -> dict[str, str]:
+    """Rules of the models' own plans, with names in the module around them."""
+    return {
+        f"{name}.{rule}" if name else rule: style
+        for name, model in pretrained.items()
+        for rule, style in (getattr(model, "tp_plan", None) or {}).items()
+    }
+
+
+def _names(model: nn.Module, pretrained: Mapping[str, Any]) -> str:
+    return ", ".join(type(found).__name__ for found in pretrained.values()) or type(model).__name__
+
+
+def _matched(model: nn.Module, rules: Mapping[str, str]) -> tuple[list[tuple[Target, Style]], list[str]]:
+    """What each rule matches, and the rules that match nothing."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found: list[tuple[Target, Style]] = []
+    ruled: dict[tuple[int, str | None], tuple[str, str]] = {}
+    unused: list[str] = []
+    for rule, named in rules.items():
+        pattern = re.compile(re.escape(rule).replace(r"\*", "[^.]+"))
+        names = [name for name in (*modules, *parameters) if pattern.fullmatch(name)]
+        if not names:
+            unused.append(rule)
+            continue
+        style = style_named(named, rule)
+        for name in names:
+            owner, _, key = name.rpartition(".")
+            module = modules[name] if name in modules else modules[owner]
+            target = Target(
+                name=name, module=module, key=None if name in modules else key, parent=modules[owner] if name else model
+            )
+            first, other = ruled.setdefault((id(module), target.key), (name, style.name))
+            if other != style.name:
+                raise ShardingError(
+                    f"{name}: rules of the plan give it two styles, {other!r} and {style.name!r}; remove one"
+                )
+            if first == name:
+                found.append((target, style))
+    return found, unused
+
+
+def _check_parameters(target: Target, style: Style) -> None:
+    own = dict(target.module.named_parameters(recurse=False))
+    for key in (target.key,) if target.key is not None else own if style.kind is not None else ():
+        parameter = own[key]
+        if type(parameter) is not nn.Parameter or part_of(parameter) is not None or _is_megatron(parameter):
+            raise ShardingError(
+                f"{target.name}: {key} is {'a part already' if type(parameter) is nn.Parameter else f'a {type(parameter).__name__}'},"
+                " and a plan divides plain whole parameters. Call apply_plan once, before anything else shards or wraps them."
+            )
+        if parameter.grad is not None:
+            raise ShardingError(f"{target.name}: {key} has a gradient. Call apply_plan before the first backward.")
+
+
+def _check(model: nn.Module, targets: list[tuple[Target, Style, dict[str, Part]]], ranks: TensorGroup) -> None:
+    ruled = {(id(target.module), target.key) for target, _, _ in targets if target.key is not None}
+    by_module: dict[int, dict[str, Part]] = {}
+    for target, _, parts in targets:
+        by_module.setdefault(id(target.module), {}).update(parts)
+    for target, style, parts in targets if ranks.size > 1 else ():
+        if style.after is None and style.kind is nn.Linear and target.key is None:
+            check_attention(target, parts, ranks.size)
+            check_own_parameters(target, ruled)
+        if style.name == "moe_tp_experts":
+            check_experts(target, by_module[id(target.module)])
+    check_ties(model, [(target, parts) for target, _, parts in targets])
+
+
+def _shared_inputs(targets: list[tuple[Target, Style, dict[str, Part]]]) -> dict[int, SharedInput]:
+    """By the ids of layers: what those inside one module share that are divided by output features, such as queries, keys and values."""
+    siblings: dict[int, list[Target]] = {}
+    for target, style, _ in targets:
+        if (
+            style.before is copied
+            and style.kind is nn.Linear
+            and target.key is None
+            and target.parent is not target.module
+        ):
+            siblings.setdefault(id(target.parent), []).append(target)
+    found: dict[int, SharedInput] = {}
+    for together in siblings.values():
+        if len(together) > 1:
+            inputs = SharedInput()
+            inputs.install(together[0].parent)
+            found.update({id(target.module): inputs for target in together})
+    return found
+
+
+def _watch_others(model: nn.Module, targets: list[tuple[Target, Style, dict[str, Part]]]) -> None:
+    """Have modules with parameters that no rule is for find out whether one is needed."""
+    ruled = {
+        id(inside)
+        for target, style, _ in targets
+        if style.kind or style.sums_gradients
+        for inside in target.module.modules()
+    }
+    ruled.update(id(target.module) for target, _, _ in targets)
+    for name, module in model.named_modules():
+        if id(module) not in ruled and next(module.parameters(recurse=False), None) is not None:
+            WholeModule(name).install(module)
+
+
+def _heads(
+    pretrained: Mapping[str, Any], targets: list[tuple[Target, Style, dict[str, Part]]], ranks: TensorGroup
+) -> dict[int, DividedLogits]:
+    """By the ids of the layers that compute logits: how those stay divided."""
+    gathers = {id(target.module) for target, style, _ in targets if style.name == "colwise_gather_output"}
+    heads: dict[int, DividedLogits] = {}
+    for model in pretrained.values():
+        head = model.get_output_embeddings()
+        if head is not None and id(head) in gathers and DividedLogits.fits(model):
+            heads[id(head)] = DividedLogits(ranks, model.loss_function)
+            heads[id(head)].install(model)
+    return heads

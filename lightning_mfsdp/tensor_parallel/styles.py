@@ -1,0 +1,324 @@
+"""The styles of a plan: which parameters of a module are divided, and what is exchanged before and after its forward.
+
+Their names are those of transformers' plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.tensor_parallel.division import planned_division
+from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied, gathered, own_part, summed
+from lightning_mfsdp.tensor_parallel.layers import (
+    Change,
+    RopePart,
+    RowwiseLinear,
+    VocabularyPart,
+    change_inputs,
+    change_output,
+)
+from lightning_mfsdp.tensor_parallel.part import Part
+
+__all__ = ["REFUSED", "STYLES", "Style", "Target", "style_named"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a rule of a plan matches: a module, or a parameter of a module.
+
+    Attributes:
+        name: In the model.
+        module: The module, or the one that owns the parameter.
+        key: The parameter's name in it; `None`: the rule is for the module.
+        parent: The module around it.
+    """
+
+    name: str
+    module: nn.Module
+    key: str | None
+    parent: nn.Module
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """What is done to a target.
+
+    Attributes:
+        name: In plans.
+        meaning: One line for the documentation.
+        divides: "rows": the dim of output features, the last but one of a weight. "columns": the last one, of input features.
+        sections: How many weights lie one after the other along that dim.
+        kind: Modules it divides; `None`: the rule is for parameters, or for what surrounds them.
+        is_for_parameters: It may be given to a parameter.
+        before: What is done to the floating-point tensors among the inputs.
+        after: What is done to the output.
+        sums_gradients: Gradients of the parameters are partial sums.
+    """
+
+    name: str
+    meaning: str
+    divides: Literal["rows", "columns"] | None = None
+    sections: int = 1
+    kind: type[nn.Linear] | type[nn.Embedding] | None = None
+    is_for_parameters: bool = False
+    before: Change | None = None
+    after: Change | None = None
+    sums_gradients: bool = False
+
+    def parts(self, target: Target, group: TensorGroup) -> dict[str, Part]:
+        """Which part of each parameter of the target's module `group`'s ranks have.
+
+        Raises:
+            ShardingError: The target is not of this style's kind, or its sizes are not divisible.
+        """
+        if target.key is not None:
+            return self._parts_of_parameter(target, target.key, group)
+        if self.kind is None:
+            if self.divides is not None:
+                raise ShardingError(
+                    f"{target.name}: the style {self.name!r} is for parameters, and this is a module; name its parameters"
+                )
+            return {}
+        module = target.module
+        if not isinstance(module, self.kind):
+            raise ShardingError(
+                f"{target.name}: the style {self.name!r} divides nn.{self.kind.__name__}, and this is a {type(module).__name__}. Choose"
+                " another style."
+            )
+        own = dict(module.named_parameters(recurse=False))
+        if others := sorted(own.keys() - {"weight", "bias"}):
+            raise ShardingError(
+                f"{target.name}: the style {self.name!r} divides weight and bias, and it also has {', '.join(others)}."
+                " Leave the rule out."
+            )
+        self._check_embedding(target)
+        if self.divides == "columns" and "bias" in own and type(module) is not nn.Linear:
+            raise ShardingError(
+                f"{target.name}: the style {self.name!r} adds the bias of an nn.Linear once, after the sum, and this is its subclass"
+                f" {type(module).__name__}. Build it with bias=False, or add the bias in a module around it."
+            )
+        rows = self.divides == "rows"
+        dims = {"weight": 0 if rows else 1, **({"bias": 0} if rows and "bias" in own else {})}
+        return {key: self._part(f"{target.name}.{key}", own[key].shape, dim, group) for key, dim in dims.items()}
+
+    def _parts_of_parameter(self, target: Target, key: str, group: TensorGroup) -> dict[str, Part]:
+        if not self.is_for_parameters:
+            raise ShardingError(
+                f"{target.name}: the style {self.name!r} is for modules, and this is a parameter; name the module"
+            )
+        shape = getattr(target.module, key).shape
+        if self.divides is None or (self.divides == "columns" and len(shape) < 2):
+            return {}
+        dim = len(shape) - 1 if self.divides == "columns" else max(len(shape) - 2, 0)
+        return {key: self._part(target.name, shape, dim, group)}
+
+    def _part(self, name: str, shape: Any, dim: int, group: TensorGroup) -> Part:
+        length = shape[dim]
+        if length % (self.sections * group.size):
+            sections = "" if self.sections == 1 else f" in {self.sections} sections"
+            raise ShardingError(
+                f"{name}: the style {self.name!r} divides dim {dim} of its shape {list(shape)}{sections}, and {length} cannot be divided"
+                f" over {group.size} tensor ranks. Use a smaller tensor size."
+            )
+        return Part(dim=dim, sections=(length // self.sections,) * self.sections, size=group.size, rank=group.rank)
+
+    def _check_embedding(self, target: Target) -> None:
+        module = target.module
+        if not isinstance(module, nn.Embedding):
+            return
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(module, option):
+                raise ShardingError(f"{target.name}: an embedding with {option} cannot be divided. Leave {option} out.")
+
+    def install(
+        self, target: Target, group: TensorGroup, parts: Mapping[str, Part], before: Change | None, after: Change | None
+    ) -> list[Any]:
+        """Note what is to be divided, and install hooks.
+
+        Args:
+            target: What a rule matched.
+            group: The ranks.
+            parts: What `parts` returned.
+            before: What is done to the inputs, this style's `before` or a function in its place.
+            after: What is done to the output, likewise.
+
+        Returns:
+            Handles of the hooks.
+        """
+        module = target.module
+        name = target.name if target.key is None else target.name.rpartition(".")[0]
+        division = planned_division(name, module)
+        division.parts.update(parts)
+        if self.sums_gradients and target.key is not None:
+            division.summed.append(target.key)
+        elif self.sums_gradients:
+            for path, child in module.named_modules(prefix=name):
+                planned_division(path, child).summed += [key for key, _ in child.named_parameters(recurse=False)]
+        if target.key is not None:
+            return []
+        division.attributes.update(self._attributes(module, group))
+        if isinstance(module, nn.Embedding) and self.divides == "rows":
+            return VocabularyPart(group).install(module)
+        handles = [] if before is None else [change_inputs(module, before, group)]
+        if self.divides == "columns" and isinstance(module, nn.Linear) and module.bias is not None:
+            module.__class__ = RowwiseLinear
+            module.tensor_group = group  # type: ignore[assignment]
+            return handles
+        return handles if after is None else [*handles, change_output(module, after, group)]
+
+    def _attributes(self, module: nn.Module, group: TensorGroup) -> dict[str, Any]:
+        """Sizes that a module states, as they are for its part."""
+        if isinstance(module, nn.Linear) and self.divides is not None:
+            key = "out_features" if self.divides == "rows" else "in_features"
+            return {key: getattr(module, key) // group.size}
+        if isinstance(module, nn.Embedding) and self.divides == "columns":
+            return {"embedding_dim": module.embedding_dim // group.size}
+        if isinstance(module, nn.Embedding) and self.divides == "rows":
+            rows = module.num_embeddings // group.size
+            padding = None if module.padding_idx is None else module.padding_idx - group.rank * rows
+            return {"num_embeddings": rows, "padding_idx": padding if padding in range(rows) else None}
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RopeStyle(Style):
+    """A projection whose last outputs are used by the heads of each rank without another layer (multi-head latent attention)."""
+
+    def parts(self, target: Target, group: TensorGroup) -> dict[str, Part]:
+        if not isinstance(self._size(target), int):
+            raise ShardingError(
+                f"{target.name}: the style {self.name!r} reads qk_rope_head_dim of the module around it, which has none. Leave"
+                " the rule out."
+            )
+        return super().parts(target, group)
+
+    def install(
+        self, target: Target, group: TensorGroup, parts: Mapping[str, Part], before: Change | None, after: Change | None
+    ) -> list[Any]:
+        return super().install(target, group, parts, before, RopePart(self._size(target)))
+
+    @staticmethod
+    def _size(target: Target) -> Any:
+        return getattr(target.parent, "qk_rope_head_dim", None)
+
+
+def _shared(tensor: Tensor, group: TensorGroup) -> Tensor:
+    return tensor / group.size
+
+
+_ALL = (
+    Style(
+        name="colwise",
+        meaning="divided by output features; so is the output",
+        divides="rows",
+        kind=nn.Linear,
+        is_for_parameters=True,
+        before=copied,
+    ),
+    Style(
+        name="colwise_gather_output",
+        meaning="the same, with the whole output gathered; logits of a causal language model stay divided for its loss",
+        divides="rows",
+        kind=nn.Linear,
+        before=copied,
+        after=gathered,
+    ),
+    Style(
+        name="packed_colwise",
+        meaning="two weights one after the other (gate and up), each divided by output features",
+        divides="rows",
+        sections=2,
+        kind=nn.Linear,
+        is_for_parameters=True,
+        before=copied,
+    ),
+    Style(
+        name="rowwise",
+        meaning="divided by input features; takes a divided input, and outputs are summed. A bias is whole and added once",
+        divides="columns",
+        kind=nn.Linear,
+        is_for_parameters=True,
+        after=summed,
+    ),
+    Style(
+        name="rowwise_split_input",
+        meaning="the same for a whole input, of which each rank takes its part",
+        divides="columns",
+        kind=nn.Linear,
+        before=own_part,
+        after=summed,
+    ),
+    Style(
+        name="packed_rowwise",
+        meaning="parameters with two weights one after the other in the last dim",
+        divides="columns",
+        sections=2,
+        is_for_parameters=True,
+    ),
+    Style(
+        name="embedding_rowwise",
+        meaning="divided by tokens of the vocabulary; outputs are summed",
+        divides="rows",
+        kind=nn.Embedding,
+    ),
+    Style(
+        name="embedding_colwise",
+        meaning="divided by features; outputs are gathered",
+        divides="columns",
+        kind=nn.Embedding,
+        after=gathered,
+    ),
+    Style(
+        name="moe_tp_experts",
+        meaning="experts whose weights other rules divide by their inner features; outputs are summed",
+        before=copied,
+        after=summed,
+    ),
+    Style(
+        name="moe_identity_expert",
+        meaning="an expert inside such a module that returns its input: each rank returns its share",
+        before=_shared,
+    ),
+    Style(name="all_reduce", meaning="outputs are summed", after=summed),
+    Style(
+        name="replicated_with_grad_allreduce",
+        meaning="whole parameters that see only the heads of this rank: their gradients are partial sums",
+        is_for_parameters=True,
+        sums_gradients=True,
+    ),
+    _RopeStyle(
+        name="mla_kv_a_proj",
+        meaning="a whole projection; the gradient of its last qk_rope_head_dim outputs is summed",
+    ),
+    Style(name="replicate", meaning="whole on every rank", is_for_parameters=True),
+    Style(name="local_params", meaning="nothing: the module computes with parts of parameters that other rules divide"),
+)
+STYLES: Mapping[str, Style] = {style.name: style for style in _ALL} | {
+    "colwise_rep": next(style for style in _ALL if style.name == "colwise_gather_output"),
+    "rowwise_rep": next(style for style in _ALL if style.name == "rowwise_split_input"),
+}
+
+# Styles of transformers' plans that are known and not supported, and why.
+REFUSED: Mapping[str, str] = {
+    "sequence_parallel": "activations between blocks are not divided along the sequence",
+    "ep_dispatch_experts": "it belongs to a plan of expert parallelism",
+    "grouped_gemm": "it belongs to a plan of expert parallelism",
+}
+
+
+def style_named(name: str, rule: str) -> Style:
+    """The style of a rule.
+
+    Raises:
+        ShardingError: There is none of this name; with the names there are.
+    """
+    if name in REFUSED:
+        raise ShardingError(f"{rule}: the style {name!r} is not supported: {REFUSED[name]}. Leave the rule out.")
+    if name not in STYLES:
+        raise ShardingError(f"{rule}: unknown style {name!r}, expected one of {', '.join(STYLES)}")
+    return STYLES[name]
