@@ -116,6 +116,24 @@ def test_host_time_of_all_engines_is_measured_without_a_gpu() -> None:
     assert all(float(figure) > 0 for row in rows for figure in row[3:])
 
 
+@pytest.mark.nightly
+def test_a_context_axis_is_measured_without_a_gpu() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [
+        str(ROOT / "examples/benchmark/context.py"),
+        "--accelerator=cpu",
+        "--size=tiny",
+        "--speed=64",
+        "--rounds=1",
+        "--steps=1",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")][2:]
+    assert [row[0] for row in rows] == ["data", "context, ulysses", "context, gather"]
+    assert all(float(row[-1]) > 0 for row in rows)
+
+
 def test_host_time_is_told_beside_the_plain_model_and_fsdp2_of_the_same_round() -> None:
     def one_round(slowdown: float) -> dict[str, dict[str, float]]:
         base = {"forward": slowdown, "backward": 2 * slowdown, "clip": 0.0, "step": 0.0}
