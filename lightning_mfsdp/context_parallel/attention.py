@@ -56,7 +56,8 @@ def context_attention(
         window: To how many tokens a query attends at most on one side, itself included. `None`: no limit.
         scale: Of products of queries and keys. `None`: 1 / sqrt(D).
         enable_gqa: Several query heads share a key and value head.
-        dropout_p: Of attention weights. Each rank draws for its own heads or queries, from its own random state.
+        dropout_p: Of attention weights. Each rank draws for its own heads or queries, from the random state of its process: processes with
+            equal seeds draw equal masks.
 
     Returns:
         `[B, H, S/c, Dv]`.
