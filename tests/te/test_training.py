@@ -457,7 +457,8 @@ def test_graphs_are_refused_with_the_reason() -> None:
 
 def test_utilization_is_measured_against_the_peak_of_8_bits() -> None:
     monitor = ShardedThroughputMonitor(batch_size_fn=len)
-    trainer = SimpleNamespace(precision_plugin=fp8(), strategy=SimpleNamespace(root_device=None))
+    strategy = SimpleNamespace(root_device=None, distributed_sampler_kwargs={"num_replicas": 1, "rank": 0})
+    trainer = SimpleNamespace(precision_plugin=fp8(), strategy=strategy, world_size=1)
     with (
         mock.patch.object(ThroughputMonitor, "setup"),
         mock.patch("lightning_mfsdp.callbacks.throughput.get_available_flops", lambda device, dtype: dtype),
