@@ -144,16 +144,16 @@ class DividedBatches:
         self._compare_batch(batch, loader, number, contents=closely)
         part, parallel.cut = divide(batch, parallel, self._dims)
         parallel.notes, parallel.is_watched = StepNotes(), closely
+        is_left = True
         try:
             tokens = parallel.cut.rows * parallel.cut.length // parallel.size
             with watched_step(parallel, tokens, trains=trains) if closely else nullcontext():
                 yield part
             self._compare_targets(part, loader, number, trains=trains)
-        except BaseException:
-            parallel.cut = None
-            raise
-        if not stays:
-            parallel.cut = None
+            is_left = not stays
+        finally:
+            if is_left:
+                parallel.cut = None
 
     def leave(self) -> None:
         """The step's backward is over."""

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.base.transformers_models import configurations, models_in, pretrained
 from lightning_mfsdp.context_parallel.attention import (
     AttentionCall,
     as_computed,
@@ -35,7 +36,7 @@ from lightning_mfsdp.context_parallel.exchange import to_sequence
 from lightning_mfsdp.context_parallel.pattern import Pattern, padding_to_mask, remembered
 from lightning_mfsdp.context_parallel.sharing import ContextParallel, Cut, Method, active
 
-__all__ = ["choose_method", "copied_configurations", "models_in", "pretrained", "use_context_attention"]
+__all__ = ["choose_method", "copied_configurations", "use_context_attention"]
 
 # Before the name of the implementation that a model had.
 _PREFIX = "mfsdp_context_"
@@ -91,7 +92,7 @@ def use_context_attention(module: nn.Module, parallel: ContextParallel) -> Calla
     Raises:
         ShardingError: A model cannot be computed with divided sequences; with its name and what to do. Then nothing has changed.
     """
-    models = list(models_in(module))
+    models = list(_named_models(module))
     bases = {name: _checked_base(name, model, parallel) for name, model in models}
     before: list[tuple[Any, str | None]] = []
     hooks: list[Any] = []
@@ -105,7 +106,7 @@ def use_context_attention(module: nn.Module, parallel: ContextParallel) -> Calla
         hooks.clear()
 
     for name, model in models:
-        before += [(config, _before(config)) for config in _configurations(model.config)]
+        before += [(config, _before(config)) for config in configurations(model.config)]
         implementation = _registered(bases[name])
         model.set_attn_implementation(implementation)
         if any(part.config._attn_implementation != implementation for part in pretrained(model)):
@@ -140,38 +141,17 @@ def _mask_functions() -> Any:
 def choose_method(module: nn.Module, size: int) -> Method:
     """The method "ulysses", unless the heads of a model inside cannot be divided over `size` ranks."""
     for _, model in models_in(module):
-        for config in _configurations(model.config):
+        for config in configurations(model.config):
             heads = getattr(config, "num_attention_heads", None)
             if isinstance(heads, int) and heads % size:
                 return "gather"
     return "ulysses"
 
 
-def models_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The outermost models of transformers inside, with their names."""
-    if "transformers" not in sys.modules:  # so there is no model of its
-        return
-    kind = _transformers("modeling_utils").PreTrainedModel
-    inside: set[int] = set()
-    for name, part in module.named_modules():
-        if isinstance(part, kind) and id(part) not in inside:
-            inside.update(id(child) for child in part.modules())
-            yield f"{name} ({type(part).__name__})" if name else type(part).__name__, part
-
-
-def pretrained(model: Any) -> Iterator[Any]:
-    """A model of transformers and those inside."""
-    kind = _transformers("modeling_utils").PreTrainedModel
-    return (part for part in model.modules() if isinstance(part, kind))
-
-
-def _configurations(config: Any) -> Iterator[Any]:
-    """A configuration and those inside, the outer ones first."""
-    yield config
-    for name in config.sub_configs:
-        inside = getattr(config, name, None)
-        if inside is not None:
-            yield from _configurations(inside)
+def _named_models(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The outermost models of transformers inside, with names for messages."""
+    for name, model in models_in(module):
+        yield f"{name} ({type(model).__name__})" if name else type(model).__name__, model
 
 
 def _attention_layers(name: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -224,7 +204,7 @@ def _checked_base(name: str, model: Any, parallel: ContextParallel) -> str:
 
 
 def _reasons(model: Any, parallel: ContextParallel) -> Iterator[str]:
-    for config in _configurations(model.config):
+    for config in configurations(model.config):
         if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
             yield "it has cross-attention between two sequences, of which only one is divided"
         for kind in getattr(config, "layer_types", None) or ():

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_mfsdp.base.transformers_models import models_in, pretrained
 from lightning_mfsdp.context_parallel.attention import context_positions
-from lightning_mfsdp.context_parallel.huggingface import models_in, pretrained
 from lightning_mfsdp.context_parallel.sharing import ContextParallel, Cut, active
 from lightning_mfsdp.context_parallel.targets import IGNORED, shift_labels, tokens_in_batch, without_padding
 

@@ -280,13 +280,11 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         return _Forward(module, self._share_buffers)
 
     def _divide_sequences_of(self, module: nn.Module) -> None:
-        group, options = self._run_mesh.context, self._options
-        if group is not None:
-            if self._divided is None:
-                dims = options.context_dims or {}
-                self._divided = DividedBatches(group, options.context_method, dims, self.root_device)
+        if self._divided is None:
+            self._divided = self._options.divided_batches(self._run_mesh, self.root_device)
+        if self._divided is not None:
             self._divided.begin(module)
-        elif options.loss_count == "tokens":
+        elif self._options.loss_count == "tokens":
             complete_inputs(module, always_counts=True)
 
     @contextmanager
@@ -315,9 +313,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Ranks of one context group have the same batches."""
-        sizes = self._options.mesh_sizes
-        replicas, rank = sizes.data_place(self.num_nodes * self.num_processes, self.global_rank)
-        return {"num_replicas": replicas, "rank": rank}
+        return self._options.sampler_arguments(self.num_nodes * self.num_processes, self.global_rank)
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Fabric's; the loop may catch what it raises."""

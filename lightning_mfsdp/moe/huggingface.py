@@ -6,13 +6,13 @@ Their weights, names and checkpoints are unchanged; only how they are computed, 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from lightning_mfsdp.base.transformers_models import configurations, outermost
 from lightning_mfsdp.moe.activations import ACTIVATIONS
 from lightning_mfsdp.moe.function import experts_mlp, no_choices
 from lightning_mfsdp.moe.products import product_dtype
@@ -139,7 +139,7 @@ class ModelWithExperts:
     def switch(self, saver: ActivationSaver) -> None:
         """Compute them here; each layer gets an attribute `saver`."""
         if not self.is_switched:
-            self._before = [(config, config._experts_implementation) for config in _configurations(self._model.config)]
+            self._before = [(config, config._experts_implementation) for config in configurations(self._model.config)]
             experts_of_transformers = importlib.import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
             experts_of_transformers.register(IMPLEMENTATION, _grouped)
             self._model.set_experts_implementation(IMPLEMENTATION)
@@ -156,24 +156,10 @@ class ModelWithExperts:
         self._before, self._given = [], []
 
 
-def _configurations(config: Any) -> Iterator[Any]:
-    """A configuration and those inside, the outer ones first."""
-    yield config
-    for name in config.sub_configs:
-        inside = getattr(config, name, None)
-        if inside is not None:
-            yield from _configurations(inside)
-
-
 def models_with_experts(module: nn.Module) -> list[ModelWithExperts]:
     """The outermost models inside that let transformers choose how experts are computed, and have some."""
-    inside: set[int] = set()
-    found = []
-    for name, part in module.named_modules():
-        if id(part) not in inside and callable(getattr(part, "set_experts_implementation", None)):
-            inside.update(id(child) for child in part.modules())
-            found.append(ModelWithExperts(name, part))
-    return [model for model in found if model.layers]
+    found = outermost(module, lambda part: callable(getattr(part, "set_experts_implementation", None)))
+    return [model for name, part in found if (model := ModelWithExperts(name, part)).layers]
 
 
 def _is_layer(module: nn.Module) -> bool:

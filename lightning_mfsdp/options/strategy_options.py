@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
+from lightning_mfsdp.context_parallel.divided_batches import DividedBatches
 from lightning_mfsdp.context_parallel.sharing import METHODS
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
@@ -41,7 +42,7 @@ from lightning_mfsdp.options.arguments import (
 )
 from lightning_mfsdp.options.compilation import compile_options, compile_units
 from lightning_mfsdp.options.dtypes import ShardedPrecision
-from lightning_mfsdp.options.mesh import MeshSizes
+from lightning_mfsdp.options.mesh import MeshSizes, RunMesh
 from lightning_mfsdp.options.unit_selection import (
     UnitsArgument,
     describe_units,
@@ -149,6 +150,17 @@ class StrategyOptions:
             with_outer_axis=self.outer_sharding not in ("no_shard", 0),
             mesh=self.mesh,
         )
+
+    def sampler_arguments(self, world_size: int, rank: int) -> dict[str, int]:
+        """Of a DistributedSampler: ranks of one context group have the same batches."""
+        replicas, place = self.mesh_sizes.data_place(world_size, rank)
+        return {"num_replicas": replicas, "rank": place}
+
+    def divided_batches(self, mesh: RunMesh, device: torch.device) -> DividedBatches | None:
+        """Those of a run on a mesh with a context axis."""
+        if mesh.context is None:
+            return None
+        return DividedBatches(mesh.context, self.context_method, self.context_dims or {}, device)
 
     def shard(
         self,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.base.transformers_models import models_in
 from lightning_mfsdp.tensor_parallel.checks import check_attention, check_experts, check_own_parameters, check_ties
 from lightning_mfsdp.tensor_parallel.division import divide
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied
@@ -55,7 +54,7 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, group: dist.Pro
             numbers. Then nothing has changed.
     """
     ranks = TensorGroup.of(group)
-    pretrained = dict(_pretrained(model))
+    pretrained = dict(models_in(model))
     rules = dict(plan) if plan is not None else _own_rules(pretrained)
     has_megatron_layers = any(_is_megatron(parameter) for parameter in model.parameters())
     if not rules and not has_megatron_layers:
@@ -105,18 +104,6 @@ def mark_megatron_layers(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 def _is_megatron(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False))
-
-
-def _pretrained(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The outermost models of transformers inside, by name."""
-    if "transformers" not in sys.modules:  # so there is no model of its
-        return
-    kind = importlib.import_module("transformers.modeling_utils").PreTrainedModel
-    inside: set[int] = set()
-    for name, part in model.named_modules():
-        if isinstance(part, kind) and id(part) not in inside:
-            inside.update(id(child) for child in part.modules())
-            yield name, part
 
 
 def _own_rules(pretrained: Mapping[str, Any]) -> dict[str, str]:

@@ -287,9 +287,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         """Ranks of one context group have the same batches, but where batches stay whole: in predictions."""
         if self._trainer is not None and self._trainer.predicting:
             return super().distributed_sampler_kwargs
-        sizes = self._options.mesh_sizes
-        replicas, rank = sizes.data_place(self.num_nodes * self.num_processes, self.global_rank)
-        return {"num_replicas": replicas, "rank": rank}
+        return self._options.sampler_arguments(self.num_nodes * self.num_processes, self.global_rank)
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
@@ -334,16 +332,15 @@ class MFSDPStrategy(CheckpointingStrategy):
             self._graphed = graphed_training_step(self._run_training_step, self._module, trainer)
 
     def _divide_batches(self) -> None:
-        group, options = self._run_mesh.context, self._options
-        if group is not None:
+        self._divided = self._options.divided_batches(self._run_mesh, self.root_device)
+        if self._divided is not None:
             if is_param_in_hook_signature(self._module.training_step, "dataloader_iter", explicit=True):
                 raise ValueError(
                     "training_step(dataloader_iter) fetches its own batches, and with context above 1 the strategy divides them; use "
                     "training_step(batch, batch_idx)"
                 )
-            self._divided = DividedBatches(group, options.context_method, options.context_dims or {}, self.root_device)
             self._divided.begin(self._module)
-        elif options.loss_count == "tokens":
+        elif self._options.loss_count == "tokens":
             self._end_counting = complete_inputs(self._module, always_counts=True)
 
     def on_train_start(self) -> None:
