@@ -10,10 +10,10 @@
 be computed with parts. `logits.py` is for the heads and losses of transformers' models.
 """
 
+from lightning_mfsdp.engine.params.part import Part, is_summed, part_of
 from lightning_mfsdp.tensor_parallel.division import divide, materialize_divided
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup
 from lightning_mfsdp.tensor_parallel.logits import divided_cross_entropy
-from lightning_mfsdp.tensor_parallel.part import Part, is_summed, part_of
 from lightning_mfsdp.tensor_parallel.plan import AppliedPlan, apply_plan
 from lightning_mfsdp.tensor_parallel.randomness import share_random_state
 from lightning_mfsdp.tensor_parallel.styles import STYLES

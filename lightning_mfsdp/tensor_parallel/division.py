@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.base.initialize import materialize
-from lightning_mfsdp.tensor_parallel.part import Part, mark_part, mark_summed, part_of
+from lightning_mfsdp.engine.params.part import Part, mark_part, mark_summed, part_of
 
 __all__ = ["Division", "check_divided", "divide", "division_of", "materialize_divided", "planned_division"]
 

@@ -12,12 +12,12 @@ from torch import nn
 
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.transformers_models import models_in
+from lightning_mfsdp.engine.params.part import Part, mark_part, mark_summed, part_of
 from lightning_mfsdp.tensor_parallel.checks import check_attention, check_experts, check_own_parameters, check_ties
 from lightning_mfsdp.tensor_parallel.division import divide
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied
 from lightning_mfsdp.tensor_parallel.layers import SharedInput, WholeModule
 from lightning_mfsdp.tensor_parallel.logits import DividedLogits
-from lightning_mfsdp.tensor_parallel.part import Part, mark_part, mark_summed, part_of
 from lightning_mfsdp.tensor_parallel.styles import Style, Target, style_named
 
 __all__ = ["AppliedPlan", "apply_plan", "mark_megatron_layers"]

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.engine.params.part import Part
 from lightning_mfsdp.tensor_parallel.division import planned_division
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied, gathered, own_part, summed
 from lightning_mfsdp.tensor_parallel.layers import (
@@ -22,7 +23,6 @@ from lightning_mfsdp.tensor_parallel.layers import (
     change_inputs,
     change_output,
 )
-from lightning_mfsdp.tensor_parallel.part import Part
 
 __all__ = ["REFUSED", "STYLES", "Style", "Target", "style_named"]
 

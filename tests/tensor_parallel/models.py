@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mfsdp.tensor_parallel.part import is_summed, part_of
+from lightning_mfsdp.engine.params.part import is_summed, part_of
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
