@@ -206,7 +206,7 @@ class OwnRows(Shard):
 
     Args:
         rows: Of dim 0, of the whole tensor, that lie here.
-        is_first: Of several axes that split it, the first reports for all.
+        is_first: Of several axes that split rows, the first reports for all.
         like: A tensor that is distributed in this way.
     """
 

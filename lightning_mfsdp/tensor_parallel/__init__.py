@@ -2,7 +2,7 @@
 
     apply_plan              names of modules to styles, from a transformers model or of your own: what is divided, and how layers compute
     materialize_divided     values of parameters on the meta device, equal to those of one process
-    part_of, is_summed      what is known of a parameter: which part of a whole one it is, and whether its gradient is a term of a sum
+    part_of, is_summed      what is known of a parameter: which part of a whole one it is, and whether its gradient is added up over ranks
     divided_cross_entropy   a loss of logits that are divided over the vocabulary
     share_random_state      equal random numbers on the ranks of the axis
 

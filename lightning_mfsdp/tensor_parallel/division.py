@@ -7,16 +7,26 @@ those of one process: equal seeds draw equal numbers, and an initialization by f
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.base.initialize import materialize
-from lightning_mfsdp.engine.params.part import Part, mark_part, mark_summed, part_of
+from lightning_mfsdp.engine.params.part import Part, is_summed, mark_part, mark_summed, part_of
+from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, summed
 
-__all__ = ["Division", "check_divided", "divide", "division_of", "materialize_divided", "planned_division"]
+__all__ = [
+    "Division",
+    "check_divided",
+    "divide",
+    "division_of",
+    "materialize_divided",
+    "planned_division",
+    "sum_gradient",
+]
 
 _DIVISION = "_tensor_division"  # where a module stores its `Division`
 
@@ -28,14 +38,14 @@ class Division:
     Attributes:
         name: Of the module.
         parts: By the names of parameters in the module.
-        summed: Names of whole parameters whose gradients are partial sums over the tensor axis.
+        summed: Whole parameters whose gradients are partial sums, by name, each with the ranks of the tensor axis.
         attributes: Sizes that the module states, as they are for a part.
         is_done: The parameters are divided.
     """
 
     name: str
     parts: dict[str, Part] = field(default_factory=dict)
-    summed: list[str] = field(default_factory=list)
+    summed: dict[str, TensorGroup] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
     is_done: bool = False
 
@@ -69,12 +79,27 @@ def divide(module: nn.Module) -> None:
             if not division.is_done:
                 _divide(getattr(child, key), part)
             mark_part(getattr(child, key), part)
-        for key in division.summed:
-            mark_summed(getattr(child, key))
+        for key, group in division.summed.items():
+            sum_gradient(getattr(child, key), group)
         if not division.is_done:
             for key, value in division.attributes.items():
                 setattr(child, key, value)
             division.is_done = True
+
+
+def sum_gradient(parameter: nn.Parameter, group: TensorGroup) -> None:
+    """Have backward add up the gradients of a whole parameter, of which each rank computes a term, and mark it. Idempotent."""
+    if is_summed(parameter):
+        return
+    mark_summed(parameter)
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_()  # else it takes no hook, and may be trained later
+    parameter.register_hook(partial(_over_ranks, group))  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(is_trained)
+
+
+def _over_ranks(group: TensorGroup, gradient: Tensor) -> Tensor:
+    return summed(gradient, group)
 
 
 @torch.no_grad()

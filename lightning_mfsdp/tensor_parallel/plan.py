@@ -12,9 +12,9 @@ from torch import nn
 
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.transformers_models import models_in
-from lightning_mfsdp.engine.params.part import Part, mark_part, mark_summed, part_of
+from lightning_mfsdp.engine.params.part import Part, mark_part, part_of
 from lightning_mfsdp.tensor_parallel.checks import check_attention, check_experts, check_own_parameters, check_ties
-from lightning_mfsdp.tensor_parallel.division import divide
+from lightning_mfsdp.tensor_parallel.division import divide, sum_gradient
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied
 from lightning_mfsdp.tensor_parallel.layers import SharedInput, WholeModule
 from lightning_mfsdp.tensor_parallel.logits import DividedLogits
@@ -40,7 +40,7 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, group: dist.Pro
     """Have the ranks of a tensor axis divide the weights of a model and compute it together.
 
     All ranks give the model equal inputs, and get equal outputs. Parameters stay the same objects and become plain parts of themselves,
-    which `part_of` describes. Gradients of parts are complete; those of whole parameters are equal on all ranks, unless `is_summed`.
+    which `part_of` describes. Gradients of parts are complete, and those of whole parameters are equal on all ranks.
     Parameters on the meta device stay whole until `materialize_divided` or `divide`.
 
     Args:
@@ -88,12 +88,12 @@ def mark_megatron_layers(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Mark parameters of layers that divide their weights themselves, by Megatron-LM's attributes.
 
     `tensor_model_parallel` says that a parameter is a part, `partition_dim` along which dim and `partition_stride` of how many sections.
-    `sequence_parallel` says that its gradient is a partial sum.
+    `sequence_parallel` says that its gradient is a partial sum, which is added up in backward from then on.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     for parameter in model.parameters():
         if getattr(parameter, "sequence_parallel", False):
-            mark_summed(parameter)
+            sum_gradient(parameter, TensorGroup.of(group))
         if not _is_megatron(parameter):
             continue
         dim = parameter.partition_dim  # type: ignore[attr-defined]

@@ -155,10 +155,12 @@ class Style:
         division = planned_division(name, module)
         division.parts.update(parts)
         if self.sums_gradients and target.key is not None:
-            division.summed.append(target.key)
+            division.summed[target.key] = group
         elif self.sums_gradients:
             for path, child in module.named_modules(prefix=name):
-                planned_division(path, child).summed += [key for key, _ in child.named_parameters(recurse=False)]
+                planned_division(path, child).summed |= dict.fromkeys(
+                    (key for key, _ in child.named_parameters(recurse=False)), group
+                )
         if target.key is not None:
             return []
         division.attributes.update(self._attributes(module, group))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mfsdp.engine.params.part import is_summed, part_of
+from lightning_mfsdp.engine.params.part import part_of
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -128,18 +128,13 @@ def gathered_from_ranks(tensor: Tensor) -> list[Tensor]:
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Those of one process, from a divided model: parts are joined, terms added up. Others must be equal on all ranks to the bit."""
+    """Those of one process, from a divided model: parts are joined. Others must be equal on all ranks to the bit."""
     whole = {}
     for name, gradient in gradients(model).items():
         parameter = model.get_parameter(name)
         ranks, part = gathered_from_ranks(gradient), part_of(parameter)
         if part is not None:
             whole[name] = part.joined(ranks)
-        elif is_summed(parameter):
-            assert not torch.equal(ranks[0], ranks[1]), (
-                name
-            )  # a mark on a parameter that needs none would count it twice
-            whole[name] = torch.stack(ranks).sum(0)
         else:
             assert all(torch.equal(other, gradient) for other in ranks), name
             whole[name] = gradient

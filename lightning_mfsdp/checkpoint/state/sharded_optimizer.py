@@ -166,7 +166,7 @@ def _state_value(name: str, value: Any, view: ParameterView | None, parameter: T
             )
         return local
     owner = owner_of(parameter)
-    if value.numel() > 1 and of_rows and owner is not None and sharded_axes(owner[0]):
+    if value.numel() > 1 and of_rows and owner is not None and sharded_axes(owner[0], owner[0].entries.index(owner[1])):
         raise ValueError(
             f"optimizer state {name}: a tensor of shape {tuple(value.shape)} was made of this rank's rows of shape "
             f"{tuple(view.local.shape)}, so each rank has another one; a sharded checkpoint can hold state shaped like its parameter, or "

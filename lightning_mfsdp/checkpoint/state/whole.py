@@ -126,7 +126,7 @@ def _described(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     place = place_of(parameter)
     described: dict[str, Any] = {}
     for key, value in state.items():
-        if place is not None and not sharded_axes(place[0]):
+        if place is not None and not sharded_axes(*place):
             described[key] = _OnEveryRank(place[0].entries[place[1]].name)
             continue
         if place is None or not isinstance(value, Tensor) or not value.dim():

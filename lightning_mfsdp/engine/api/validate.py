@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.params.codec import WeightCodec
+from lightning_mfsdp.engine.params.part import part_of
 from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
@@ -98,11 +99,20 @@ def _refuse_unfit_for_codec(where: str, parameter: nn.Parameter, codec: WeightCo
 
 
 def refuse_parts(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> None:
-    """Refuse parameters without rows on a mesh along which ranks hold different rows.
+    """Refuse parameters without rows on a mesh along which ranks hold different rows, and parts that do not fit the mesh's tensor axis.
 
     Raises:
         ShardingError: With the name of the first one.
     """
+    for name, parameter, _ in named:
+        part = part_of(parameter)
+        expected = (1, 0) if mesh.tensor is None else (mesh.tensor.size, mesh.tensor.rank)
+        if part is not None and (part.size, part.rank) != expected:
+            raise ShardingError(
+                f"fully_shard: parameter {name} of {type(module).__name__} is part {part.rank} of {part.size} of a larger one, and the "
+                f"mesh has {expected[0]} ranks along a tensor axis, of which this is number {expected[1]}; pass the mesh over whose "
+                'axis "tensor" the parameter was divided'
+            )
     scalars = [name for name, parameter, _ in named if not parameter.dim()]
     if mesh.expert is not None and scalars:
         raise ShardingError(
@@ -123,6 +133,11 @@ def refuse_other_mesh(nested: Unit, context: Context) -> None:
                 f"fully_shard: unit {nested.name} has the same parameters on all ranks, and the module around it was given a mesh with the "
                 f'axis "{context.mesh.expert.name}", along which all parameters would differ; leave that axis to the experts'
             )
+        if (tensor := _tensor_ranks(group.mesh)) != (outside := _tensor_ranks(context.mesh)):
+            raise ShardingError(
+                f"fully_shard: unit {nested.name} was given a mesh with {tensor} ranks along a tensor axis, and the module around it one "
+                f"with {outside}; pass meshes with the same tensor axis"
+            )
         if group.mesh.num_ranks != context.mesh.num_ranks:
             raise ShardingError(
                 f"fully_shard: unit {nested.name} is sharded over a mesh of {group.mesh.num_ranks} ranks inside a module sharded over "
@@ -137,13 +152,17 @@ def refuse_other_mesh(nested: Unit, context: Context) -> None:
             )
 
 
+def _tensor_ranks(mesh: Mesh) -> int:
+    return 1 if mesh.tensor is None else mesh.tensor.size
+
+
 def check_same_model(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> None:
     """Every rank must shard the same parameters, or collectives would mix different ones."""
     lines = [
         f"{name}: {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
         for name, parameter, _ in named
     ]
-    if not mesh.axes or dist.get_backend(mesh.shard.group) == "fake":
+    if not mesh.replicated_axes or dist.get_backend(mesh.shard.group) == "fake":
         return
     digest = hashlib.sha256("\n".join([type(module).__name__, *lines]).encode()).hexdigest()
     digests = _from_all_ranks(digest, mesh)
@@ -163,7 +182,7 @@ def check_same_model(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> N
 def _from_all_ranks(value: Any, mesh: Mesh) -> list[Any]:
     """What every rank of the mesh passed, as the same list on all of them."""
     collected: list[Any] = [value]
-    for axis in mesh.axes:
+    for axis in mesh.replicated_axes:
         pieces: list[Any] = [None] * axis.size
         dist.all_gather_object(pieces, collected, group=axis.group)
         collected = [item for piece in pieces for item in piece]

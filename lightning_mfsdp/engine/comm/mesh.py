@@ -5,6 +5,7 @@ This is the one file of the engine that knows axes by their names.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +25,7 @@ __all__ = [
     "EXPERT",
     "OUTER",
     "SHARD",
+    "TENSOR",
     "Mesh",
     "axis_of",
     "broadcast_from_first",
@@ -37,19 +39,29 @@ SHARD = "shard"
 DATA = "data"
 CONTEXT = "context"
 EXPERT = "expert"
+TENSOR = "tensor"
 # Lightning's names, as in ModelParallelStrategy.
 _DATA_PARALLEL = "data_parallel"
 _TENSOR_PARALLEL = "tensor_parallel"
 
-_ROLES = {OUTER: OUTER, SHARD: SHARD, DATA: SHARD, _DATA_PARALLEL: SHARD, CONTEXT: CONTEXT, EXPERT: EXPERT}
+_ROLES = {
+    OUTER: OUTER,
+    SHARD: SHARD,
+    DATA: SHARD,
+    _DATA_PARALLEL: SHARD,
+    CONTEXT: CONTEXT,
+    EXPERT: EXPERT,
+    TENSOR: TENSOR,
+    _TENSOR_PARALLEL: TENSOR,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The data-parallel mesh of a sharded module.
+    """The mesh of a sharded module.
 
     Attributes:
-        device_mesh: As given by the user: with a shard axis, and perhaps an outer axis and an expert axis.
+        device_mesh: As given by the user: with a shard axis, and perhaps an outer axis, an expert axis and a tensor axis.
         shard_dim: Which of its dims is the shard axis.
         outer_dim: Which is the outer axis; `None` without one.
         shard: The shard axis as this rank sees it.
@@ -57,6 +69,9 @@ class Mesh:
         expert_dim: Which is the expert axis; `None` without one, and for one rank along it.
         expert: The axis along which parameters are different parts of one larger parameter (each rank's experts); `None` where they are
             whole. Every part is used for the data of all its ranks.
+        tensor_dim: Which is the tensor axis; `None` without one, and for one rank along it.
+        tensor: The axis whose ranks compute the same data together: parameters that are marked as parts (params/part.py) are different
+            parts along it, and the others are the same.
     """
 
     device_mesh: DeviceMesh
@@ -66,10 +81,12 @@ class Mesh:
     outer: Axis | None
     expert_dim: int | None = None
     expert: Axis | None = None
+    tensor_dim: int | None = None
+    tensor: Axis | None = None
 
     @cached_property
     def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The product of the sizes of `axes`."""
+        """Those of `axes`."""
         return tuple(axis.group for axis in self.axes)
 
     @property
@@ -79,37 +96,50 @@ class Mesh:
 
     @property
     def axes(self) -> list[Axis]:
-        """Axes with more than one rank along which parameters are the same, the outer one first."""
+        """Axes with more than one rank whose ranks have the same parts of parameters, for different data; the outer one first."""
         return [axis for axis in (self.outer, self.shard) if axis is not None and axis.size > 1]
+
+    @property
+    def replicated_axes(self) -> list[Axis]:
+        """Axes with more than one rank along which what is not marked as a part is the same."""
+        return [*self.axes, *([self.tensor] if self.tensor is not None else [])]
 
     @property
     def all_axes(self) -> list[Axis]:
         """Axes with more than one rank."""
-        return [*self.axes, *([self.expert] if self.expert is not None else [])]
+        return [*self.axes, *(axis for axis in (self.expert, self.tensor) if axis is not None)]
 
     @property
     def num_ranks(self) -> int:
-        """Ranks whose data every parameter is used for."""
+        """Ranks for whose data every parameter is used; those of a tensor axis have the same data, and count once."""
         return self.shard.size * (self.outer.size if self.outer else 1) * self.expert_size
 
     @property
     def expert_size(self) -> int:
-        """Ranks along the expert axis: of how many parts a parameter consists."""
+        """Ranks along the expert axis."""
         return self.expert.size if self.expert is not None else 1
+
+    def dim_of(self, axis: Axis) -> int | None:
+        """Which dim of `device_mesh` an axis is."""
+        dims = ((self.shard, self.shard_dim), (self.outer, self.outer_dim), (self.expert, self.expert_dim))
+        return next((dim for one, dim in dims if one is axis), self.tensor_dim)
 
     @property
     def data_ranks(self) -> Tensor:
-        """Global ranks that have the same parameters as this one, int, `[outer, shard]` or `[shard]`."""
+        """Global ranks that have the same parts of parameters as this one, int, `[outer, shard]` or `[shard]`."""
         ranks = self.device_mesh.mesh
-        if self.expert is not None and self.expert_dim is not None:
-            ranks = ranks.select(self.expert_dim, self.expert.rank)
+        others = ((self.expert_dim, self.expert), (self.tensor_dim, self.tensor))
+        for dim, axis in sorted(
+            ((dim, axis) for dim, axis in others if dim is not None and axis is not None), reverse=True
+        ):
+            ranks = ranks.select(dim, axis.rank)
         return ranks
 
 
-def broadcast_from_first(value: Tensor, mesh: Mesh) -> None:
-    """Overwrite a contiguous tensor of any dtype with that of the mesh's first rank: bytes, because backends do not support all dtypes."""
+def broadcast_from_first(value: Tensor, axes: Sequence[Axis]) -> None:
+    """Overwrite a contiguous tensor of any dtype with that of the first rank along some axes: bytes, as backends lack some dtypes."""
     content = value.detach().view(-1).view(torch.uint8)
-    for axis in mesh.axes:
+    for axis in axes:
         dist.broadcast(content, group=axis.group, group_src=0)
 
 
@@ -124,11 +154,12 @@ def sharded_mesh(mesh: DeviceMesh) -> DeviceMesh:
         return mesh
     described = _described(mesh)
     data = [name for name in names if _ROLES.get(name) == SHARD]
-    others = [name for name in names if name not in (OUTER, CONTEXT, *data)]
+    tensor = [name for name in names if _ROLES.get(name) == TENSOR]
+    others = [name for name in names if name not in (OUTER, CONTEXT, *data, *tensor)]
     if len(data) != 1 or others:
         raise ShardingError(
-            f'fully_shard: a mesh with the axis "{CONTEXT}" has one named "{DATA}" and perhaps "{OUTER}" beside it, got ({described}); '
-            "rename its axes"
+            f'fully_shard: a mesh with the axis "{CONTEXT}" has one named "{DATA}" and perhaps "{OUTER}" and "{TENSOR}" beside it, got '
+            f"({described}); rename its axes"
         )
     if mesh.size() != dist.get_world_size():
         raise ShardingError(
@@ -136,9 +167,10 @@ def sharded_mesh(mesh: DeviceMesh) -> DeviceMesh:
             f'axes "{data[0]}" and "{CONTEXT}"; pass a mesh of all ranks'
         )
     order = [names.index(name) for name in (OUTER, data[0], CONTEXT) if name in names]
-    ranks = mesh.mesh.permute(order)
-    ranks = ranks.flatten(-2)
-    joined = (OUTER, SHARD) if OUTER in names else (SHARD,)
+    along_tensor = [names.index(name) for name in tensor]
+    ranks = mesh.mesh.permute([*order, *along_tensor])
+    ranks = ranks.flatten(len(order) - 2, len(order) - 1)
+    joined = (*((OUTER,) if OUTER in names else ()), SHARD, *((TENSOR,) if tensor else ()))
     key = ("mesh", mesh.device_type, joined, *ranks.shape, *ranks.flatten().tolist())
     return kept(key, lambda: DeviceMesh(mesh.device_type, ranks, mesh_dim_names=joined))
 
@@ -146,9 +178,9 @@ def sharded_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def resolve_mesh(mesh: DeviceMesh | None) -> Mesh:
     """The axes of the user's mesh, or a 1-D mesh over all ranks; of a process alone without a process group, over one that is made.
 
-    An axis named "expert" is the expert axis, and one named "context" a part of the shard axis. Of the others, those named "outer" and
-    "shard" (or "data", "data_parallel") are taken by name in either order; otherwise a single one is the shard axis and two are
-    (outer, shard).
+    An axis named "expert" is the expert axis, one named "tensor" (or "tensor_parallel") the tensor axis, and one named "context" a part of
+    the shard axis. Of the others, those named "outer" and "shard" (or "data", "data_parallel") are taken by name in either order; otherwise
+    a single one is the shard axis and two are (outer, shard).
 
     Raises:
         ShardingError: One of several processes without a process group, or a mesh that does not fit; names its axes and sizes.
@@ -162,11 +194,12 @@ def resolve_mesh(mesh: DeviceMesh | None) -> Mesh:
     names = mesh.mesh_dim_names
     described = _described(mesh)
     expert_dim = names.index(EXPERT) if names and EXPERT in names else None
-    dims = [dim for dim in range(mesh.ndim) if dim != expert_dim]
+    tensor_dim = next((dim for dim, name in enumerate(names or ()) if _ROLES.get(name) == TENSOR), None)
+    dims = [dim for dim in range(mesh.ndim) if dim not in (expert_dim, tensor_dim)]
     if len(dims) not in (1, 2):
         raise ShardingError(
             f"fully_shard: expected a mesh with one axis (shard) or two (outer, shard), got {mesh.ndim} axes ({described}); "
-            'pass the data-parallel part of it, such as mesh["outer", "shard"], for experts with their own axis, mesh["shard", "expert"]'
+            'pass the part of it that is meant, such as mesh["outer", "shard"]; axes named "expert" and "tensor" may be beside those'
         )
     if mesh.get_coordinate() is None:
         raise ShardingError(
@@ -192,20 +225,18 @@ def resolve_mesh(mesh: DeviceMesh | None) -> Mesh:
         outer=None if outer_dim is None else axis_of(mesh, outer_dim, OUTER),
         expert_dim=expert_dim,
         expert=None if expert_dim is None else axis_of(mesh, expert_dim, EXPERT),
+        tensor_dim=tensor_dim,
+        tensor=None if tensor_dim is None else axis_of(mesh, tensor_dim, TENSOR),
     )
 
 
 def _without_tensor_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """Lightning's mesh always has a tensor axis; with one rank along it, it is the mesh of the others."""
+    """With one rank along its tensor axis, a mesh is that of the other axes. Lightning's always has such an axis."""
     names = mesh.mesh_dim_names or ()
-    if _TENSOR_PARALLEL not in names or mesh.ndim == 1:
+    alone = [name for dim, name in enumerate(names) if _ROLES.get(name) == TENSOR and mesh.size(dim) == 1]
+    if not alone or mesh.ndim == 1:
         return mesh
-    if (size := mesh.size(names.index(_TENSOR_PARALLEL))) > 1:
-        raise ShardingError(
-            f"fully_shard: the mesh ({_described(mesh)}) has {size} ranks along its tensor axis; parameters that differ along it are not "
-            f'supported in this version. Use tensor_parallel_size=1, and pass mesh["{_DATA_PARALLEL}"]'
-        )
-    rest = tuple(name for name in names if name != _TENSOR_PARALLEL)
+    rest = tuple(name for name in names if name not in alone)
     return mesh[rest[0] if len(rest) == 1 else rest]
 
 

@@ -411,7 +411,7 @@ def _works_on_rows(optimizer: Optimizer, said: bool | None, *, known: bool) -> b
 
 def _is_whole(group: ParameterGroup) -> bool:
     """Whether every rank has all rows of the main weights, all of the time."""
-    return not sharded_axes(group) and not group.offloads
+    return not group.offloads and not any(sharded_axes(group, index) for index in range(len(group.entries)))
 
 
 def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:

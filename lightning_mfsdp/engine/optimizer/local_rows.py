@@ -6,6 +6,7 @@ itself what its rule needs of other ranks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,7 @@ class RowPlacement:
 
     Attributes:
         name: Inside the module given to `fully_shard`.
-        shape: Of all rows together; under expert parallelism those of this rank's experts.
+        shape: Of all rows together; where ranks compute with different parts, of this rank's part.
         group: The ranks that share the rows out among them; `None` where every rank has all of them.
         rows: Of dim 0, by rank of `group`; of this rank alone where there is no group. Together all of them, each once.
         parts: How many ranks have other parts of what the parameter stands for, such as other experts.
@@ -65,7 +66,7 @@ def row_placement(parameter: Tensor) -> RowPlacement | None:
         shape=torch.Size(group.layout.shapes[index]),
         group=process_group,
         rows=tuple(group.layout.owned_rows(index, shard) for shard in shards),
-        parts=group.mesh.expert_size,
+        parts=math.prod(axis.size for axis in entry.part_axes),
     )
 
 

@@ -1,7 +1,7 @@
 """Global norm, clipping and finite checks over sharded gradients. Only owned elements count; nothing here waits for the device.
 
 Each number is on exactly the ranks whose shard has it, or on all of them where a gradient is not sharded, so sums are
-taken over the sharded axes of each group and no others. All ranks join every sum, whether or not they own
+taken over the axes that each parameter is divided over and no others. All ranks join every sum, whether or not they own
 anything.
 """
 
@@ -105,8 +105,7 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
         parameters = list(module_or_parameters)
     plain = _Owned()
     seen: set[int] = set()
-    wanted: dict[ParameterGroup, list[int]] = {}
-    axes_of: dict[ParameterGroup, tuple[Axis, ...]] = {}
+    wanted: dict[ParameterGroup, dict[tuple[Axis, ...], list[int]]] = {}
     for parameter in parameters:
         place = place_of(parameter)
         local = parameter if place is None else place[0].entries[place[1]].local
@@ -115,11 +114,11 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
         seen.add(id(local))
         if place is not None:
             group, index = place
-            if group not in axes_of:
-                axes_of[group] = sharded_axes(group)
+            if group not in wanted:
+                wanted[group] = {}
                 group.reduce_held_back()
-            if axes_of[group]:
-                wanted.setdefault(group, []).append(index)
+            if axes := sharded_axes(group, index):
+                wanted[group].setdefault(axes, []).append(index)
                 continue
         if (grad := local.grad) is not None:
             plain.tensors.append(grad)
@@ -127,8 +126,7 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
             if grad.dtype is torch.float64:
                 plain.dtype = torch.float64
     parts: dict[tuple[int, ...], _Owned] = {(): plain}
-    for group, indices in wanted.items():
-        axes = axes_of[group]
+    for group, axes, indices in ((group, *found) for group, by_axes in wanted.items() for found in by_axes.items()):
         part = parts.setdefault(tuple(id(axis.group) for axis in axes), _Owned(axes=axes))
         part.device = group.device
         if group.spec.main_dtype is torch.float64:

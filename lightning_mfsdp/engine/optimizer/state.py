@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.params.group import owner_of
 from lightning_mfsdp.engine.params.parameter import Entry, is_left_behind
-from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor, own_rows
+from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor
 from lightning_mfsdp.engine.params.rows_exchange import lie_alike
 from lightning_mfsdp.engine.params.sharded_tensor import Rows
 
@@ -91,5 +91,5 @@ def taken(key: str, value: Any, held: Tensor, entry: Entry) -> Any:
     elif isinstance(value, DTensor):
         value = value.full_tensor()
     if here != everywhere and _has_shape(key, value, everywhere):
-        value = own_rows(value, entry.sharded).clone()
+        value = entry.piece.of(value).clone()
     return as_shown(key, value, entry) if isinstance(held, Rows) else value

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
-from lightning_mfsdp.engine.comm.collectives import Axes
+from lightning_mfsdp.engine.comm.collectives import Axes, Axis
 from lightning_mfsdp.engine.comm.communicators import Channels
 from lightning_mfsdp.engine.comm.mesh import Mesh, broadcast_from_first
 from lightning_mfsdp.engine.layout.layout import plan_layout
@@ -31,8 +31,10 @@ from lightning_mfsdp.engine.params.codec import marks_of
 from lightning_mfsdp.engine.params.gradients import Gradients, Sync
 from lightning_mfsdp.engine.params.group_spec import GroupSpec
 from lightning_mfsdp.engine.params.parameter import OWNER, Entry, UnshardedParameter, mark_owner
+from lightning_mfsdp.engine.params.part import Part
+from lightning_mfsdp.engine.params.piece import Piece
 from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
-from lightning_mfsdp.engine.params.rows import whole_shape
+from lightning_mfsdp.engine.params.rows import divisions
 from lightning_mfsdp.engine.params.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.params.weights import GatherLane, Weights
 
@@ -176,25 +178,36 @@ class ParameterGroup:
     def _entry(
         self, index: int, name: str, parameter: nn.Parameter, sites: list[tuple[dict[str, nn.Parameter | None], str]]
     ) -> Entry:
+        divided = divisions(parameter, self.mesh)
+        piece = self._piece(index, tuple(part for _, part in divided))
         with torch.inference_mode(False):
             local = nn.Parameter(self.main.view(index), requires_grad=self.spec.trainable)
             local.__dict__.update(marks_of(parameter, self.spec.codec))
-            sharded = ShardedParameter.wrap(self, index, name, local, parameter)
+            placements = self._placements(divided)
+            sharded = ShardedParameter.wrap(self, index, name, local, parameter, piece, placements)
         for one in (parameter, sharded, local):
             mark_owner(one, self, index)
-        shape = whole_shape(parameter.shape, self.mesh)
         if type(parameter) is nn.Parameter:
             parameter.__class__ = UnshardedParameter
         full = cast("UnshardedParameter", parameter)
         full.data_was_asked_for = False  # stays so if a class of the user or of a codec has its own `data`
-        return Entry(name=name, full=full, sites=sites, shape=shape, sharded=sharded, local=local)
+        axes = tuple(axis for axis, _ in divided)
+        return Entry(name=name, full=full, sites=sites, piece=piece, part_axes=axes, sharded=sharded, local=local)
 
-    @property
-    def dtensor_placements(self) -> list[DTensorPlacement]:
-        """How the main weight lies on the user's mesh, for DTensor."""
+    def _piece(self, index: int, parts: tuple[Part, ...]) -> Piece:
+        """What this rank holds of a parameter's main weight."""
+        rows = self.layout.owned_rows(index, self.main_extent.start, len(self.main_extent))
+        shape = torch.Size(self.layout.shapes[index])
+        for part in reversed(parts):
+            shape = part.whole_shape(shape)
+        return Piece(shape=shape, rows=rows, parts=parts)
+
+    def _placements(self, divided: Sequence[tuple[Axis, Part]]) -> list[DTensorPlacement]:
+        """How a main weight lies on the user's mesh, for DTensor."""
         mesh, by = self.mesh, self.placement
-        divided = (mesh.shard_dim if by.main else None, mesh.outer_dim if by.outer_main else None, mesh.expert_dim)
-        return [Shard(0) if dim in divided else Replicate() for dim in range(mesh.device_mesh.ndim)]
+        dims = dict.fromkeys((mesh.shard_dim if by.main else None, mesh.outer_dim if by.outer_main else None), 0)
+        dims |= {mesh.dim_of(axis): part.dim for axis, part in divided}
+        return [Shard(dims[dim]) if dim in dims else Replicate() for dim in range(mesh.device_mesh.ndim)]
 
     def _fill(self) -> None:
         """Cut this rank's rows out of rank 0's values and free the parameters' own memory, one parameter at a time."""
@@ -203,7 +216,8 @@ class ParameterGroup:
             for index, entry in enumerate(self.entries):
                 value = entry.full.detach() if codec is None else codec.initial_value(entry.full)
                 value = value.to(self.device, copy=False).contiguous()
-                broadcast_from_first(value, self.mesh)
+                same = [axis for axis in self.mesh.replicated_axes if axis not in entry.part_axes]
+                broadcast_from_first(value, same)
                 self.write(index, value)
                 self.weights.leave_empty(index)
                 entry.show(entry.sharded)

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
-from lightning_mfsdp.engine.comm.collectives import Axes
+from lightning_mfsdp.engine.comm.collectives import Axes, Axis
 from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.layout.layout import Layout
 from lightning_mfsdp.engine.layout.placement import Placement
 from lightning_mfsdp.engine.params.group_spec import GroupSpec
+from lightning_mfsdp.engine.params.piece import Piece
 from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
 
 __all__ = ["ManagedGroup", "ManagedParameter"]
@@ -30,13 +30,19 @@ class ManagedParameter(Protocol):
 
     Attributes:
         name: Inside the module given to `fully_shard`.
-        shape: Of the whole parameter.
+        piece: Where this rank's rows lie in the whole parameter.
+        part_axes: Along which ranks compute with different parts of it, one for each of `piece.parts`.
         local: This rank's rows, plain.
     """
 
     name: str
-    shape: torch.Size
+    piece: Piece
+    part_axes: tuple[Axis, ...]
     local: nn.Parameter
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
 
     @property
     def full(self) -> nn.Parameter:
@@ -74,10 +80,6 @@ class ManagedGroup(Protocol):
     @property
     def entries(self) -> Sequence[ManagedParameter]:
         """Its parameters, in module order."""
-
-    @property
-    def dtensor_placements(self) -> list[DTensorPlacement]:
-        """How the main weight lies on the user's mesh."""
 
     @property
     def unit_name(self) -> str:

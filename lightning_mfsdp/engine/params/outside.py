@@ -25,6 +25,7 @@ from lightning_mfsdp.base.containers import map_tensors, tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.params.managed import ManagedGroup
 from lightning_mfsdp.engine.params.number import Number
+from lightning_mfsdp.engine.params.part import is_summed
 from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor
 from lightning_mfsdp.engine.params.sharded_arithmetic import refuse_gradient
 from lightning_mfsdp.engine.params.torch_functions import is_in_place, written_argument
@@ -132,10 +133,16 @@ def _whole(tensor: PlacedTensor) -> tuple[Tensor, ManagedGroup | None]:
         if copied is None or copied.node is not tensor.grad_fn:
             refuse_gradient(tensor.described)
         return _Whole.apply(_anchor(), [copied.parameter, tensor.full_tensor()]), group  # type: ignore[no-untyped-call]
-    if group.mesh.expert is not None:
+    if is_summed(entry.full):
+        raise EngineStateError(
+            f"parameter {tensor.described}: a loss was computed from it outside of its module's forward, and its gradients are added up "
+            "over the tensor axis, so this one would count once for each of its ranks. Compute it in the forward of the module that owns "
+            "it, or under torch.no_grad()"
+        )
+    if entry.part_axes:
         raise EngineStateError(
             f"parameter {tensor.described}: a loss was computed from it outside of its module's forward, and along the mesh's axis "
-            f'"{group.mesh.expert.name}" every rank holds other rows of it, so gradients could not be added up. Compute it in the '
+            f'"{entry.part_axes[0].name}" ranks compute with different parts of it, so gradients could not be added up. Compute it in the '
             "forward of the module that owns it, or under torch.no_grad()"
         )
     unsharded = group.use_outside(index)

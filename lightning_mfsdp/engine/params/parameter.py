@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
+from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.params.codec import WeightCodec, marks_of
 from lightning_mfsdp.engine.params.managed import ManagedGroup
+from lightning_mfsdp.engine.params.piece import Piece
 from lightning_mfsdp.engine.params.sharded_parameter import ShardedParameter
 
 __all__ = [
@@ -63,9 +65,11 @@ class Entry:
 
     Attributes:
         name: Inside the module given to `fully_shard`; the first one when it is tied.
-        full: The module's own parameter, `shape`.
+        full: The module's own parameter: the whole, or this rank's part of it.
         sites: Every place that holds it: the `_parameters` table of a module and the key in it. Tied names are several
             sites.
+        piece: Where the rows of the main weight lie in the whole parameter.
+        part_axes: Along which ranks compute with different parts of it, one for each of `piece.parts`.
         sharded: Rows of the main weight as a DTensor of the global shape.
         local: The same rows, plain.
         version: Version counter of `full` when it was last checked.
@@ -75,7 +79,8 @@ class Entry:
     name: str
     full: UnshardedParameter
     sites: list[tuple[dict[str, Any], str]]
-    shape: torch.Size
+    piece: Piece
+    part_axes: tuple[Axis, ...]
     sharded: ShardedParameter
     local: nn.Parameter
     at_rest: Any = field(init=False)
@@ -84,6 +89,11 @@ class Entry:
     def __post_init__(self) -> None:
         self.at_rest = self.sharded
         self.version = self.full._version
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        return self.piece.shape
 
     @property
     def is_trained(self) -> bool:

@@ -20,7 +20,9 @@ __all__ = ["PART", "SUMMED", "Part", "Strip", "copy_marks", "is_summed", "mark_p
 
 # Attributes of parameters.
 PART = "_tensor_part"  # a `Part`; without it, every rank of the tensor axis has the whole parameter
-SUMMED = "_tensor_summed"  # True: the gradient is a partial sum, to be added up over the tensor axis
+SUMMED = (
+    "_tensor_summed"  # True: each rank computes a term of the gradient, and a hook adds them up over the tensor axis
+)
 
 
 class Strip(NamedTuple):
@@ -116,7 +118,7 @@ def part_of(parameter: Tensor) -> Part | None:
 
 
 def mark_summed(parameter: Tensor) -> None:
-    """Note that the gradient of a whole parameter is this rank's term of a sum over the tensor axis."""
+    """Note that a hook adds up the gradient of a whole parameter over the tensor axis."""
     setattr(parameter, SUMMED, True)
 
 

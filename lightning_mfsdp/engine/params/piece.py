@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.params.part import Part, Strip
 
 __all__ = ["Box", "Piece"]
@@ -75,6 +76,13 @@ class Piece:
         """Which rows of the whole parameter these are, in the order they have here, or are parts of."""
         return tuple(range(span.whole, span.whole + span.length) for span in self._spans(0))
 
+    @property
+    def row_range(self) -> range:
+        """`row_ranges` where there is one; of several, as many rows from the first on."""
+        ranges = self.row_ranges
+        start = ranges[0].start if ranges else self.rows.start
+        return range(start, start + len(self.rows))
+
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
         """All of it; none without elements."""
@@ -86,6 +94,20 @@ class Piece:
         return tuple(
             Box(*zip(*((span.whole, span.length, span.local) for span in spans), strict=True)) for spans in found
         )
+
+    def box_at(self, offsets: Sequence[int] | None) -> Box:
+        """The box that begins there; `None`: the only one.
+
+        Raises:
+            EngineStateError: There is none.
+        """
+        found = [box for box in self.boxes if offsets is None or box.offsets == tuple(offsets)]
+        if len(found) != 1:
+            raise EngineStateError(
+                f"a tensor of shape {tuple(self.shape)}: this rank holds {[box.offsets for box in self.boxes]}, asked for what begins at "
+                f"{None if offsets is None else tuple(offsets)}; give the offset of one of those"
+            )
+        return found[0]
 
     def of(self, whole: Tensor) -> Tensor:
         """What this rank holds of a whole tensor of the parameter's shape; a view of it if it is one box.

@@ -15,20 +15,23 @@ from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.params.managed import ManagedGroup
+from lightning_mfsdp.engine.params.piece import Piece
 from lightning_mfsdp.engine.params.rows import gather_rows
 
-__all__ = ["Copied", "Lies", "PlacedTensor", "as_dtensor", "own_rows"]
+__all__ = ["Copied", "Lies", "PlacedTensor", "as_dtensor"]
 
 
 class Lies(NamedTuple):
     """Which rank holds which rows of a parameter. Tensors keep it even when the module is gone.
 
     Attributes:
-        rows_by_shard: Of dim 0, for each shard of the parameter's layout.
+        piece: Where the rows of this rank lie.
+        rows_by_shard: Of dim 0 of this rank's part, for each shard of the parameter's layout.
         mesh: The mesh over whose axes shards are distributed.
         split: Whether they are over the shard axis, and over the outer one.
     """
 
+    piece: Piece
     rows_by_shard: Sequence[range]
     mesh: Mesh
     split: tuple[bool, bool]
@@ -54,7 +57,6 @@ class PlacedTensor(DTensor):
     """This rank's rows of a tensor with as many rows as a parameter. Rows are whole; ranks may have different numbers of them, or none."""
 
     _owner: tuple[weakref.ref[ManagedGroup], int]
-    _rows: range  # of dim 0, that lie here
     lies: Lies
     shows_weight: bool = False  # its memory is that of a main weight
     copied: Copied | None = None  # how it was made, if autograd leads from it to a parameter
@@ -72,7 +74,7 @@ class PlacedTensor(DTensor):
         with compat.without_torch_function():  # a stand-in for a held-back gradient must not be reduced yet
             plain = as_dtensor(local, like.shape if shape is None else shape, like.device_mesh, like._spec.placements)
         made = (kind or like._derived)(local, plain._spec, requires_grad=False)
-        made._owner, made._rows, made.lies = like._owner, like._rows, like.lies
+        made._owner, made.lies = like._owner, like.lies
         return made
 
     def _group(self, what: str) -> ManagedGroup:
@@ -124,19 +126,30 @@ class PlacedTensor(DTensor):
     @property
     def placements(self) -> tuple[Placement, ...]:
         """As of any DTensor; those that split it use the rows of this rank."""
-        found, is_first = [], True
+        found: list[Placement] = []
+        is_first = True
         for placement in self._spec.placements:
-            splits = placement.is_shard()
-            found.append(compat.OwnRows(self._rows, is_first, self) if splits else placement)
-            is_first = is_first and not splits
+            splits_rows = placement.is_shard(0)
+            found.append(compat.OwnRows(self.lies.piece.row_range, is_first, self) if splits_rows else placement)
+            is_first = is_first and not splits_rows
         return tuple(found)
 
+    def of_whole(self, whole: Tensor) -> Tensor:
+        """What this rank has of a whole tensor with this one's number of rows; a view if it is one box."""
+        piece = self.lies.piece
+        return piece.of(whole) if whole.shape == piece.shape or not whole.dim() else piece.rows_of(whole)
 
-def own_rows(whole: Tensor, like: PlacedTensor) -> Tensor:
-    """This rank's rows of a whole tensor that is distributed as `like` is; all ranks have all of one without elements."""
-    if not whole.dim():
-        return whole if like._rows else whole.reshape(1)[:0]
-    return whole if not whole.numel() else whole[like._rows.start : like._rows.stop]
+    def put_into(self, whole: Tensor) -> None:
+        """Write what this rank has to its place in a whole tensor."""
+        piece, own = self.lies.piece, self._local_tensor
+        if whole.shape == piece.shape:
+            for box in piece.boxes:
+                box.in_whole(whole).copy_(box.in_rows(own))
+            return
+        for rows, part in zip(
+            piece.row_ranges, torch.split(own, [len(rows) for rows in piece.row_ranges]), strict=True
+        ):
+            whole[rows.start : rows.stop].copy_(part)
 
 
 def as_dtensor(local: Tensor, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

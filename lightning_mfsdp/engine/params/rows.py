@@ -1,10 +1,13 @@
 """Which rows of a parameter this rank owns, and the whole tensor from all ranks' rows.
 
-Rows are counted in the parameter as users and checkpoints see it. Where ranks along the mesh's expert axis hold different parameters
-of one name (experts, under expert parallelism), that is all of them one after the other.
+The whole is the parameter as users and checkpoints see it. Where ranks compute with different parts of it, it is all parts together: along
+the mesh's expert axis those of all parameters (different experts, under expert parallelism), along its tensor axis those of the parameters
+that are marked as parts (part.py).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,33 +16,37 @@ from torch import Tensor
 from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.params.managed import ManagedGroup
+from lightning_mfsdp.engine.params.part import Part, part_of
 
-__all__ = ["gather_rows", "holders", "join_parts", "own_part", "owned_rows", "sharded_axes", "whole_shape"]
-
-
-def whole_shape(shape: torch.Size, mesh: Mesh) -> torch.Size:
-    """The shape of all parts of a parameter together; `shape` is that of one."""
-    return shape if mesh.expert is None else torch.Size([mesh.expert.size * shape[0], *shape[1:]])
+__all__ = ["divisions", "gather_rows", "holders", "join_parts", "own_part", "sharded_axes"]
 
 
-def owned_rows(group: ManagedGroup, index: int) -> range:
-    """Rows of a parameter's main weight that this rank holds; a 0-D parameter counts as one row."""
-    rows = group.layout.owned_rows(index, group.main_extent.start, len(group.main_extent))
-    parts = group.mesh.expert
-    before = parts.rank * group.layout.shapes[index][0] if parts is not None else 0
-    return range(before + rows.start, before + rows.stop)
+def divisions(parameter: Tensor, mesh: Mesh) -> tuple[tuple[Axis, Part], ...]:
+    """Along which axes ranks compute with different parts of a parameter, and this rank's; the outermost division first.
+
+    Args:
+        parameter: As its module has it.
+        mesh: Of its group.
+    """
+    found: list[tuple[Axis, Part]] = []
+    shape, part = parameter.shape, part_of(parameter)
+    if part is not None and mesh.tensor is not None:
+        found.append((mesh.tensor, part))
+        shape = part.whole_shape(shape)
+    if (axis := mesh.expert) is not None:
+        experts = Part(dim=0, sections=(axis.size * shape[0],), size=axis.size, rank=axis.rank)
+        found.insert(0, (axis, experts))
+    return tuple(found)
 
 
-def sharded_axes(group: ManagedGroup) -> tuple[Axis, ...]:
-    """The mesh axes along which ranks hold different rows of a group's main weights."""
+def sharded_axes(group: ManagedGroup, index: int) -> tuple[Axis, ...]:
+    """The mesh axes along which ranks hold different numbers of a parameter's main weight."""
     axes = []
     if group.placement.main:
         axes.append(group.axes.shard)
     if group.placement.outer_main and group.axes.outer is not None:
         axes.append(group.axes.outer)
-    if group.mesh.expert is not None:
-        axes.append(group.mesh.expert)
-    return tuple(axes)
+    return (*axes, *group.entries[index].part_axes)
 
 
 def holders(group: ManagedGroup) -> tuple[dist.ProcessGroup | None, list[int]]:
@@ -84,18 +91,21 @@ def gather_rows(group: ManagedGroup, index: int, rows: Tensor) -> Tensor:
             piece = gathered
     pieces = piece.view(layout.num_shards, -1)
     whole = torch.cat([pieces[shard, :count] for shard, count in enumerate(counts)])
-    return join_parts(whole.view(torch.Size([*layout.shapes[index][:1], *row_shape])), group.mesh)
+    return join_parts(whole.view(torch.Size([*layout.shapes[index][:1], *row_shape])), group, index)
 
 
-def join_parts(part: Tensor, mesh: Mesh) -> Tensor:
+def join_parts(part: Tensor, group: ManagedGroup, index: int) -> Tensor:
     """All parts of a parameter from each rank's part; `part` itself where there is only one. Collective."""
-    if mesh.expert is None:
-        return part
-    whole = part.new_empty(whole_shape(part.shape, mesh))
-    mesh.expert.gather([whole.view(-1)], [part.contiguous().view(-1)])
+    entry = group.entries[index]
+    for axis, own in zip(reversed(entry.part_axes), reversed(entry.piece.parts), strict=True):
+        gathered = part.new_empty(axis.size, part.numel())
+        axis.gather([gathered.view(-1)], [part.contiguous().view(-1)])
+        part = own.joined([theirs.view(part.shape) for theirs in gathered])
+    return part
+
+
+def own_part(whole: Tensor, parts: Sequence[Part]) -> Tensor:
+    """This rank's part of a whole parameter; a copy, unless `whole` itself is the part."""
+    for part in parts:
+        whole = part.own(whole)
     return whole
-
-
-def own_part(whole: Tensor, mesh: Mesh) -> Tensor:
-    """This rank's part of a whole parameter."""
-    return whole if mesh.expert is None else whole.chunk(mesh.expert.size)[mesh.expert.rank]

@@ -34,8 +34,9 @@ def lie_alike(one: PlacedTensor, other: PlacedTensor) -> bool:
     mine, others = one.lies, other.lies
     if mine is others:
         return True
-    same_mesh = _same_axes(mine.mesh, others.mesh) and mine.split == others.split
-    return same_mesh and (mine.rows_by_shard is others.rows_by_shard or mine.rows_by_shard == others.rows_by_shard)
+    if not _same_axes(mine.mesh, others.mesh) or mine.split != others.split or mine.piece.parts != others.piece.parts:
+        return False
+    return mine.rows_by_shard is others.rows_by_shard or mine.rows_by_shard == others.rows_by_shard
 
 
 def rows_where(pairs: Sequence[tuple[PlacedTensor, PlacedTensor]]) -> list[Tensor]:
@@ -48,16 +49,18 @@ def rows_where(pairs: Sequence[tuple[PlacedTensor, PlacedTensor]]) -> list[Tenso
     together: dict[tuple[tuple[int, ...], torch.dtype], list[int]] = {}
     for number, (source, like) in enumerate(pairs):
         group, like_group = source.place[0], like.place[0]
-        of_parts = source.is_divided and _same_mesh(group, like_group)
+        here = like.lies.piece
+        of_parts = source.is_divided and _same_mesh(group, like_group) and source.lies.piece.parts == here.parts
         sharers, _ = holders(group)
-        if not source.is_divided or (of_parts and sharers is None):
-            start = source._rows.start
-            found[number] = source._local_tensor[like._rows.start - start : like._rows.stop - start]
+        if not source.is_divided:
+            found[number] = like.of_whole(source._local_tensor)
+        elif of_parts and sharers is None:
+            found[number] = source._local_tensor[here.rows.start : here.rows.stop]
         elif of_parts and sharers is not None and (_same_split(group, like_group) or holders(like_group)[0] is None):
             key = tuple(dist.get_process_group_ranks(sharers)), source.dtype
             together.setdefault(key, []).append(number)
         else:
-            found[number] = source.full_tensor()[like._rows.start : like._rows.stop]
+            found[number] = like.of_whole(source.full_tensor())
     for numbers in together.values():
         for number, rows in zip(numbers, _exchange([pairs[number] for number in numbers]), strict=True):
             found[number] = rows
@@ -69,7 +72,9 @@ def _same_mesh(one: ManagedGroup, other: ManagedGroup) -> bool:
 
 
 def _same_axes(a: Mesh, b: Mesh) -> bool:
-    dims = (a.shard_dim, a.outer_dim, a.expert_dim) == (b.shard_dim, b.outer_dim, b.expert_dim)
+    dims = (a.shard_dim, a.outer_dim, a.expert_dim, a.tensor_dim) == (
+        *(b.shard_dim, b.outer_dim, b.expert_dim, b.tensor_dim),
+    )
     return dims and (a.device_mesh is b.device_mesh or a.device_mesh == b.device_mesh)
 
 

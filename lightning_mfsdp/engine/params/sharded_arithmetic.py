@@ -143,12 +143,16 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     away: dict[_Place, tuple[PlacedTensor, PlacedTensor]] = {}
     for at, tensors in meeting.items():
         like, shape = models[at]
+        if like is not None and like.is_divided and not like.lies.piece.has_whole_rows and shape != like.shape:
+            refuse_layout(name, like)
         for place, tensor in tensors.items():
             if like is not None and _is_divided(tensor) and _has_rows_of(tensor, shape):
                 if tensor is like or lie_alike(tensor, like):
                     here[place] = tensor._local_tensor
-                else:
+                elif like.lies.piece.has_whole_rows:
                     away[place] = tensor, like
+                else:
+                    here[place] = _cut(_whole(tensor), like, shape)
             else:
                 here[place] = _cut(_whole(tensor), like, shape)
     for place in away:
@@ -243,10 +247,13 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _cut(whole: Tensor, like: PlacedTensor | None, shape: torch.Size) -> Tensor:
-    """The rows of a whole tensor that this rank has of `like`; all of it where it is repeated along dim 0."""
-    if like is None or not like.is_divided or not _has_rows_of(whole, shape):
+    """What of a whole tensor meets the rows that this rank has of `like`; all of it where it is repeated along dim 0."""
+    if like is None or not like.is_divided:
         return whole
-    return whole[like._rows.start : like._rows.stop]
+    piece = like.lies.piece
+    if piece.has_whole_rows:
+        return piece.rows_of(whole) if _has_rows_of(whole, shape) else whole
+    return piece.of(whole.expand(piece.shape)) if whole.dim() else whole
 
 
 @functools.cache
@@ -283,7 +290,7 @@ def _draw(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], o
         return refuse_layout(name, like)
     whole = torch.empty(like.shape, dtype=like.dtype, device=like._local_tensor.device)
     drawn = func(whole, *args[1:], **kwargs)
-    own = drawn[like._rows.start : like._rows.stop] if like.dim() else drawn
+    own = like.of_whole(drawn)
     if func._schema.is_mutable:
         like._local_tensor.copy_(own)
         like.note_write()

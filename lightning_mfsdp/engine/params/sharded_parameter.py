@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mfsdp.base import compat
@@ -17,8 +17,8 @@ from lightning_mfsdp.engine.params.gradient_hooks import add_gradient_hook
 from lightning_mfsdp.engine.params.held_back import GradientRows, HeldBackGradient, HeldBackRows
 from lightning_mfsdp.engine.params.managed import ManagedGroup
 from lightning_mfsdp.engine.params.number import Number
-from lightning_mfsdp.engine.params.placed_tensor import Lies, as_dtensor, own_rows
-from lightning_mfsdp.engine.params.rows import owned_rows, whole_shape
+from lightning_mfsdp.engine.params.piece import Piece
+from lightning_mfsdp.engine.params.placed_tensor import Lies, as_dtensor
 from lightning_mfsdp.engine.params.sharded_arithmetic import refuse_gradient
 from lightning_mfsdp.engine.params.sharded_tensor import Rows
 
@@ -46,18 +46,23 @@ class ShardedParameter(Rows):
 
     @classmethod
     def wrap(
-        cls, group: ManagedGroup, index: int, name: str, local: nn.Parameter, full: nn.Parameter
+        cls,
+        group: ManagedGroup,
+        index: int,
+        name: str,
+        local: nn.Parameter,
+        full: nn.Parameter,
+        piece: Piece,
+        placements: Sequence[Placement],
     ) -> ShardedParameter:
-        """Parameter `index` of a group, over `local` (rows of dim 0, main dtype); `full` still has its shape."""
-        mesh, placements = group.mesh.device_mesh, group.dtensor_placements
-        plain = as_dtensor(local.detach(), whole_shape(full.shape, group.mesh), mesh, placements)
+        """Parameter `index` of a group, over `local` (rows of dim 0, main dtype), which lie where `piece` says."""
+        plain = as_dtensor(local.detach(), piece.shape, group.mesh.device_mesh, placements)
         made = cls(local.detach(), plain._spec, requires_grad=full.requires_grad)
         made.__dict__.update(vars(local))  # what users mark parameters with, for their optimizer's groups
         made._is_param = True
         made._owner = (weakref.ref(group), index)
-        made._rows = owned_rows(group, index)
         split = group.placement.main, group.placement.outer_main
-        made.lies = Lies(group.layout.rows_by_shard[index], group.mesh, split)
+        made.lies = Lies(piece, group.layout.rows_by_shard[index], group.mesh, split)
         made._local, made._unsharded, made._name = local, weakref.ref(full), name
         made.gradient_rows, made._shown_gradient = None, _nothing
         made._unswappable = weakref.ref(made)
@@ -132,7 +137,7 @@ class ShardedParameter(Rows):
                 f"{self.described}: its gradient was set to a tensor of shape {tuple(value.shape)}; expected {tuple(self.shape)}, the "
                 "shape of the whole parameter, with the same values on every rank"
             )
-        made: Rows = Rows.over(own_rows(value, self).detach().to(self._local).clone(), self)
+        made: Rows = Rows.over(self.of_whole(value).detach().to(self._local).clone(), self)
         return made
 
     def note_write(self) -> None:

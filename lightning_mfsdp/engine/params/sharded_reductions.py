@@ -1,8 +1,8 @@
 """Sums, means, norms and extremes of tensors with distributed rows.
 
-Over other dims than the first every rank reduces its own rows. Over the first, ranks reduce what they have and combine the results, in
-float32 or better; a rank without rows contributes the neutral element. Reductions that cannot be combined (a median, the position of a
-maximum) are computed from the whole tensor, which every rank gathers.
+Over other dims than the first every rank reduces its own rows, if they are whole. Over the first, ranks reduce what they have and
+combine the results, in float32 or better; a rank without rows contributes the neutral element. Reductions that cannot be combined (a
+median, the position of a maximum) are computed from the whole tensor, which every rank gathers.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def reduce_rows(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     local = rows._local_tensor
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     dims = _dims(given.get("dim"), rows.dim())
+    if not rows.lies.piece.has_whole_rows and len(dims) < rows.dim():  # parts of rows cannot be reduced alone
+        return func(rows.full_tensor(), *args[1:], **kwargs), True
     if 0 not in dims:
         return func(local, *args[1:], **kwargs), False
     combine = _COMBINED.get("amax" if name == "max" else "amin" if name == "min" else name)
@@ -65,7 +67,7 @@ def foreach_norms(
     axes_of: dict[tuple[Any, ...], tuple[Axis, ...]] = {}
     for number, tensor in enumerate(tensors):
         divided = isinstance(tensor, PlacedTensor) and tensor.is_divided
-        axes = sharded_axes(tensor.place[0]) if isinstance(tensor, PlacedTensor) and divided else ()
+        axes = sharded_axes(*tensor.place) if isinstance(tensor, PlacedTensor) and divided else ()
         local = getattr(tensor, "_local_tensor", tensor)
         found.append(_power_sum(local, order, None, keep=False, dtype=_wide(dtype or tensor.dtype)))
         key = (*(id(axis.group) for axis in axes), found[-1].dtype, found[-1].device)
@@ -112,14 +114,14 @@ def _sum(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool)
     local = rows._local_tensor
     dtype = given.get("dtype") or (local.dtype if local.is_floating_point() else torch.int64)
     total = torch.sum(local, dims, keepdim=keep, dtype=_wide(dtype))
-    return _over_ranks(total, sharded_axes(rows.place[0]), ReduceOp.SUM).to(dtype)
+    return _over_ranks(total, sharded_axes(*rows.place), ReduceOp.SUM).to(dtype)
 
 
 def _nansum(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     local = rows._local_tensor
     dtype = given.get("dtype") or local.dtype
     total = torch.nansum(local, dims, keepdim=keep, dtype=_wide(dtype))
-    return _over_ranks(total, sharded_axes(rows.place[0]), ReduceOp.SUM).to(dtype)
+    return _over_ranks(total, sharded_axes(*rows.place), ReduceOp.SUM).to(dtype)
 
 
 def _mean(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
@@ -130,7 +132,7 @@ def _mean(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool
 
 def _count_nonzero(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     total = torch.sum(rows._local_tensor != 0, dims)
-    return _over_ranks(total, sharded_axes(rows.place[0]), ReduceOp.SUM)
+    return _over_ranks(total, sharded_axes(*rows.place), ReduceOp.SUM)
 
 
 def _norm(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
@@ -138,7 +140,7 @@ def _norm(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool
     order = 2.0 if order is None else float(order)
     dtype = given.get("dtype") or rows.dtype
     total = _power_sum(rows._local_tensor, order, dims, keep=keep, dtype=_wide(dtype))
-    return _root(total, order, sharded_axes(rows.place[0])).to(dtype)
+    return _root(total, order, sharded_axes(*rows.place)).to(dtype)
 
 
 def _power_sum(local: Tensor, order: float, dims: list[int] | None, *, keep: bool, dtype: torch.dtype) -> Tensor:
@@ -170,7 +172,7 @@ def _extreme(rows: PlacedTensor, dims: list[int], keep: bool, *, largest: bool) 
     local = rows._local_tensor.to(_wide(rows.dtype))
     here = _extreme_here(local, dims, keep, largest=largest, neutral=-math.inf if largest else math.inf)
     op = ReduceOp.MAX if largest else ReduceOp.MIN
-    return _over_ranks(here, sharded_axes(rows.place[0]), op).to(rows.dtype)
+    return _over_ranks(here, sharded_axes(*rows.place), op).to(rows.dtype)
 
 
 def _amax(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
@@ -183,12 +185,12 @@ def _amin(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool
 
 def _any(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     count = torch.sum(rows._local_tensor != 0, dims, keepdim=keep)
-    return _over_ranks(count, sharded_axes(rows.place[0]), ReduceOp.SUM) > 0
+    return _over_ranks(count, sharded_axes(*rows.place), ReduceOp.SUM) > 0
 
 
 def _all(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     count = torch.sum(rows._local_tensor == 0, dims, keepdim=keep)
-    return _over_ranks(count, sharded_axes(rows.place[0]), ReduceOp.SUM) == 0
+    return _over_ranks(count, sharded_axes(*rows.place), ReduceOp.SUM) == 0
 
 
 _COMBINED: dict[str, Callable[[PlacedTensor, dict[str, Any], list[int], bool], Tensor]] = {

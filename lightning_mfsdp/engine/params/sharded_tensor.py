@@ -24,6 +24,7 @@ from lightning_mfsdp.base.containers import tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.params.number import Number
 from lightning_mfsdp.engine.params.outside import needs_whole, use_whole, write_in_whole, writes_in_place
+from lightning_mfsdp.engine.params.piece import Piece
 from lightning_mfsdp.engine.params.placed_tensor import Copied, PlacedTensor
 from lightning_mfsdp.engine.params.sharded_arithmetic import (
     LayoutError,
@@ -68,10 +69,13 @@ class Rows(PlacedTensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """For torch.distributed.checkpoint: where these rows lie."""
-        if not self._local_tensor.numel():
-            return []
-        offsets = torch.Size([self._rows.start, *[0] * (self.dim() - 1)] if self.dim() else [])
-        return [ChunkStorageMetadata(offsets=offsets, sizes=self._local_tensor.shape)]
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self._piece.boxes]
+
+    @property
+    def _piece(self) -> Piece:
+        """Where its numbers lie."""
+        piece = self.lies.piece
+        return piece if self.shape == piece.shape else Piece(shape=self.shape, rows=piece.rows, parts=piece.parts)
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """For torch.distributed.checkpoint: what this rank writes."""
@@ -91,7 +95,7 @@ class Rows(PlacedTensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """For torch.distributed.checkpoint: the memory it reads from and writes to."""
-        return self._local_tensor
+        return self._piece.box_at(index.offset).in_rows(self._local_tensor)
 
     def take_assigned(self) -> None:
         """Copy what was assigned to the `data` of another representation; only parameters have one."""

@@ -26,7 +26,7 @@ from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.containers import map_tensors, tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.params.number import Number
-from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor, own_rows
+from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor
 from lightning_mfsdp.engine.params.torch_functions import describes, is_in_place, makes_alike, written_argument
 
 __all__ = ["Whole", "WholeView", "in_memory_of", "with_views"]
@@ -68,10 +68,9 @@ class Whole:
         local = self.source._local_tensor
         with torch.no_grad():
             memory = torch.empty_like(self.memory)
-            rows = own_rows(memory, self.source)
-            rows.copy_(local)
+            self.source.put_into(memory)
             self.like(view, memory).copy_(view)
-            local.copy_(rows)
+            local.copy_(self.source.of_whole(memory))
 
     def like(self, view: Tensor, memory: Tensor) -> Tensor:
         """What a view of the whole is in other memory like it."""

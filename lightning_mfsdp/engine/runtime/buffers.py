@@ -55,7 +55,7 @@ def broadcast_buffers(module: nn.Module) -> None:
 
 def share_from_first(tensors: Sequence[Tensor], mesh: Mesh) -> None:
     """Overwrite tensors of any dtype with those of the mesh's first rank, in few broadcasts of bytes. Collective."""
-    if not mesh.axes:
+    if not mesh.replicated_axes:
         return
     together: list[Tensor] = []
     size = 0
@@ -77,7 +77,7 @@ def _broadcast(tensors: list[Tensor], mesh: Mesh) -> None:
     with torch.no_grad(), _mode_of(tensors):
         pieces = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         content = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        for axis in mesh.axes:
+        for axis in mesh.replicated_axes:
             dist.broadcast(content, group=axis.group, group_src=0)
         received = torch.split(content, [len(piece) for piece in pieces])
         for tensor, piece, value in zip(tensors, pieces, received, strict=True):

@@ -232,10 +232,13 @@ def _check_whole_roots(module: nn.Module, found: list[Unit]) -> None:
         )
     for unit in found:
         _refuse_shown_average(context_of_unit(unit), f"unshard_model of {name}")
-        if any(group.mesh.expert is not None for group in unit.groups):
+        divided = [entry for group in unit.groups for entry in group.entries if entry.part_axes]
+        if divided:
+            axis = divided[0].part_axes[0].name
             raise ShardingError(
-                f"unshard_model: {unit.name} holds experts that are divided among ranks, and its module has a place for this rank's alone; "
-                "save a checkpoint and load it into a model built without expert_parallel"
+                f'unshard_model: {unit.name} has {divided[0].name}, of which ranks along the axis "{axis}" compute with different parts, '
+                "and its module has a place for this rank's alone; save a checkpoint and load it into a model that is not divided: built "
+                "without expert_parallel, or trained with tensor=1"
             )
 
 

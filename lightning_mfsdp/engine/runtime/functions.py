@@ -92,7 +92,7 @@ def unshard(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
                 entry = group.entries[index]
                 if writeback:
                     with torch.no_grad():
-                        group.write(index, own_part(parameter.detach(), group.mesh))
+                        group.write(index, own_part(parameter.detach(), entry.piece.parts))
                 entry.at_rest = entry.sharded
                 entry.show(
                     entry.full if group.weights.registered else entry.sharded
@@ -126,7 +126,7 @@ def _gathered(group: ParameterGroup, indices: list[int]) -> list[Tensor]:
         group.axes.outer.gather(full.part(group.inner_extent).segments, full.part(group.main_extent).segments)
     if group.placement.main:
         group.axes.shard.gather(full.segments, full.part(group.inner_extent).segments)
-    return [join_parts(view, group.mesh) for view in full.views]
+    return [join_parts(view, group, index) for index, view in enumerate(full.views)]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.params.group import ParameterGroup, place_of
 from lightning_mfsdp.engine.params.parameter import Entry
-from lightning_mfsdp.engine.params.rows import owned_rows
+from lightning_mfsdp.engine.params.piece import Piece
 from lightning_mfsdp.engine.runtime.context import Context, context_of_unit
 from lightning_mfsdp.engine.runtime.unit import Unit, owner_of_group, unit_of
 
@@ -41,9 +41,9 @@ class ParameterView:
         shape: Global shape.
         dtype: Of the main weight.
         compute_dtype: Of the unsharded weight in forward.
-        rows: Rows of dim 0 this rank owns; a 0-D parameter counts as one row.
+        piece: Where the numbers that this rank owns lie in the parameter.
         unit: Name of the unit that owns it.
-        main: The owned rows of the main weight, `[len(rows), *shape[1:]]`.
+        main: The owned rows of the main weight, `[len(rows), *shape[1:]]`, or of this rank's part.
         dtensor: What `module.parameters()` yields.
         local: What an elementwise optimizer steps; shares memory with `main`.
         requires_grad: Whether it is trainable.
@@ -54,12 +54,17 @@ class ParameterView:
     shape: torch.Size
     dtype: torch.dtype
     compute_dtype: torch.dtype
-    rows: range
+    piece: Piece
     unit: str
     main: Tensor
     dtensor: Tensor
     local: nn.Parameter
     requires_grad: bool
+
+    @property
+    def rows(self) -> range:
+        """Rows of dim 0 this rank owns, or has a part of; a 0-D parameter counts as one row. Of packed weights, see `piece`."""
+        return self.piece.row_range
 
     @property
     def grad(self) -> Tensor | None:
@@ -267,7 +272,6 @@ def _names(module: nn.Module) -> dict[int, tuple[str, ...]]:
 
 
 def _view(group: ParameterGroup, entry: Entry, names: tuple[str, ...]) -> ParameterView:
-    index = group.entries.index(entry)
     owner = owner_of_group(group)
     return ParameterView(
         name=names[0],
@@ -275,7 +279,7 @@ def _view(group: ParameterGroup, entry: Entry, names: tuple[str, ...]) -> Parame
         shape=entry.shape,
         dtype=group.spec.main_dtype,
         compute_dtype=group.spec.compute_dtype,
-        rows=owned_rows(group, index),
+        piece=entry.piece,
         unit=owner.name if owner is not None else "",
         main=entry.local.detach(),
         dtensor=entry.sharded,
@@ -292,7 +296,7 @@ def _unit_view(unit: Unit, modules: list[nn.Module]) -> UnitView:
     return UnitView(
         name=unit.name,
         module_class=kind if len(modules) == 1 else f"{len(modules)} x {kind}",
-        num_parameters=total * (unit.groups[0].mesh.expert_size if unit.groups else 1),
+        num_parameters=sum(entry.shape.numel() for group in unit.groups for entry in group.entries),
         padding_fraction=(padded - total) / total if total else 0.0,
         main_bytes=sum(group.main.size_bytes for group in unit.groups),
         held_bytes=sum(group.weights.extra_bytes for group in unit.groups),

@@ -76,8 +76,7 @@ def _rows_of_sources(pairs: list[_Pair]) -> list[Tensor]:
         target, source = pair.target_entry, pair.source_entry
         if source is None:
             whole = pair.source.detach()
-            here = None if target is None else target.sharded._rows
-            rows.append(whole if here is None or not whole.dim() else whole[here.start : here.stop])
+            rows.append(whole if target is None or not whole.dim() else target.piece.of(whole))
         elif target is None:
             rows.append(source.sharded.full_tensor())
         elif lie_alike(target.sharded, source.sharded):
