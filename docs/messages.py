@@ -81,7 +81,7 @@ READ_MORE: Mapping[str, str] = {
     "cannot reach rank 0 at": "checkpoints.md#saving",
     "LIGHTNING_MFSDP_NAMESPACE=…: expected": "fabric.md#pytorch_lightning",
     "has no option …: …": "coming_from.md",
-    "outer x data x context = …": "strategies.md#two-axes-hsdp-and-hfsdp",
+    "outer x data x context x tensor = …": "strategies.md#two-axes-hsdp-and-hfsdp",
     "needs a mesh with an outer axis": "strategies.md#two-axes-hsdp-and-hfsdp",
     "shards the main weights further": "strategies.md#two-axes-hsdp-and-hfsdp",
     "expected a mesh with one axis": "strategies.md#two-axes-hsdp-and-hfsdp",

@@ -1,9 +1,8 @@
-"""Batches whose sequences are divided over the context ranks: what every step of a run gets, and what is checked of it."""
+"""Batches whose sequences are divided over the context ranks: the part that a step gets, and whether its targets were counted right."""
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
@@ -14,17 +13,14 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.context_parallel.batches import divide
-from lightning_mfsdp.context_parallel.comparisons import Comparisons, fingerprint
+from lightning_mfsdp.context_parallel.comparisons import Comparisons
 from lightning_mfsdp.context_parallel.huggingface import choose_method, use_context_attention
 from lightning_mfsdp.context_parallel.model_inputs import complete_inputs
 from lightning_mfsdp.context_parallel.sharing import ContextParallel, Method, StepNotes, activate, deactivate
 from lightning_mfsdp.context_parallel.targets import IGNORED
 from lightning_mfsdp.context_parallel.watch import watched_step
 
-__all__ = ["DividedBatches", "from_first"]
-
-_FIRST = 3  # batches of a loader that are compared, before every hundredth
-_EVERY = 100
+__all__ = ["DividedBatches"]
 
 
 class DividedBatches:
@@ -49,7 +45,6 @@ class DividedBatches:
         self._dims = dims
         self._device = device
         self._comparisons = Comparisons()
-        self._read: Counter[str] = Counter()
         self._warned: set[str] = set()
         self._ends: list[Callable[[], None]] = []
         self._modules: list[nn.Module] = []
@@ -76,7 +71,6 @@ class DividedBatches:
             end()
         self._ends.clear()
         self._modules.clear()
-        self._read.clear()
         self._warned.clear()
         self._parallel = None
         deactivate()
@@ -95,23 +89,6 @@ class DividedBatches:
             for module in modules:
                 self.begin(module)
 
-    def compare_numbers(self, batches: int | float) -> None:
-        """Check that the ranks that divide batches have equally many, before one waits for the others' forever. Collective.
-
-        Raises:
-            ValueError: They do not.
-        """
-
-        def error(smallest: int, largest: int) -> Exception:
-            return ValueError(
-                f"the ranks of one context group have between {smallest} and {largest} batches, and divide every batch among themselves. "
-                "Use the strategy's distributed_sampler_kwargs for a sampler of your own, as for Lightning's"
-            )
-
-        number = -1 if batches == float("inf") else int(batches)
-        self._comparisons.compare(torch.tensor([number], device=self._device), self._group, error)
-        self._comparisons.look(wait=True)
-
     def finish(self) -> None:
         """Wait for what was compared.
 
@@ -121,27 +98,24 @@ class DividedBatches:
         self._comparisons.look(wait=True)
 
     @contextmanager
-    def step(self, batch: Any, loader: str, *, trains: bool = True, stays: bool = False) -> Iterator[Any]:
+    def step(self, batch: Any, loader: str, number: int, *, closely: bool, trains: bool, stays: bool) -> Iterator[Any]:
         """Around a step: this rank's part of its batch.
 
         Args:
             batch: Of whole sequences, on the device, the same on all context ranks.
             loader: Its name, for messages.
+            number: Of the batch, for messages.
+            closely: Watch for losses that are means over parts.
             trains: It computes a loss; otherwise metrics, of which sums and counts are right although parts have other numbers of targets.
             stays: Backward comes after the step; `leave` ends it.
 
         Raises:
-            ValueError: The batch cannot be divided, or is not the same on the context ranks; an earlier step's, if the device had not
-                answered by then.
+            ValueError: The batch cannot be divided, or an earlier step's loss was a mean of means.
         """
         parallel = self._parallel
         assert parallel is not None, "between begin and end"
         activate(parallel)  # another model's may have been, since
         self._comparisons.look()
-        number = self._read[loader]
-        self._read[loader] += 1
-        closely = number < _FIRST or number % _EVERY == 0
-        self._compare_batch(batch, loader, number, contents=closely)
         part, parallel.cut = divide(batch, parallel, self._dims)
         parallel.notes, parallel.is_watched = StepNotes(), closely
         is_left = True
@@ -159,19 +133,6 @@ class DividedBatches:
         """The step's backward is over."""
         if self._parallel is not None:
             self._parallel.cut = None
-
-    def _compare_batch(self, batch: Any, loader: str, number: int, *, contents: bool) -> None:
-        """Shapes of every batch, because parts of other lengths do not fit each other, and contents of some."""
-
-        def error(smallest: int, largest: int) -> Exception:
-            return ValueError(
-                f"batch {number} of {loader} differs between ranks of one context group, which divide every batch among "
-                "themselves and need the same. Use the strategy's distributed_sampler_kwargs for a sampler of your own, as for "
-                'Lightning\'s, the same seed on these ranks for random transforms, or context_batches="broadcast"'
-            )
-
-        self._comparisons.compare(fingerprint(batch, self._device, contents=contents), self._group, error)
-        self._comparisons.look()  # on a CPU the answer is there
 
     def _compare_targets(self, part: Any, loader: str, number: int, *, trains: bool) -> None:
         parallel = self._parallel
@@ -198,13 +159,6 @@ class DividedBatches:
 
         for counted in notes.means or [_targets_in(part, parallel, self._device)]:
             self._comparisons.compare(counted, self._group, error)
-
-
-def from_first(batch: Any, group: dist.ProcessGroup) -> Any:
-    """The batch of the first rank of a group; pickled, so of any kind. Collective, and the host waits."""
-    objects = [batch if dist.get_rank(group) == 0 else None]
-    dist.broadcast_object_list(objects, group=group, group_src=0)
-    return objects[0]
 
 
 def _refuse(module: nn.Module) -> None:

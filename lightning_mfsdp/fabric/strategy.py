@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +34,6 @@ from lightning_mfsdp._lightning_api import (
 )
 from lightning_mfsdp.checkpoint.io.opening import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
-from lightning_mfsdp.context_parallel.divided_batches import DividedBatches, from_first
 from lightning_mfsdp.context_parallel.model_inputs import complete_inputs
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
@@ -51,6 +51,7 @@ from lightning_mfsdp.options.arguments import check_device
 from lightning_mfsdp.options.dtypes import translate
 from lightning_mfsdp.options.foreign_options import answers_foreign_options
 from lightning_mfsdp.options.mesh import RunMesh
+from lightning_mfsdp.options.shared_batches import SharedBatches, from_first
 from lightning_mfsdp.options.strategy_options import REGISTERED, StrategyOptions, move_rest_to_device
 from lightning_mfsdp.options.unit_selection import UnitsArgument
 from lightning_mfsdp.recompute import Recompute
@@ -79,9 +80,12 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         context: As in `MFSDPStrategy`; `divided` divides the batches of your loop.
         context_method: As in `MFSDPStrategy`.
         context_dims: As in `MFSDPStrategy`.
-        context_batches: As in `MFSDPStrategy`.
+        tensor: As in `MFSDPStrategy`.
+        tensor_plan: As in `MFSDPStrategy`.
+        shared_batches: As in `MFSDPStrategy`.
         loss_count: As in `MFSDPStrategy`.
         data_parallel_size: As in `MFSDPStrategy`.
+        tensor_parallel_size: As in `MFSDPStrategy`.
         mesh: As in `MFSDPStrategy`.
         reshard_after_forward: As in `MFSDPStrategy`.
         ignored_parameters: As in `MFSDPStrategy`.
@@ -123,9 +127,12 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         context: int = 1,
         context_method: Literal["auto", "ulysses", "gather"] = "auto",
         context_dims: Mapping[str, int | None] | None = None,
-        context_batches: Literal["compare", "broadcast"] = "compare",
+        tensor: int = 1,
+        tensor_plan: Mapping[str, str] | None = None,
+        shared_batches: Literal["compare", "broadcast"] = "compare",
         loss_count: Literal["auto", "tokens"] = "auto",
         data_parallel_size: int | Literal["auto"] | None = None,
+        tensor_parallel_size: int | Literal["auto"] | None = None,
         mesh: DeviceMesh | None = None,
         reshard_after_forward: bool | Literal["auto"] = True,
         ignored_parameters: Sequence[str | nn.Parameter] = (),
@@ -153,7 +160,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         self.state_dict_type = options.state_dict_type
         self._num_nodes = 1
         self._connected_mesh: RunMesh | None = None
-        self._divided: DividedBatches | None = None
+        self._batches: SharedBatches | None = None
         self._saving_ranks: Ranks | None = None
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._backward_sync_control = _BackwardSync(keep_sharded=options.accumulation == "sharded")
@@ -178,7 +185,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Axes ("data",), with "outer" before and "context" after it if there are any; Lightning's two if `data_parallel_size` was given.
+        """Axes ("data",), and others that were asked for; Lightning's two if its words were used.
 
         Raises:
             RuntimeError: Processes are not connected yet.
@@ -218,7 +225,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         communication.peers()  # so that a rank which waits for one that failed is released
         if self._connected_mesh is None:
             sizes = self._options.mesh_sizes
-            self._connected_mesh = sizes.connect(self.root_device.type, self.world_size)
+            self._connected_mesh = sizes.connect(self.root_device.type, self.world_size, self.num_processes)
         self.precision.connect_device(self.root_device.type)
 
     def barrier(self, name: str | None = None) -> None:
@@ -232,8 +239,14 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
     def all_reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Tensor | Any:
-        """A tensor over all ranks, in place; anything else is returned unchanged."""
+        """A tensor over all ranks with different data, in place (a tensor group counts once); anything else is returned unchanged."""
+        group = self.data_group if group is None else group
         return sync_if_available(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The `process_group` of metrics of torchmetrics, with one rank of each tensor group; `None`: all ranks."""
+        return self._run_mesh.different_data
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """The tensor of every rank, stacked: `[world_size, *tensor.shape]`. `sync_grads` lets gradients flow back."""
@@ -271,20 +284,20 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the module, unless it is, and move the rest to the device."""
-        self._options.shard(module, self._run_mesh.sharded, self.precision)
+        self._options.shard(module, self._run_mesh, self.precision, self.root_device)
         move_rest_to_device(module, self.root_device)
         if self._options.broadcast_buffers:
             share_buffers(module)  # as DDP does; from here on all ranks have the same ones, or none
         self._modules.add(module)
-        self._divide_sequences_of(module)
+        self._share_batches_of(module)
         return _Forward(module, self._share_buffers)
 
-    def _divide_sequences_of(self, module: nn.Module) -> None:
-        if self._divided is None:
-            self._divided = self._options.divided_batches(self._run_mesh, self.root_device)
-        if self._divided is not None:
-            self._divided.begin(module)
-        elif self._options.loss_count == "tokens":
+    def _share_batches_of(self, module: nn.Module) -> None:
+        if self._batches is None:
+            self._batches = self._options.batches(self._run_mesh, self.root_device)
+        if self._batches is not None:
+            self._batches.begin(module)
+        if self._options.loss_count == "tokens" and self._run_mesh.context is None:
             complete_inputs(module, always_counts=True)
 
     @contextmanager
@@ -292,28 +305,30 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         """Around forward and backward of a batch: this rank's part of it, where sequences are divided over a context axis.
 
         Args:
-            batch: Of whole sequences, on the device, the same on all ranks of a context group.
+            batch: Of whole sequences, on the device, the same on all ranks of a context group and of a tensor group.
             loader: Its name, for messages.
 
         Yields:
             A batch of the same kind; the batch itself without a context axis.
 
         Raises:
-            ValueError: The batch cannot be divided, or is not the same on the ranks that divide it.
+            ValueError: The batch cannot be divided, or is not the same on the ranks that compute it together.
         """
-        if self._divided is None:
+        if self._batches is None:
             yield batch
             return
-        group = self._run_mesh.context
-        if group is not None and self._options.context_batches == "broadcast":
+        group = self._run_mesh.same_batches
+        if group is not None and self._options.shared_batches == "broadcast":
             batch = from_first(batch, group)
-        with self._divided.step(batch, loader, trains=torch.is_grad_enabled()) as part:
+        with self._batches.step(batch, loader, trains=torch.is_grad_enabled()) as part:
             yield part
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks of one context group have the same batches."""
-        return self._options.sampler_arguments(self.num_nodes * self.num_processes, self.global_rank)
+        """Ranks of one context group and of one tensor group have the same batches."""
+        return self._options.sampler_arguments(
+            self.num_nodes * self.num_processes, self.global_rank, self.num_processes
+        )
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Fabric's; the loop may catch what it raises."""

@@ -29,7 +29,9 @@ _OVERLAP = "leave it out: gathers and reductions always overlap with compute"
 _SCALING = 'use Trainer(precision="16-mixed"); MFSDPPrecision(scaler=...) takes a scaler of your own'
 _WRAPPING = "leave it out: the module is sharded in place and keeps its names and parameters"
 _CONFIG = "there is no configuration file; every option is an argument of the strategy, and Trainer and Fabric know the others"
-_MODEL_PARALLEL = "this version has the axes data, outer and context, and one for experts (docs/moe.md), and none for tensor parallelism"
+_MODEL_PARALLEL = (
+    "use data, outer, context and tensor, the numbers of ranks along the axes; docs/parallelism.md describes them"
+)
 
 _SAME_ANSWER: dict[tuple[str, ...], str] = {
     # FSDPStrategy and FullyShardedDataParallel
@@ -64,7 +66,7 @@ _SAME_ANSWER: dict[tuple[str, ...], str] = {
     ): "use Trainer(accelerator=..., devices=...) or Fabric's arguments of the same names",
     ("shard_placement_fn",): "leave it out: parameters are shared out by whole rows of dim 0, as the layout needs",
     # ModelParallelStrategy
-    ("tensor_parallel_size", "dp_mesh_dims"): _MODEL_PARALLEL,
+    ("dp_mesh_dims",): _MODEL_PARALLEL,
     ("parallelize_fn",): "leave it out: the strategy shards the model by itself, in units; see units",
     ("save_distributed_checkpoint",): 'use state_dict_type: "sharded" for True, "full" for False',
     # DeepSpeedStrategy

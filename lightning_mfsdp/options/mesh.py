@@ -1,14 +1,17 @@
-"""The mesh of a run, from the sizes that a user gives: which ranks train on different data, and which divide a sequence."""
+"""The mesh of a run, from the sizes that a user gives: which ranks train on different data, and which divide sequences or weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_mfsdp.engine.comm.mesh import CONTEXT, DATA, EXPERT, OUTER
+from lightning_mfsdp.engine.comm.mesh import CONTEXT, DATA, EXPERT, OUTER, TENSOR
 from lightning_mfsdp.engine.comm.process_groups import kept
 
 __all__ = ["MeshSizes", "RunMesh"]
@@ -22,15 +25,21 @@ class RunMesh:
     """The mesh of the ranks of a run.
 
     Attributes:
-        device_mesh: What a LightningModule sees: axes (data,), with outer before it and context after it where they were asked for, or
-            Lightning's two under Lightning's names where its words were used.
+        device_mesh: What a LightningModule sees: axes (data,), with outer before it, and context and tensor after it where they were asked
+            for, or Lightning's two under Lightning's names where its words were used.
         sharded: What the engine shards over.
         context: The ranks that divide the sequences of a batch among themselves; `None` if each has whole ones.
+        tensor: The ranks that divide weights among themselves; `None` if each computes with whole ones.
+        same_batches: The ranks that need the same batches as this one; `None` if there is no other.
+        different_data: The ranks over which sums and metrics are taken, one of each tensor group; `None`: all.
     """
 
     device_mesh: DeviceMesh
     sharded: DeviceMesh
     context: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
+    same_batches: dist.ProcessGroup | None = None
+    different_data: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +50,9 @@ class MeshSizes:
         data: "auto": what the other axes leave.
         outer: Groups of ranks that each hold the whole model.
         context: Ranks that divide sequences.
-        data_parallel: Lightning's word for all of them; `None` if it was not used.
+        tensor: Ranks that divide weights.
+        data_parallel: Lightning's word for outer x data x context; `None` if it was not used.
+        tensor_parallel: Lightning's word for tensor, "auto" for the ranks of a node; `None` if it was not used.
         with_outer_axis: The mesh has an outer axis, even of one rank.
         mesh: The user's own, instead of sizes.
 
@@ -52,36 +63,42 @@ class MeshSizes:
     data: int | Literal["auto"] = "auto"
     outer: int = 1
     context: int = 1
+    tensor: int = 1
     data_parallel: int | Literal["auto"] | None = None
+    tensor_parallel: int | Literal["auto"] | None = None
     with_outer_axis: bool = False
     mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
-        sizes = {
-            "data": self.data,
-            "outer": self.outer,
-            "context": self.context,
-            "data_parallel_size": self.data_parallel,
-        }
-        for argument, size in sizes.items():
-            named = (size == "auto" and argument in ("data", "data_parallel_size")) or size is None
+        for argument, size in self._given().items():
+            named = (
+                size == "auto" and argument in ("data", "data_parallel_size", "tensor_parallel_size")
+            ) or size is None
             if not named and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
                 raise ValueError(f"{argument}={size!r}: expected a positive number of ranks")
         if self.mesh is not None:
             self._check_mesh(self.mesh)
         if self.data != "auto" and self.data_parallel not in (None, "auto"):
             raise ValueError(
-                f"data={self.data} and data_parallel_size={self.data_parallel} both say how many ranks there are; give one of the two"
+                f"data={self.data} and data_parallel_size={self.data_parallel} both say how many ranks have data; give one of the two"
+            )
+        if self.tensor != 1 and self.tensor_parallel not in (None, self.tensor):
+            raise ValueError(
+                f"tensor={self.tensor} and tensor_parallel_size={self.tensor_parallel!r} are two names of one axis; give one of the two"
             )
 
-    def _check_mesh(self, mesh: DeviceMesh) -> None:
-        given = {
+    def _given(self) -> dict[str, object]:
+        return {
             "data": self.data,
             "outer": self.outer,
             "context": self.context,
+            "tensor": self.tensor,
             "data_parallel_size": self.data_parallel,
+            "tensor_parallel_size": self.tensor_parallel,
         }
-        for argument, size in given.items():
+
+    def _check_mesh(self, mesh: DeviceMesh) -> None:
+        for argument, size in self._given().items():
             if size not in (None, 1, "auto"):
                 raise ValueError(f"{argument}={size} and mesh={mesh}: a mesh already has its axes; give one of the two")
         names = mesh.mesh_dim_names or ()
@@ -90,30 +107,39 @@ class MeshSizes:
                 f'mesh={mesh}: its axis "{EXPERT}" is for modules of experts, whose parameters differ along it; give the strategy a mesh '
                 "over the same ranks without it, and this one to fully_shard(experts, mesh) in configure_model"
             )
-        if mesh.ndim - (CONTEXT in names) not in (1, 2):
+        if mesh.ndim - (CONTEXT in names) - (TENSOR in names) not in (1, 2):
             raise ValueError(
-                f"mesh={mesh}: expected one axis (data) or two (outer, data), and perhaps one named context, got {mesh.ndim}; pass the "
-                'part of it along which data differ, such as mesh["outer", "data"]'
+                f"mesh={mesh}: expected one axis (data) or two (outer, data), and perhaps others named context and tensor, got {mesh.ndim} "
+                'axes; pass the part of it that is meant, such as mesh["outer", "data"]'
             )
 
-    def of_world(self, world_size: int) -> dict[str, int]:
-        """Sizes of the axes outer, data and context for this number of ranks; a mesh of the user's has its own.
+    def of_world(self, world_size: int, node_size: int | None = None) -> dict[str, int]:
+        """Sizes of the axes outer, data, context and tensor for this number of ranks; a mesh of the user's has its own.
+
+        Args:
+            world_size: Number of ranks.
+            node_size: Of those of a node; `None`: all are on one.
 
         Raises:
             ValueError: They do not fit; names the product and the ranks.
         """
         if self.mesh is not None:
             return self._of_mesh(self.mesh, world_size)
-        if self.data_parallel not in (None, "auto", world_size):
-            raise ValueError(
-                f"data_parallel_size={self.data_parallel}, but there are {world_size} ranks, and every rank is a data-parallel one: it "
-                'stands for outer x data x context. Leave data_parallel_size at "auto", or start another number of processes'
+        tensor = self.tensor
+        if self.tensor_parallel is not None:
+            tensor = (
+                self.tensor_parallel if self.tensor_parallel != "auto" else max(self.tensor, node_size or world_size)
             )
-        others = self.outer * self.context
+        if self.data_parallel not in (None, "auto") and self.data_parallel * tensor != world_size:
+            raise ValueError(
+                f"data_parallel_size x tensor_parallel_size = {self.data_parallel} x {tensor}, but there are {world_size} ranks, and the "
+                'first stands for outer x data x context. Leave data_parallel_size at "auto", or start another number of processes'
+            )
+        others = self.outer * self.context * tensor
         data = self.data if isinstance(self.data, int) else max(world_size // others, 1)
         if others * data != world_size:
             raise ValueError(
-                f"outer x data x context = {self.outer} x {data} x {self.context} = {others * data}, but there are {world_size} ranks; "
+                f"outer x data x context x tensor = {self.outer} x {data} x {self.context} x {tensor} = {others * data}, but there are {world_size} ranks; "
                 + (
                     "use sizes that divide it"
                     if self.data == "auto"
@@ -121,7 +147,7 @@ class MeshSizes:
                 )
                 + ", or start another number of processes"
             )
-        return {OUTER: self.outer, DATA: data, CONTEXT: self.context}
+        return {OUTER: self.outer, DATA: data, CONTEXT: self.context, TENSOR: tensor}
 
     def _of_mesh(self, mesh: DeviceMesh, world_size: int) -> dict[str, int]:
         if mesh.size() != world_size:
@@ -129,18 +155,38 @@ class MeshSizes:
                 f"mesh={mesh} has {mesh.size()} ranks, but there are {world_size}; give a mesh of all ranks"
             )
         names = mesh.mesh_dim_names or ()
-        context = mesh.size(names.index(CONTEXT)) if CONTEXT in names else 1
-        outer = mesh.size(names.index(OUTER)) if OUTER in names else 1
-        return {OUTER: outer, DATA: world_size // outer // context, CONTEXT: context}
+        known = {name: mesh.size(names.index(name)) if name in names else 1 for name in (OUTER, CONTEXT, TENSOR)}
+        return {
+            OUTER: known[OUTER],
+            DATA: world_size // prod(known.values()),
+            CONTEXT: known[CONTEXT],
+            TENSOR: known[TENSOR],
+        }
 
-    def data_place(self, world_size: int, rank: int) -> tuple[int, int]:
-        """How many ranks have different batches, and the number of `rank` among them. Known before processes are connected."""
-        context = self.of_world(world_size)[CONTEXT]
-        if self.mesh is None or context == 1:
-            return world_size // context, rank // context
-        dim = (self.mesh.mesh_dim_names or ()).index(CONTEXT)
-        along = self.mesh.mesh.movedim(dim, -1).reshape(-1, context)
-        return len(along), int((along == rank).any(-1).nonzero())
+    def data_place(
+        self, world_size: int, rank: int, node_size: int | None = None, *, parts_differ: bool = False
+    ) -> tuple[int, int]:
+        """How many ranks have different batches, and the number of `rank` among them. Known before processes are connected.
+
+        Args:
+            world_size: Number of ranks.
+            rank: One of them.
+            node_size: As in `of_world`.
+            parts_differ: Ranks of one context group have different batches, too.
+        """
+        sizes = self.of_world(world_size, node_size)
+        together = self._ranks(sizes).reshape(-1, sizes[TENSOR] if parts_differ else sizes[CONTEXT] * sizes[TENSOR])
+        return len(together), int((together == rank).any(-1).nonzero())
+
+    def _ranks(self, sizes: dict[str, int]) -> Tensor:
+        """Global ranks, `[outer x data, context, tensor]`."""
+        if self.mesh is None:
+            return torch.arange(prod(sizes.values()), device="cpu").reshape(-1, sizes[CONTEXT], sizes[TENSOR])
+        names, ranks = self.mesh.mesh_dim_names or (), self.mesh.mesh
+        for name in (CONTEXT, TENSOR):
+            ranks = ranks.movedim(names.index(name), -1) if name in names else ranks.unsqueeze(-1)
+            names = (*(one for one in names if one != name), name)
+        return ranks.reshape(-1, sizes[CONTEXT], sizes[TENSOR])
 
     @property
     def divides_sequences(self) -> bool:
@@ -150,25 +196,44 @@ class MeshSizes:
             self.mesh is not None and CONTEXT in names and self.mesh.size(names.index(CONTEXT)) > 1
         )
 
-    def connect(self, device_type: str, world_size: int) -> RunMesh:
-        """The mesh over connected processes. Context ranks are neighbors. Collective.
+    def connect(self, device_type: str, world_size: int, node_size: int | None = None) -> RunMesh:
+        """The mesh over connected processes. Tensor ranks are neighbors, and so are context ranks with equal places. Collective.
 
         Raises:
             ValueError: As `of_world`.
         """
-        sizes = self.of_world(world_size)
-        optional = {OUTER: self.with_outer_axis or sizes[OUTER] > 1, DATA: True, CONTEXT: sizes[CONTEXT] > 1}
+        sizes = self.of_world(world_size, node_size)
+        optional = {
+            OUTER: self.with_outer_axis or sizes[OUTER] > 1,
+            DATA: True,
+            CONTEXT: sizes[CONTEXT] > 1,
+            TENSOR: sizes[TENSOR] > 1,
+        }
         sharded = self.mesh or _made(device_type, {name: sizes[name] for name in sizes if optional[name]})
         shown = sharded
-        if self.data_parallel is not None:
-            shown = _made(device_type, dict(zip(_LIGHTNING_AXES, (world_size, 1), strict=True)))
+        if self.data_parallel is not None or self.tensor_parallel is not None:
+            by_lightning = (world_size // sizes[TENSOR], sizes[TENSOR])
+            shown = _made(device_type, dict(zip(_LIGHTNING_AXES, by_lightning, strict=True)))
+        ranks = self._ranks(sizes)
+        context = sharded.get_group(CONTEXT) if optional[CONTEXT] else None
+        tensor = sharded.get_group(TENSOR) if optional[TENSOR] else None
         return RunMesh(
             device_mesh=shown,
             sharded=sharded,
-            context=sharded.get_group(CONTEXT) if sizes[CONTEXT] > 1 else None,
+            context=context,
+            tensor=tensor,
+            same_batches=_group_of(ranks.flatten(1)) if context and tensor else context or tensor,
+            different_data=_group_of(ranks.flatten(0, 1).T) if tensor else None,
         )
 
 
 def _made(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
     names, shape = tuple(sizes), tuple(sizes.values())
     return kept(("mesh", device_type, names, shape), lambda: init_device_mesh(device_type, shape, mesh_dim_names=names))
+
+
+def _group_of(rows: Tensor) -> dist.ProcessGroup:
+    """The process group of the row of ranks that this rank is in. Collective over them."""
+    own = sorted(next(row for row in rows.tolist() if dist.get_rank() in row))
+    group: dist.ProcessGroup = kept(("ranks", *own), lambda: dist.new_group(own, use_local_synchronization=True))
+    return group

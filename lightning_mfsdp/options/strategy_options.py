@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +44,7 @@ from lightning_mfsdp.options.arguments import (
 from lightning_mfsdp.options.compilation import compile_options, compile_units
 from lightning_mfsdp.options.dtypes import ShardedPrecision
 from lightning_mfsdp.options.mesh import MeshSizes, RunMesh
+from lightning_mfsdp.options.shared_batches import SharedBatches
 from lightning_mfsdp.options.unit_selection import (
     UnitsArgument,
     describe_units,
@@ -51,6 +53,7 @@ from lightning_mfsdp.options.unit_selection import (
     validate_units,
 )
 from lightning_mfsdp.recompute import Recompute, apply_recompute, as_recompute
+from lightning_mfsdp.tensor_parallel import apply_plan, divide, share_random_state, share_values
 
 __all__ = ["REGISTERED", "StrategyOptions", "TrainerOptions", "move_rest_to_device"]
 
@@ -87,9 +90,12 @@ class StrategyOptions:
     context: int = 1
     context_method: Literal["auto", "ulysses", "gather"] = "auto"
     context_dims: Mapping[str, int | None] | None = None
-    context_batches: Literal["compare", "broadcast"] = "compare"
+    tensor: int = 1
+    tensor_plan: Mapping[str, str] | None = None
+    shared_batches: Literal["compare", "broadcast"] = "compare"
     loss_count: Literal["auto", "tokens"] = "auto"
     data_parallel_size: int | Literal["auto"] | None = None
+    tensor_parallel_size: int | Literal["auto"] | None = None
     mesh: DeviceMesh | None = None
     reshard_after_forward: bool | Literal["auto"] = True
     ignored_parameters: Sequence[str | nn.Parameter] = ()
@@ -123,7 +129,7 @@ class StrategyOptions:
         check_choice("broadcast_buffers", self.broadcast_buffers, (True, False))
         check_choice("accumulation", self.accumulation, ("local", "sharded"))
         check_choice("context_method", self.context_method, ("auto", *METHODS))
-        check_choice("context_batches", self.context_batches, ("compare", "broadcast"))
+        check_choice("shared_batches", self.shared_batches, ("compare", "broadcast"))
         check_choice("loss_count", self.loss_count, ("auto", "tokens"))
         check_context_dims(self.context_dims)
         check_choice("state_dict_type", self.state_dict_type, ("sharded", "full"))
@@ -146,38 +152,47 @@ class StrategyOptions:
             data=self.data,
             outer=self.outer,
             context=self.context,
+            tensor=self.tensor,
             data_parallel=self.data_parallel_size,
+            tensor_parallel=self.tensor_parallel_size,
             with_outer_axis=self.outer_sharding not in ("no_shard", 0),
             mesh=self.mesh,
         )
 
-    def sampler_arguments(self, world_size: int, rank: int) -> dict[str, int]:
-        """Of a DistributedSampler: ranks of one context group have the same batches."""
-        replicas, place = self.mesh_sizes.data_place(world_size, rank)
+    def sampler_arguments(
+        self, world_size: int, rank: int, node_size: int, *, parts_differ: bool = False
+    ) -> dict[str, int]:
+        """Of a DistributedSampler: ranks of one context group and of one tensor group have the same batches; see `MeshSizes.data_place`."""
+        replicas, place = self.mesh_sizes.data_place(world_size, rank, node_size, parts_differ=parts_differ)
         return {"num_replicas": replicas, "rank": place}
 
-    def divided_batches(self, mesh: RunMesh, device: torch.device) -> DividedBatches | None:
-        """Those of a run on a mesh with a context axis."""
-        if mesh.context is None:
+    def batches(self, mesh: RunMesh, device: torch.device) -> SharedBatches | None:
+        """Those of a run on a mesh with a context axis or a tensor axis."""
+        if mesh.same_batches is None:
             return None
-        return DividedBatches(mesh.context, self.context_method, self.context_dims or {}, device)
+        divided = None
+        if mesh.context is not None:
+            divided = DividedBatches(mesh.context, self.context_method, self.context_dims or {}, device)
+        return SharedBatches(mesh.same_batches, divided, device)
 
     def shard(
         self,
         module: nn.Module,
-        mesh: DeviceMesh,
+        mesh: RunMesh,
         precision: ShardedPrecision,
+        device: torch.device,
         before: Callable[[nn.Module], object] | None = None,
     ) -> None:
         """Choose units and shard `module` in place; one that is sharded already stays unchanged.
 
         Args:
             module: Any, or with modules inside that were given to `fully_shard`.
-            mesh: `RunMesh.sharded`.
+            mesh: Of the run.
             precision: Dtypes of the module and of the engine.
+            device: Of this rank.
             before: Called with a module in which nothing is sharded yet.
         """
-        precision.prepare_module(module, mesh)
+        precision.prepare_module(module, mesh.sharded)
         root = unit_of(module)
         if root is not None:
             bring_home(module)  # undo `.cpu()` or `.half()`
@@ -194,18 +209,26 @@ class StrategyOptions:
                     f"units={self.units!r}, but {type(module).__name__} already contains modules given to fully_shard. Leave units out, "
                     "or do not call fully_shard yourself"
                 )
+            if self.tensor_plan is not None:
+                raise ValueError(
+                    f"tensor_plan was given, but {type(module).__name__} already contains modules given to fully_shard, and weights are "
+                    "divided before they are sharded. Call lightning_mfsdp.tensor_parallel.apply_plan first, and leave tensor_plan out"
+                )
         else:
             if before is not None:
                 before(module)
             precision.cast_module(module)
             check_adapters(module)
+            if mesh.tensor is not None:
+                self._divide_weights(module, mesh.tensor, device)
             together = 1 if self.blocks_per_unit == "auto" and self.units != "auto" else self.blocks_per_unit
             chosen = join_blocks(module, select_units(module, self.units), together)
         self._recompute_in(module)
         fully_shard_units(
             module,
             chosen,
-            mesh=mesh,
+            mesh=mesh.sharded,
+            before=divide if mesh.tensor is not None else None,
             sharding=self.sharding,
             outer_sharding=self.outer_sharding,
             policy=precision.policy,
@@ -224,6 +247,15 @@ class StrategyOptions:
         if said := precision.policy_beside_precision():
             rank_zero_info(said)
         rank_zero_info(describe_units(units(module), sum(view.main.numel() for view in sharded_parameters(module))))
+
+    def _divide_weights(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Prepare a module whose layers the ranks of a tensor axis compute together, all of them from equal values and random numbers."""
+        share_random_state(group, device)
+        share_values(module, group, device)
+        applied = apply_plan(module, self.tensor_plan, group)
+        rank_zero_info(
+            f"mfsdp: {len(applied.styles)} layers and parameters are divided over {dist.get_world_size(group)} tensor ranks"
+        )
 
     def _recompute_in(self, module: nn.Module) -> None:
         """Apply recomputation of activations, if requested; otherwise a model keeps its own."""

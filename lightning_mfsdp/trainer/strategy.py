@@ -19,8 +19,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -31,7 +33,6 @@ from lightning_mfsdp._lightning_api import (
     is_param_in_hook_signature,
     to_uncompiled,
 )
-from lightning_mfsdp.context_parallel.divided_batches import DividedBatches, from_first
 from lightning_mfsdp.context_parallel.huggingface import copied_configurations
 from lightning_mfsdp.context_parallel.model_inputs import complete_inputs
 from lightning_mfsdp.engine import (
@@ -48,6 +49,8 @@ from lightning_mfsdp.options.arguments import check_batch_norms, check_device
 from lightning_mfsdp.options.compilation import compile_options
 from lightning_mfsdp.options.foreign_options import answers_foreign_options
 from lightning_mfsdp.options.mesh import RunMesh
+from lightning_mfsdp.options.metrics import synchronize_metrics_over
+from lightning_mfsdp.options.shared_batches import SharedBatches, from_first
 from lightning_mfsdp.options.strategy_options import REGISTERED, TrainerOptions, move_rest_to_device
 from lightning_mfsdp.options.unit_selection import UnitsArgument
 from lightning_mfsdp.recompute import Recompute
@@ -93,14 +96,20 @@ class MFSDPStrategy(CheckpointingStrategy):
             "gather": keys and values are gathered; any number of heads. "auto": "ulysses" if the model's heads can be divided.
         context_dims: Sequence dim of entries of a batch, by key or, in a tuple, by position as a string; `None` for one that stays whole.
             Those that batches for transformers have are known.
-        context_batches: The ranks that divide a batch need the same one. "compare": the first three of each loader and every hundredth are
-            compared, and a difference raises. "broadcast": the first rank of each group sends its own to the others.
+        tensor: Ranks along the tensor axis, which divide the weights of each layer among themselves and compute every batch together. What
+            is divided says the plan of a model of transformers, `tensor_plan`, or the layers themselves (Megatron's, Transformer Engine's,
+            those given to parallelize_module).
+        tensor_plan: Names of modules or parameters to names of styles, such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}; see
+            `lightning_mfsdp.tensor_parallel`. `None`: the own plans of models of transformers.
+        shared_batches: The ranks of a context group or a tensor group need the same batches. "compare": the first three of each loader and
+            every hundredth are compared, and a difference raises. "broadcast": the first rank of each group sends its own to the others.
         loss_count: What a loss that a model of transformers computes from labels is divided by. "auto": with `context` above 1 by the
             number of targets on all ranks, otherwise each rank's own. "tokens": that of all ranks also without a context axis, in training.
-        data_parallel_size: Lightning's word for outer x data: all ranks; a number is checked. If it is given, "auto" too, `device_mesh`
-            has the axes of ModelParallelStrategy, "data_parallel" and "tensor_parallel", the latter of one rank.
+        data_parallel_size: Lightning's word for outer x data x context; a number is checked. If it is given, "auto" too, `device_mesh`
+            has the axes of ModelParallelStrategy, "data_parallel" and "tensor_parallel".
+        tensor_parallel_size: Lightning's word for `tensor`, with the same effect on `device_mesh`. "auto": the ranks of a node.
         mesh: A device mesh of your own instead of sizes: one axis, or two, outer first unless they are named "outer" and "data" or "shard";
-            and perhaps one named "context".
+            and perhaps others named "context" and "tensor".
         reshard_after_forward: Reshard weights between forward and backward. `False` saves a gather and costs memory; "auto"
             keeps as many units as fit into the memory left after two steps.
         ignored_parameters: Parameters, or `fnmatch` patterns of their names, that stay whole; their gradients are not reduced.
@@ -156,9 +165,12 @@ class MFSDPStrategy(CheckpointingStrategy):
         context: int = 1,
         context_method: Literal["auto", "ulysses", "gather"] = "auto",
         context_dims: Mapping[str, int | None] | None = None,
-        context_batches: Literal["compare", "broadcast"] = "compare",
+        tensor: int = 1,
+        tensor_plan: Mapping[str, str] | None = None,
+        shared_batches: Literal["compare", "broadcast"] = "compare",
         loss_count: Literal["auto", "tokens"] = "auto",
         data_parallel_size: int | Literal["auto"] | None = None,
+        tensor_parallel_size: int | Literal["auto"] | None = None,
         mesh: DeviceMesh | None = None,
         reshard_after_forward: bool | Literal["auto"] = True,
         ignored_parameters: Sequence[str | nn.Parameter] = (),
@@ -201,8 +213,8 @@ class MFSDPStrategy(CheckpointingStrategy):
         self.accumulation = options.accumulation
         self._connected_mesh: RunMesh | None = None
         self._graphed: GraphedTrainingStep | None = None
-        self._divided: DividedBatches | None = None
-        self._end_counting: Callable[[], None] | None = None
+        self._batches: SharedBatches | None = None
+        self._ends: list[Callable[[], None]] = []
         self._is_first_step = True
         self._known_warnings = KnownWarnings()
 
@@ -210,7 +222,7 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Axes ("data",), with "outer" before and "context" after it if there are any; Lightning's two if `data_parallel_size` was given.
+        """Axes ("data",), and others that were asked for; Lightning's two if its words were used.
 
         Raises:
             RuntimeError: Processes are not connected yet.
@@ -279,15 +291,27 @@ class MFSDPStrategy(CheckpointingStrategy):
         super().setup_environment()
         if self._connected_mesh is None:
             sizes = self._options.mesh_sizes
-            self._connected_mesh = sizes.connect(self.root_device.type, self.world_size)
+            self._connected_mesh = sizes.connect(self.root_device.type, self.world_size, self.num_processes)
         self._module._device_mesh = self.device_mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks of one context group have the same batches, but where batches stay whole: in predictions."""
-        if self._trainer is not None and self._trainer.predicting:
-            return super().distributed_sampler_kwargs
-        return self._options.sampler_arguments(self.num_nodes * self.num_processes, self.global_rank)
+        """Ranks of one tensor group have the same batches, and so have those of one context group where sequences are divided."""
+        predicts = self._trainer is not None and self._trainer.predicting
+        world_size, node_size = self.num_nodes * self.num_processes, self.num_processes
+        return self._options.sampler_arguments(world_size, self.global_rank, node_size, parts_differ=predicts)
+
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        """A metric over all ranks with different data: those of a tensor group count once. Anything else is returned unchanged."""
+        return super().reduce(tensor, self._run_mesh.different_data if group is None else group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks say yes, or any."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        votes = super().reduce(votes, dist.group.WORLD if dist.is_initialized() else None, "sum")
+        return bool(votes == self.world_size) if all else bool(votes)
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
@@ -312,8 +336,9 @@ class MFSDPStrategy(CheckpointingStrategy):
             check_batch_norms(self._module)
         options.shard(
             self._module,
-            self._run_mesh.sharded,
+            self._run_mesh,
             self.precision_plugin,
+            self.root_device,
             before=self._layer_sync.apply if self._layer_sync is not None else None,
         )
         self.model_to_device()
@@ -327,33 +352,36 @@ class MFSDPStrategy(CheckpointingStrategy):
                     fully_shard_optimizer(optimizer, grad_scaler=self.precision_plugin.scaler)
         self._is_first_step = True
         self.can_read_checkpoints()
-        self._divide_batches()
+        self._share_batches()
         if fitting and self._options.cuda_graph:
             self._graphed = graphed_training_step(self._run_training_step, self._module, trainer)
 
-    def _divide_batches(self) -> None:
-        self._divided = self._options.divided_batches(self._run_mesh, self.root_device)
-        if self._divided is not None:
+    def _share_batches(self) -> None:
+        mesh = self._run_mesh
+        self._batches = self._options.batches(mesh, self.root_device)
+        if self._batches is not None:
             if is_param_in_hook_signature(self._module.training_step, "dataloader_iter", explicit=True):
                 raise ValueError(
-                    "training_step(dataloader_iter) fetches its own batches, and with context above 1 the strategy divides them; use "
-                    "training_step(batch, batch_idx)"
+                    "training_step(dataloader_iter) fetches its own batches, and with context or tensor above 1 the strategy compares and "
+                    "divides them; use training_step(batch, batch_idx)"
                 )
-            self._divided.begin(self._module)
-        elif self._options.loss_count == "tokens":
-            self._end_counting = complete_inputs(self._module, always_counts=True)
+            self._batches.begin(self._module)
+        if self._options.loss_count == "tokens" and mesh.context is None:
+            self._ends.append(complete_inputs(self._module, always_counts=True))
+        if mesh.different_data is not None:
+            self._ends.append(synchronize_metrics_over(self._module, mesh.different_data))
 
     def on_train_start(self) -> None:
-        """Ranks that divide batches must have equally many."""
+        """Ranks that compute batches together must have equally many."""
         super().on_train_start()
-        if self._divided is not None:
-            self._divided.compare_numbers(self._module.trainer.num_training_batches)
+        if self._batches is not None:
+            self._batches.compare_numbers(self._module.trainer.num_training_batches)
 
     def _as_saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """With configurations of models as they are outside of this run."""
-        if self._divided is None:
+        if self._batches is None:
             return checkpoint
-        with self._divided.undone():
+        with self._batches.undone():
             return {
                 key: copied_configurations(value) if "hyper_parameters" in key else value
                 for key, value in checkpoint.items()
@@ -408,9 +436,10 @@ class MFSDPStrategy(CheckpointingStrategy):
             return (self._graphed or self._run_training_step)(*args, **kwargs)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Lightning's; ranks that divide a batch take that of the first of them, if that is requested."""
-        group, predicts = self._run_mesh.context, self._trainer is not None and self._trainer.predicting
-        if group is not None and self._options.context_batches == "broadcast" and not predicts:
+        """Lightning's; ranks that compute a batch together take that of the first of them, if that is requested."""
+        predicts = self._trainer is not None and self._trainer.predicting
+        group = self._run_mesh.tensor if predicts else self._run_mesh.same_batches
+        if group is not None and self._options.shared_batches == "broadcast":
             batch = from_first(batch, group)
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -419,10 +448,10 @@ class MFSDPStrategy(CheckpointingStrategy):
         self, args: tuple[Any, ...], loader: str, *, trains: bool = False, stays: bool = False
     ) -> Generator[tuple[Any, ...], None, None]:
         """Around a step: its arguments, with this rank's part of the batch."""
-        if self._divided is None:
+        if self._batches is None:
             yield args
             return
-        with self._divided.step(args[0], loader, trains=trains, stays=stays) as part:
+        with self._batches.step(args[0], loader, trains=trains, stays=stays) as part:
             yield part, *args[1:]
 
     def _run_training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -467,8 +496,8 @@ class MFSDPStrategy(CheckpointingStrategy):
         """Lightning's; a training step may catch what it raises."""
         with around_backward(self._module):
             output = super().backward(closure_loss, optimizer, *args, **kwargs)
-        if self._divided is not None and self._module.automatic_optimization:
-            self._divided.leave()
+        if self._batches is not None and self._module.automatic_optimization:
+            self._batches.leave()
         return output
 
     def optimizer_step(
@@ -501,15 +530,16 @@ class MFSDPStrategy(CheckpointingStrategy):
         try:
             super().teardown()
             self._finish_saving_alone() if self._is_alone else self.finish_saving()
-            if self._divided is not None and not self._is_alone:
-                self._divided.finish()
+            if self._batches is not None and not self._is_alone:
+                self._batches.finish()
         finally:
             self._known_warnings.end()
-            if self._divided is not None:
-                self._divided.end()
-            if self._end_counting is not None:
-                self._end_counting()
-            self._divided = self._end_counting = None
+            if self._batches is not None:
+                self._batches.end()
+            for end in self._ends:
+                end()
+            self._ends.clear()
+            self._batches = None
             if self._graphed is not None:
                 self._graphed.close()
             self._graphed = None

@@ -42,7 +42,13 @@ ALLOWED = {
     },
     "mtp": {"torch", "lightning_mfsdp.mtp", "lightning_mfsdp.recompute"},
     "context_parallel": {"torch", "lightning_mfsdp.context_parallel", "lightning_mfsdp.base", "lightning_mfsdp.mtp"},
-    "tensor_parallel": {"torch", "lightning_mfsdp.tensor_parallel", "lightning_mfsdp.base", "lightning_mfsdp.ops"},
+    "tensor_parallel": {
+        "torch",
+        "lightning_mfsdp.tensor_parallel",
+        "lightning_mfsdp.base",
+        "lightning_mfsdp.engine",
+        "lightning_mfsdp.ops",
+    },
     "checkpoint": {
         "torch",
         "fsspec",
@@ -76,6 +82,7 @@ ALLOWED = {
         "lightning_mfsdp.options",
         "lightning_mfsdp.recompute",
         "lightning_mfsdp.te",
+        "lightning_mfsdp.tensor_parallel",
     },
     "trainer": {
         *LIGHTNING,

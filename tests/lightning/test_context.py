@@ -168,7 +168,8 @@ def fit(rank: int, world: int, kind: type[Trained], texts: Dataset[Any], **optio
             log_every_n_steps=1,
             **{"gradient_clip_val": 0.3, **sizes},
         )
-        rows = ROWS // (world // options.get("context", 1))
+        tensor = options.get("tensor", options.get("tensor_parallel_size", 1))
+        rows = ROWS * options.get("context", 1) * tensor // world
         trainer.fit(model, *(DataLoader(texts, batch_size=rows, shuffle=False) for _ in range(2)))
     logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
     return {"norms": model.norms, "logged": logged, "state": full_state(model)}
@@ -311,7 +312,7 @@ class GeneratesInside(Finetuned):
 
 
 REFUSED: dict[str, tuple[type[Trained], str]] = {
-    "batches": (OtherBatches, "batch 0 of the training loader differs between ranks of one context group"),
+    "batches": (OtherBatches, "batch 0 of the training loader differs between ranks of one context or tensor group"),
     "means": (EachItsOwn, r"batch 0 of the training loader: .* between \d+ and \d+ targets.*tokens_in_batch"),
     "attention": (
         OwnAttention,
@@ -421,7 +422,7 @@ class TakesBatches(OwnLoss):
 
 
 def take(rank: int, world: int, kind: str) -> dict[str, Any]:
-    options = {"context": 2, "context_batches": "broadcast"} if world > 1 else {}
+    options = {"context": 2, "shared_batches": "broadcast"} if world > 1 else {}
     return fit(rank, world, OwnLoss if world == 1 else TakesBatches, Texts(kind), **options)
 
 

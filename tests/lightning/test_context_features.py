@@ -162,11 +162,11 @@ class Keeps(BasePredictionWriter):
         self.rows.update(zip(batch_indices, prediction, strict=True))
 
 
-def predict(rank: int, world: int, context: int, context_batches: str = "compare") -> dict[int, Tensor]:
+def predict(rank: int, world: int, context: int, shared_batches: str = "compare") -> dict[int, Tensor]:
     strict_warnings()
     writer = Keeps()
     with tempfile.TemporaryDirectory() as folder:
-        strategy = MFSDPStrategy(context=context, context_batches=context_batches)  # type: ignore[arg-type]
+        strategy = MFSDPStrategy(context=context, shared_batches=shared_batches)  # type: ignore[arg-type]
         trainer = make_trainer(
             folder, world, strategy=strategy, precision="64-true", callbacks=[writer], use_distributed_sampler=True
         )
@@ -174,10 +174,10 @@ def predict(rank: int, world: int, context: int, context_batches: str = "compare
     return writer.rows
 
 
-@pytest.mark.parametrize("context_batches", ["compare", "broadcast"])
-def test_predictions_are_of_whole_sequences_and_of_each_sample_once(context_batches: str) -> None:
+@pytest.mark.parametrize("shared_batches", ["compare", "broadcast"])
+def test_predictions_are_of_whole_sequences_and_of_each_sample_once(shared_batches: str) -> None:
     (expected,) = run_distributed(predict, 1, 1)
-    ranks = run_distributed(predict, 2, 2, context_batches)
+    ranks = run_distributed(predict, 2, 2, shared_batches)
     assert sorted(index for found in ranks for index in found) == list(range(STEPS * ROWS))
     for found in ranks:
         for index, row in found.items():

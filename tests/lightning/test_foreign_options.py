@@ -53,7 +53,7 @@ def test_every_option_that_another_strategy_has_and_ours_lacks_has_an_answer(our
 
 
 def test_the_walk_sees_lightnings_options() -> None:
-    seen = {"cpu_offload", "forward_prefetch", "stage", "tensor_parallel_size", "find_unused_parameters"}
+    seen = {"cpu_offload", "forward_prefetch", "stage", "dp_mesh_dims", "find_unused_parameters"}
     assert seen <= foreign(MFSDPStrategy)
 
 

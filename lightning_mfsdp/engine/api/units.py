@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,7 +17,12 @@ __all__ = ["fully_shard_units"]
 
 
 def fully_shard_units(
-    module: nn.Module, units: Sequence[nn.Module | Sequence[nn.Module]], mesh: DeviceMesh | None = None, **options: Any
+    module: nn.Module,
+    units: Sequence[nn.Module | Sequence[nn.Module]],
+    mesh: DeviceMesh | None = None,
+    *,
+    before: Callable[[nn.Module], object] | None = None,
+    **options: Any,
 ) -> nn.Module:
     """`fully_shard` every unit, then `module`, initializing meta parameters in the order in which their modules were built.
 
@@ -27,6 +32,7 @@ def fully_shard_units(
         module: The root.
         units: Modules inside it, in any order; a list among them becomes one unit.
         mesh: As in `fully_shard`.
+        before: Called with each module that is about to be sharded, whose parameters have values, such as to divide them.
         **options: As in `fully_shard`.
 
     Raises:
@@ -53,5 +59,10 @@ def fully_shard_units(
         seen.add(id(child))
         members = unit_with.get(id(child), [module])
         if module not in members and all(id(member) in seen for member in members):
+            if before is not None:
+                for member in members:
+                    before(member)
             fully_shard(members[0] if len(members) == 1 else members, mesh, **options)
+    if before is not None:
+        before(module)
     return fully_shard(module, mesh, **options)
