@@ -139,7 +139,8 @@ class MeshSizes:
         data = self.data if isinstance(self.data, int) else max(world_size // others, 1)
         if others * data != world_size:
             raise ValueError(
-                f"outer x data x context x tensor = {self.outer} x {data} x {self.context} x {tensor} = {others * data}, but there are {world_size} ranks; "
+                f"outer x data x context x tensor = {self.outer} x {data} x {self.context} x {tensor} = {others * data}, but there are "
+                f"{world_size} ranks; "
                 + (
                     "use sizes that divide it"
                     if self.data == "auto"

@@ -15,6 +15,7 @@ from lightning_mfsdp.base.transformers_models import models_in
 from lightning_mfsdp.engine.params.part import Part, mark_part, part_of
 from lightning_mfsdp.tensor_parallel.checks import check_attention, check_experts, check_own_parameters, check_ties
 from lightning_mfsdp.tensor_parallel.division import divide, sum_gradient
+from lightning_mfsdp.tensor_parallel.dtensors import has_dtensors, take_dtensors
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied
 from lightning_mfsdp.tensor_parallel.layers import SharedInput, WholeModule
 from lightning_mfsdp.tensor_parallel.logits import DividedLogits
@@ -28,7 +29,7 @@ class AppliedPlan:
     """What `apply_plan` did.
 
     Attributes:
-        styles: By the names of the modules and parameters that rules matched.
+        styles: By the names of the modules and parameters that rules matched; "DTensor" of parameters that `parallelize_module` divided.
         unused: Rules of a model's own plan that matched nothing: those for layers that its configuration leaves out.
     """
 
@@ -46,7 +47,7 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, group: dist.Pro
     Args:
         model: With equal values on all ranks.
         plan: Names of modules or parameters to names of styles (`STYLES`). `*` stands for one part of a name, such as the number of a
-            layer. `None`: the plans of transformers' models inside.
+            layer. `None`: the plans of transformers' models inside, unless `parallelize_module` has divided layers.
         group: The ranks of the axis.
 
     Raises:
@@ -55,9 +56,10 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, group: dist.Pro
     """
     ranks = TensorGroup.of(group)
     pretrained = dict(models_in(model))
-    rules = dict(plan) if plan is not None else _own_rules(pretrained)
+    is_divided_by_torch = has_dtensors(model)
+    rules = dict(plan) if plan is not None else {} if is_divided_by_torch else _own_rules(pretrained)
     has_megatron_layers = any(_is_megatron(parameter) for parameter in model.parameters())
-    if not rules and not has_megatron_layers:
+    if not rules and not has_megatron_layers and not is_divided_by_torch:
         raise ShardingError(
             f"{_names(model, pretrained)} has no tensor parallel plan: give one, a mapping of names to styles such as"
             ' {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
@@ -71,6 +73,7 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, group: dist.Pro
         _check_parameters(target, style)
     targets = [(target, style, style.parts(target, ranks)) for target, style in matched]
     _check(model, targets, ranks)
+    taken = take_dtensors(model, group) if is_divided_by_torch else []
     mark_megatron_layers(model, group)
     heads = _heads(pretrained, targets, ranks) if ranks.size > 1 else {}
     shared = _shared_inputs(targets) if ranks.size > 1 else {}
@@ -81,7 +84,8 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, group: dist.Pro
     if ranks.size > 1:
         _watch_others(model, targets)
     divide(model)
-    return AppliedPlan(styles={target.name: style.name for target, style in matched}, unused=tuple(unused))
+    styles = {target.name: style.name for target, style in matched} | dict.fromkeys(taken, "DTensor")
+    return AppliedPlan(styles=styles, unused=tuple(unused))
 
 
 def mark_megatron_layers(model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from lightning_mfsdp.callbacks import NaNGradientReporter, ShardedEMA
-from lightning_mfsdp.context_parallel import shift_labels
+from lightning_mfsdp.context_parallel import shift_labels, tokens_in_batch
 from tests.helpers.distributed import run_distributed
 from tests.helpers.double import in_double
 from tests.helpers.pairwise import pairwise
@@ -202,6 +205,74 @@ class OtherBatches(Wide):
 
     def on_train_start(self) -> None:
         self.trainer.train_dataloader.dataset.tokens.add_(torch.distributed.get_rank())  # type: ignore[union-attr]
+
+
+class Parallelized(Trained):
+    """Layers of its own, divided by PyTorch's parallelize_module in configure_model as under ModelParallelStrategy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.tokens = nn.Embedding(VOCABULARY, 32)
+        self.norm = nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 24), nn.Linear(24, 32)
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def plan(self) -> dict[str, Any]:
+        return {
+            "up": ColwiseParallel(),
+            "down": RowwiseParallel(),
+            "tokens": RowwiseParallel(input_layouts=Replicate()),
+        }
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh
+        if mesh is not None and "tensor_parallel" in (mesh.mesh_dim_names or ()):
+            parallelize_module(self, mesh["tensor_parallel"], self.plan())
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.tokens(batch["input_ids"])
+        x = x + self.down(F.silu(self.up(self.norm(x))))
+        targets = shift_labels(batch["labels"])
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten(), reduction="sum") / tokens_in_batch(
+            targets
+        )
+
+
+class ParallelizedSequence(Parallelized):
+    """The same with sequences divided in the norm: the gradients of its weights are terms of sums."""
+
+    def plan(self) -> dict[str, Any]:
+        return {
+            "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.tokens(batch["input_ids"])
+        x = x + self.down(F.silu(self.up(self.norm(x))))
+        targets = shift_labels(batch["labels"])
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten(), reduction="sum") / tokens_in_batch(
+            targets
+        )
+
+
+def train_parallelized(rank: int, world: int, kind: type[Trained], options: dict[str, Any]) -> dict[str, Any]:
+    return fit(rank, world, kind, Texts("whole"), **options)
+
+
+@pytest.mark.parametrize("kind", [Parallelized, ParallelizedSequence])
+def test_layers_given_to_parallelize_module_train_as_on_one_rank(kind: type[Trained]) -> None:
+    (expected,) = run_distributed(train_parallelized, 1, kind, {})
+    for world, options in (
+        (2, {"tensor_parallel_size": 2}),
+        (4, {"data_parallel_size": "auto", "tensor_parallel_size": 2}),
+    ):
+        for found in run_distributed(train_parallelized, world, kind, {**options, "units": ["Linear"]}):
+            assert_equal(found, expected, 1e-12)
 
 
 class NoPlan(Trained):

@@ -1,0 +1,116 @@
+"""Layers that PyTorch's `parallelize_module` has divided: their parameters are DTensors, and plain parts here.
+
+The layers still compute with DTensors, which are made of the parts for each forward: that is what the hooks of `parallelize_module` expect,
+and gradients arrive at the parts in their placements. It costs host time, about a hundred times that of plain tensors in a small layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.engine.params.part import Part, mark_part
+from lightning_mfsdp.tensor_parallel.division import planned_division
+
+__all__ = ["has_dtensors", "take_dtensors"]
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What a parameter was, and what is in its place."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    parameter: nn.Parameter
+    part: Part | None
+
+
+def has_dtensors(model: nn.Module) -> bool:
+    """Whether `parallelize_module` has divided something in it."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def take_dtensors(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
+    """Put plain parameters in the place of DTensors, marked as parts where they are, and have their modules compute with DTensors.
+
+    Args:
+        model: Given to `parallelize_module`, with a mesh of one axis.
+        group: The ranks of the tensor axis.
+
+    Returns:
+        The names of these parameters.
+
+    Raises:
+        ShardingError: A DTensor over other ranks, or that is not divided evenly along one dim; names it. Then nothing has changed.
+    """
+    taken: dict[int, _Taken] = {}
+    names: list[str] = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, DTensor):
+            names.append(name)
+            if id(parameter) not in taken:
+                taken[id(parameter)] = _taken(name, parameter, group)
+    for path, module in model.named_modules():
+        own = {key: taken[id(one)] for key, one in module._parameters.items() if id(one) in taken}
+        if not own:
+            continue
+        for key, one in own.items():
+            module._parameters[key] = one.parameter
+            if one.part is not None:
+                planned_division(path, module).parts[key] = one.part
+        module.forward = _with_dtensors(module, own)
+    return names
+
+
+def _taken(name: str, parameter: DTensor, group: dist.ProcessGroup) -> _Taken:
+    mesh, placements = parameter.device_mesh, parameter.placements
+    where = f"parameter {name}, a DTensor with placements {placements}"
+    if mesh.ndim != 1 or dist.get_process_group_ranks(mesh.get_group()) != dist.get_process_group_ranks(group):
+        raise ShardingError(
+            f"{where} on a mesh of shape {tuple(mesh.shape)}: expected one over the {dist.get_world_size(group)} ranks of the tensor axis;"
+            ' pass parallelize_module that part of the mesh, such as self.device_mesh["tensor_parallel"]'
+        )
+    placement, local = placements[0], parameter._local_tensor.detach()
+    part = None
+    if type(placement) is Shard:
+        dim, size = placement.dim % parameter.ndim, mesh.size()
+        if parameter.shape[dim] % size:
+            raise ShardingError(
+                f"{where}: {parameter.shape[dim]} along dim {dim} cannot be divided evenly over {size} tensor ranks; use a smaller tensor"
+                " size"
+            )
+        part = Part(dim=dim, sections=(parameter.shape[dim],), size=size, rank=mesh.get_local_rank())
+    elif not placement.is_replicate():
+        raise ShardingError(f"{where}: expected Shard or Replicate; leave its module out of parallelize_module")
+    if local.is_meta and part is not None:  # whole until it has values, so that these are those of one process
+        plain = nn.Parameter(torch.empty(parameter.shape, dtype=local.dtype, device="meta"), parameter.requires_grad)
+    else:
+        plain = nn.Parameter(local, parameter.requires_grad)
+        if part is not None:
+            mark_part(plain, part)
+    return _Taken(mesh, placements, plain, part)
+
+
+def _with_dtensors(module: nn.Module, own: dict[str, _Taken]) -> Callable[..., Any]:
+    """The forward of a module, with DTensors of its parameters in their places."""
+    forward = module.forward
+
+    def with_dtensors(*args: Any, **kwargs: Any) -> Any:
+        table: dict[str, Any] = module._parameters
+        plain: dict[str, Tensor] = {key: table[key] for key in own}
+        for key, one in own.items():
+            table[key] = DTensor.from_local(plain[key], one.mesh, one.placements, run_check=False)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            table.update(plain)
+
+    return with_dtensors
