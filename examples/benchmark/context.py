@@ -34,7 +34,7 @@ from examples.benchmark.processes import print_table, process_group
 from examples.decoder import PRESETS, Attend, Decoder
 from lightning_mfsdp import MixedPrecisionPolicy
 from lightning_mfsdp.context_parallel import context_attention, context_positions
-from lightning_mfsdp.fabric import MFSDPFabricStrategy
+from lightning_mfsdp.fabric import MFSDPFabricPrecision, MFSDPFabricStrategy
 from lightning_mfsdp.ops import LinearLossHead
 
 GIB = 2**30
@@ -70,11 +70,16 @@ class Ours:
             context_dims={"0": 1, "1": 1},
             units=["Block", "Embedding", "LinearLossHead"],
             recompute={"method": "uniform", "modules": ["*blocks.*"]},
-            policy=MixedPrecisionPolicy(compute_dtype=torch.bfloat16 if device.type == "cuda" else torch.float32),
             **OURS[name],
         )
-        world = dist.get_world_size()
-        self.fabric = Fabric(accelerator=device.type, devices=world, strategy=self.strategy, precision="32-true")
+        # The policy alone, without autocast, as the peer computes.
+        policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+        self.fabric = Fabric(
+            accelerator=device.type,
+            devices=dist.get_world_size(),
+            strategy=self.strategy,
+            plugins=[MFSDPFabricPrecision("32-true", policy=policy)],
+        )
         self.fabric.launch()
         torch.manual_seed(0)
         with device:
@@ -250,9 +255,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--longest", type=float, metavar="GIB", help="the longest sequence within this memory a process"
     )
-    parser.add_argument("--from-lengths", nargs=2, type=int, default=[16384, 32768], help="from which it is estimated")
     parser.add_argument(
-        "--shares", nargs="+", type=float, default=[0.94, 0.97, 1.0, 1.03], help="of the estimate, tried"
+        "--tries",
+        nargs="+",
+        type=int,
+        default=[16384, 24576, 32768],
+        help="tokens of a rank that --longest tries, in turn",
     )
     parser.add_argument("--steps", type=int, default=2, help="in a round")
     parser.add_argument("--rounds", type=int, default=4)
