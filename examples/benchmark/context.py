@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -96,6 +97,12 @@ class Ours:
         self.optimizer.zero_grad()
 
 
+def _attend(*args: Any, **options: Any) -> Tensor:
+    # Looked up at each call: context_parallel replaces this attribute while it is active. A function that was looked up
+    # before is not replaced, and attends within this rank's part of a sequence only.
+    return F.scaled_dot_product_attention(*args, **options)
+
+
 class Peer:
     """FSDP2 with PyTorch's context_parallel, which replaces attention by a ring and divides its buffers."""
 
@@ -107,7 +114,7 @@ class Peer:
 
         torch.manual_seed(0)
         with device:
-            self.model = LongDecoder(size, torch.nn.functional.scaled_dot_product_attention, None)
+            self.model = LongDecoder(size, _attend, None)
         self.mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
         policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in self.model.blocks:
