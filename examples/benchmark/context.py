@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -34,7 +35,7 @@ from examples.benchmark.processes import print_table, process_group
 from examples.decoder import PRESETS, Attend, Decoder
 from lightning_mfsdp import MixedPrecisionPolicy
 from lightning_mfsdp.context_parallel import context_attention, context_positions
-from lightning_mfsdp.fabric import MFSDPFabricStrategy
+from lightning_mfsdp.fabric import MFSDPFabricPrecision, MFSDPFabricStrategy
 from lightning_mfsdp.ops import LinearLossHead
 
 GIB = 2**30
@@ -70,11 +71,16 @@ class Ours:
             context_dims={"0": 1, "1": 1},
             units=["Block", "Embedding", "LinearLossHead"],
             recompute={"method": "uniform", "modules": ["*blocks.*"]},
-            policy=MixedPrecisionPolicy(compute_dtype=torch.bfloat16 if device.type == "cuda" else torch.float32),
             **OURS[name],
         )
-        world = dist.get_world_size()
-        self.fabric = Fabric(accelerator=device.type, devices=world, strategy=self.strategy, precision="32-true")
+        # The policy alone, without autocast, as the peer computes.
+        policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+        self.fabric = Fabric(
+            accelerator=device.type,
+            devices=dist.get_world_size(),
+            strategy=self.strategy,
+            plugins=[MFSDPFabricPrecision("32-true", policy=policy)],
+        )
         self.fabric.launch()
         torch.manual_seed(0)
         with device:
@@ -91,6 +97,12 @@ class Ours:
         self.optimizer.zero_grad()
 
 
+def _attend(*args: Any, **options: Any) -> Tensor:
+    # Looked up at each call: context_parallel replaces this attribute while it is active. A function that was looked up
+    # before is not replaced, and attends within this rank's part of a sequence only.
+    return F.scaled_dot_product_attention(*args, **options)
+
+
 class Peer:
     """FSDP2 with PyTorch's context_parallel, which replaces attention by a ring and divides its buffers."""
 
@@ -102,7 +114,7 @@ class Peer:
 
         torch.manual_seed(0)
         with device:
-            self.model = LongDecoder(size, torch.nn.functional.scaled_dot_product_attention, None)
+            self.model = LongDecoder(size, _attend, None)
         self.mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
         policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in self.model.blocks:
@@ -250,9 +262,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--longest", type=float, metavar="GIB", help="the longest sequence within this memory a process"
     )
-    parser.add_argument("--from-lengths", nargs=2, type=int, default=[16384, 32768], help="from which it is estimated")
     parser.add_argument(
-        "--shares", nargs="+", type=float, default=[0.94, 0.97, 1.0, 1.03], help="of the estimate, tried"
+        "--tries",
+        nargs="+",
+        type=int,
+        default=[16384, 24576, 32768],
+        help="tokens of a rank that --longest tries, in turn",
     )
     parser.add_argument("--steps", type=int, default=2, help="in a round")
     parser.add_argument("--rounds", type=int, default=4)

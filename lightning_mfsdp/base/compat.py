@@ -46,6 +46,7 @@ __all__ = [
     "Store",
     "abort_process_groups",
     "accumulates",
+    "address_of",
     "all_gather_coalesced",
     "all_gather_flat",
     "all_reduce_coalesced",
@@ -220,6 +221,12 @@ class OwnRows(Shard):
 
 get_data: Callable[[Tensor], Tensor] = torch.Tensor.data.__get__  # type: ignore[attr-defined] # `parameter.data` of a plain parameter
 set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined] # `parameter.data = value`
+
+
+def address_of(tensor: Tensor) -> int | None:
+    """Where the storage of a strided tensor begins, that of this rank's part of a DTensor; `None` of other wrappers around tensors."""
+    inner = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return None if hasattr(type(inner), "__tensor_flatten__") else inner.untyped_storage().data_ptr()
 
 
 def as_kind(kind: type[TensorT], tensor: Tensor) -> TensorT:

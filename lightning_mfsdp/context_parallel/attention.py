@@ -51,7 +51,7 @@ def context_attention(
         value: `[B, Hkv, S/c, Dv]`.
         attention: With the arguments of `F.scaled_dot_product_attention`, which is the default: `(query, key, value, *, attn_mask,
             dropout_p, is_causal, scale, enable_gqa)`. With `context_method="gather"`, `attn_mask` can be a
-            `torch.nn.attention.bias.CausalBias`.
+            `torch.nn.attention.bias.CausalBias`. With "ulysses", queries, keys and values are contiguous in D alone.
         is_causal: Queries attend to no later tokens.
         window: To how many tokens a query attends at most on one side, itself included. `None`: no limit.
         scale: Of products of queries and keys. `None`: 1 / sqrt(D).

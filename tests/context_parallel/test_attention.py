@@ -220,6 +220,7 @@ def permuted(rank: int, world: int) -> bool:
             if method == "gather":
                 (joined,) = gather_sequence((part,), parallel)
                 torch.testing.assert_close(joined, whole, rtol=0, atol=0)
+                assert joined.is_contiguous()
                 (joined * gradient * (rank + 1)).sum().backward()
                 joined_gradient = gradient * sum(range(1, world + 1))
             else:
@@ -228,7 +229,6 @@ def permuted(rank: int, world: int) -> bool:
                 torch.testing.assert_close(joined, heads[0], rtol=0, atol=0)
                 joined.backward(heads[1])
                 joined_gradient = gradient
-            assert joined.is_contiguous()
             torch.testing.assert_close(part.grad, parallel.part_of(joined_gradient, 2), rtol=0, atol=1e-14)
     return True
 
@@ -321,17 +321,22 @@ def test_attention_dropout_draws_on_each_rank() -> None:
 def under_autocast(rank: int, world: int) -> list[torch.dtype]:
     """Dtypes of float32 queries, keys and values as they are exchanged, and of the outputs."""
     found: list[torch.dtype] = []
-    buffer = exchange._buffer
 
-    def seen(pieces: Any) -> Tensor:
-        found.append(pieces[0].dtype)
-        return buffer(pieces)
+    def seen(collective: Any) -> Any:
+        def called(output: Tensor, source: Tensor, *args: Any, **options: Any) -> Any:
+            found.extend((output.dtype, source.dtype))
+            return collective(output, source, *args, **options)
+
+        return called
 
     values = [torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     for method in METHODS:
         with divided(method, Cut(length=8)) as parallel, torch.autocast("cpu", torch.bfloat16):
             expected = F.scaled_dot_product_attention(*values, is_causal=True)
-            with patch.object(exchange, "_buffer", seen):
+            with (
+                patch.object(exchange.dist, "all_to_all_single", seen(exchange.dist.all_to_all_single)),
+                patch.object(exchange, "all_gather_flat", seen(exchange.all_gather_flat)),
+            ):
                 output = context_attention(*(parallel.part_of(one, 2) for one in values), is_causal=True)
         torch.testing.assert_close(output, parallel.part_of(expected, 2), rtol=2e-2, atol=2e-2)
         found.append(output.dtype)

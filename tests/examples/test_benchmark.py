@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples.benchmark import logprobs, multi_token, recompute
+from examples.benchmark import context, logprobs, multi_token, recompute
 from examples.benchmark.engines import ENGINES, Options, build
 from examples.benchmark.host_time import BASE, BLOCKS, SUBJECTS, table
 from examples.benchmark.matrix import DEFAULT_ROWS, TE_ROWS, split_row
@@ -132,6 +132,23 @@ def test_a_context_axis_is_measured_without_a_gpu() -> None:
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")][2:]
     assert [row[0] for row in rows] == ["data", "context, ulysses", "context, gather"]
     assert all(float(row[-1]) > 0 for row in rows)
+
+
+def test_the_peers_attention_is_the_function_that_context_parallel_puts_in_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = context.LongDecoder("tiny", context._attend, None)
+    calls = []
+
+    def ring(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        calls.append(options)
+        return value
+
+    tokens = torch.arange(8)[None]
+    model(tokens, tokens)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", ring)
+    model(tokens, tokens)
+    assert calls == [{"is_causal": True, "enable_gqa": False}] * len(model.blocks)
 
 
 def test_host_time_is_told_beside_the_plain_model_and_fsdp2_of_the_same_round() -> None:

@@ -750,7 +750,7 @@ def _refuse_own_weights(unit: HookedUnit, outputs: list[Tensor]) -> None:
     """Refuse a result that lies in gathered memory: it would change or vanish once that memory is reused."""
     places = {one.client.slot.address for one in unit.weights if one.is_sharded and one.present}
     strided = [tensor for tensor in outputs if tensor.layout is torch.strided] if places else []
-    if any(tensor.untyped_storage().data_ptr() in places for tensor in strided):
+    if any(compat.address_of(tensor) in places for tensor in strided):
         raise EngineStateError(
             f"{unit.name}: its forward returned one of its own parameters, or a view of one, whose memory is freed "
             "after forward; return a copy (parameter.clone()), or keep that parameter in the module around the unit"
