@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import traceback
+import warnings
 from typing import Any
 
 import pytest
@@ -42,6 +43,8 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 def fit(rank: int, world: int, case: str) -> dict[str, Any]:
     kind, text, precision, options = CASES[case]
     strict_warnings()
+    warnings.filterwarnings("ignore", category=DeprecationWarning)  # of what torch.compile imports
+    warnings.filterwarnings("ignore", message="You called `self.log")  # by the recorded step, there is no logger
     model = KINDS[kind]()
     norms: list[float] = []
     model.on_before_optimizer_step = lambda optimizer: norms.append(grad_norm(model).item())  # type: ignore[method-assign]
