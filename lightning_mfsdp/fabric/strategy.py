@@ -82,6 +82,8 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         context_dims: As in `MFSDPStrategy`.
         tensor: As in `MFSDPStrategy`.
         tensor_plan: As in `MFSDPStrategy`.
+        expert: As in `MFSDPStrategy`.
+        expert_dispatcher: As in `MFSDPStrategy`.
         shared_batches: As in `MFSDPStrategy`.
         loss_count: As in `MFSDPStrategy`.
         data_parallel_size: As in `MFSDPStrategy`.
@@ -129,6 +131,8 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         context_dims: Mapping[str, int | None] | None = None,
         tensor: int = 1,
         tensor_plan: Mapping[str, str] | None = None,
+        expert: int = 1,
+        expert_dispatcher: Literal["all_gather", "all_to_all"] = "all_gather",
         shared_batches: Literal["compare", "broadcast"] = "compare",
         loss_count: Literal["auto", "tokens"] = "auto",
         data_parallel_size: int | Literal["auto"] | None = None,

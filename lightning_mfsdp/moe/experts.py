@@ -18,13 +18,37 @@ from lightning_mfsdp.moe.products import product_dtype
 from lightning_mfsdp.moe.row_plan import RowPlan, plan_rows
 from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver
 
-__all__ = ["Dispatcher", "GroupedExperts"]
+__all__ = ["Dispatcher", "ExpertsOfRank", "GroupedExperts", "uncompiled"]
+
+
+class ExpertsOfRank(Protocol):
+    """What a dispatcher requires of experts that are divided among ranks.
+
+    Attributes:
+        num_experts: Over all ranks.
+        first_expert: Number of this rank's first one.
+    """
+
+    num_experts: int
+    first_expert: int
+
+    @property
+    def weight_in(self) -> Tensor:
+        """A parameter of them."""
+
+    def compute_dtype(self, hidden: Tensor) -> torch.dtype:
+        """Dtype of the products."""
+
+    def compute(
+        self, hidden: Tensor, expert_index: Tensor, probabilities: Tensor, *, average_rows: int | None = None
+    ) -> Tensor:
+        """See `GroupedExperts.compute`."""
 
 
 class Dispatcher(Protocol):
     """Brings tokens to the experts of other ranks and results back, see parallel.py."""
 
-    def __call__(self, experts: GroupedExperts, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
+    def __call__(self, experts: ExpertsOfRank, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
         """Arguments and result are those of `GroupedExperts.forward`."""
 
 
@@ -130,6 +154,14 @@ class GroupedExperts(nn.Module):
         self.live_rows.zero_()
         self.over_budget.zero_()
 
+    @property
+    def tensor_plan(self) -> dict[str, str]:
+        """How a tensor axis divides them: each expert's inner features. Flat weights stay whole."""
+        if self.flat_weights:
+            return {}
+        first = "packed_colwise" if self.activation.width == 2 else "colwise"
+        return {"weight_in": first, "weight_out": "rowwise", "": "moe_tp_experts"}
+
     def stacked_weights(self) -> tuple[Tensor, Tensor]:
         """`weight_in` and `weight_out` with one matrix for each expert of this rank."""
         if not self.flat_weights:
@@ -157,7 +189,7 @@ class GroupedExperts(nn.Module):
         self._check(hidden, expert_index, probabilities)
         expert_index = expert_index.long()  # numbers of experts may not fit the dtype of the choices
         if self.dispatcher is not None:
-            return _uncompiled(self.dispatcher, self, hidden, expert_index, probabilities)
+            return uncompiled(self.dispatcher, self, hidden, expert_index, probabilities)
         return self.compute(hidden, expert_index, probabilities)
 
     def compute(
@@ -258,7 +290,7 @@ def _call(dispatcher: Dispatcher, *arguments: Any) -> Tensor:
 
 
 # Compilers do not trace communication.
-_uncompiled: Callable[..., Tensor] = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
+uncompiled: Callable[..., Tensor] = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
 
 
 def _check_sizes(**sizes: Any) -> None:

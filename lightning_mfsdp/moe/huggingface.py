@@ -14,15 +14,28 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base.transformers_models import configurations, outermost
 from lightning_mfsdp.moe.activations import ACTIVATIONS
+from lightning_mfsdp.moe.experts import Dispatcher, uncompiled
 from lightning_mfsdp.moe.function import experts_mlp, no_choices
 from lightning_mfsdp.moe.products import product_dtype
 from lightning_mfsdp.moe.row_plan import plan_rows
 from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver, has_saver, wrong_saver_because
 
-__all__ = ["ExpertLayer", "ExpertsReport", "ModelWithExperts", "enable_grouped_experts", "models_with_experts"]
+__all__ = [
+    "DIVIDED",
+    "DividedExperts",
+    "ExpertLayer",
+    "ExpertsReport",
+    "ModelWithExperts",
+    "enable_grouped_experts",
+    "is_grouped_layer",
+    "models_with_experts",
+]
 
 # The name under which the implementation is registered with transformers.
 IMPLEMENTATION = "mfsdp_grouped"
+
+# Where a layer stores that its experts are divided among ranks.
+DIVIDED = "_divided_experts"
 
 # What transformers' decorator of experts sets on every instance.
 _DESCRIPTION = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -162,6 +175,11 @@ def models_with_experts(module: nn.Module) -> list[ModelWithExperts]:
     return [model for name, part in found if (model := ModelWithExperts(name, part)).layers]
 
 
+def is_grouped_layer(module: nn.Module) -> bool:
+    """Whether it is a layer of experts of a Hugging Face model, computed by this package."""
+    return _is_layer(module) and cast(Any, module).config._experts_implementation == IMPLEMENTATION
+
+
 def _is_layer(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, name, None), bool) for name in _DESCRIPTION)
 
@@ -191,6 +209,41 @@ def _refused_because(layer: Any) -> str:
 
 def _grouped(layer: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The function that transformers calls in place of a layer's own forward."""
+    divided: DividedExperts | None = vars(layer).get(DIVIDED)
+    if divided is None:
+        return _computed(layer, hidden_states, top_k_index, top_k_weights)
+    output = uncompiled(divided.dispatcher, divided, hidden_states, top_k_index, top_k_weights)
+    return output.to(hidden_states.dtype)
+
+
+class DividedExperts:
+    """A layer whose experts are divided among ranks, as a dispatcher sees it."""
+
+    def __init__(self, layer: Any, dispatcher: Dispatcher, first_expert: int) -> None:
+        self._layer = layer
+        self.dispatcher = dispatcher
+        self.first_expert = first_expert
+        self.num_experts: int = layer.num_experts
+
+    @property
+    def weight_in(self) -> Tensor:
+        """Of this rank's experts."""
+        weight: Tensor = self._layer.gate_up_proj
+        return weight
+
+    def compute_dtype(self, hidden: Tensor) -> torch.dtype:
+        """Dtype of the products."""
+        return product_dtype(hidden, self.weight_in)
+
+    def compute(
+        self, hidden: Tensor, expert_index: Tensor, probabilities: Tensor, *, average_rows: int | None = None
+    ) -> Tensor:
+        """By this rank's experts alone; see `GroupedExperts.compute`. Buffers have room for all rows."""
+        return _computed(self._layer, hidden, expert_index, probabilities)
+
+
+def _computed(layer: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """By the experts that this rank has."""
     weight_in, weight_out = layer.gate_up_proj, layer.down_proj
     if layer.is_transposed:
         weight_in, weight_out = weight_in.transpose(1, 2), weight_out.transpose(1, 2)
@@ -202,7 +255,7 @@ def _grouped(layer: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
         top_k_weights,
         weight_in.to(dtype),
         weight_out.to(dtype),
-        plan=plan_rows(top_k_index, layer.num_experts, top_k_index.numel()),
+        plan=plan_rows(top_k_index, len(weight_in), top_k_index.numel()),
         activation=ACTIVATIONS["swiglu"],
         # Another model may share the configuration, and so the implementation, without having been switched.
         saver=layer.saver if has_saver(layer) else OrdinarySaver(),

@@ -23,21 +23,23 @@ from lightning_mfsdp.engine import ShardingError, note_collective
 from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.comm.mesh import EXPERT, axis_of
 from lightning_mfsdp.engine.params.group import owner_of
-from lightning_mfsdp.moe.experts import GroupedExperts
+from lightning_mfsdp.moe.experts import ExpertsOfRank, GroupedExperts
+from lightning_mfsdp.moe.huggingface import DIVIDED, DividedExperts, is_grouped_layer
 from lightning_mfsdp.moe.once import differentiable_once
 
 __all__ = ["AllGatherDispatcher", "AllToAllDispatcher", "expert_parallel", "take_over_budget"]
 
 
 def expert_parallel(
-    experts: GroupedExperts, mesh: DeviceMesh, *, dispatcher: Literal["all_gather", "all_to_all"] = "all_gather"
-) -> GroupedExperts:
+    experts: nn.Module, mesh: DeviceMesh, *, dispatcher: Literal["all_gather", "all_to_all"] = "all_gather"
+) -> nn.Module:
     """Keep this rank's share of the experts, and let the ranks of an axis compute for each other. In place, before `fully_shard`.
 
     Every rank of the axis then calls the module at the same time; with "all_gather", with equally many tokens.
 
     Args:
-        experts: With the same weights on all ranks, or on the meta device.
+        experts: `GroupedExperts` with the same weights on all ranks, or on the meta device; or a layer of a Hugging Face model after
+            `enable_grouped_experts`, with weights, of which the first rank's count.
         mesh: Its axis "expert" is used, or its only one. Rank p of it keeps experts from `p * E / size` on.
         dispatcher: How tokens reach their experts.
 
@@ -50,30 +52,53 @@ def expert_parallel(
     """
     if dispatcher not in ("all_gather", "all_to_all"):
         raise ShardingError(f'expert_parallel: dispatcher: expected "all_gather" or "all_to_all", got {dispatcher!r}')
-    if not isinstance(experts, GroupedExperts):
+    is_of_model = is_grouped_layer(experts)
+    if not isinstance(experts, GroupedExperts) and not is_of_model:
         raise ShardingError(
-            f"expert_parallel: expected GroupedExperts, got {type(experts).__name__}; call it for each module of experts in the model"
+            f"expert_parallel: expected GroupedExperts, or a layer of experts that enable_grouped_experts has enabled, got "
+            f"{type(experts).__name__}; call it for each module of experts in the model"
         )
     axis = _expert_axis(mesh)
     if axis.size == 1:
         return experts
-    if experts.num_experts % axis.size:
+    held: Any = experts
+    if held.num_experts % axis.size:
         raise ShardingError(
-            f"expert_parallel: {experts.num_experts} experts cannot be divided evenly among {axis.size} ranks; choose an axis whose size "
+            f"expert_parallel: {held.num_experts} experts cannot be divided evenly among {axis.size} ranks; choose an axis whose size "
             "divides the number of experts"
         )
-    if experts.dispatcher is not None or owner_of(experts.weight_in) is not None:
+    names = ("gate_up_proj", "down_proj") if is_of_model else ("weight_in", "weight_out")
+    before = vars(experts).get(DIVIDED) if is_of_model else held.dispatcher
+    if before is not None or owner_of(getattr(held, names[0])) is not None:
         raise ShardingError(
             "expert_parallel: these experts are divided or sharded already; call it once for each module, before fully_shard"
         )
-    count = experts.num_experts // axis.size
-    experts.first_expert = axis.rank * count
-    for name in ("weight_in", "weight_out"):
-        weight = getattr(experts, name)
+    first_expert = axis.rank * (held.num_experts // axis.size)
+    by = AllGatherDispatcher(axis) if dispatcher == "all_gather" else AllToAllDispatcher(axis)
+    if is_of_model:
+        for name in names:
+            _keep_own(f"{type(experts).__name__}.{name}", getattr(held, name), axis)
+        setattr(experts, DIVIDED, DividedExperts(experts, by, first_expert))
+        return experts
+    held.first_expert = first_expert
+    for name in names:
+        weight = getattr(held, name)
         own = weight.detach().chunk(axis.size)[axis.rank].clone()
-        setattr(experts, name, nn.Parameter(own, requires_grad=weight.requires_grad))
-    experts.dispatcher = AllGatherDispatcher(axis) if dispatcher == "all_gather" else AllToAllDispatcher(axis)
+        setattr(held, name, nn.Parameter(own, requires_grad=weight.requires_grad))
+    held.dispatcher = by
     return experts
+
+
+@torch.no_grad()
+def _keep_own(name: str, weight: nn.Parameter, axis: Axis) -> None:
+    """This rank's experts of a weight that is whole on every rank, in the same parameter: it may be marked as a part."""
+    if weight.is_meta:
+        raise ShardingError(
+            f"expert_parallel: {name} is on the meta device; initialize it first, as fully_shard_units does"
+        )
+    content = weight.detach().contiguous()
+    dist.broadcast(content.view(-1).view(torch.uint8), group=axis.group, group_src=0)
+    weight.data = content.chunk(axis.size)[axis.rank].clone()
 
 
 def _expert_axis(mesh: DeviceMesh) -> Axis:
@@ -95,19 +120,17 @@ class _Dispatcher(ABC):
 
     axis: Axis
 
-    def __call__(self, experts: GroupedExperts, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
+    def __call__(self, experts: ExpertsOfRank, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
         """As `GroupedExperts.forward`. Results are summed over ranks in the compute dtype."""
         given = [(value.shape, value.dtype, value.device) for value in (hidden, expert_index, probabilities)]
         note_collective(experts.weight_in, lambda: self._take_part(experts, given))
         return self._dispatch(experts, hidden, expert_index, probabilities)
 
     @abstractmethod
-    def _dispatch(self, experts: GroupedExperts, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
+    def _dispatch(self, experts: ExpertsOfRank, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
         """The result of `__call__`."""
 
-    def _take_part(
-        self, experts: GroupedExperts, given: Sequence[tuple[torch.Size, torch.dtype, torch.device]]
-    ) -> None:
+    def _take_part(self, experts: ExpertsOfRank, given: Sequence[tuple[torch.Size, torch.dtype, torch.device]]) -> None:
         """Join the other ranks' calls, with as many tokens as in the last call, which choose no expert."""
         hidden, expert_index, probabilities = (torch.zeros(size, dtype=kind, device=at) for size, kind, at in given)
         self._dispatch(experts, hidden, expert_index.fill_(-1), probabilities)
@@ -125,7 +148,7 @@ class _Dispatcher(ABC):
 class AllGatherDispatcher(_Dispatcher):
     """All tokens to all ranks, without waiting for the host."""
 
-    def _dispatch(self, experts: GroupedExperts, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
+    def _dispatch(self, experts: ExpertsOfRank, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
         gather, scatter = partial(_gathered, axis=self.axis), partial(_summed, axis=self.axis)
         computed = experts.compute(
             _moved(hidden.to(experts.compute_dtype(hidden)), gather, scatter),
@@ -139,7 +162,7 @@ class AllGatherDispatcher(_Dispatcher):
 class AllToAllDispatcher(_Dispatcher):
     """Exactly the rows that are needed, whose number the host waits for."""
 
-    def _dispatch(self, experts: GroupedExperts, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
+    def _dispatch(self, experts: ExpertsOfRank, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
         axis, choices = self.axis, expert_index.reshape(-1)
         owner = torch.div(choices, experts.num_experts // axis.size, rounding_mode="floor")
         owner = torch.where((choices >= 0) & (choices < experts.num_experts), owner, axis.size)

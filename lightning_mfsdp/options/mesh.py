@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_mfsdp.engine.comm.mesh import CONTEXT, DATA, EXPERT, OUTER, TENSOR
+from lightning_mfsdp.engine.comm.mesh import CONTEXT, DATA, EXPERT, OUTER, SHARD, TENSOR
 from lightning_mfsdp.engine.comm.process_groups import kept
 
 __all__ = ["MeshSizes", "RunMesh"]
@@ -28,6 +28,7 @@ class RunMesh:
         device_mesh: What a LightningModule sees: axes (data,), with outer before it, and context and tensor after it where they were asked
             for, or Lightning's two under Lightning's names where its words were used.
         sharded: What the engine shards over.
+        experts: What it shards experts over, with an axis along which they differ; `None` if each rank has all of them.
         context: The ranks that divide the sequences of a batch among themselves; `None` if each has whole ones.
         tensor: The ranks that divide weights among themselves; `None` if each computes with whole ones.
         same_batches: The ranks that need the same batches as this one; `None` if there is no other.
@@ -36,6 +37,7 @@ class RunMesh:
 
     device_mesh: DeviceMesh
     sharded: DeviceMesh
+    experts: DeviceMesh | None = None
     context: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
     same_batches: dist.ProcessGroup | None = None
@@ -51,6 +53,7 @@ class MeshSizes:
         outer: Groups of ranks that each hold the whole model.
         context: Ranks that divide sequences.
         tensor: Ranks that divide weights.
+        expert: Ranks that have different experts, a divisor of data x context.
         data_parallel: Lightning's word for outer x data x context; `None` if it was not used.
         tensor_parallel: Lightning's word for tensor, "auto" for the ranks of a node; `None` if it was not used.
         with_outer_axis: The mesh has an outer axis, even of one rank.
@@ -64,6 +67,7 @@ class MeshSizes:
     outer: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
     data_parallel: int | Literal["auto"] | None = None
     tensor_parallel: int | Literal["auto"] | None = None
     with_outer_axis: bool = False
@@ -93,6 +97,7 @@ class MeshSizes:
             "outer": self.outer,
             "context": self.context,
             "tensor": self.tensor,
+            "expert": self.expert,
             "data_parallel_size": self.data_parallel,
             "tensor_parallel_size": self.tensor_parallel,
         }
@@ -147,6 +152,11 @@ class MeshSizes:
                     else 'leave data at "auto", which is what the others leave'
                 )
                 + ", or start another number of processes"
+            )
+        if data * self.context % self.expert:
+            raise ValueError(
+                f"expert={self.expert} does not divide data x context = {data} x {self.context}, and experts are divided over those "
+                "ranks; use a number that divides it"
             )
         return {OUTER: self.outer, DATA: data, CONTEXT: self.context, TENSOR: tensor}
 
@@ -221,11 +231,19 @@ class MeshSizes:
         return RunMesh(
             device_mesh=shown,
             sharded=sharded,
+            experts=self._experts(device_type, sizes, with_outer_axis=optional[OUTER]),
             context=context,
             tensor=tensor,
             same_batches=_group_of(ranks.flatten(1)) if context and tensor else context or tensor,
             different_data=_group_of(ranks.flatten(0, 1).T) if tensor else None,
         )
+
+    def _experts(self, device_type: str, sizes: dict[str, int], *, with_outer_axis: bool) -> DeviceMesh | None:
+        if self.expert == 1:
+            return None
+        found = {OUTER: sizes[OUTER]} if with_outer_axis else {}
+        found |= {SHARD: sizes[DATA] * sizes[CONTEXT] // self.expert, EXPERT: self.expert}
+        return _made(device_type, found | ({TENSOR: sizes[TENSOR]} if sizes[TENSOR] > 1 else {}))
 
 
 def _made(device_type: str, sizes: dict[str, int]) -> DeviceMesh:

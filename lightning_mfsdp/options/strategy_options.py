@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -26,6 +27,10 @@ from lightning_mfsdp.engine import (
 )
 from lightning_mfsdp.engine.layout.placement import resolve_placement
 from lightning_mfsdp.engine.runtime.unit import unit_of
+from lightning_mfsdp.moe.experts import GroupedExperts
+from lightning_mfsdp.moe.huggingface import is_grouped_layer, models_with_experts
+from lightning_mfsdp.moe.parallel import expert_parallel
+from lightning_mfsdp.moe.saving import OrdinarySaver
 from lightning_mfsdp.options.arguments import (
     check_adapters,
     check_blocks_per_unit,
@@ -92,6 +97,8 @@ class StrategyOptions:
     context_dims: Mapping[str, int | None] | None = None
     tensor: int = 1
     tensor_plan: Mapping[str, str] | None = None
+    expert: int = 1
+    expert_dispatcher: Literal["all_gather", "all_to_all"] = "all_gather"
     shared_batches: Literal["compare", "broadcast"] = "compare"
     loss_count: Literal["auto", "tokens"] = "auto"
     data_parallel_size: int | Literal["auto"] | None = None
@@ -130,6 +137,7 @@ class StrategyOptions:
         check_choice("accumulation", self.accumulation, ("local", "sharded"))
         check_choice("context_method", self.context_method, ("auto", *METHODS))
         check_choice("shared_batches", self.shared_batches, ("compare", "broadcast"))
+        check_choice("expert_dispatcher", self.expert_dispatcher, ("all_gather", "all_to_all"))
         check_choice("loss_count", self.loss_count, ("auto", "tokens"))
         check_context_dims(self.context_dims)
         check_choice("state_dict_type", self.state_dict_type, ("sharded", "full"))
@@ -153,6 +161,7 @@ class StrategyOptions:
             outer=self.outer,
             context=self.context,
             tensor=self.tensor,
+            expert=self.expert,
             data_parallel=self.data_parallel_size,
             tensor_parallel=self.tensor_parallel_size,
             with_outer_axis=self.outer_sharding not in ("no_shard", 0),
@@ -203,6 +212,7 @@ class StrategyOptions:
             )
             return
         chosen: list[nn.Module | list[nn.Module]] = []
+        experts: dict[nn.Module, DeviceMesh] = {}
         if any(unit_of(part) is not None for part in module.modules()):
             if self.units != "auto":
                 raise ValueError(
@@ -219,16 +229,20 @@ class StrategyOptions:
                 before(module)
             precision.cast_module(module)
             check_adapters(module)
+            if mesh.experts is not None:
+                experts = dict.fromkeys(self._layers_of_experts(module, mesh.experts), mesh.experts)
             if mesh.tensor is not None:
                 self._divide_weights(module, mesh.tensor, device)
             together = 1 if self.blocks_per_unit == "auto" and self.units != "auto" else self.blocks_per_unit
-            chosen = join_blocks(module, select_units(module, self.units), together)
+            units_found = [unit for unit in select_units(module, self.units) if unit not in experts]
+            chosen = [*join_blocks(module, units_found, together), *experts]
         self._recompute_in(module)
         fully_shard_units(
             module,
             chosen,
             mesh=mesh.sharded,
-            before=divide if mesh.tensor is not None else None,
+            before=partial(self._keep_own_parts, experts),
+            other_meshes=experts,
             sharding=self.sharding,
             outer_sharding=self.outer_sharding,
             policy=precision.policy,
@@ -247,6 +261,37 @@ class StrategyOptions:
         if said := precision.policy_beside_precision():
             rank_zero_info(said)
         rank_zero_info(describe_units(units(module), sum(view.main.numel() for view in sharded_parameters(module))))
+
+    def _layers_of_experts(self, module: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+        """Those whose experts are divided over an axis of a mesh; `GroupedExperts` are divided at once.
+
+        Raises:
+            ValueError: There are none, or a model has experts that cannot be computed by grouped products.
+        """
+        models = models_with_experts(module)
+        refused = {name: reason for model in models for name, reason in model.refused.items()}
+        if refused:
+            name, reason = next(iter(refused.items()))
+            raise ValueError(f"expert={self.expert}: {name} cannot be divided, {reason}; use expert=1")
+        for model in models:
+            if not model.is_switched:
+                model.switch(OrdinarySaver())
+        own = [part for part in module.modules() if isinstance(part, GroupedExperts)]
+        for layer in own:
+            expert_parallel(layer, mesh, dispatcher=self.expert_dispatcher)
+        found = [*own, *(layer for model in models for layer in model.layers.values())]
+        if not found:
+            raise ValueError(
+                f"expert={self.expert}, but {type(module).__name__} has no experts to divide: expected GroupedExperts, or a model of "
+                "transformers with experts; use expert=1"
+            )
+        return found
+
+    def _keep_own_parts(self, experts: Mapping[nn.Module, DeviceMesh], module: nn.Module) -> None:
+        """Of a module that has values and is about to be sharded: what this rank computes with."""
+        divide(module)
+        if module in experts and is_grouped_layer(module):
+            expert_parallel(module, experts[module], dispatcher=self.expert_dispatcher)
 
     def _divide_weights(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
         """Prepare a module whose layers the ranks of a tensor axis compute together, all of them from equal values and random numbers."""

@@ -57,7 +57,9 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, group: dist.Pro
     ranks = TensorGroup.of(group)
     pretrained = dict(models_in(model))
     is_divided_by_torch = has_dtensors(model)
-    rules = dict(plan) if plan is not None else {} if is_divided_by_torch else _own_rules(pretrained)
+    rules = _rules_of_layers(model)
+    if plan is not None or not is_divided_by_torch:
+        rules |= plan if plan is not None else _own_rules(pretrained)
     has_megatron_layers = any(_is_megatron(parameter) for parameter in model.parameters())
     if not rules and not has_megatron_layers and not is_divided_by_torch:
         raise ShardingError(
@@ -108,6 +110,15 @@ def mark_megatron_layers(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 def _is_megatron(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def _rules_of_layers(model: nn.Module) -> dict[str, str]:
+    """Those that layers state themselves, by an attribute `tensor_plan`: names of their parameters, or "" for the layer."""
+    return {
+        ".".join(filter(None, (name, key))): style
+        for name, layer in model.named_modules()
+        for key, style in (getattr(layer, "tensor_plan", None) or {}).items()
+    }
 
 
 def _own_rules(pretrained: Mapping[str, Any]) -> dict[str, str]:

@@ -101,6 +101,10 @@ class MFSDPStrategy(CheckpointingStrategy):
             those given to parallelize_module).
         tensor_plan: Names of modules or parameters to names of styles, such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}; see
             `lightning_mfsdp.tensor_parallel`. `None`: the own plans of models of transformers.
+        expert: Ranks along the expert axis, which have different experts of every layer and compute for each other. They are some of the
+            data and context ranks. For `GroupedExperts`, and experts of transformers' models that grouped products can compute.
+        expert_dispatcher: How tokens reach experts of other ranks. "all_gather": all tokens go to all ranks of the axis, and nothing waits
+            for the host; for equally many tokens on each. "all_to_all": only those that are needed, and the host waits for their number.
         shared_batches: The ranks of a context group or a tensor group need the same batches. "compare": the first three of each loader and
             every hundredth are compared, and a difference raises. "broadcast": the first rank of each group sends its own to the others.
         loss_count: What a loss that a model of transformers computes from labels is divided by. "auto": with `context` above 1 by the
@@ -167,6 +171,8 @@ class MFSDPStrategy(CheckpointingStrategy):
         context_dims: Mapping[str, int | None] | None = None,
         tensor: int = 1,
         tensor_plan: Mapping[str, str] | None = None,
+        expert: int = 1,
+        expert_dispatcher: Literal["all_gather", "all_to_all"] = "all_gather",
         shared_batches: Literal["compare", "broadcast"] = "compare",
         loss_count: Literal["auto", "tokens"] = "auto",
         data_parallel_size: int | Literal["auto"] | None = None,

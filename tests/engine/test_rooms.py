@@ -78,6 +78,7 @@ ALLOWED = {
         "lightning_mfsdp.base",
         "lightning_mfsdp.context_parallel",
         "lightning_mfsdp.engine",
+        "lightning_mfsdp.moe",
         "lightning_mfsdp._lightning_api",
         "lightning_mfsdp.options",
         "lightning_mfsdp.recompute",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -22,6 +22,7 @@ def fully_shard_units(
     mesh: DeviceMesh | None = None,
     *,
     before: Callable[[nn.Module], object] | None = None,
+    other_meshes: Mapping[nn.Module, DeviceMesh] | None = None,
     **options: Any,
 ) -> nn.Module:
     """`fully_shard` every unit, then `module`, initializing meta parameters in the order in which their modules were built.
@@ -33,6 +34,7 @@ def fully_shard_units(
         units: Modules inside it, in any order; a list among them becomes one unit.
         mesh: As in `fully_shard`.
         before: Called with each module that is about to be sharded, whose parameters have values, such as to divide them.
+        other_meshes: Units that are sharded over another mesh, such as experts over one with an axis named "expert".
         **options: As in `fully_shard`.
 
     Raises:
@@ -62,7 +64,8 @@ def fully_shard_units(
             if before is not None:
                 for member in members:
                     before(member)
-            fully_shard(members[0] if len(members) == 1 else members, mesh, **options)
+            own_mesh = (other_meshes or {}).get(members[0], mesh)
+            fully_shard(members[0] if len(members) == 1 else members, own_mesh, **options)
     if before is not None:
         before(module)
     return fully_shard(module, mesh, **options)
