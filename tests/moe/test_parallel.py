@@ -155,7 +155,7 @@ def refusals(rank: int, world: int) -> None:
         expert_parallel(experts, mesh, dispatcher="ring")
     with pytest.raises(ShardingError, match='an axis named "expert", or with one axis'):
         expert_parallel(experts, init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
-    with pytest.raises(ShardingError, match="expected GroupedExperts, or .* enabled, got Sequential; call it"):
+    with pytest.raises(ShardingError, match=r"expected GroupedExperts, or .* enabled, got Sequential; call it"):
         expert_parallel(nn.Sequential(experts), mesh)
     expert_parallel(experts, mesh)
     with pytest.raises(ShardingError, match="divided or sharded already"):
@@ -167,7 +167,7 @@ def refusals(rank: int, world: int) -> None:
     fully_shard(model[0], init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"])
     with pytest.raises(ShardingError, match="over a mesh of 2 ranks inside a module sharded over 4"):
         fully_shard(model, dense)
-    with pytest.raises(ShardingError, match='expected a mesh with one axis .* axes named "expert"'):
+    with pytest.raises(ShardingError, match=r'expected a mesh with one axis .* axes named "expert"'):
         fully_shard(nn.Linear(2, 2), mesh["expert"])
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[0], dense)

@@ -1,0 +1,211 @@
+"""What works with a tensor axis and with an expert axis, a test for each cell of the tables in the docs."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_mfsdp import MFSDPStrategy
+from lightning_mfsdp.checkpoint import load_checkpoint
+from lightning_mfsdp.optim import Muon
+from tests.helpers.distributed import run_distributed
+from tests.helpers.double import in_double
+from tests.helpers.pairwise import in_turn
+from tests.lightning.models import full_state, make_trainer, strict_warnings
+from tests.lightning.test_context import LENGTH, ROWS, Texts, Trained, assert_equal, fit
+from tests.lightning.test_context_features import WORKS, Keeps
+from tests.lightning.test_expert import Mixtral
+from tests.lightning.test_tensor import Tied, Wide
+
+
+class Manual(Wide):
+    """Two backwards in a step, whose gradients are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            loss = self.loss(batch) / 2
+            self.manual_backward(loss)
+        self.log("train", 2 * loss, sync_dist=True)
+        self.on_before_optimizer_step(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Frozen(Tied):
+    """The first layer and the shared embedding are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.model.layers[0].requires_grad_(False)
+        self.model.model.embed_tokens.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2)
+
+
+class Generates(Wide):
+    """Continues prompts inside a step."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        made = self.model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
+        self.log("generated", made[:, LENGTH:].double().sum(), sync_dist=True, batch_size=1)
+
+
+AXES: dict[str, tuple[int, dict[str, Any], type[Trained]]] = {
+    "tensor": (2, {"tensor": 2}, Wide),
+    "expert": (2, {"expert": 2}, Mixtral),
+    "expert and tensor": (4, {"expert": 2, "tensor": 2}, Mixtral),
+}
+KINDS: dict[str, tuple[type[Trained], dict[str, Any]]] = {
+    "manual optimization": (Manual, {"gradient_clip_val": None}),
+    "frozen layers": (Frozen, {}),
+    "generate": (Generates, {}),
+    "free_gradients": (Wide, {"free_gradients": True}),
+    "count of tokens": (Wide, {"loss_count": "tokens"}),
+}
+CELLS = [
+    (axes, name)
+    for number, name in enumerate([name for name in WORKS if name != "tiled MLP"])
+    for axes in in_turn(number, list(AXES))
+] + [("tensor", name) for name in ("tiled MLP", *KINDS)]
+
+
+def trained(rank: int, world: int, axes: str, name: str, *, with_axes: bool) -> dict[str, Any]:
+    _, sizes, kind = AXES[axes]
+    kind, options = KINDS.get(name) or (kind, WORKS[name])
+    if not with_axes:  # the reference is the same training without the feature
+        kept = ("accumulate_grad_batches", "gradient_clip_val")
+        sizes, options = {}, {key: value for key, value in options.items() if key in kept}
+    with nullcontext() if name == "compile" else in_double():
+        return fit(rank, world, kind, Texts("whole"), **sizes, **options)
+
+
+def with_axes(rank: int, world: int, axes: str, name: str) -> dict[str, Any]:
+    return trained(rank, world, axes, name, with_axes=True)
+
+
+def without(rank: int, world: int, axes: str, name: str) -> dict[str, Any]:
+    return trained(rank, world, axes, name, with_axes=False)
+
+
+@pytest.mark.parametrize(("axes", "name"), CELLS)
+def test_a_feature_works(axes: str, name: str) -> None:
+    (expected,) = run_distributed(without, 1, axes, name)
+    if "expert" in axes:
+        expected["logged"] = {"train": expected["logged"]["train"]}
+    for found in run_distributed(with_axes, AXES[axes][0], axes, name):
+        assert_equal(found, expected, 2e-5 if name == "compile" and "expert" in axes else 1e-11)
+
+
+class Predicts(Wide):
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(batch["input_ids"]).logits.argmax(-1)
+
+
+def predict(rank: int, world: int, options: dict[str, Any]) -> dict[int, Tensor]:
+    strict_warnings()
+    writer = Keeps()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(
+            folder,
+            world,
+            strategy=MFSDPStrategy(**options),
+            precision="64-true",
+            callbacks=[writer],
+            use_distributed_sampler=True,
+        )
+        trainer.predict(Predicts(), DataLoader(Texts("whole"), batch_size=3), return_predictions=False)
+    return writer.rows
+
+
+@pytest.mark.parametrize("options", [{"tensor": 2}, {"tensor": 2, "context": 2}], ids=str)
+def test_ranks_of_a_tensor_group_predict_the_same_samples(options: dict[str, Any]) -> None:
+    (expected,) = run_distributed(predict, 1, {})
+    ranks = run_distributed(predict, 4, options)
+    for first, second in (ranks[:2], ranks[2:]):
+        assert first.keys() == second.keys()
+    assert sorted(index for found in ranks[::2] for index in found) == sorted(expected)
+    for found in ranks:
+        for index, row in found.items():
+            assert torch.equal(row, expected[index]), index
+
+
+def save_in_the_background(rank: int, world: int, folder: str) -> dict[str, Tensor]:
+    strict_warnings()
+    trainer = make_trainer(
+        folder, world, strategy=MFSDPStrategy(tensor=2, async_save=True), precision="64-true", max_steps=2
+    )
+    model = Wide()
+    trainer.fit(model, DataLoader(Texts("whole"), batch_size=ROWS))
+    trainer.save_checkpoint(f"{folder}/saved")
+    trainer.strategy.finish_saving()
+    return full_state(model)
+
+
+def test_a_save_in_the_background_has_whole_weights() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_distributed(save_in_the_background, 2, folder)[0]
+        saved = load_checkpoint(f"{folder}/saved", weights_only=False)["state_dict"]
+    for name, value in found.items():
+        assert torch.equal(saved[name], value), name
+
+
+def resume(rank: int, world: int, folder: str, steps: int, options: dict[str, Any], path: str | None) -> Any:
+    strict_warnings()
+    model = Wide()
+    trainer = make_trainer(
+        folder,
+        world,
+        strategy=MFSDPStrategy(**options),
+        precision="64-true",
+        max_steps=steps,
+        limit_val_batches=0,
+        use_distributed_sampler=True,
+    )
+    tensor = options.get("tensor", 1)
+    loader = DataLoader(Texts("whole"), batch_size=ROWS * tensor * options.get("context", 1) // world)
+    trainer.fit(model, loader, ckpt_path=path)
+    trainer.save_checkpoint(f"{folder}/{steps}")
+    return full_state(model)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_a_run_goes_on_from_a_checkpoint_of_another_mesh(kind: str) -> None:
+    """Two steps with one rank, the third with a tensor axis, and the same the other way round."""
+    with tempfile.TemporaryDirectory() as folder:
+        (expected,) = run_distributed(resume, 1, f"{folder}/whole", 3, {}, None)
+        divided = {"tensor": 2, "state_dict_type": kind}
+        for first, second in (((1, {"state_dict_type": kind}), (2, divided)), ((2, divided), (1, {}))):
+            place = f"{folder}/{first[0]}"
+            run_distributed(resume, first[0], place, 2, first[1], None)
+            for found in run_distributed(resume, second[0], place, 3, second[1], f"{place}/2"):
+                for name, value in expected.items():
+                    torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+class WithMuon(Wide):
+    def configure_optimizers(self) -> Any:
+        matrices = [one for name, one in self.named_parameters() if one.dim() == 2 and "proj" in name]
+        return Muon(matrices, lr=1e-2)
+
+
+def refuse_muon(rank: int, world: int) -> str:
+    with pytest.raises((ValueError, RuntimeError)) as info:
+        fit(rank, world, WithMuon, Texts("whole"), tensor=2)
+    return str(info.value)
+
+
+def test_muon_refuses_parts_of_matrices() -> None:
+    for message in run_distributed(refuse_muon, 2):
+        assert "Muon" in message
