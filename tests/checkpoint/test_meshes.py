@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,65 +23,93 @@ from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.io.stored import StoredCheckpoint
 from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
 from lightning_mfsdp.checkpoint.state.staging import Staging
+from lightning_mfsdp.checkpoint.state.whole import whole_model_state
 from lightning_mfsdp.checkpoint.tools.convert import consolidate_checkpoint
 from lightning_mfsdp.checkpoint.tools.verify import cover_problems, verify
 from lightning_mfsdp.engine.params.part import Part
 from lightning_mfsdp.engine.params.piece import Piece
 from lightning_mfsdp.fabric import checkpoints
-from tests.checkpoint.meshes import LAYOUTS, Layout, Sharded, filled_in_one_process, pattern
+from tests.checkpoint.meshes import LAYOUTS, Sharded, filled_in_one_process, pattern
 from tests.engine.test_piece import cut_rows, divided
 from tests.helpers.distributed import run_distributed
 from tests.helpers.pairwise import in_turn
 
 FORMS = ("sharded", "full", "safetensors")
-WORLDS = (1, 4)
+
+Problems = dict[str, list[str]]
+Weights = dict[str, dict[str, Tensor]]
 
 
-def of_size(world: int) -> dict[str, Layout]:
-    return {name: layout for name, layout in LAYOUTS.items() if layout.ranks == world}
+def made(world: int) -> dict[str, Sharded]:
+    """The model on every mesh of a size, with right values."""
+    models = {name: Sharded(layout) for name, layout in LAYOUTS.items() if layout.ranks == world}
+    for sharded in models.values():
+        sharded.fill()
+    return models
 
 
 def write(rank: int, world: int, folder: str) -> None:
-    for name, layout in of_size(world).items():
-        sharded = Sharded(layout)
-        sharded.fill()
+    for name, sharded in made(world).items():
         sharded.write(Path(folder, name))
 
 
-def read(rank: int, world: int, folder: str) -> tuple[dict[str, list[str]], dict[str, dict[str, Tensor]]]:
+def write_and_read(rank: int, world: int, folder: str) -> tuple[Problems, Weights]:
+    models = made(world)
+    for name, sharded in models.items():
+        sharded.write(Path(folder, name))
+    return read_into(models, Path(folder))
+
+
+def read(rank: int, world: int, folder: str) -> tuple[Problems, Weights]:
+    return read_into(made(world), Path(folder))
+
+
+def read_into(models: dict[str, Sharded], folder: Path) -> tuple[Problems, Weights]:
     """What is wrong, by what was read where; and for each mesh the weights after one more step."""
     problems, weights = {}, {}
-    for number, (name, layout) in enumerate(of_size(world).items()):
-        sharded = Sharded(layout)
+    for number, (name, sharded) in enumerate(models.items()):
         sharded.clear()
         assert set(sharded.problems()) >= {label for label, memory, _ in sharded.tensors() if memory.numel()}
         for form in FORMS:
             # Those of other forms are equal (below).
             for source in LAYOUTS if form == "sharded" else in_turn(number, list(LAYOUTS)):
-                problems[f"{form} of {source} -> {name}"] = sharded.read(Path(folder, source, form))
-        sharded.read(Path(folder, "data 4", "sharded"))
+                problems[f"{form} of {source} -> {name}"] = sharded.read(folder / source / form)
+        sharded.read(folder / "data 4" / "sharded")
         weights[name] = sharded.next_step()
     return problems, weights
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("meshes")
-    for world in WORLDS:
-        run_distributed(write, world, str(made))
-    return made
+    return tmp_path_factory.mktemp("meshes")
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_every_mesh_reads_what_every_mesh_wrote(folder: Path, world: int) -> None:
-    results = run_distributed(read, world, str(folder))
-    for rank, (problems, _) in enumerate(results):
-        assert sum(case.startswith("sharded") for case in problems) == len(LAYOUTS) * len(of_size(world))
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[tuple[Problems, Weights]]:
+    """Of every rank of four, and of one."""
+    run_distributed(write, 1, str(folder))
+    return [*run_distributed(write_and_read, 4, str(folder)), *run_distributed(read, 1, str(folder))]
+
+
+def test_every_mesh_reads_what_every_mesh_wrote(results: list[tuple[Problems, Weights]]) -> None:
+    pairs = {
+        tuple(case.removeprefix("sharded of ").split(" -> "))
+        for problems, _ in results
+        for case in problems
+        if case.startswith("sharded")
+    }
+    assert pairs == set(product(LAYOUTS, LAYOUTS))
+    for place, (problems, _) in enumerate(results):
         wrong = {case: labels for case, labels in problems.items() if labels}
-        assert not wrong, f"rank {rank}: {wrong}"
+        assert not wrong, f"result {place}: {wrong}"
+
+
+def test_every_mesh_goes_on_as_one_process(results: list[tuple[Problems, Weights]]) -> None:
     model, optimizer = filled_in_one_process()
     optimizer.step()
-    for name, weights in results[0][1].items():
+    found = {**results[0][1], **results[-1][1]}
+    assert found.keys() == LAYOUTS.keys()
+    for name, weights in found.items():
         assert weights.keys() == model.state_dict().keys()
         for key, value in model.state_dict().items():
             torch.testing.assert_close(weights[key], value, msg=lambda text, where=(name, key): f"{where}: {text}")
@@ -108,6 +136,7 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.usefixtures("results")
 def test_everything_is_written_once(folder: Path, name: str) -> None:
     path = folder / name / "sharded"
     assert verify(path).problems == []
@@ -116,6 +145,7 @@ def test_everything_is_written_once(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.usefixtures("results")
 def test_files_are_those_of_one_process(folder: Path, name: str, tmp_path: Path) -> None:
     model, optimizer = filled_in_one_process()
     plain = {"state_dict": dict(model.state_dict()), "optimizer_states": [optimizer.state_dict()]}
@@ -137,6 +167,7 @@ def test_files_are_those_of_one_process(folder: Path, name: str, tmp_path: Path)
     assert_same(load_file(file), load_file(alone))
 
 
+@pytest.mark.usefixtures("results")
 def test_directories_become_files_and_other_directories(folder: Path, tmp_path: Path) -> None:
     path = folder / "data 2 x tensor 2, experts 2/sharded"
     expected = load_checkpoint(path)
@@ -152,7 +183,7 @@ def test_directories_become_files_and_other_directories(folder: Path, tmp_path: 
 
 
 def other_ways(rank: int, world: int, folder: str) -> None:
-    """Those of Fabric, and torch.distributed.checkpoint with sharded tensors as they are."""
+    """Those of Fabric, torch.distributed.checkpoint with sharded tensors as they are, and an average in place of the weights."""
     sharded = Sharded(LAYOUTS["data 2 x tensor 2, experts 2"])
     state = {"model": sharded.model, "optimizer": sharded.optimizer}
     for whole in (False, True):
@@ -168,7 +199,10 @@ def other_ways(rank: int, world: int, folder: str) -> None:
     sharded.clear()
     dcp_load(tensors, checkpoint_id=Path(folder, "plain"))
     assert [label for label in sharded.problems("weights") if label in tensors] == []
-    dist.barrier()
+    sharded.fill()
+    averaged = whole_model_state(sharded.average.in_place_of(sharded.model.state_dict()), keep=True)
+    names = [view.name for view in sharded.views if view.requires_grad]
+    assert all(torch.equal(averaged[name], pattern(f"average {name}", averaged[name].shape)) for name in names)
 
 
 def test_other_ways(tmp_path: Path) -> None:
