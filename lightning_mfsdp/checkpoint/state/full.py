@@ -110,7 +110,7 @@ def _state_rows(value: Any, view: ParameterView | None) -> Any:
             return value
         raise RuntimeError(
             f"optimizer state of {view.name} in the checkpoint is a {type(value).__name__}, which cannot be divided; resume with "
-            'sharding="no_shard", or load weights only: trainer.validate(ckpt_path=...), then fit'
+            'sharding="no_shard" and without a tensor axis, or load weights only: trainer.validate(ckpt_path=...), then fit'
         )
     if isinstance(value, Tensor) and view is not None and value.dim() and value.shape == view.shape:
         return view.piece.of(value).clone()

@@ -7,7 +7,7 @@
 
 Lightning's ModelParallelStrategy writes "state_dict" instead of "model"; both are read.
 
-Names, shapes and values do not depend on the number of ranks or on the sharding strategy, so any number of ranks can read them. Names are
+Names, shapes and values do not depend on the number of ranks, on the mesh or on the sharding strategy, so any mesh can read them. Names are
 compared without what torch.compile and activation checkpointing put into them, so these may be added or removed.
 """
 

@@ -153,7 +153,8 @@ def _state_value(name: str, value: Any, view: ParameterView | None, parameter: T
     if is_packed(local):
         raise ValueError(
             f"optimizer state {name}: a {type(local).__name__}, whose numbers only its own class reads; a sharded checkpoint can hold "
-            'plain tensors. Use sharding="no_shard" with state_dict_type="full", which saves it as it is, or save weights only'
+            'plain tensors. Use sharding="no_shard", no tensor axis, and state_dict_type="full", which saves it as it is, or save weights '
+            "only"
         )
     if value.dim() and local.shape == view.local.shape and value.shape in (view.shape, view.local.shape):
         return PieceShard.of(local, view.piece)
@@ -170,7 +171,8 @@ def _state_value(name: str, value: Any, view: ParameterView | None, parameter: T
         raise ValueError(
             f"optimizer state {name}: a tensor of shape {tuple(value.shape)} was made of this rank's rows of shape "
             f"{tuple(view.local.shape)}, so each rank has another one; a sharded checkpoint can hold state shaped like its parameter, or "
-            'one for all ranks. Train with sharding="no_shard", where every rank has all rows, or save weights only'
+            'one for all ranks. Train with sharding="no_shard" and without a tensor axis, where every rank has all rows, or save weights '
+            "only"
         )
     return value
 
