@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from lightning_mfsdp import fully_shard, fully_shard_optimizer, sharded_paramete
 from lightning_mfsdp.checkpoint import export_model, lightning_io, load_safetensors
 from lightning_mfsdp.checkpoint.io.opening import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.safetensors import load
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.parameter_state import (
     PARAMETER_STATES,
@@ -274,7 +276,8 @@ class Sharded:
         """Problems after reading one of the forms."""
         self.clear()
         if path.name == "safetensors":
-            load_safetensors(self.model, path)
+            with patch.object(load, "_CHUNK_BYTES", 50):  # few rows at once
+                load_safetensors(self.model, path)
             return self.problems("weights")
         lightning_io.load(
             locate(path), self.model, [self.optimizer], strict=True, weights_only=True, parameter_states=self.states
