@@ -201,7 +201,6 @@ INTERNAL = {
     "engine/layout/layout.py:Layout._check_tensor": _OWN_LAYOUT,
     "engine/layout/layout.py:Layout._check_span": _OWN_LAYOUT,
     "engine/layout/layout.py:_check_arguments": _OWN_LAYOUT,
-    "checkpoint/state/row_shard.py:RowShard.__get_tensor_shard__": "torch.distributed.checkpoint asks for the rows it was told of",
     "checkpoint/io/location.py:Writer._write_file": "it says what the operating system said, in its words",
     "__init__.py:__getattr__": "it is Python's own message for a name that a module lacks",
     "launch/stopping.py:Stopping._on_sigterm": "it is Lightning's exception, without words",

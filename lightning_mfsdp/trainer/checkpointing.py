@@ -27,7 +27,7 @@ from lightning_mfsdp.checkpoint.io.background import BackgroundSaver
 from lightning_mfsdp.checkpoint.io.opening import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
-from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, row_shards, whole_rows
+from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, piece_shards, whole_rows
 from lightning_mfsdp.checkpoint.state.staging import Staging
 from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 from lightning_mfsdp.engine import collectives_begun
@@ -154,7 +154,7 @@ class CheckpointingStrategy(ProcessStrategy):
             return {}
         if self.state_dict_type == "full":
             return whole_rows(ParameterIndex(self._module), state.rows(), keep=self.is_global_zero)
-        return row_shards(ParameterIndex(self._module), state.rows())
+        return piece_shards(ParameterIndex(self._module), state.rows())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """What hooks of the module see before it is saved: sharded tensors, or whole ones on rank 0 and nothing elsewhere."""

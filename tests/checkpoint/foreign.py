@@ -21,7 +21,8 @@ from torch.distributed.fsdp.api import (
 )
 from torch.distributed.tensor import DTensor
 
-from lightning_mfsdp.checkpoint.state.row_shard import RowShard
+from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
+from lightning_mfsdp.engine.params.piece import Piece
 from tests.lightning.models import Classifier, loader, make_trainer, seeded
 
 STEPS = 2
@@ -187,7 +188,7 @@ def as_megatron_fsdp(weights: dict[str, Any], numbered: dict[str, Any], rank: in
     """As the hooks of megatron-fsdp prepare it: "module." before names, rows cut anywhere, no state without rows."""
     rows = rows_of(rank, world_size)
     everything = {number: {key: rows(value) for key, value in own.items()} for number, own in numbered["state"].items()}
-    state = {number: own for number, own in everything.items() if own["exp_avg"]._piece.numel()}
+    state = {number: own for number, own in everything.items() if own["exp_avg"].local.numel()}
     return {
         "model": {f"module.{name}": rows(value) for name, value in weights.items()},
         "optimizer": {"state": state, "param_groups": numbered["param_groups"]},
@@ -203,6 +204,6 @@ def rows_of(rank: int, world_size: int) -> Callable[[Any], Any]:
         full = value.full_tensor().cpu()
         cut = (len(full) * 2 + 2) // 3
         mine = range(cut) if rank == 0 else range(cut, len(full))
-        return RowShard.of(full[mine.start : mine.stop].clone(), full.shape, mine)
+        return PieceShard.of(full[mine.start : mine.stop].clone(), Piece(shape=full.shape, rows=mine))
 
     return rows

@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.checkpoint.io.background import BackgroundSaver
-from lightning_mfsdp.checkpoint.state.row_shard import RowShard
+from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
 from lightning_mfsdp.checkpoint.state.staging import Staging
+from lightning_mfsdp.engine.params.piece import Piece
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import FOREIGN_WARNINGS, loader, make_trainer, seeded, strict_warnings
 from tests.lightning.test_checkpoint import Scheduled, assert_same, local_state
@@ -234,22 +235,22 @@ def test_callbacks_that_would_save_under_one_name_are_refused(ran: Any) -> None:
 
 
 def test_staging_copies_every_tensor_and_uses_its_memory_again() -> None:
-    rows = RowShard.of(torch.arange(6.0).reshape(3, 2), torch.Size([8, 2]), range(4, 7))
+    rows = PieceShard.of(torch.arange(6.0).reshape(3, 2), Piece(shape=torch.Size([8, 2]), rows=range(4, 7)))
     tree = {"a": rows, "b": [torch.ones(2), {"c": (torch.zeros(()), 3)}], "d": {"step": 7}}
     staging = Staging()
     copied = staging.copy(tree)
-    rows.piece.fill_(9)
+    rows.local.fill_(9)
     tree["b"][0].fill_(9)  # type: ignore[index]
-    assert torch.equal(copied["a"].piece, torch.arange(6.0).reshape(3, 2))
+    assert torch.equal(copied["a"].local, torch.arange(6.0).reshape(3, 2))
     assert copied["a"].size() == torch.Size([8, 2])
     assert copied["a"].__create_chunk_list__()[0].offsets == torch.Size([4, 0])
     assert torch.equal(copied["b"][0], torch.ones(2))
     assert copied["b"][1]["c"][1] == 3
     assert copied["d"] == {"step": 7}
-    addresses = copied["a"].piece.data_ptr(), copied["b"][0].data_ptr()
+    addresses = copied["a"].local.data_ptr(), copied["b"][0].data_ptr()
     again = staging.copy(tree)
-    assert (again["a"].piece.data_ptr(), again["b"][0].data_ptr()) == addresses
-    assert again["a"].piece.eq(9).all()
+    assert (again["a"].local.data_ptr(), again["b"][0].data_ptr()) == addresses
+    assert again["a"].local.eq(9).all()
 
 
 def test_actions_wait_for_the_save_and_run_in_order() -> None:

@@ -1,7 +1,8 @@
-"""Pretrained weights from safetensors files, directly into shards: every rank maps the files and copies the rows it owns."""
+"""Pretrained weights from safetensors files, directly into shards: every rank maps the files and copies what it owns."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from lightning_mfsdp.checkpoint.safetensors.files import TensorInFile, open_file
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.sharded import check_names, check_restored, tied_names
 from lightning_mfsdp.engine import ShardingError, refresh_weights
+from lightning_mfsdp.engine.params.piece import Piece
 
 __all__ = ["load_safetensors"]
 
@@ -72,26 +74,34 @@ def load_safetensors(
 
 @dataclass(frozen=True)
 class _Copy:
-    """From `rows` of a stored tensor to `target`, all of which they fill; `rows` is `None` for a tensor without dims."""
+    """From a stored tensor to `target`, which is `piece` of it."""
 
     stored: TensorInFile
     target: Tensor
-    rows: range | None
+    piece: Piece
+
+    @property
+    def _itemsize(self) -> int:
+        return (self.stored.dtype or self.target.dtype).itemsize
 
     @property
     def num_bytes(self) -> int:
-        return self.target.numel() * (self.stored.dtype or self.target.dtype).itemsize
+        return self.target.numel() * self._itemsize
 
     def chunks(self, opened: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """Parts of the target, and the values to copy there."""
-        if self.rows is None:
+        if not self.stored.shape:
             yield self.target, opened.get_tensor(self.stored.name).reshape(self.target.shape)
             return
-        part = opened.get_slice(self.stored.name)
-        length = max(1, _CHUNK_BYTES * len(self.rows) // max(1, self.num_bytes))
-        for start in range(0, len(self.rows), length):
-            stop = min(start + length, len(self.rows))
-            yield self.target[start:stop], part[self.rows.start + start : self.rows.start + stop]
+        whole = opened.get_slice(self.stored.name)  # a view of the mapped file
+        for box in self.piece.boxes:
+            target, first = box.in_rows(self.target), box.offsets[0]
+            others = [slice(start, start + size) for start, size in zip(box.offsets[1:], box.sizes[1:], strict=True)]
+            length = max(1, _CHUNK_BYTES // (math.prod(box.sizes[1:]) * self._itemsize))
+            for start in range(0, len(target), length):
+                stop = min(start + length, len(target))
+                place = (slice(first + start, first + stop), *others)
+                yield target[start:stop], whole[place]
 
 
 def _plan(
@@ -114,8 +124,8 @@ def _plan(
         if not isinstance(target, Tensor):
             continue
         _check_kind(path, name, item, target)
-        rows = None if not item.shape else range(item.shape[0]) if view is None else view.rows
-        made = _Copy(item, target, rows)
+        everything = Piece(shape=item.shape, rows=range(item.shape[0] if item.shape else 1))
+        made = _Copy(item, target, everything if view is None else view.piece)
         same = copies.setdefault(tied.get(name, name), made)
         if same is not made and not _equal(same, made):
             raise RuntimeError(
@@ -153,7 +163,7 @@ def _check_kind(path: Path, name: str, item: TensorInFile, target: Tensor) -> No
 
 
 def _equal(one: _Copy, other: _Copy) -> bool:
-    """Whether the rows of this rank are the same in both."""
+    """Whether what this rank owns is the same in both."""
     if one.stored.dtype != other.stored.dtype:
         return False
     with open_file(one.stored.file) as first, open_file(other.stored.file) as second:

@@ -40,9 +40,10 @@ def load_model(
     with torch.no_grad():
         for name, value in plain.items():
             view = index.views.get(name)
-            if view is not None and view.main.numel():
-                view.main.copy_(_rows(value, view))
-            elif view is None and name in present:
+            if view is not None:
+                for box in view.piece.boxes:
+                    box.in_rows(view.main).copy_(box.in_whole(value))
+            elif name in present:
                 rest[names[name]] = value
             if reads is not None:
                 reads.took(value)
@@ -103,20 +104,14 @@ def check_optimizers(
             )
 
 
-def _rows(value: Tensor, view: ParameterView) -> Tensor:
-    if not value.dim():
-        return value if view.rows else value.reshape(1)[:0]
-    return value if not value.numel() else value[view.rows.start : view.rows.stop]
-
-
 def _state_rows(value: Any, view: ParameterView | None) -> Any:
     if isinstance(value, Tensor) and is_packed(value):
         if view is None or view.local.shape == view.shape:
             return value
         raise RuntimeError(
             f"optimizer state of {view.name} in the checkpoint is a {type(value).__name__}, which cannot be divided; resume with "
-            'sharding="no_shard", or load weights only: trainer.validate(ckpt_path=...), then fit'
+            'sharding="no_shard" and without a tensor axis, or load weights only: trainer.validate(ckpt_path=...), then fit'
         )
     if isinstance(value, Tensor) and view is not None and value.dim() and value.shape == view.shape:
-        return _rows(value, view).clone()
+        return view.piece.of(value).clone()
     return value.clone() if isinstance(value, Tensor) else value

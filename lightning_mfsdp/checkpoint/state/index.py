@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_mfsdp.checkpoint.state.row_shard import RowShard
+from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
 from lightning_mfsdp.engine import ParameterView, sharded_parameters
+from lightning_mfsdp.engine.params.piece import Piece
 
 __all__ = ["ParameterIndex", "plain_name"]
 
@@ -76,11 +77,11 @@ class ParameterIndex:
             and view.main.shape == local.shape
             and view.dtype == local.dtype
         ):
-            return RowShard.of(view.main, view.shape, view.rows)
+            return PieceShard.of(view.main, view.piece)
         if not any(placement.is_shard() for placement in value.placements):
             return value
         # Of a tensor without rows here nothing is written or read, whatever it is.
-        return None if local.numel() else RowShard.of(local, value.shape, range(0))
+        return None if local.numel() else PieceShard.of(local, Piece(shape=value.shape, rows=range(0)))
 
     def name_of(self, parameter: Tensor) -> str:
         """Name of a parameter an optimizer holds.

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lightning_mfsdp.checkpoint.io.location import Location
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
-from lightning_mfsdp.checkpoint.state.row_shard import RowShard
+from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
 from lightning_mfsdp.checkpoint.state.sharded import paths_of
 from lightning_mfsdp.engine.params.sharded_tensor import Rows
 
@@ -23,8 +23,8 @@ __all__ = [
     "PARAMETER_STATES",
     "ParameterState",
     "StatePlan",
+    "piece_shards",
     "plan_state",
-    "row_shards",
     "rows_of_whole",
     "whole_rows",
 ]
@@ -36,7 +36,7 @@ class ParameterState(Protocol):
     """The object whose state it is."""
 
     def rows(self) -> Mapping[str, Tensor]:
-        """This rank's rows, `[len(rows), *shape[1:]]`, by the names of `sharded_parameters`; other parameters are whole."""
+        """This rank's rows, shaped like `ParameterView.main`, by the names of `sharded_parameters`; other parameters are whole."""
         ...
 
     def load_rows(self, rows: Mapping[str, Tensor]) -> None:
@@ -44,12 +44,12 @@ class ParameterState(Protocol):
         ...
 
 
-def row_shards(index: ParameterIndex, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def piece_shards(index: ParameterIndex, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a sharded checkpoint holds of it; shares memory with `rows`."""
     found: dict[str, Tensor] = {}
     for name, value in rows.items():
         view = index.views.get(plain_name(name))
-        found[plain_name(name)] = value if view is None else RowShard.of(value, view.shape, view.rows)
+        found[plain_name(name)] = value if view is None else PieceShard.of(value, view.piece)
     return found
 
 
@@ -104,7 +104,7 @@ def plan_state(path: Location, metadata: Metadata, index: ParameterIndex, key: s
         local = torch.empty_like(like, dtype=saved[name][1], device="cpu", requires_grad=False)
         rows[here] = local
         if local.numel():
-            wanted[name] = local if view is None else RowShard.of(local, view.shape, view.rows)
+            wanted[name] = local if view is None else PieceShard.of(local, view.piece)
     return StatePlan(key, wanted, rows)
 
 
@@ -120,8 +120,7 @@ def rows_of_whole(
     found = {}
     for name, (here, like, view) in _targets(path, key, shapes, index, strict=strict).items():
         whole = saved[name]
-        cut = whole[view.rows.start : view.rows.stop] if view is not None and whole.dim() else whole
-        found[here] = cut.reshape(like.shape)
+        found[here] = (whole if view is None else view.piece.of(whole)).reshape(like.shape)
     return found
 
 

@@ -7,7 +7,7 @@
 
 Lightning's ModelParallelStrategy writes "state_dict" instead of "model"; both are read.
 
-Names, shapes and values do not depend on the number of ranks or on the sharding strategy, so any number of ranks can read them. Names are
+Names, shapes and values do not depend on the number of ranks, on the mesh or on the sharding strategy, so any mesh can read them. Names are
 compared without what torch.compile and activation checkpointing put into them, so these may be added or removed.
 """
 
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from lightning_mfsdp.checkpoint.io.location import Location
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
-from lightning_mfsdp.checkpoint.state.row_shard import RowShard
+from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
 from lightning_mfsdp.engine import is_sharded, refresh_weights
 from lightning_mfsdp.engine.params.group import place_of
 
@@ -80,7 +80,7 @@ def rows_by_name(state: Mapping[str, Any], index: ParameterIndex, doing: str) ->
 
 def own_share(rows: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
     """What this rank writes of them: its rows; and rank 0 what is replicated (ignored parameters, statistics of batch norm)."""
-    return {name: value for name, value in rows.items() if ranks.rank == 0 or isinstance(value, (RowShard, DTensor))}
+    return {name: value for name, value in rows.items() if ranks.rank == 0 or isinstance(value, (PieceShard, DTensor))}
 
 
 def tied_names(state: Mapping[str, Any]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_mfsdp.checkpoint.io.location import Location
 from lightning_mfsdp.checkpoint.io.opening import read_rows
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
-from lightning_mfsdp.checkpoint.state.row_shard import RowShard
+from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
 from lightning_mfsdp.checkpoint.state.sharded import paths_of
 from lightning_mfsdp.engine import ParameterView
 from lightning_mfsdp.engine.features.offload.offloaded_state import empty_at_rest, put_to_rest
@@ -142,7 +142,7 @@ def restore_optimizer(
 
 def _at_rest(value: Any, local: Tensor) -> Any:
     """State of local rows in the memory where the optimizer keeps it. Its `load_state_dict` makes it a DTensor if necessary."""
-    rows = value.piece if isinstance(value, RowShard) else value
+    rows = value.local if isinstance(value, PieceShard) else value
     return put_to_rest(rows, local) if isinstance(rows, Tensor) and rows.dim() else rows
 
 
@@ -153,10 +153,11 @@ def _state_value(name: str, value: Any, view: ParameterView | None, parameter: T
     if is_packed(local):
         raise ValueError(
             f"optimizer state {name}: a {type(local).__name__}, whose numbers only its own class reads; a sharded checkpoint can hold "
-            'plain tensors. Use sharding="no_shard" with state_dict_type="full", which saves it as it is, or save weights only'
+            'plain tensors. Use sharding="no_shard", no tensor axis, and state_dict_type="full", which saves it as it is, or save weights '
+            "only"
         )
     if value.dim() and local.shape == view.local.shape and value.shape in (view.shape, view.local.shape):
-        return RowShard.of(local, view.shape, view.rows)
+        return PieceShard.of(local, view.piece)
     if isinstance(value, DTensor):
         if any(placement.is_shard() for placement in value.placements):
             raise ValueError(
@@ -170,7 +171,8 @@ def _state_value(name: str, value: Any, view: ParameterView | None, parameter: T
         raise ValueError(
             f"optimizer state {name}: a tensor of shape {tuple(value.shape)} was made of this rank's rows of shape "
             f"{tuple(view.local.shape)}, so each rank has another one; a sharded checkpoint can hold state shaped like its parameter, or "
-            'one for all ranks. Train with sharding="no_shard", where every rank has all rows, or save weights only'
+            'one for all ranks. Train with sharding="no_shard" and without a tensor axis, where every rank has all rows, or save weights '
+            "only"
         )
     return value
 
@@ -187,7 +189,7 @@ def _empty_like_saved(metadata: Metadata, key: str, view: ParameterView | None) 
     dtype = saved.properties.dtype
     if view is None or not saved.size or saved.size != view.shape:
         return torch.empty(saved.size, dtype=dtype, device="cpu")
-    return RowShard.of(empty_at_rest(view.local, dtype), view.shape, view.rows)
+    return PieceShard.of(empty_at_rest(view.local, dtype), view.piece)
 
 
 def _place(values: dict[Any, Any], path: Sequence[Any], value: Any) -> None:

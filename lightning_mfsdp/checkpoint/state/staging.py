@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mfsdp.checkpoint.state.row_shard import RowShard
+from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
 
 __all__ = ["Staging"]
 
@@ -31,8 +31,8 @@ class Staging:
         return copied
 
     def _copy(self, key: tuple[Any, ...], value: Any, devices: dict[torch.device, None]) -> Any:
-        if isinstance(value, RowShard):
-            return value.with_piece(self._copy(key, value.piece, devices))
+        if isinstance(value, PieceShard):
+            return value.with_local(self._copy(key, value.local, devices))
         if isinstance(value, Tensor):
             if value.is_cuda:
                 devices[value.device] = None

@@ -170,7 +170,7 @@ def _agreed(described: list[dict[str, Any]]) -> list[dict[str, Any]]:
         raise ValueError(
             "optimizer state in a full checkpoint: expected plain tensors shaped like their parameters, or single numbers, got "
             f'{problems[0]} (of {len(problems)}). Use state_dict_type="sharded" if it is the same on all ranks, train with '
-            'sharding="no_shard", where every rank has all rows, or save weights only'
+            'sharding="no_shard" and without a tensor axis, where every rank has all rows, or save weights only'
         )
     return merged
 

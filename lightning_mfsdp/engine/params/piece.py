@@ -74,6 +74,8 @@ class Piece:
     @cached_property
     def row_ranges(self) -> tuple[range, ...]:
         """Which rows of the whole parameter these are, in the order they have here, or are parts of."""
+        if not self.shape:
+            return (self.rows,)
         return tuple(range(span.whole, span.whole + span.length) for span in self._spans(0))
 
     @property

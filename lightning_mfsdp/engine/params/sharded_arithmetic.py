@@ -338,7 +338,9 @@ def _as_plain(tensor: Tensor) -> Tensor:
 
 
 def _rows(local: Tensor, like: PlacedTensor) -> Any:
-    return like.over(local, like, torch.Size([*like.shape[:1], *local.shape[1:]]))
+    """What this rank has of a tensor that is distributed as `like`: with its rows, or, if ranks have parts of those, with its shape."""
+    whole_rows = like.lies.piece.has_whole_rows
+    return like.over(local, like, torch.Size([*like.shape[:1], *local.shape[1:]]) if whole_rows else None)
 
 
 def _number(value: Tensor) -> Number:

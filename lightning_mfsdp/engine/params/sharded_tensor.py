@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -26,6 +26,7 @@ from lightning_mfsdp.engine.params.number import Number
 from lightning_mfsdp.engine.params.outside import needs_whole, use_whole, write_in_whole, writes_in_place
 from lightning_mfsdp.engine.params.piece import Piece
 from lightning_mfsdp.engine.params.placed_tensor import Copied, PlacedTensor
+from lightning_mfsdp.engine.params.saved_piece import chunk_memory, chunks_to_read, items_to_write
 from lightning_mfsdp.engine.params.sharded_arithmetic import (
     LayoutError,
     assign_data,
@@ -67,10 +68,6 @@ class Rows(PlacedTensor):
 
     # -- saving and copying --------------------------------------------------------------------------------------------
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """For torch.distributed.checkpoint: where these rows lie."""
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self._piece.boxes]
-
     @property
     def _piece(self) -> Piece:
         """Where its numbers lie."""
@@ -78,24 +75,13 @@ class Rows(PlacedTensor):
         return piece if self.shape == piece.shape else Piece(shape=self.shape, rows=piece.rows, parts=piece.parts)
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """For torch.distributed.checkpoint: what this rank writes."""
-        properties = TensorProperties.create_from_tensor(self._local_tensor)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
-            )
-            for chunk in self.__create_chunk_list__() or self._nothing()
-        ]
+        return items_to_write(fqn, self._local_tensor, self._piece)
 
-    def _nothing(self) -> list[ChunkStorageMetadata]:
-        """The whole of a tensor without elements, of which no rank has rows; every rank offers it, and PyTorch takes it from one."""
-        return [] if self.numel() else [ChunkStorageMetadata(offsets=torch.Size([0] * self.dim()), sizes=self.shape)]
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return chunks_to_read(self._piece)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """For torch.distributed.checkpoint: the memory it reads from and writes to."""
-        return self._piece.box_at(index.offset).in_rows(self._local_tensor)
+        return chunk_memory(index, self._local_tensor, self._piece)
 
     def take_assigned(self) -> None:
         """Copy what was assigned to the `data` of another representation; only parameters have one."""

@@ -1,0 +1,55 @@
+"""PieceShard: what a rank holds of a larger tensor, in the form that torch.distributed.checkpoint accepts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+
+from lightning_mfsdp.engine.params.piece import Piece
+from lightning_mfsdp.engine.params.saved_piece import chunk_memory, chunks_to_read, items_to_write
+
+__all__ = ["PieceShard"]
+
+
+class PieceShard(Tensor):
+    """What `piece` describes of a whole tensor, sharing memory with `local`: `[len(piece.rows), *piece.part_shape[1:]]`.
+
+    Written and read in place by `torch.distributed.checkpoint` on any number of ranks. A rank without rows writes and reads nothing.
+    """
+
+    _local: Tensor
+    _piece: Piece
+
+    @classmethod
+    def of(cls, local: Tensor, piece: Piece) -> PieceShard:
+        """Describe `local` as this piece of a tensor."""
+        plain = local.detach()
+        made = plain.as_subclass(cls)
+        made._local, made._piece = plain, piece
+        return made
+
+    @property
+    def local(self) -> Tensor:
+        """The rows, as a plain tensor."""
+        return self._local
+
+    def with_local(self, local: Tensor) -> PieceShard:
+        """The same piece, kept in other memory."""
+        return PieceShard.of(local, self._piece)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Of the whole tensor: DCP compares it with the size in the checkpoint."""
+        shape = self._piece.shape
+        return shape if dim is None else shape[dim]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        return items_to_write(fqn, self._local, self._piece)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return chunks_to_read(self._piece)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return chunk_memory(index, self._local, self._piece)
