@@ -77,7 +77,7 @@ def expert_parallel(
     by = AllGatherDispatcher(axis) if dispatcher == "all_gather" else AllToAllDispatcher(axis)
     if is_of_model:
         for name in names:
-            _keep_own(f"{type(experts).__name__}.{name}", getattr(held, name), axis)
+            _keep_own(f"{type(experts).__name__}.{name}", getattr(held, name), axis, mesh.device_type)
         setattr(experts, DIVIDED, DividedExperts(experts, by, first_expert))
         return experts
     held.first_expert = first_expert
@@ -90,15 +90,15 @@ def expert_parallel(
 
 
 @torch.no_grad()
-def _keep_own(name: str, weight: nn.Parameter, axis: Axis) -> None:
+def _keep_own(name: str, weight: nn.Parameter, axis: Axis, device_type: str) -> None:
     """This rank's experts of a weight that is whole on every rank, in the same parameter: it may be marked as a part."""
     if weight.is_meta:
         raise ShardingError(
             f"expert_parallel: {name} is on the meta device; initialize it first, as fully_shard_units does"
         )
-    content = weight.detach().contiguous()
+    content = weight.detach().to(device_type).contiguous()  # where the group communicates
     dist.broadcast(content.view(-1).view(torch.uint8), group=axis.group, group_src=0)
-    weight.data = content.chunk(axis.size)[axis.rank].clone()
+    weight.data = content.chunk(axis.size)[axis.rank].clone().to(weight.device)
 
 
 def _expert_axis(mesh: DeviceMesh) -> Axis:
