@@ -22,6 +22,19 @@ _STD = 0.02
 
 Attend = Callable[..., Tensor]  # with the arguments of F.scaled_dot_product_attention
 
+# How ranks divide the weights of a `Decoder` with `MFSDPStrategy(tensor=2, tensor_plan=TENSOR_PLAN)`: names of modules in it, and styles.
+TENSOR_PLAN = {
+    "embedding": "embedding_rowwise",
+    "blocks.*.attention.query": "colwise",
+    "blocks.*.attention.key": "colwise",
+    "blocks.*.attention.value": "colwise",
+    "blocks.*.attention.out": "rowwise",
+    "blocks.*.feed_forward.gate": "colwise",
+    "blocks.*.feed_forward.up": "colwise",
+    "blocks.*.feed_forward.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
@@ -138,24 +151,27 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig, attend: Attend = F.scaled_dot_product_attention) -> None:
         super().__init__()
         self.attend = attend
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.head_dim = config.head_dim
         self.query = Linear(config.dim, config.heads * config.head_dim)
         self.key = Linear(config.dim, config.kv_heads * config.head_dim)
         self.value = Linear(config.dim, config.kv_heads * config.head_dim)
         self.out = Linear(config.heads * config.head_dim, config.dim, std=_residual_std(config))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Map `x`, of shape [B, S, D], to the same shape; `cos` and `sin` are [S, E / 2]."""
+        """Map `x`, of shape [B, S, D], to the same shape; `cos` and `sin` are [S, E / 2].
+
+        The numbers of heads are those that the projections have: with tensor parallelism, this rank's.
+        """
         batch, seq, _ = x.shape
-        query = self.query(x).view(batch, seq, self.heads, self.head_dim).transpose(1, 2)
-        key = self.key(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
-        value = self.value(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
+        query = self.query(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        key = self.key(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        value = self.value(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
         mixed = self.attend(
             rotate(query, cos, sin),
             rotate(key, cos, sin),
             value,
             is_causal=True,
-            enable_gqa=self.heads != self.kv_heads,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         return self.out(mixed.transpose(1, 2).reshape(batch, seq, -1))
 

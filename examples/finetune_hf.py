@@ -7,9 +7,11 @@ the Python standard library:
     python examples/finetune_hf.py
     python examples/finetune_hf.py --lora
     python examples/finetune_hf.py --context 2
+    python examples/finetune_hf.py --devices 4 --context 2 --tensor 2
     python examples/finetune_hf.py --pretrained some/folder --lora --accelerator gpu --devices 4 --precision bf16-mixed
 
-With `--context 2` every two processes divide each window between them, and `training_step` stays as it is.
+With `--context 2` every two processes divide each window between them, and with `--tensor 2` the weights of each layer;
+`training_step` stays as it is.
 
 `--pretrained` takes a folder that `save_pretrained` or `export_model` wrote. Each process reads its own rows of the weights. With
 `--lora` every process first builds the whole base model, since peft computes the adapters' initial values from it.
@@ -137,6 +139,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--accelerator", default="cpu", help="cpu, gpu or auto (default: cpu)")
     parser.add_argument("--devices", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--context", type=int, default=1, help="processes that divide each window (default: 1)")
+    parser.add_argument("--tensor", type=int, default=1, help="processes that divide each layer (default: 1)")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default: 60)")
     parser.add_argument("--seq", type=int, default=64, help="bytes in a window (default: 64)")
@@ -151,14 +154,14 @@ def main() -> None:
     args = parse_args()
     hide_spurious_warnings()
     seed_everything(0, verbose=False)
-    data = TextDataModule(
-        args.seq, args.micro_batch, held_out_windows=8 * args.micro_batch * args.devices // args.context
-    )
+    processes = args.devices // (args.context * args.tensor)  # those that read different windows
+    data = TextDataModule(args.seq, args.micro_batch, held_out_windows=8 * args.micro_batch * processes)
     module = CausalLM(args.pretrained, args.lora, args.learning_rate)
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=args.devices,
-        strategy=MFSDPStrategy(context=args.context, context_dims={"0": 1}),  # a batch is one tensor of windows
+        # A batch is one tensor of windows.
+        strategy=MFSDPStrategy(context=args.context, context_dims={"0": 1}, tensor=args.tensor),
         precision=args.precision,
         max_epochs=1,
         limit_train_batches=args.steps,

@@ -9,8 +9,10 @@ the larger presets on GPUs:
     python examples/pretrain.py --config 1b --accelerator gpu --devices 4 --no-resume-demo
     python examples/pretrain.py --config 1b --accelerator gpu --devices 4 --precision transformer-engine
     python examples/pretrain.py --devices 4 --context 2
+    python examples/pretrain.py --devices 4 --context 2 --tensor 2
 
-With `--context 2` every two processes divide each window between them.
+With `--context 2` every two processes divide each window between them. With `--tensor 2` every two divide the weights of each
+layer and compute the same windows.
 
 With `--multi-token 1` it also learns to predict the byte after the next one, and says how many of these drafts its own next
 prediction would accept.
@@ -31,7 +33,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.utilities import rank_zero_only
 
-from examples.decoder import PRESETS
+from examples.decoder import PRESETS, TENSOR_PLAN
 from examples.lightning_decoder import LightningDecoder, TextDataModule, generate
 from examples.multi_token import MultiTokenOptions
 from examples.reporting import Curve, Speed, hide_spurious_warnings, plot, save
@@ -85,6 +87,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=1, help="number of nodes (default: 1)")
     parser.add_argument("--strategy", default="mfsdp", help='any name Lightning knows (default: "mfsdp")')
     parser.add_argument("--context", type=int, default=1, help="processes that divide each window (default: 1)")
+    parser.add_argument("--tensor", type=int, default=1, help="processes that divide each layer (default: 1)")
     parser.add_argument(
         "--precision", help="default: 32-true on the CPU, bf16-mixed elsewhere; transformer-engine for FP8"
     )
@@ -113,8 +116,8 @@ def parse_args() -> argparse.Namespace:
     recipe = RECIPES[args.config]
     if args.recompute_multi_token and not args.multi_token:
         parser.error("--recompute-multi-token has nothing to compute again without --multi-token")
-    if args.context > 1 and args.strategy != "mfsdp":
-        parser.error(f"--context is an option of the strategy mfsdp, not of {args.strategy}")
+    if (args.context > 1 or args.tensor > 1) and args.strategy != "mfsdp":
+        parser.error(f"--context and --tensor are options of the strategy mfsdp, not of {args.strategy}")
     args.steps = args.steps or recipe.steps
     args.interval = args.interval or max(1, args.steps // 6)
     args.epochs = 2 * -(-args.steps // (2 * args.interval))
@@ -139,10 +142,16 @@ def build_module(args: argparse.Namespace) -> LightningDecoder:
 
 
 def strategy_of(args: argparse.Namespace) -> str | MFSDPStrategy:
-    """A name, or the strategy with a context axis; tokens and targets are divided along dim 1."""
-    if args.context == 1:
+    """A name, or the strategy with a context axis or a tensor axis; tokens and targets are divided along dim 1."""
+    if args.context == args.tensor == 1:
         return args.strategy
-    return MFSDPStrategy(context=args.context, context_dims={"0": 1, "1": 1})
+    plan = {f"decoder.{name}": style for name, style in TENSOR_PLAN.items()}
+    return MFSDPStrategy(
+        context=args.context,
+        context_dims={"0": 1, "1": 1},
+        tensor=args.tensor,
+        tensor_plan=plan if args.tensor > 1 else None,
+    )
 
 
 def build_trainer(args: argparse.Namespace, epochs: int, callbacks: list[Callback]) -> Trainer:
@@ -209,7 +218,7 @@ def main() -> None:
     seed_everything(args.seed, verbose=False)
 
     config = PRESETS[args.config]
-    processes = args.devices * args.nodes // args.context  # those that read different windows
+    processes = args.devices * args.nodes // (args.context * args.tensor)  # those that read different windows
     held_out = 8 * args.micro_batch * processes
     data = TextDataModule(config.seq, args.micro_batch, held_out, pairs=args.context > 1)
     curve = Curve()

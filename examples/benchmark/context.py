@@ -52,7 +52,9 @@ class LongDecoder(Decoder):
 
     def __init__(self, size: str, attend: Attend, positions: Callable[[int, torch.device], Tensor] | None) -> None:
         super().__init__(PRESETS[size], attend, positions)
-        self.head = LinearLossHead(self.config.dim, self.config.vocab)
+        head = LinearLossHead(self.config.dim, self.config.vocab)
+        head.weight = self.head.weight
+        self.head = head
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean loss, 0-D, of `tokens` and `targets`, both [B, S]."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal, overload
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ class LinearLossHead(nn.Linear):
     """A linear layer that also computes losses or log-probabilities of its logits, without storing all of them.
 
     It is a unit of its own under `fully_shard`: one gather in forward, one in backward. To tie it to an embedding, assign that one's
-    parameter: `head.weight = embedding.weight`.
+    parameter: `head.weight = embedding.weight`. A tensor axis divides it as "colwise"; what it computes is then of the whole vocabulary.
 
     Args:
         in_features: Width H.
@@ -78,17 +79,26 @@ class LinearLossHead(nn.Linear):
 
     @overload
     def forward(
-        self, input: Tensor, target: Tensor | None = ..., output: Literal["loss", "logprobs"] = ...
+        self,
+        input: Tensor,
+        target: Tensor | None = ...,
+        output: Literal["loss", "logprobs"] = ...,
+        vocab_group: dist.ProcessGroup | None = ...,
     ) -> Tensor: ...
     @overload
     def forward(
-        self, input: Tensor, target: Tensor, output: Literal["logprobs_and_entropy"]
+        self,
+        input: Tensor,
+        target: Tensor,
+        output: Literal["logprobs_and_entropy"],
+        vocab_group: dist.ProcessGroup | None = ...,
     ) -> tuple[Tensor, Tensor]: ...
     def forward(
         self,
         input: Tensor,
         target: Tensor | None = None,
         output: Literal["loss", "logprobs", "logprobs_and_entropy"] = "loss",
+        vocab_group: dist.ProcessGroup | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the requested output.
 
@@ -96,6 +106,7 @@ class LinearLossHead(nn.Linear):
             input: Hidden states `[..., H]`.
             target: Token ids `[...]`; `None`: return the logits `[..., V]`, after softcap and temperature.
             output: "loss"; "logprobs" `[...]`; or a pair of these and entropies `[...]`.
+            vocab_group: Its ranks have equal parts of the weight's rows, in order. Logits are those of this rank's part.
 
         Returns:
             The loss, 0-D unless the reduction is "none"; logits; log-probabilities; or the pair.
@@ -121,6 +132,7 @@ class LinearLossHead(nn.Linear):
                 token_chunk=options.token_chunk,
                 sum_dtype=options.sum_dtype,
                 ignore_index=options.ignore_index,
+                vocab_group=vocab_group,
                 reduction=self.reduction,
                 label_smoothing=self.label_smoothing,
                 z_loss=self.z_loss,
@@ -135,6 +147,7 @@ class LinearLossHead(nn.Linear):
             token_chunk=options.token_chunk,
             sum_dtype=options.sum_dtype,
             ignore_index=options.ignore_index,
+            vocab_group=vocab_group,
             return_entropy=True,
         )
         return logprobs if output == "logprobs" else (logprobs, entropy)

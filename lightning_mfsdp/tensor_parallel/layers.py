@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.ops import LinearLossHead
 from lightning_mfsdp.tensor_parallel.division import check_divided
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied, copied_end, is_divided, summed
 
 __all__ = [
     "Change",
+    "LossHeadPart",
     "RopePart",
     "RowwiseLinear",
     "SharedInput",
@@ -133,6 +135,42 @@ class VocabularyPart:
         is_elsewhere, self._is_elsewhere = self._is_elsewhere, None
         assert is_elsewhere is not None
         return summed(output.masked_fill(is_elsewhere.unsqueeze(-1), 0), self._group)
+
+
+class LossHeadPart:
+    """Hooks of a `LinearLossHead` that has a part of the rows: losses and log-probabilities are those of the whole vocabulary.
+
+    The functions that compute these add up the gradients of the hidden states. Logits are treated as the output of any other layer.
+    """
+
+    def __init__(self, group: TensorGroup, before: Change | None, after: Change | None) -> None:
+        self._group = group
+        self._before_logits = before
+        self._after_logits = after
+
+    def install(self, module: LinearLossHead) -> list[Any]:
+        """Returns the handles of the hooks."""
+        before = module.register_forward_pre_hook(self._before, with_kwargs=True)
+        return [before, module.register_forward_hook(self._after, with_kwargs=True)]
+
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if _has_target(args, kwargs):
+            check_divided(module)
+            return args, {**kwargs, "vocab_group": self._group.group}
+        if self._before_logits is None:
+            return args, kwargs
+        return _Before(self._before_logits, self._group)(module, args, kwargs)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if _has_target(args, kwargs) or self._after_logits is None:
+            return output
+        return _After(self._after_logits, self._group)(module, args, output)
+
+
+def _has_target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return (args[1] if len(args) > 1 else kwargs.get("target")) is not None
 
 
 class RopePart:

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.params.part import Part
+from lightning_mfsdp.ops import LinearLossHead
 from lightning_mfsdp.tensor_parallel.division import planned_division
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied, gathered, own_part, summed
 from lightning_mfsdp.tensor_parallel.layers import (
     Change,
+    LossHeadPart,
     RopePart,
     RowwiseLinear,
     VocabularyPart,
@@ -166,6 +168,8 @@ class Style:
         division.attributes.update(self._attributes(module, group))
         if isinstance(module, nn.Embedding) and self.divides == "rows":
             return VocabularyPart(group).install(module)
+        if isinstance(module, LinearLossHead) and self.divides == "rows":
+            return LossHeadPart(group, before, after).install(module)
         handles = [] if before is None else [change_inputs(module, before, group)]
         if self.divides == "columns" and isinstance(module, nn.Linear) and module.bias is not None:
             module.__class__ = RowwiseLinear

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples.benchmark import context, logprobs, multi_token, recompute
+from examples.benchmark import context, logprobs, multi_token, recompute, tensor
 from examples.benchmark.engines import ENGINES, Options, build
 from examples.benchmark.host_time import BASE, BLOCKS, SUBJECTS, table
 from examples.benchmark.matrix import DEFAULT_ROWS, TE_ROWS, split_row
@@ -132,6 +132,27 @@ def test_a_context_axis_is_measured_without_a_gpu() -> None:
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")][2:]
     assert [row[0] for row in rows] == ["data", "context, ulysses", "context, gather"]
     assert all(float(row[-1]) > 0 for row in rows)
+
+
+@pytest.mark.nightly
+def test_a_tensor_axis_is_measured_without_a_gpu() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [
+        str(ROOT / "examples/benchmark/tensor.py"),
+        "--accelerator=cpu",
+        "--size=tiny",
+        "--rounds=1",
+        "--steps=1",
+    ]
+    command += ["--memory=64", "--speed=64", "--rows", tensor.DATA, tensor.TENSOR, tensor.PEER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
+    memory, speed = rows[2:5], rows[7:]
+    assert [row[0] for row in memory] == [row[0] for row in speed] == [tensor.DATA, tensor.TENSOR, tensor.PEER]
+    assert all(float(row[1]) > 0 for row in (*memory, *speed))
+    (_, ours, peer) = ([float(loss) for loss in row[-2:]] for row in memory)
+    assert ours == pytest.approx(peer, abs=0.01), "the same model and tokens"
 
 
 def test_the_peers_attention_is_the_function_that_context_parallel_puts_in_its_place(

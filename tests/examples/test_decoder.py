@@ -6,9 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
 
-from examples.decoder import PRESETS, Decoder, DecoderConfig, next_token_loss, rotary_tables, rotate
+from examples.benchmark.context import LongDecoder
+from examples.decoder import PRESETS, TENSOR_PLAN, Decoder, DecoderConfig, next_token_loss, rotary_tables, rotate
+from lightning_mfsdp.fabric import MFSDPFabricStrategy
+from tests.helpers.distributed import run_distributed
+from tests.helpers.double import in_double
 
 SMALL = DecoderConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=64, seq=16)
 
@@ -124,3 +129,32 @@ def test_the_model_keeps_no_buffers() -> None:
 def test_sizes_that_do_not_fit_are_refused(change: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(SMALL, **change)
+
+
+def losses_and_norms(rank: int, world: int) -> list[float]:
+    """Of the decoder with whole logits and of the one that never has them, in float64."""
+    found = []
+    for kind in (Decoder, LongDecoder):
+        strategy = MFSDPFabricStrategy(tensor=world, tensor_plan=TENSOR_PLAN, units=["Block", "Embedding"])
+        fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, precision="64-true")
+        fabric.launch()
+        torch.manual_seed(0)
+        model = (
+            Decoder(SMALL) if kind is Decoder else LongDecoder("tiny", nn.functional.scaled_dot_product_attention, None)
+        )
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for step in range(3):
+            ids, targets = tokens(seed=step), tokens(seed=step + 3)
+            with in_double():
+                loss = next_token_loss(model(ids), targets) if kind is Decoder else model(ids, targets)
+                fabric.backward(loss)
+            found += [loss.item(), fabric.clip_gradients(model, optimizer, max_norm=0.5).item()]
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def test_two_ranks_that_divide_its_weights_compute_what_one_computes() -> None:
+    (expected,) = run_distributed(losses_and_norms, 1)
+    for found in run_distributed(losses_and_norms, 2):
+        assert found == pytest.approx(expected, rel=1e-11)

@@ -249,7 +249,7 @@ def test_a_yaml_file_builds_the_strategy_it_names(config: Path, monkeypatch: pyt
 
 def test_the_command_line_trains_from_a_yaml_file(tmp_path: Path) -> None:
     options = ["--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1", "--data.batch_size=2"]
-    files = [ROOT / "examples/configs" / name for name in ("cpu.yaml", "context.yaml")]
+    files = [ROOT / "examples/configs" / name for name in ("cpu.yaml", "context.yaml", "tensor.yaml")]
     run_on_two_ranks(*(("cli.py", "fit", f"--config={file}", *options) for file in files), folder=tmp_path)
     assert list((tmp_path / "mfsdp-runs/cli/checkpoints").glob("*.ckpt"))
 
@@ -268,15 +268,31 @@ def test_a_mixture_of_experts_trains_with_experts_on_two_ranks(tmp_path: Path) -
     assert (tmp_path / "pages.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_examples_run_with_a_context_axis(tmp_path: Path) -> None:
-    """Two processes that divide each window come to the curve of one that reads it whole, and fine-tuning ends below the first loss."""
-    quick = ["--no-checkpoint", "--sample-bytes", "0", *SHORT[:-2]]
-    divided, tuned = run_on_two_ranks(
-        ("pretrain.py", "--context", "2", "--output", "divided", *quick),
-        ("finetune_hf.py", "--context", "2", "--steps", "6", "--output", "tuned"),
-        folder=tmp_path,
+def assert_trains_alike(world: int, axes: list[str], folder: Path) -> None:
+    """With options by which all processes read the same windows, and without: one curve, and one result of fine-tuning."""
+    quick = ["--devices", str(world), "--steps", "4", "--micro-batch"]
+    pretraining = ("pretrain.py", "--interval", "2", "--no-checkpoint", "--sample-bytes", "0", *quick)
+    calls = (
+        (*pretraining, "1", "--output", "expected"),
+        (*pretraining, str(world), *axes, "--output", "found"),
+        ("finetune_hf.py", *quick, "1", "--output", "tuned"),
+        ("finetune_hf.py", *quick, str(world), *axes, "--output", "tuned"),
     )
-    assert "held-out text" in divided
-    found = [value for _, value in curve(tmp_path / "divided", "validation")]
-    assert found == sorted(found, reverse=True)
-    assert float(re.search(r"held-out text\s+([\d.]+)", tuned)[1]) < math.log2(256)
+    *_, expected_tuned, tuned = run_distributed(script_of_a_rank, world, folder, *calls)[0]
+    for split in ("train", "held_out"):
+        expected, found = ([loss for _, loss in curve(folder / name, split)] for name in ("expected", "found"))
+        assert expected[-1] < expected[0] < 11
+        assert found == pytest.approx(expected, rel=1e-4)
+    held_out, other = (float(re.search(r"held-out text\s+([\d.]+)", printed)[1]) for printed in (tuned, expected_tuned))
+    assert held_out == pytest.approx(other, abs=2e-3)
+    assert held_out < math.log2(256)
+
+
+@pytest.mark.parametrize("axis", ["--context", "--tensor"])
+def test_examples_train_alike_with_a_further_axis(axis: str, tmp_path: Path) -> None:
+    assert_trains_alike(2, [axis, "2"], tmp_path)
+
+
+@pytest.mark.nightly
+def test_examples_train_alike_with_both_axes(tmp_path: Path) -> None:
+    assert_trains_alike(4, ["--context", "2", "--tensor", "2"], tmp_path)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import EngineStateError, ShardingError
+from lightning_mfsdp.ops import LinearLossHead
 from lightning_mfsdp.tensor_parallel import (
     STYLES,
     Part,
@@ -269,6 +270,47 @@ def shared_inputs(rank: int, world: int) -> None:
     assert_equal(whole_gradients(divided), gradients(model))
 
 
+def loss_heads(rank: int, world: int) -> None:
+    """Losses and log-probabilities of a divided `LinearLossHead`, its logits, and the gradients of each."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(TOKENS, WIDTH)
+            self.tied = LinearLossHead(WIDTH, TOKENS, softcap=3.0, label_smoothing=0.1, z_loss=0.01)
+            self.other = LinearLossHead(WIDTH, TOKENS, bias=True, temperature=0.5)
+            self.tied.weight = self.tokens.weight
+
+        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+            x = self.tokens(tokens).sin()
+            logprobs, entropy = self.other(x, targets, "logprobs_and_entropy")
+            logits = self.other(input=x)
+            assert logits.shape == (*tokens.shape, TOKENS)
+            other = self.other(x, target=targets, output="logprobs").cos().sum()
+            return self.tied(x, targets) + (logprobs + 0.1 * entropy).square().mean() + other + logits.sin().mean()
+
+    torch.manual_seed(1)
+    model = Heads().double()
+    plan = {"tokens": "embedding_rowwise", "tied": "colwise", "other": "colwise_gather_output"}
+    divided = copy.deepcopy(model)
+    apply_plan(divided, plan, dist.group.WORLD)
+    want = model(*batch())
+    want.backward()
+    for one in (divided, copy.deepcopy(divided)):
+        divide(one)  # a copy has lost its marks
+        loss = one(*batch())
+        loss.backward()
+        torch.testing.assert_close(loss, want, rtol=0, atol=1e-12)
+        assert_equal(whole_gradients(one), gradients(model))
+    assert divided.tied(torch.randn(3, WIDTH).double()).shape == (3, TOKENS // world)
+    with torch.device("meta"):
+        model = Heads()
+    apply_plan(model, plan, dist.group.WORLD)
+    model.to_empty(device="cpu")
+    with pytest.raises(EngineStateError, match="tied: its parameters were initialized, but not divided"):
+        model.tied(torch.randn(3, WIDTH), torch.zeros(3, dtype=torch.int64))
+
+
 def unknown_tokens(rank: int, world: int) -> None:
     """An embedding of a part reports what no rank has."""
     model = nn.Sequential(nn.Embedding(TOKENS, 4))
@@ -310,7 +352,7 @@ def random_state(rank: int, world: int) -> Tensor:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("program", [own_plan, on_meta, summed_outputs, shared_inputs, unknown_tokens])
+@pytest.mark.parametrize("program", [own_plan, on_meta, summed_outputs, shared_inputs, loss_heads, unknown_tokens])
 def test_divided(program: Callable[[int, int], None], world: int) -> None:
     run_distributed(program, world)
 
