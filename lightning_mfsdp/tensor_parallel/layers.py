@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.ops import LinearLossHead
 from lightning_mfsdp.tensor_parallel.division import check_divided
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied, copied_end, is_divided, summed
 
@@ -148,7 +147,7 @@ class LossHeadPart:
         self._before_logits = before
         self._after_logits = after
 
-    def install(self, module: LinearLossHead) -> list[Any]:
+    def install(self, module: nn.Linear) -> list[Any]:
         """Returns the handles of the hooks."""
         before = module.register_forward_pre_hook(self._before, with_kwargs=True)
         return [before, module.register_forward_hook(self._after, with_kwargs=True)]

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.ops import chunked_logprobs
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, gathered
 
 __all__ = ["DividedLogits", "divided_cross_entropy"]
@@ -40,6 +39,8 @@ def divided_cross_entropy(
     Returns:
         0-D, in float32 (float64 for float64), equal on all ranks.
     """
+    from lightning_mfsdp.ops import chunked_logprobs  # as in styles.py
+
     total = -chunked_logprobs(logits, targets, ignore_index=ignore_index, vocab_group=group.group).sum()
     return total / ((targets != ignore_index).sum() if count is None else count)
 

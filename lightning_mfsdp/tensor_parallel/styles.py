@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.params.part import Part
-from lightning_mfsdp.ops import LinearLossHead
 from lightning_mfsdp.tensor_parallel.division import planned_division
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied, gathered, own_part, summed
 from lightning_mfsdp.tensor_parallel.layers import (
@@ -168,6 +167,8 @@ class Style:
         division.attributes.update(self._attributes(module, group))
         if isinstance(module, nn.Embedding) and self.divides == "rows":
             return VocabularyPart(group).install(module)
+        from lightning_mfsdp.ops import LinearLossHead  # loaded by programs that use it, or divide weights
+
         if isinstance(module, LinearLossHead) and self.divides == "rows":
             return LossHeadPart(group, before, after).install(module)
         handles = [] if before is None else [change_inputs(module, before, group)]
