@@ -95,6 +95,7 @@ def test_numbers_and_tensors_without_elements_are_whole_or_nothing() -> None:
     assert Piece(shape=number.shape, rows=range(1)).of(number) is number
     assert Piece(shape=number.shape, rows=range(0)).of(number).shape == (0,)
     assert len(Piece(shape=number.shape, rows=range(1)).boxes) == 1
+    assert Piece(shape=number.shape, rows=range(1)).row_range == range(1)
     empty = torch.ones(0, 3, device="cpu")
     assert Piece(shape=empty.shape, rows=range(0)).of(empty).shape == (0, 3)
     assert Piece(shape=torch.Size([4, 3]), rows=range(2, 2)).boxes == ()
