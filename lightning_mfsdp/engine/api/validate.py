@@ -113,6 +113,12 @@ def refuse_parts(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> None:
                 f"mesh has {expected[0]} ranks along a tensor axis, of which this is number {expected[1]}; pass the mesh over whose "
                 'axis "tensor" the parameter was divided'
             )
+        if part is not None and part.local_shape(parameter.shape) != parameter.shape:
+            raise ShardingError(
+                f"fully_shard: parameter {name} of {type(module).__name__} has shape {tuple(parameter.shape)}, and a part of dim {part.dim} "
+                f"of length {sum(part.sections)} for one of {part.size} ranks has {sum(part.sections) // part.size} there; something "
+                "replaced its data after the model was divided. Load weights before, or a checkpoint after fully_shard"
+            )
     scalars = [name for name, parameter, _ in named if not parameter.dim()]
     if mesh.expert is not None and scalars:
         raise ShardingError(
@@ -163,9 +169,7 @@ def check_same_model(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> N
     for name, parameter, _ in named:
         part = part_of(parameter)
         of = "" if part is None else f" of sections {part.sections} of dim {part.dim}"
-        lines.append(
-            f"{name}: {tuple(parameter.shape)}{of} {parameter.dtype} requires_grad={parameter.requires_grad}"
-        )
+        lines.append(f"{name}: {tuple(parameter.shape)}{of} {parameter.dtype} requires_grad={parameter.requires_grad}")
     if not mesh.replicated_axes or dist.get_backend(mesh.shard.group) == "fake":
         return
     digest = hashlib.sha256("\n".join([type(module).__name__, *lines]).encode()).hexdigest()
