@@ -23,6 +23,7 @@ from lightning_mfsdp.engine import ShardingError, note_collective
 from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.comm.mesh import EXPERT, axis_of
 from lightning_mfsdp.engine.params.group import owner_of
+from lightning_mfsdp.engine.params.part import part_of
 from lightning_mfsdp.moe.experts import GroupedExperts
 from lightning_mfsdp.moe.once import differentiable_once
 
@@ -65,6 +66,12 @@ def expert_parallel(
     if experts.dispatcher is not None or owner_of(experts.weight_in) is not None:
         raise ShardingError(
             "expert_parallel: these experts are divided or sharded already; call it once for each module, before fully_shard"
+        )
+    divided = [name for name, weight in experts.named_parameters() if part_of(weight) is not None]
+    if divided:
+        raise ShardingError(
+            f"expert_parallel: {divided[0]} is divided over a tensor axis already, and its parts would be taken for whole experts; call it "
+            "before the plan of the tensor axis is applied"
         )
     count = experts.num_experts // axis.size
     experts.first_expert = axis.rank * count
