@@ -280,8 +280,8 @@ def _whole_matrix(parameter: Tensor) -> RowPlacement | None:
     if placement is not None and placement.parts > 1:
         raise ShardingError(
             f"Muon.step: parameter {placement.name} of shape {tuple(placement.shape)} is one of {placement.parts} parts of a matrix, this "
-            'rank\'s experts or what a tensor axis gives it: expected whole matrices. Put it into a group with "use_muon": False, which AdamW '
-            "updates"
+            'rank\'s experts or what a tensor axis gives it: expected whole matrices. Put it into a group with "use_muon": False, which '
+            "AdamW updates"
         )
     return placement
 

@@ -6,7 +6,6 @@ import ast
 import weakref
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest

@@ -115,9 +115,9 @@ def refuse_parts(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> None:
             )
         if part is not None and part.local_shape(parameter.shape) != parameter.shape:
             raise ShardingError(
-                f"fully_shard: parameter {name} of {type(module).__name__} has shape {tuple(parameter.shape)}, and a part of dim {part.dim} "
-                f"of length {sum(part.sections)} for one of {part.size} ranks has {sum(part.sections) // part.size} there; something "
-                "replaced its data after the model was divided. Load weights before, or a checkpoint after fully_shard"
+                f"fully_shard: parameter {name} of {type(module).__name__} has shape {tuple(parameter.shape)}, and is marked as one of "
+                f"{part.size} parts of dim {part.dim}, of length {sum(part.sections)} in all; something replaced its data after the model "
+                "was divided. Load weights before that, or a checkpoint after fully_shard"
             )
     scalars = [name for name, parameter, _ in named if not parameter.dim()]
     if mesh.expert is not None and scalars:
