@@ -134,7 +134,7 @@ READ_MORE: Mapping[str, str] = {
     "computes in float16 and there is no loss scaling": "precision.md#loss-scaling-in-your-own-loop",
     "under loss scaling: the optimizer removes": "precision.md#loss-scaling-in-your-own-loop",
     "Muon: parameter … of shape": "strategies.md#muon",
-    "has the rows of this rank's experts": "strategies.md#muon",
+    "parts of a matrix, this rank": "strategies.md#muon",
     "contradict each other": "precision.md#your-own-policy",
     "there is no loss scaling, so small gradients become zero and large": "precision.md#trade-offs",
     "GradientWatch: expected": "callbacks.md#nan-and-infinite-gradients",

@@ -11,6 +11,7 @@ import inspect
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
@@ -41,7 +42,7 @@ __all__ = [
     "BatchNorm",
     "DispatchMode",
     "OpOverload",
-    "OwnRows",
+    "OwnShard",
     "PrefixStore",
     "Store",
     "abort_process_groups",
@@ -58,6 +59,7 @@ __all__ = [
     "carries_data",
     "ddp_ignores",
     "default_store",
+    "equal_part",
     "foreach_add_",
     "foreach_copy_",
     "foreach_lerp",
@@ -84,7 +86,6 @@ __all__ = [
     "reduce_scatter_coalesced",
     "reduce_scatter_flat",
     "set_data",
-    "shape_of_equal_part",
     "step_pre_hooks",
     "storage_users",
     "symmetric_memory",
@@ -202,21 +203,30 @@ def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor], re
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
 
-class OwnRows(Shard):
-    """A placement for a tensor whose rows on this rank follow a layout: DTensor's own functions query it for what this rank has.
+class OwnShard(Shard):
+    """A placement for a tensor of which each rank holds what a layout says: DTensor's own functions query it for what this rank has.
 
     Args:
-        rows: Of dim 0, of the whole tensor, that lie here.
-        is_first: Of several axes that split rows, the first reports for all.
-        like: A tensor that is distributed in this way.
+        dim: That is split.
+        extent: Along it, what of the whole tensor lies here.
+        is_first: Of several axes that split the dim, the first reports for all.
+        owner: A weak reference and a number, of what is distributed in this way. DTensor keeps placements of results by equal ones of
+            operands, for as long as the process lives, so those of different owners differ, and none keeps memory.
     """
 
-    def __init__(self, rows: range, is_first: bool, like: DTensor) -> None:
-        super().__init__(0)
-        self._rows, self._is_first, self.like = rows, is_first, like
+    def __init__(self, dim: int, extent: range, *, is_first: bool, owner: tuple[weakref.ref[Any], int]) -> None:
+        super().__init__(dim)
+        self._extent, self._is_first, self.owner = extent, is_first, owner
+
+    def __eq__(self, other: object) -> bool:
+        alike = isinstance(other, Shard) and super().__eq__(other)
+        return alike and (not isinstance(other, OwnShard) or other.owner == self.owner)
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), id(self.owner[0]), self.owner[1]))
 
     def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: int, rank: Any) -> Any:
-        return (len(self._rows), self._rows.start) if self._is_first else (curr_local_size, 0)
+        return (len(self._extent), self._extent.start) if self._is_first else (curr_local_size, 0)
 
 
 get_data: Callable[[Tensor], Tensor] = torch.Tensor.data.__get__  # type: ignore[attr-defined] # `parameter.data` of a plain parameter
@@ -438,10 +448,10 @@ def before_other_hooks(handle: RemovableHandle) -> None:
     hooks.move_to_end(handle.id, last=False)
 
 
-def shape_of_equal_part(tensor: DTensor) -> torch.Size:
+def equal_part(tensor: DTensor) -> tuple[torch.Size, tuple[int, ...]]:
     """Shape and offset of this rank's part of a DTensor (torch 2.10 to 2.14: `compute_local_shape_and_global_offset`)."""
-    shape, _ = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return torch.Size(shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return torch.Size(shape), tuple(offset)
 
 
 def is_traced() -> bool:

@@ -23,6 +23,7 @@ from lightning_mfsdp.engine import ShardingError, note_collective
 from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.comm.mesh import EXPERT, axis_of
 from lightning_mfsdp.engine.params.group import owner_of
+from lightning_mfsdp.engine.params.part import part_of
 from lightning_mfsdp.moe.experts import ExpertsOfRank, GroupedExperts
 from lightning_mfsdp.moe.huggingface import DIVIDED, DividedExperts, is_grouped_layer
 from lightning_mfsdp.moe.once import differentiable_once
@@ -80,6 +81,12 @@ def expert_parallel(
             _keep_own(f"{type(experts).__name__}.{name}", getattr(held, name), axis, mesh.device_type)
         setattr(experts, DIVIDED, DividedExperts(experts, by, first_expert))
         return experts
+    divided = [name for name in names if part_of(getattr(held, name)) is not None]
+    if divided:
+        raise ShardingError(
+            f"expert_parallel: {divided[0]} is divided over a tensor axis already, and its parts would be taken for whole experts; call it "
+            "before the plan of the tensor axis is applied"
+        )
     held.first_expert = first_expert
     for name in names:
         weight = getattr(held, name)

@@ -135,7 +135,7 @@ class Muon(LocalRowsOptimizer):
             closure: Computes the loss and gradients again; its result is returned.
 
         Raises:
-            ShardingError: A parameter is a DTensor, or has this rank's experts in one matrix.
+            ShardingError: A parameter is a DTensor, or a part of a matrix (this rank's experts, or what a tensor axis gives it).
         """
         loss = None
         if closure is not None:
@@ -279,8 +279,9 @@ def _whole_matrix(parameter: Tensor) -> RowPlacement | None:
     placement = row_placement(parameter)
     if placement is not None and placement.parts > 1:
         raise ShardingError(
-            f"Muon.step: parameter {placement.name} of shape {tuple(placement.shape)} has the rows of this rank's experts, one of "
-            f'{placement.parts} parts: expected whole matrices. Put it into a group with "use_muon": False, which AdamW updates'
+            f"Muon.step: parameter {placement.name} of shape {tuple(placement.shape)} is one of {placement.parts} parts of a matrix, this "
+            'rank\'s experts or what a tensor axis gives it: expected whole matrices. Put it into a group with "use_muon": False, which '
+            "AdamW updates"
         )
     return placement
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import weakref
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -402,7 +402,7 @@ def gloo_is_not_nccl(rank: int, world: int) -> None:
 def equal_parts(rank: int, world: int) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
     own = DTensor.from_local(torch.zeros(5 - rank, 2), mesh, [Shard(0)], run_check=False, shape=(9, 2), stride=(2, 1))
-    assert compat.shape_of_equal_part(own) == (5 - rank, 2)
+    assert compat.equal_part(own) == ((5 - rank, 2), (5 * rank, 0))
 
 
 CASES = {
@@ -532,12 +532,17 @@ def test_ranks_meet_in_the_default_store():
     assert run_distributed(meeting, 2) == [2, 2]
 
 
-def test_own_rows_say_what_this_rank_has():
-    like: Any = None
-    placement = compat.OwnRows(range(2, 5), True, like)
-    assert placement.is_shard()
-    assert placement._local_shard_size_and_offset(9, 4, 1) == (3, 2)
-    assert compat.OwnRows(range(2, 5), False, like)._local_shard_size_and_offset(3, 4, 1) == (3, 0)
+def test_own_shards_say_what_this_rank_has():
+    one, other = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def placement(module: nn.Module, number: int = 0, *, is_first: bool = True) -> compat.OwnShard:
+        return compat.OwnShard(1, range(2, 5), is_first=is_first, owner=(weakref.ref(module), number))
+
+    assert placement(one).is_shard(1)
+    assert placement(one)._local_shard_size_and_offset(9, 4, 1) == (3, 2)
+    assert placement(one, is_first=False)._local_shard_size_and_offset(3, 4, 1) == (3, 0)
+    assert placement(one) == Shard(1) == placement(one) != Shard(0)
+    assert len({placement(one), placement(one), placement(one, 1), placement(other)}) == 3
 
 
 def test_tensors_of_a_module_are_converted_by_the_rule_of_its_class():

@@ -26,6 +26,7 @@ from lightning_mfsdp.engine.params.fp32_modules import casts_alike, fp32_paramet
 from lightning_mfsdp.engine.params.group import ParameterGroup, owner_of, place_of
 from lightning_mfsdp.engine.params.group_spec import GroupSpec
 from lightning_mfsdp.engine.params.parameter import mark_owner
+from lightning_mfsdp.engine.params.part import copy_marks
 from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.params.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.runtime.buffers import share_from_first
@@ -275,6 +276,10 @@ def _encode(
         codec.encode(module, device)
     now = ((parameter, table[key]) for table, key, parameter in sites)
     encoded = [(old, new) for old, new in now if new is not None and new is not old]
+    for old, new in encoded:
+        copy_marks(old, new)
+        for hook in (old._backward_hooks or {}).values():
+            new.register_hook(hook)  # type: ignore[no-untyped-call]
     taken = dict.fromkeys(names[id(old)] for old, _ in encoded if id(old) in ignored)
     if taken:
         raise ShardingError(

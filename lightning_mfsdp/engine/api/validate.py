@@ -113,6 +113,12 @@ def refuse_parts(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> None:
                 f"mesh has {expected[0]} ranks along a tensor axis, of which this is number {expected[1]}; pass the mesh over whose "
                 'axis "tensor" the parameter was divided'
             )
+        if part is not None and part.local_shape(parameter.shape) != parameter.shape:
+            raise ShardingError(
+                f"fully_shard: parameter {name} of {type(module).__name__} has shape {tuple(parameter.shape)}, and is marked as one of "
+                f"{part.size} parts of dim {part.dim}, of length {sum(part.sections)} in all; something replaced its data after the model "
+                "was divided. Load weights before that, or a checkpoint after fully_shard"
+            )
     scalars = [name for name, parameter, _ in named if not parameter.dim()]
     if mesh.expert is not None and scalars:
         raise ShardingError(
@@ -135,7 +141,7 @@ def refuse_other_mesh(nested: Unit, context: Context) -> None:
             )
         if (tensor := _tensor_ranks(group.mesh)) != (outside := _tensor_ranks(context.mesh)):
             raise ShardingError(
-                f"fully_shard: unit {nested.name} was given a mesh with {tensor} ranks along a tensor axis, and the module around it one "
+                f"fully_shard: unit {nested.name} was given a mesh with ranks {tensor} along a tensor axis, and the module around it one "
                 f"with {outside}; pass meshes with the same tensor axis"
             )
         if group.mesh.num_ranks != context.mesh.num_ranks:
@@ -152,16 +158,18 @@ def refuse_other_mesh(nested: Unit, context: Context) -> None:
             )
 
 
-def _tensor_ranks(mesh: Mesh) -> int:
-    return 1 if mesh.tensor is None else mesh.tensor.size
+def _tensor_ranks(mesh: Mesh) -> list[int]:
+    """Those that compute the same data as this one."""
+    return [dist.get_rank()] if mesh.tensor is None else dist.get_process_group_ranks(mesh.tensor.group)
 
 
 def check_same_model(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> None:
     """Every rank must shard the same parameters, or collectives would mix different ones."""
-    lines = [
-        f"{name}: {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
-        for name, parameter, _ in named
-    ]
+    lines = []
+    for name, parameter, _ in named:
+        part = part_of(parameter)
+        of = "" if part is None else f" of sections {part.sections} of dim {part.dim}"
+        lines.append(f"{name}: {tuple(parameter.shape)}{of} {parameter.dtype} requires_grad={parameter.requires_grad}")
     if not mesh.replicated_axes or dist.get_backend(mesh.shard.group) == "fake":
         return
     digest = hashlib.sha256("\n".join([type(module).__name__, *lines]).encode()).hexdigest()

@@ -404,7 +404,7 @@ def _works_on_rows(optimizer: Optimizer, said: bool | None, *, known: bool) -> b
             instead = "lightning_mfsdp.optim.Muon, the same rule with the same arguments for sharded matrices"
         raise ShardingError(
             f"fully_shard_optimizer: {name} needs whole vectors or matrices and cannot run on shards; use {instead}, or "
-            'sharding="no_shard" without offload, which leaves everything whole on every rank'
+            'sharding="no_shard" without offload and without a tensor axis, which leaves everything whole on every rank'
         )
     return known if said is None else said
 

@@ -29,7 +29,7 @@ class RowPlacement:
         shape: Of all rows together; where ranks compute with different parts, of this rank's part.
         group: The ranks that share the rows out among them; `None` where every rank has all of them.
         rows: Of dim 0, by rank of `group`; of this rank alone where there is no group. Together all of them, each once.
-        parts: How many ranks have other parts of what the parameter stands for, such as other experts.
+        parts: Of how many parts this rank's is one: other ranks have other experts, or other parts along a tensor axis.
     """
 
     name: str

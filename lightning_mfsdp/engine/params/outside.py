@@ -128,11 +128,9 @@ def _whole(tensor: PlacedTensor) -> tuple[Tensor, ManagedGroup | None]:
     entry = group.entries[index]
     if not (torch.is_grad_enabled() and tensor.requires_grad) or not group.unit_name:
         return tensor.full_tensor(), None
-    if tensor is not entry.sharded:
-        copied = tensor.copied
-        if copied is None or copied.node is not tensor.grad_fn:
-            refuse_gradient(tensor.described)
-        return _Whole.apply(_anchor(), [copied.parameter, tensor.full_tensor()]), group  # type: ignore[no-untyped-call]
+    copied = tensor.copied
+    if tensor is not entry.sharded and (copied is None or copied.node is not tensor.grad_fn):
+        refuse_gradient(tensor.described)
     if is_summed(entry.full):
         raise EngineStateError(
             f"parameter {tensor.described}: a loss was computed from it outside of its module's forward, and its gradients are added up "
@@ -145,6 +143,8 @@ def _whole(tensor: PlacedTensor) -> tuple[Tensor, ManagedGroup | None]:
             f'"{entry.part_axes[0].name}" ranks compute with different parts of it, so gradients could not be added up. Compute it in the '
             "forward of the module that owns it, or under torch.no_grad()"
         )
+    if copied is not None:
+        return _Whole.apply(_anchor(), [copied.parameter, tensor.full_tensor()]), group  # type: ignore[no-untyped-call]
     unsharded = group.use_outside(index)
     if unsharded is not None:
         return unsharded, group

@@ -81,9 +81,15 @@ class Piece:
     @property
     def row_range(self) -> range:
         """`row_ranges` where there is one; of several, as many rows from the first on."""
-        ranges = self.row_ranges
-        start = ranges[0].start if ranges else self.rows.start
-        return range(start, start + len(self.rows))
+        return self.extent(0)
+
+    def extent(self, dim: int) -> range:
+        """Along one dim, what this rank holds of the whole parameter; of several strips, as many entries from the first on."""
+        if not self.shape:
+            return self.rows
+        length, spans = len(self.rows) if dim == 0 else self.part_shape[dim], self._spans(dim)
+        start = spans[0].whole if spans else self.rows.start
+        return range(start, start + length)
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:

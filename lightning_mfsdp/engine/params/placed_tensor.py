@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError
@@ -125,13 +125,16 @@ class PlacedTensor(DTensor):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """As of any DTensor; those that split it use the rows of this rank."""
+        """As of any DTensor; those that split it say what this rank has."""
         found: list[Placement] = []
-        is_first = True
+        split: set[int] = set()
         for placement in self._spec.placements:
-            splits_rows = placement.is_shard(0)
-            found.append(compat.OwnRows(self.lies.piece.row_range, is_first, self) if splits_rows else placement)
-            is_first = is_first and not splits_rows
+            if isinstance(placement, Shard):
+                dim, piece = placement.dim, self.lies.piece
+                found.append(compat.OwnShard(dim, piece.extent(dim), is_first=dim not in split, owner=self._owner))
+                split.add(dim)
+            else:
+                found.append(placement)
         return tuple(found)
 
     def of_whole(self, whole: Tensor) -> Tensor:

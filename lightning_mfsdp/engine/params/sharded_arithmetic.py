@@ -146,18 +146,17 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         if like is not None and like.is_divided and not like.lies.piece.has_whole_rows and shape != like.shape:
             refuse_layout(name, like)
         for place, tensor in tensors.items():
-            if like is not None and _is_divided(tensor) and _has_rows_of(tensor, shape):
-                if tensor is like or lie_alike(tensor, like):
-                    here[place] = tensor._local_tensor
-                elif like.lies.piece.has_whole_rows:
+            if like is None:
+                here[place] = _whole(tensor)
+            elif tensor is like or _lies_as(tensor, like, shape):
+                here[place] = cast("PlacedTensor", tensor)._local_tensor
+            else:
+                if place[0] in written:
+                    _refuse_written(name, tensor, like)
+                if _is_divided(tensor) and (tensor.shape == like.shape or _has_rows_of(tensor, like, shape)):
                     away[place] = tensor, like
                 else:
-                    here[place] = _cut(_whole(tensor), like, shape)
-            else:
-                here[place] = _cut(_whole(tensor), like, shape)
-    for place in away:
-        if place[0] in written:
-            _refuse_partners(name, away[place])
+                    here[place] = _cut(_whole(tensor, like), like, shape)
     here.update(zip(away, rows_where(list(away.values())), strict=True))
     result = func(
         *(_replaced(value, key, here) for key, value in enumerate(args)),
@@ -193,8 +192,8 @@ def _placed(tensor: Tensor) -> Tensor:
     """A DTensor that the user made of a parameter's rows and its `placements`, as one of ours."""
     if isinstance(tensor, DTensor) and not isinstance(tensor, PlacedTensor):
         for placement in tensor.placements:
-            if isinstance(placement, compat.OwnRows) and isinstance(placement.like, PlacedTensor):
-                made: PlacedTensor = PlacedTensor.over(tensor._local_tensor, placement.like, shape=tensor.shape)
+            if isinstance(placement, compat.OwnShard) and (group := placement.owner[0]()) is not None:
+                made: PlacedTensor = _rows(tensor._local_tensor, group.entries[placement.owner[1]].sharded)
                 return made
     return tensor
 
@@ -229,30 +228,36 @@ def _model(
     return next((tensor for tensor in fit if tensor.is_divided), fit[0] if fit else None), shape
 
 
-def _has_rows_of(tensor: Tensor, shape: torch.Size) -> bool:
-    return 0 < tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
+def _lies_as(tensor: Tensor, like: PlacedTensor, shape: torch.Size) -> bool:
+    """Whether every rank has what meets its numbers of `like` in an operation whose operands together have a shape."""
+    return _is_divided(tensor) and tensor.dim() == len(shape) and lie_alike(tensor, like)
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """All rows, plain; collective where they are distributed."""
+def _has_rows_of(tensor: Tensor, like: PlacedTensor, shape: torch.Size) -> bool:
+    """Whether ranks have whole rows of `like`, which meet rows of the tensor, and not the same numbers several times."""
+    return like.lies.piece.has_whole_rows and 0 < tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
+
+
+def _whole(tensor: Tensor, like: PlacedTensor | None = None) -> Tensor:
+    """All rows, plain; collective where they are distributed. `like` is what they shall meet."""
     if not isinstance(tensor, DTensor):
         return tensor
     if all(placement.is_replicate() for placement in tensor.placements):
         return tensor._local_tensor
     if not isinstance(tensor, PlacedTensor):
-        _refuse_other_parts(tensor)
+        _refuse_other_parts(tensor, like)
         # Torch 2.11 would detach what needs a gradient in place, which DTensor does not support.
         return cast("DTensor", tensor.detach()).full_tensor()
     return tensor.full_tensor()
 
 
-def _cut(whole: Tensor, like: PlacedTensor | None, shape: torch.Size) -> Tensor:
-    """What of a whole tensor meets the rows that this rank has of `like`; all of it where it is repeated along dim 0."""
-    if like is None or not like.is_divided:
+def _cut(whole: Tensor, like: PlacedTensor, shape: torch.Size) -> Tensor:
+    """What of a whole tensor meets the numbers that this rank has of `like`; all of it where it is the same for all rows."""
+    if not like.is_divided:
         return whole
     piece = like.lies.piece
     if piece.has_whole_rows:
-        return piece.rows_of(whole) if _has_rows_of(whole, shape) else whole
+        return piece.rows_of(whole) if _has_rows_of(whole, like, shape) else whole
     return piece.of(whole.expand(piece.shape)) if whole.dim() else whole
 
 
@@ -360,26 +365,38 @@ def _shared_out(value: Tensor, like: PlacedTensor | None, *, shows_weight: bool 
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def _refuse_other_parts(tensor: DTensor) -> None:
-    """Raise on all ranks if a DTensor that is not ours has other rows on any rank than DTensor would place there: it cannot be gathered."""
-    mesh = tensor.device_mesh
-    differs = torch.tensor(
-        tensor._local_tensor.shape != compat.shape_of_equal_part(tensor), dtype=torch.int32, device=mesh.device_type
-    )
+def _refuse_other_parts(tensor: DTensor, like: PlacedTensor | None) -> None:
+    """Raise on all ranks if a DTensor that is not ours has other rows on any rank than DTensor would place there: it cannot be gathered.
+
+    If its parts have the shapes of equal ones, and those of `like`, which lie elsewhere, it may be either.
+    """
+    mesh, local = tensor.device_mesh, tensor._local_tensor
+    shape, offset = compat.equal_part(tensor)
+    flags = [local.shape != shape, True, False]
+    if like is not None and (like.shape, like.device_mesh) == (tensor.shape, mesh):
+        places = [box.offsets for box in like.lies.piece.boxes]
+        flags[1:] = [local.shape != like._local_tensor.shape, local.numel() > 0 and places != [offset]]
+    found = torch.tensor(flags, dtype=torch.int32, device=mesh.device_type)
     for dim in range(mesh.ndim):
-        dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    if differs.item():
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    differs, is_no_part_of_like, lies_elsewhere = map(bool, found.tolist())
+    if differs or (lies_elsewhere and not is_no_part_of_like):
         optimizer = stepping_optimizer()
         where = f" in the step of {type(optimizer).__name__}" if optimizer is not None else ""
         raise LayoutError(
             f"a DTensor of shape {tuple(tensor.shape)}{where} has other rows than DTensor gives each rank, because it was made of a "
-            "sharded parameter's rows. Make it by torch.zeros_like(parameter). "
-            f"{OPTIMIZER_ADVICE}"
+            "sharded parameter's rows. Make it by torch.zeros_like(parameter), or pass its full_tensor() if it was distributed as DTensor "
+            f"does. {OPTIMIZER_ADVICE}"
         )
 
 
-def _refuse_partners(name: str, partners: Sequence[PlacedTensor]) -> NoReturn:
-    described = ", ".join(dict.fromkeys(partner.described for partner in partners))
+def _refuse_written(name: str, tensor: Tensor, like: PlacedTensor) -> None:
+    """Raise if an operation that computes with pieces that lie as `like` would write to a tensor that lies otherwise."""
+    if not tensor.dim() or not (like.is_divided or _is_divided(tensor)):
+        return
+    if not isinstance(tensor, PlacedTensor):
+        refuse_layout(name, like)
+    described = ", ".join(dict.fromkeys(partner.described for partner in (tensor, like)))
     raise EngineStateError(
         f"{name}: parameters {described} have their rows on different ranks, because their shapes or units differ, and this operation "
         "would write to both; go through full_tensor(), or shard both models alike"

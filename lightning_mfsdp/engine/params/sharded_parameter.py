@@ -19,6 +19,7 @@ from lightning_mfsdp.engine.params.managed import ManagedGroup
 from lightning_mfsdp.engine.params.number import Number
 from lightning_mfsdp.engine.params.piece import Piece
 from lightning_mfsdp.engine.params.placed_tensor import Lies, as_dtensor
+from lightning_mfsdp.engine.params.rows_exchange import lie_alike
 from lightning_mfsdp.engine.params.sharded_arithmetic import refuse_gradient
 from lightning_mfsdp.engine.params.sharded_tensor import Rows
 
@@ -29,10 +30,10 @@ _EQUAL = (Tensor.__eq__, Tensor.eq)
 
 
 class ShardedParameter(Rows):
-    """This rank's rows of a main weight, in the global shape. Rows are whole; their number may differ between ranks or be zero.
+    """This rank's rows of a main weight, in the global shape. Their number may differ between ranks or be zero.
 
-    It can be used in elementwise arithmetic and optimizers like any DTensor. Mixed with plain tensors, as in a forward
-    outside its unit, it is gathered, with a warning for large parameters.
+    Rows are whole, unless ranks compute with parts of them (part.py). It can be used in elementwise arithmetic and optimizers like any
+    DTensor. Mixed with plain tensors, as in a forward outside its unit, it is gathered, with a warning for large parameters.
     """
 
     shows_weight = True
@@ -108,7 +109,7 @@ class ShardedParameter(Rows):
     def grad(self, value: Tensor | None) -> None:
         if self._local.grad is None:  # as all are while a forward is recorded
             self._refuse_in_recording()
-        if value is not None and not isinstance(value, Rows):
+        if value is not None and not (isinstance(value, Rows) and lie_alike(value, self)):
             value = self._rows_of(value)
         self._local.grad = None if value is None else value._local_tensor
         self.gradient_rows = value if isinstance(value, Rows) and value is not self._shown_gradient() else None
@@ -129,7 +130,7 @@ class ShardedParameter(Rows):
             )
 
     def _rows_of(self, value: Tensor) -> Rows:
-        """This rank's rows of a gradient that is whole on every rank."""
+        """This rank's rows of a gradient that is whole on every rank, or lies elsewhere."""
         if isinstance(value, (DTensor, Number)):
             value = value.full_tensor()
         if value.shape != self.shape:

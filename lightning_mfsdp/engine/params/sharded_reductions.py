@@ -145,9 +145,11 @@ def _norm(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool
 
 def _power_sum(local: Tensor, order: float, dims: list[int] | None, *, keep: bool, dtype: torch.dtype) -> Tensor:
     """The term from which norms of parts are combined: the sum of powers, the extreme, or the number of nonzeros."""
+    every = list(range(local.dim())) if dims is None else dims
+    if order < 0 and _has_nothing(local, every) and not math.isinf(order):  # of which PyTorch has no norm
+        return local.new_zeros(_kept(local, every, keep), dtype=dtype)
     if math.isinf(order):
         magnitude = local.abs().to(dtype)
-        every = list(range(local.dim())) if dims is None else dims
         return _extreme_here(magnitude, every, keep, largest=order > 0, neutral=0.0 if order > 0 else math.inf)
     norm: Tensor = torch.linalg.vector_norm(local, order, dims, keepdim=keep, dtype=dtype)
     return norm if order == 0 else norm**order
@@ -162,10 +164,18 @@ def _root(total: Tensor, order: float, axes: Sequence[Axis]) -> Tensor:
 
 def _extreme_here(local: Tensor, dims: list[int], keep: bool, *, largest: bool, neutral: float) -> Tensor:
     """Partial result of the rows here; the neutral element if there are none."""
-    if 0 in dims and not local.shape[0]:
-        kept = [1 if dim in dims else size for dim, size in enumerate(local.shape) if keep or dim not in dims]
-        return local.new_full(kept, neutral)
+    if _has_nothing(local, dims):
+        return local.new_full(_kept(local, dims, keep), neutral)
     return torch.amax(local, dims, keepdim=keep) if largest else torch.amin(local, dims, keepdim=keep)
+
+
+def _has_nothing(local: Tensor, dims: list[int]) -> bool:
+    return 0 in dims and not local.shape[0]
+
+
+def _kept(local: Tensor, dims: list[int], keep: bool) -> list[int]:
+    """The shape of what is reduced over some dims."""
+    return [1 if dim in dims else size for dim, size in enumerate(local.shape) if keep or dim not in dims]
 
 
 def _extreme(rows: PlacedTensor, dims: list[int], keep: bool, *, largest: bool) -> Tensor:

@@ -12,7 +12,8 @@ __all__ = ["OPTIMIZER_ADVICE", "call_closure", "stepping_optimizer"]
 
 OPTIMIZER_ADVICE = (
     "An optimizer that treats every number by itself works on plain rows: call fully_shard_optimizer(optimizer, elementwise=True), under "
-    'Lightning in configure_optimizers. One that needs whole tensors works where they are whole: sharding="no_shard" without offload'
+    'Lightning in configure_optimizers. One that needs whole tensors works where they are whole: sharding="no_shard" without offload and '
+    "without a tensor axis"
 )
 
 
