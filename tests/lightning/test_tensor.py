@@ -299,6 +299,11 @@ REFUSED: dict[str, tuple[type[Trained], dict[str, Any], str]] = {
     "no plan": (NoPlan, {}, "NoPlan has no tensor parallel plan: give one"),
     "heads": (FewHeads, {}, "1 KV heads cannot be divided over 2 tensor ranks|1 heads of 8 numbers cannot be divided"),
     "rules": (Wide, {"tensor_plan": {"model.nothing": "colwise"}}, "rules that match nothing.*model.nothing"),
+    "ignored": (
+        Wide,
+        {"ignored_parameters": ["model.model.layers.0.mlp.up_proj.weight"]},
+        "up_proj.weight .* is among ignored_parameters and a part of a larger one",
+    ),
     "product": (Wide, {"tensor": 3}, "outer x data x context x tensor = 1 x 1 x 1 x 3 = 3, but there are 2 ranks"),
 }
 

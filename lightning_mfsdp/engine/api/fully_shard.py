@@ -16,7 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.initialize import materialize
-from lightning_mfsdp.engine.api.validate import Named, check_same_model, refuse_other_mesh, refuse_parts, refuse_unfit
+from lightning_mfsdp.engine.api.validate import (
+    Named,
+    check_same_model,
+    refuse_ignored_parts,
+    refuse_other_mesh,
+    refuse_parts,
+    refuse_unfit,
+)
 from lightning_mfsdp.engine.comm.communicators import check_symmetric_memory
 from lightning_mfsdp.engine.comm.mesh import Mesh, resolve_mesh
 from lightning_mfsdp.engine.features.direct_gradients import write_directly
@@ -125,6 +132,7 @@ def fully_shard(
     named, borrowed = _parameters_of(whole, ignored)
     refuse_unfit(whole, named, policy)
     refuse_parts(whole, named, resolved)
+    refuse_ignored_parts(whole, ignored)
     check_same_model(whole, named, resolved)
     _share_buffers(whole, resolved, device)
     keep_fp32 = set[int]().union(*(fp32_parameters(member, policy) for member in members))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightning_mfsdp.engine.runtime.context import Context
     from lightning_mfsdp.engine.runtime.unit import Unit
 
-__all__ = ["Named", "check_same_model", "refuse_other_mesh", "refuse_parts", "refuse_unfit"]
+__all__ = ["Named", "check_same_model", "refuse_ignored_parts", "refuse_other_mesh", "refuse_parts", "refuse_unfit"]
 
 # A parameter with its first name and all the places that hold it: the `_parameters` table of a module and the key in it.
 Named = tuple[str, nn.Parameter, list[tuple[dict[str, Any], str]]]
@@ -125,6 +125,21 @@ def refuse_parts(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> None:
             f"fully_shard: parameter {scalars[0]} of {type(module).__name__} is a single number, and along the mesh's axis "
             f'"{mesh.expert.name}" every rank holds other rows of each parameter; put it into a module around the experts'
         )
+
+
+def refuse_ignored_parts(module: nn.Module, ignored: set[int]) -> None:
+    """Refuse parts of parameters that are not to be sharded: norms and checkpoints would take each rank's for the whole.
+
+    Raises:
+        ShardingError: With the name of the first one.
+    """
+    for name, parameter in module.named_parameters():
+        if id(parameter) in ignored and part_of(parameter) is not None:
+            raise ShardingError(
+                f"fully_shard: parameter {name} of {type(module).__name__} is among ignored_parameters and a part of a larger one along a "
+                "tensor axis, so norms and checkpoints would take this rank's for the whole; leave it out of ignored_parameters, or out of "
+                "the plan of the tensor axis"
+            )
 
 
 def refuse_other_mesh(nested: Unit, context: Context) -> None:
