@@ -82,6 +82,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         context_dims: As in `MFSDPStrategy`.
         tensor: As in `MFSDPStrategy`.
         tensor_plan: As in `MFSDPStrategy`.
+        sequence_parallel: As in `MFSDPStrategy`.
         expert: As in `MFSDPStrategy`.
         expert_dispatcher: As in `MFSDPStrategy`.
         shared_batches: As in `MFSDPStrategy`.
@@ -131,6 +132,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         context_dims: Mapping[str, int | None] | None = None,
         tensor: int = 1,
         tensor_plan: Mapping[str, str] | None = None,
+        sequence_parallel: bool = False,
         expert: int = 1,
         expert_dispatcher: Literal["all_gather", "all_to_all"] = "all_gather",
         shared_batches: Literal["compare", "broadcast"] = "compare",

@@ -97,6 +97,7 @@ class StrategyOptions:
     context_dims: Mapping[str, int | None] | None = None
     tensor: int = 1
     tensor_plan: Mapping[str, str] | None = None
+    sequence_parallel: bool = False
     expert: int = 1
     expert_dispatcher: Literal["all_gather", "all_to_all"] = "all_gather"
     shared_batches: Literal["compare", "broadcast"] = "compare"
@@ -138,6 +139,7 @@ class StrategyOptions:
         check_choice("context_method", self.context_method, ("auto", *METHODS))
         check_choice("shared_batches", self.shared_batches, ("compare", "broadcast"))
         check_choice("expert_dispatcher", self.expert_dispatcher, ("all_gather", "all_to_all"))
+        check_choice("sequence_parallel", self.sequence_parallel, (True, False))
         check_choice("loss_count", self.loss_count, ("auto", "tokens"))
         check_context_dims(self.context_dims)
         check_choice("state_dict_type", self.state_dict_type, ("sharded", "full"))
@@ -201,6 +203,10 @@ class StrategyOptions:
             device: Of this rank.
             before: Called with a module in which nothing is sharded yet.
         """
+        if self.sequence_parallel and mesh.tensor is None:
+            raise ValueError(
+                "sequence_parallel=True divides sequences over a tensor axis, and there is none; use tensor=2, or leave it out"
+            )
         precision.prepare_module(module, mesh.sharded)
         root = unit_of(module)
         if root is not None:
@@ -297,7 +303,7 @@ class StrategyOptions:
         """Prepare a module whose layers the ranks of a tensor axis compute together, all of them from equal values and random numbers."""
         share_random_state(group, device)
         share_values(module, group, device)
-        applied = apply_plan(module, self.tensor_plan, group)
+        applied = apply_plan(module, self.tensor_plan, group, sequence_parallel=self.sequence_parallel)
         rank_zero_info(
             f"mfsdp: {len(applied.styles)} layers and parameters are divided over {dist.get_world_size(group)} tensor ranks"
         )

@@ -216,9 +216,10 @@ class RowwiseLinear(nn.Linear):
     """
 
     tensor_group: TensorGroup
+    total: Change
 
     def forward(self, input: Tensor) -> Tensor:
         """As of `nn.Linear`; the input is a part, and the output is whole."""
         check_divided(self)
-        total = summed(F.linear(input, self.weight), self.tensor_group)
+        total = self.total(F.linear(input, self.weight), self.tensor_group)
         return total + self.bias.to(total.dtype)  # under autocast, the bias has another one

@@ -19,6 +19,7 @@ from lightning_mfsdp.tensor_parallel.dtensors import has_dtensors, take_dtensors
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied
 from lightning_mfsdp.tensor_parallel.layers import SharedInput, WholeModule
 from lightning_mfsdp.tensor_parallel.logits import DividedLogits
+from lightning_mfsdp.tensor_parallel.sequence import find_stacks
 from lightning_mfsdp.tensor_parallel.styles import Style, Target, style_named
 
 __all__ = ["AppliedPlan", "apply_plan", "mark_megatron_layers"]
@@ -37,7 +38,9 @@ class AppliedPlan:
     unused: tuple[str, ...]
 
 
-def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, group: dist.ProcessGroup) -> AppliedPlan:
+def apply_plan(
+    model: nn.Module, plan: Mapping[str, str] | None, group: dist.ProcessGroup, *, sequence_parallel: bool = False
+) -> AppliedPlan:
     """Have the ranks of a tensor axis divide the weights of a model and compute it together.
 
     All ranks give the model equal inputs, and get equal outputs. Parameters stay the same objects and become plain parts of themselves,
@@ -49,6 +52,7 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, group: dist.Pro
         plan: Names of modules or parameters to names of styles (`STYLES`). `*` stands for one part of a name, such as the number of a
             layer. `None`: the plans of transformers' models inside, unless `parallelize_module` has divided layers.
         group: The ranks of the axis.
+        sequence_parallel: Between attention and MLPs, each rank has a part of every sequence (sequence.py).
 
     Raises:
         ShardingError: There is no plan, a rule matches nothing, a style is unknown, or something cannot be divided; with its name and
@@ -75,6 +79,7 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, group: dist.Pro
         _check_parameters(target, style)
     targets = [(target, style, style.parts(target, ranks)) for target, style in matched]
     _check(model, targets, ranks)
+    stacks = find_stacks(model, targets) if sequence_parallel and ranks.size > 1 else None
     taken = take_dtensors(model, group) if is_divided_by_torch else []
     mark_megatron_layers(model, group)
     heads = _heads(pretrained, targets, ranks) if ranks.size > 1 else {}
@@ -82,9 +87,14 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str] | None, group: dist.Pro
     for target, style, parts in targets if ranks.size > 1 else ():
         logits, inputs = heads.get(id(target.module)), shared.get(id(target.module))
         before = style.before if inputs is None else inputs.copied
-        style.install(target, ranks, parts, before, style.after if logits is None else logits.after_head)
+        after = style.after if logits is None else logits.after_head
+        if stacks is not None and target.key is None:
+            before, after = stacks.before(target.module, before), stacks.after(target.module, after)
+        style.install(target, ranks, parts, before, after)
+    if stacks is not None:
+        stacks.install(ranks)
     if ranks.size > 1:
-        _watch_others(model, targets)
+        _watch_others(model, targets, stacks.whole_parameters() if stacks is not None else set())
     divide(model)
     styles = {target.name: style.name for target, style in matched} | dict.fromkeys(taken, "DTensor")
     return AppliedPlan(styles=styles, unused=tuple(unused))
@@ -211,9 +221,9 @@ def _shared_inputs(targets: list[tuple[Target, Style, dict[str, Part]]]) -> dict
     return found
 
 
-def _watch_others(model: nn.Module, targets: list[tuple[Target, Style, dict[str, Part]]]) -> None:
+def _watch_others(model: nn.Module, targets: list[tuple[Target, Style, dict[str, Part]]], known: set[int]) -> None:
     """Have modules with parameters that no rule is for find out whether one is needed."""
-    ruled = {
+    ruled = known | {
         id(inside)
         for target, style, _ in targets
         if style.kind or style.sums_gradients

@@ -175,6 +175,7 @@ class Style:
         if self.divides == "columns" and isinstance(module, nn.Linear) and module.bias is not None:
             module.__class__ = RowwiseLinear
             module.tensor_group = group  # type: ignore[assignment]
+            module.total = after  # type: ignore[assignment]
             return handles
         return handles if after is None else [*handles, change_output(module, after, group)]
 
@@ -312,7 +313,7 @@ STYLES: Mapping[str, Style] = {style.name: style for style in _ALL} | {
 
 # Styles of transformers' plans that are known and not supported, and why.
 REFUSED: Mapping[str, str] = {
-    "sequence_parallel": "activations between blocks are not divided along the sequence",
+    "sequence_parallel": "it is an option of apply_plan, for whole stacks of layers",
     "ep_dispatch_experts": "it belongs to a plan of expert parallelism",
     "grouped_gemm": "it belongs to a plan of expert parallelism",
 }

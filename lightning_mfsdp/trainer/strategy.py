@@ -101,6 +101,8 @@ class MFSDPStrategy(CheckpointingStrategy):
             those given to parallelize_module).
         tensor_plan: Names of modules or parameters to names of styles, such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}; see
             `lightning_mfsdp.tensor_parallel`. `None`: the own plans of models of transformers.
+        sequence_parallel: Between attention and MLPs, each tensor rank has a part of every sequence, so that these activations take
+            1 / tensor of the memory. For models whose layers are attention, MLPs and norms.
         expert: Ranks along the expert axis, which have different experts of every layer and compute for each other. They are some of the
             data and context ranks. For `GroupedExperts`, and experts of transformers' models that grouped products can compute.
         expert_dispatcher: How tokens reach experts of other ranks. "all_gather": all tokens go to all ranks of the axis, and nothing waits
@@ -171,6 +173,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         context_dims: Mapping[str, int | None] | None = None,
         tensor: int = 1,
         tensor_plan: Mapping[str, str] | None = None,
+        sequence_parallel: bool = False,
         expert: int = 1,
         expert_dispatcher: Literal["all_gather", "all_to_all"] = "all_gather",
         shared_batches: Literal["compare", "broadcast"] = "compare",

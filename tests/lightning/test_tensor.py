@@ -91,6 +91,11 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "data 2, tensor 2": (4, {"tensor": 2}),
     "outer 2, tensor 2": (4, {"outer": 2, "tensor": 2, "outer_sharding": "optim"}),
     "context 2, tensor 2": (4, {"context": 2, "tensor": 2}),
+    "sequence parallel": (2, {"tensor": 2, "sequence_parallel": True}),
+    "context 2, sequence parallel": (
+        4,
+        {"context": 2, "tensor": 2, "sequence_parallel": True, "recompute": {"method": "uniform"}},
+    ),
     "Lightning's words": (4, {"data_parallel_size": 2, "tensor_parallel_size": 2}),
 }
 
@@ -275,6 +280,29 @@ def test_layers_given_to_parallelize_module_train_as_on_one_rank(kind: type[Trai
             assert_equal(found, expected, 1e-12)
 
 
+class Experts(OwnLoss):
+    """A layer that is no pair of divided layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**LLAMA, num_local_experts=2))
+
+
+class Dropping(Wide):
+    """Dropout between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.model.layers[0].dropout = nn.Dropout(0.1)
+
+
+class Odd(Wide):
+    """Sequences of 15 tokens."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss({name: value[:, 1:] for name, value in batch.items()})
+
+
 class NoPlan(Trained):
     """Layers of its own."""
 
@@ -304,6 +332,18 @@ REFUSED: dict[str, tuple[type[Trained], dict[str, Any], str]] = {
         {"ignored_parameters": ["model.model.layers.0.mlp.up_proj.weight"]},
         "up_proj.weight .* is among ignored_parameters and a part of a larger one",
     ),
+    "sequences of experts": (
+        Experts,
+        {"sequence_parallel": True},
+        "sequence_parallel=True: .* leave sequence_parallel out",
+    ),
+    "dropped tokens": (Dropping, {"sequence_parallel": True}, "layers.0.dropout drops out 0.1 of the numbers"),
+    "odd sequences": (
+        Odd,
+        {"sequence_parallel": True},
+        r"of shape \(4, 15, 32\), expected .* S divisible by the 2 tensor ranks",
+    ),
+    "no axis": (Wide, {"tensor": 1, "sequence_parallel": True}, "sequence_parallel=True divides .* and there is none"),
     "product": (Wide, {"tensor": 3}, "outer x data x context x tensor = 1 x 1 x 1 x 3 = 3, but there are 2 ranks"),
 }
 

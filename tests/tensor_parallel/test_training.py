@@ -57,13 +57,13 @@ def sharded(model: Any, mesh: Any, sharding: str) -> None:
     fully_shard(model, mesh, sharding=sharding, policy=FLOAT64)
 
 
-def compare(kind: str, sizes: tuple[int, int, int], sharding: str) -> None:
+def compare(kind: str, sizes: tuple[int, int, int], sharding: str, *, sequence_parallel: bool = False) -> None:
     outer, data, tensor = sizes
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "data", "tensor"))
     mesh = mesh if outer > 1 else mesh["data", "tensor"]
     plain = built(kind)
     model = copied_model(plain)
-    apply_plan(model, None, mesh.get_group("tensor"))
+    apply_plan(model, None, mesh.get_group("tensor"), sequence_parallel=sequence_parallel)
     sharded(model, mesh, sharding)
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     norms = reference(plain, outer * data)
@@ -107,3 +107,21 @@ def every_mesh(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_weights_and_norms_are_those_of_one_process(world: int) -> None:
     run_distributed(every_mesh, world)
+
+
+DENSE = [kind for kind in MODELS if kind not in ("Mixtral", "Qwen3-MoE", "DeepSeek-V2")]
+
+
+def divided_sequences(rank: int, world: int) -> None:
+    meshes = [name for name, sizes in MESHES.items() if sizes[0] * sizes[1] * sizes[2] == world]
+    with in_double():
+        for kind, name in pairwise(DENSE, meshes):
+            try:
+                compare(kind, MESHES[name], "optim_grads_params", sequence_parallel=True)
+            except Exception as error:
+                raise AssertionError(f"{kind}, {name}") from error
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_divided_sequences_give_the_same_weights_and_norms(world: int) -> None:
+    run_distributed(divided_sequences, world)
