@@ -101,7 +101,7 @@ def _keep_own(name: str, weight: nn.Parameter, axis: Axis, device_type: str) -> 
     """This rank's experts of a weight that is whole on every rank, in the same parameter: it may be marked as a part."""
     if weight.is_meta:
         raise ShardingError(
-            f"expert_parallel: {name} is on the meta device; initialize it first, as fully_shard_units does"
+            f"expert_parallel: {name} is on the meta device; use it after its parameters have values, which fully_shard_units gives them"
         )
     content = weight.detach().to(device_type).contiguous()  # where the group communicates
     dist.broadcast(content.view(-1).view(torch.uint8), group=axis.group, group_src=0)

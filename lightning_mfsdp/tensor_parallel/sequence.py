@@ -14,6 +14,7 @@ evaluation and generation may have sequences of any length.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -204,7 +205,7 @@ def _summed_for(layer: nn.Module) -> Change:
     return change
 
 
-class _Changed:
+class _Changed(ABC):
     """A hook that changes the hidden states among the arguments: the first one, or that of this name."""
 
     def __init__(self, group: TensorGroup) -> None:
@@ -224,9 +225,9 @@ class _Changed:
             " leave sequence_parallel out"
         )
 
+    @abstractmethod
     def changed(self, module: nn.Module, hidden: Tensor) -> Tensor:
         """The tensor in its place."""
-        raise NotImplementedError
 
 
 class _Part(_Changed):

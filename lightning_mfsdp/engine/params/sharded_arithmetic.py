@@ -385,8 +385,7 @@ def _refuse_other_parts(tensor: DTensor, like: PlacedTensor | None) -> None:
         where = f" in the step of {type(optimizer).__name__}" if optimizer is not None else ""
         raise LayoutError(
             f"a DTensor of shape {tuple(tensor.shape)}{where} has other rows than DTensor gives each rank, because it was made of a "
-            "sharded parameter's rows. Make it by torch.zeros_like(parameter), or pass its full_tensor() if it was distributed as DTensor "
-            f"does. {OPTIMIZER_ADVICE}"
+            f"parameter's. Make it by torch.zeros_like(parameter). {OPTIMIZER_ADVICE}"
         )
 
 
@@ -408,8 +407,8 @@ def refuse_layout(name: str, operand: PlacedTensor) -> NoReturn:
     optimizer = stepping_optimizer()
     if optimizer is not None:
         raise LayoutError(
-            f"{name}: {type(optimizer).__name__} calls it in its step on parameter {operand.described}, which is sharded by rows in parts "
-            f"that differ in length, and this operation would mix them up. {OPTIMIZER_ADVICE}"
+            f"{name}: {type(optimizer).__name__} calls it in its step on parameter {operand.described}, whose rows are sharded in parts "
+            f"that differ in length, and it would mix them up. {OPTIMIZER_ADVICE}"
         )
     raise LayoutError(
         f"{name}: parameter {operand.described} is sharded by rows in parts that differ in length, which this operation would mix up; "
