@@ -385,7 +385,7 @@ def _refuse_other_parts(tensor: DTensor, like: PlacedTensor | None) -> None:
         where = f" in the step of {type(optimizer).__name__}" if optimizer is not None else ""
         raise LayoutError(
             f"a DTensor of shape {tuple(tensor.shape)}{where} has other rows than DTensor gives each rank, because it was made of a "
-            f"parameter's. Make it by torch.zeros_like(parameter). {OPTIMIZER_ADVICE}"
+            f"parameter's; use zeros_like. {OPTIMIZER_ADVICE}"
         )
 
 
