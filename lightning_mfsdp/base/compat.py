@@ -208,13 +208,15 @@ class OwnShard(Shard):
 
     Args:
         dim: That is split.
-        extent: Along it, what of the whole tensor lies here.
+        extent: Returns what of the whole tensor lies here along it, or raises if that is not consecutive.
         is_first: Of several axes that split the dim, the first reports for all.
         owner: A weak reference and a number, of what is distributed in this way. DTensor keeps placements of results by equal ones of
             operands, for as long as the process lives, so those of different owners differ, and none keeps memory.
     """
 
-    def __init__(self, dim: int, extent: range, *, is_first: bool, owner: tuple[weakref.ref[Any], int]) -> None:
+    def __init__(
+        self, dim: int, extent: Callable[[], range], *, is_first: bool, owner: tuple[weakref.ref[Any], int]
+    ) -> None:
         super().__init__(dim)
         self._extent, self._is_first, self.owner = extent, is_first, owner
 
@@ -226,7 +228,10 @@ class OwnShard(Shard):
         return hash((super().__hash__(), id(self.owner[0]), self.owner[1]))
 
     def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: int, rank: Any) -> Any:
-        return (len(self._extent), self._extent.start) if self._is_first else (curr_local_size, 0)
+        if not self._is_first:
+            return curr_local_size, 0
+        extent = self._extent()
+        return len(extent), extent.start
 
 
 get_data: Callable[[Tensor], Tensor] = torch.Tensor.data.__get__  # type: ignore[attr-defined] # `parameter.data` of a plain parameter

@@ -536,7 +536,7 @@ def test_own_shards_say_what_this_rank_has():
     one, other = nn.Linear(1, 1), nn.Linear(1, 1)
 
     def placement(module: nn.Module, number: int = 0, *, is_first: bool = True) -> compat.OwnShard:
-        return compat.OwnShard(1, range(2, 5), is_first=is_first, owner=(weakref.ref(module), number))
+        return compat.OwnShard(1, lambda: range(2, 5), is_first=is_first, owner=(weakref.ref(module), number))
 
     assert placement(one).is_shard(1)
     assert placement(one)._local_shard_size_and_offset(9, 4, 1) == (3, 2)

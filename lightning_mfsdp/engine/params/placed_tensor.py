@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -130,8 +131,9 @@ class PlacedTensor(DTensor):
         split: set[int] = set()
         for placement in self._spec.placements:
             if isinstance(placement, Shard):
-                dim, piece = placement.dim, self.lies.piece
-                found.append(compat.OwnShard(dim, piece.extent(dim), is_first=dim not in split, owner=self._owner))
+                dim = placement.dim
+                extent = partial(_extent, self.lies.piece, dim, self.described)
+                found.append(compat.OwnShard(dim, extent, is_first=dim not in split, owner=self._owner))
                 split.add(dim)
             else:
                 found.append(placement)
@@ -153,6 +155,16 @@ class PlacedTensor(DTensor):
             piece.row_ranges, torch.split(own, [len(rows) for rows in piece.row_ranges]), strict=True
         ):
             whole[rows.start : rows.stop].copy_(part)
+
+
+def _extent(piece: Piece, dim: int, described: str) -> range:
+    """What a rank has along a dim, for DTensor. It is asked for on all ranks, so that it is refused on all."""
+    if any(part.dim == dim and len(part.sections) > 1 for part in piece.parts):
+        raise EngineStateError(
+            f"parameter {described}: along dim {dim} each rank of the tensor axis has strips of several sections, and DTensor's own "
+            "functions expect one; load whole tensors on every rank instead of broadcast_from_rank0, or use full_tensor()"
+        )
+    return piece.extent(dim)
 
 
 def as_dtensor(local: Tensor, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

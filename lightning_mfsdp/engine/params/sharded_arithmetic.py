@@ -368,7 +368,8 @@ def _shared_out(value: Tensor, like: PlacedTensor | None, *, shows_weight: bool 
 def _refuse_other_parts(tensor: DTensor, like: PlacedTensor | None) -> None:
     """Raise on all ranks if a DTensor that is not ours has other rows on any rank than DTensor would place there: it cannot be gathered.
 
-    If its parts have the shapes of equal ones, and those of `like`, which lie elsewhere, it may be either.
+    If its parts have the shapes of equal ones, and those of `like`, which lie elsewhere, it may be either. An optimizer that has DTensor
+    compute with rows makes one, which does not know any more where they lie; others were distributed by DTensor.
     """
     mesh, local = tensor.device_mesh, tensor._local_tensor
     shape, offset = compat.equal_part(tensor)
@@ -380,8 +381,8 @@ def _refuse_other_parts(tensor: DTensor, like: PlacedTensor | None) -> None:
     for dim in range(mesh.ndim):
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
     differs, is_no_part_of_like, lies_elsewhere = map(bool, found.tolist())
-    if differs or (lies_elsewhere and not is_no_part_of_like):
-        optimizer = stepping_optimizer()
+    optimizer = stepping_optimizer()
+    if differs or (optimizer is not None and lies_elsewhere and not is_no_part_of_like):
         where = f" in the step of {type(optimizer).__name__}" if optimizer is not None else ""
         raise LayoutError(
             f"a DTensor of shape {tuple(tensor.shape)}{where} has other rows than DTensor gives each rank, because it was made of a "
