@@ -401,9 +401,7 @@ def experts_of_several_ranks_are_no_matrix(rank, world):
     fully_shard(expert_parallel(experts, mesh), mesh)
     optimizer = fully_shard_optimizer(Muon(experts.parameters(), lr=0.01))
     experts(torch.randn(3, 8), torch.tensor([[0], [1], [3]]), torch.ones(3, 1)).sum().backward()
-    with pytest.raises(
-        ShardingError, match=rf"weight_in of shape \(32, 8\) has .* one of {world} parts: expected whole"
-    ):
+    with pytest.raises(ShardingError, match=rf"weight_in of shape \(32, 8\) is one of {world} parts .*expected whole"):
         optimizer.step()
 
 

@@ -19,7 +19,6 @@ from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.params.group import ParameterGroup, place_of
-from lightning_mfsdp.engine.params.part import part_of
 from lightning_mfsdp.engine.params.rows import sharded_axes
 from lightning_mfsdp.engine.runtime.inspect import local_gradients
 
@@ -122,12 +121,6 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
                 wanted[group].setdefault(axes, []).append(index)
                 continue
         if (grad := local.grad) is not None:
-            if place is None and part_of(parameter) is not None:
-                raise EngineStateError(
-                    f"the gradients of a model include that of a parameter of shape {tuple(parameter.shape)} that is a part of a larger one "
-                    "along a tensor axis, and is not sharded (ignored_parameters), so its other parts are unknown here; shard it, or pass "
-                    "the other parameters"
-                )
             plain.tensors.append(grad)
             plain.device = grad.device
             if grad.dtype is torch.float64:
