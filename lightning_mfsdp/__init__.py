@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from lightning_mfsdp import optim as optim
     from lightning_mfsdp import recompute as recompute
     from lightning_mfsdp import te as te
+    from lightning_mfsdp import tensor_parallel as tensor_parallel
 
 # The only place of the version; pyproject.toml reads it from this line. Metadata would be the other choice, but there is none in a checkout
 # that is only on the path, and that of an older installation there would be wrong.
@@ -100,7 +101,19 @@ __all__ = [
     "unshard_model",
 ]
 
-_ROOMS = ("callbacks", "checkpoint", "context_parallel", "fabric", "moe", "mtp", "ops", "optim", "recompute", "te")
+_ROOMS = (
+    "callbacks",
+    "checkpoint",
+    "context_parallel",
+    "fabric",
+    "moe",
+    "mtp",
+    "ops",
+    "optim",
+    "recompute",
+    "te",
+    "tensor_parallel",
+)
 
 if not TYPE_CHECKING:  # to a type checker it would say that every name exists
 

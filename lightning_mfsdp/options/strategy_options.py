@@ -27,10 +27,6 @@ from lightning_mfsdp.engine import (
 )
 from lightning_mfsdp.engine.layout.placement import resolve_placement
 from lightning_mfsdp.engine.runtime.unit import unit_of
-from lightning_mfsdp.moe.experts import GroupedExperts
-from lightning_mfsdp.moe.huggingface import is_grouped_layer, models_with_experts
-from lightning_mfsdp.moe.parallel import expert_parallel
-from lightning_mfsdp.moe.saving import OrdinarySaver
 from lightning_mfsdp.options.arguments import (
     check_adapters,
     check_blocks_per_unit,
@@ -219,6 +215,7 @@ class StrategyOptions:
             return
         chosen: list[nn.Module | list[nn.Module]] = []
         experts: dict[nn.Module, DeviceMesh] = {}
+        before_sharding: Callable[[nn.Module], None] = divide
         if any(unit_of(part) is not None for part in module.modules()):
             if self.units != "auto":
                 raise ValueError(
@@ -236,7 +233,11 @@ class StrategyOptions:
             precision.cast_module(module)
             check_adapters(module)
             if mesh.experts is not None:
-                experts = dict.fromkeys(self._layers_of_experts(module, mesh.experts), mesh.experts)
+                from lightning_mfsdp.options import expert_layers
+
+                layers = expert_layers.layers_of_experts(module, mesh.experts, self.expert_dispatcher)
+                experts = dict.fromkeys(layers, mesh.experts)
+                before_sharding = partial(expert_layers.keep_own_parts, experts, self.expert_dispatcher)
             if mesh.tensor is not None:
                 self._divide_weights(module, mesh.tensor, device)
             together = 1 if self.blocks_per_unit == "auto" and self.units != "auto" else self.blocks_per_unit
@@ -247,7 +248,7 @@ class StrategyOptions:
             module,
             chosen,
             mesh=mesh.sharded,
-            before=partial(self._keep_own_parts, experts),
+            before=before_sharding,
             other_meshes=experts,
             sharding=self.sharding,
             outer_sharding=self.outer_sharding,
@@ -267,37 +268,6 @@ class StrategyOptions:
         if said := precision.policy_beside_precision():
             rank_zero_info(said)
         rank_zero_info(describe_units(units(module), sum(view.main.numel() for view in sharded_parameters(module))))
-
-    def _layers_of_experts(self, module: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
-        """Those whose experts are divided over an axis of a mesh; `GroupedExperts` are divided at once.
-
-        Raises:
-            ValueError: There are none, or a model has experts that cannot be computed by grouped products.
-        """
-        models = models_with_experts(module)
-        refused = {name: reason for model in models for name, reason in model.refused.items()}
-        if refused:
-            name, reason = next(iter(refused.items()))
-            raise ValueError(f"expert={self.expert}: {name} cannot be divided, {reason}; use expert=1")
-        for model in models:
-            if not model.is_switched:
-                model.switch(OrdinarySaver())
-        own = [part for part in module.modules() if isinstance(part, GroupedExperts)]
-        for layer in own:
-            expert_parallel(layer, mesh, dispatcher=self.expert_dispatcher)
-        found = [*own, *(layer for model in models for layer in model.layers.values())]
-        if not found:
-            raise ValueError(
-                f"expert={self.expert}, but {type(module).__name__} has no experts to divide: expected GroupedExperts, or a model of "
-                "transformers with experts; use expert=1"
-            )
-        return found
-
-    def _keep_own_parts(self, experts: Mapping[nn.Module, DeviceMesh], module: nn.Module) -> None:
-        """Of a module that has values and is about to be sharded: what this rank computes with."""
-        divide(module)
-        if module in experts and is_grouped_layer(module):
-            expert_parallel(module, experts[module], dispatcher=self.expert_dispatcher)
 
     def _divide_weights(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
         """Prepare a module whose layers the ranks of a tensor axis compute together, all of them from equal values and random numbers."""

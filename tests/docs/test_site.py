@@ -19,6 +19,7 @@ REFERENCE = {
     "lightning_mfsdp.callbacks": ("callbacks.md",),
     "lightning_mfsdp.checkpoint": ("checkpoint.md",),
     "lightning_mfsdp.context_parallel": ("context_parallel.md",),
+    "lightning_mfsdp.tensor_parallel": ("tensor_parallel.md",),
     "lightning_mfsdp.fabric": ("fabric.md",),
     "lightning_mfsdp.moe": ("moe.md",),
     "lightning_mfsdp.moe.saving": ("moe.md",),

@@ -11,7 +11,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_mfsdp.base import compat
@@ -21,6 +23,20 @@ from tests.helpers.distributed import run_distributed
 
 def test_the_torch_version_is_one_the_package_allows():
     assert (2, 10) <= tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
+
+
+def where_storages_begin(rank: int, world: int) -> bool:
+    mesh = init_device_mesh("cpu", (world,))
+    plain = torch.ones(4)
+    parts = DTensor.from_local(plain, mesh, [Shard(0)])
+    pending = funcol.all_reduce(torch.ones(2), "sum", mesh)
+    assert compat.address_of(plain[1:]) == compat.address_of(parts) == plain.untyped_storage().data_ptr()
+    assert compat.address_of(pending) is None
+    return torch.equal(pending, torch.full((2,), float(world)))
+
+
+def test_the_address_of_a_wrapper_is_that_of_its_part_or_none() -> None:
+    assert run_distributed(where_storages_begin, 1) == [True]
 
 
 def test_data_is_read_and_set_as_on_a_plain_parameter():

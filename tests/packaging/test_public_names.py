@@ -12,7 +12,19 @@ import pytest
 import lightning_mfsdp
 
 PACKAGE = Path(lightning_mfsdp.__file__).parent
-ROOMS = {"callbacks", "checkpoint", "context_parallel", "fabric", "moe", "mtp", "ops", "optim", "recompute", "te"}
+ROOMS = {
+    "callbacks",
+    "checkpoint",
+    "context_parallel",
+    "fabric",
+    "moe",
+    "mtp",
+    "ops",
+    "optim",
+    "recompute",
+    "te",
+    "tensor_parallel",
+}
 # The Trainer's strategy needs the others.
 LAZY = {"callbacks", "fabric", "moe", "mtp", "ops", "optim"}
 
