@@ -87,9 +87,15 @@ class Style:
             return {}
         module = target.module
         if not isinstance(module, self.kind):
+            is_replaced = type(module).__module__.startswith("transformer_engine.")
+            instead = (
+                'use precision="bf16-mixed" (FP8 does not divide layers that it replaced)'
+                if is_replaced
+                else "choose another style"
+            )
             raise ShardingError(
-                f"{target.name}: the style {self.name!r} divides nn.{self.kind.__name__}, and this is a {type(module).__name__}. Choose"
-                " another style."
+                f"{target.name}: the style {self.name!r} divides nn.{self.kind.__name__}, and this is a {type(module).__module__}."
+                f"{type(module).__name__}; {instead}"
             )
         own = dict(module.named_parameters(recurse=False))
         if others := sorted(own.keys() - {"weight", "bias"}):

@@ -121,7 +121,7 @@ def possible(model: str, mesh: str, dispatcher: str) -> bool:
     return "context" not in mesh or model != "GroupedExperts"
 
 
-ROWS = pairwise(list(MODELS), list(MESHES), ["all_gather", "all_to_all"], possible=possible)
+ROWS = pairwise(list(MODELS), list(MESHES), ["all_gather", "all_to_all"], possible=possible, together=1)
 
 
 @pytest.mark.parametrize(("model", "mesh", "dispatcher"), ROWS)

@@ -159,8 +159,11 @@ def test_meshes_have_named_axes_and_sizes_that_must_fit() -> None:
     assert found["lightning's words"] == (*lightning, ("data",), (4,))
     assert found["both"] == (*lightning, ("outer", "data"), (2, 2))
     assert "data_parallel_size x tensor_parallel_size = 2 x 1, but there are 4 ranks" in found["size"]
-    assert "outer x data x context x tensor = 3 x 1 x 1 x 1 = 3, but there are 4 ranks; use sizes that divide it" in found["outer"]
-    assert "2 x 4 x 1 = 8, but there are 4 ranks; leave data at" in found["product"]
+    assert (
+        "outer x data x context x tensor = 3 x 1 x 1 x 1 = 3, but there are 4 ranks; use sizes that divide it"
+        in found["outer"]
+    )
+    assert "2 x 4 x 1 x 1 = 8, but there are 4 ranks; leave data at" in found["product"]
 
 
 class ShardedByTorch(BoringModel):

@@ -119,7 +119,9 @@ def of_one_rank() -> Any:
     return of
 
 
-ROWS = pairwise(list(MODELS), list(MESHES), ["whole", "padded"], ["optim_grads_params", "optim_grads", "optim"])
+ROWS = pairwise(
+    list(MODELS), list(MESHES), ["whole", "padded"], ["optim_grads_params", "optim_grads", "optim"], together=1
+)
 
 
 @pytest.mark.parametrize(("model", "mesh", "kind", "sharding"), ROWS)

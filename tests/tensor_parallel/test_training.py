@@ -97,7 +97,7 @@ def compare(kind: str, sizes: tuple[int, int, int], sharding: str, *, sequence_p
 def every_mesh(rank: int, world: int) -> None:
     meshes = [name for name, sizes in MESHES.items() if sizes[0] * sizes[1] * sizes[2] == world]
     with in_double():
-        for name, kind, sharding in pairwise(meshes, MODELS, SHARDINGS):
+        for name, kind, sharding in pairwise(meshes, MODELS, SHARDINGS, together=1):
             try:
                 compare(kind, MESHES[name], sharding)
             except Exception as error:
@@ -115,7 +115,7 @@ DENSE = [kind for kind in MODELS if kind not in ("Mixtral", "Qwen3-MoE", "DeepSe
 def divided_sequences(rank: int, world: int) -> None:
     meshes = [name for name, sizes in MESHES.items() if sizes[0] * sizes[1] * sizes[2] == world]
     with in_double():
-        for kind, name in pairwise(DENSE, meshes):
+        for kind, name in pairwise(DENSE, meshes, together=1):
             try:
                 compare(kind, MESHES[name], "optim_grads_params", sequence_parallel=True)
             except Exception as error:
