@@ -27,6 +27,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "outer, tensor": ("Llama", "32-true", {"tensor": 2, "outer": 2, "outer_sharding": "optim"}),
     "context, tensor": ("Llama", "32-true", {"tensor": 2, "context": 2}),
     "symmetric memory": ("Llama", "32-true", {"tensor": 2, "symmetric_memory": True}),
+    "context, symmetric memory": ("Llama", "32-true", {"context": 2, "symmetric_memory": True}),
+    "sequence parallel": ("Llama", "32-true", {"tensor": 2, "sequence_parallel": True}),
     "data, expert": ("Mixtral", "32-true", {"expert": 2, "expert_dispatcher": "all_to_all"}),
     "context, expert": ("Mixtral", "32-true", {"expert": 4, "context": 2}),
     "expert, tensor": ("Mixtral", "32-true", {"expert": 2, "tensor": 2}),

@@ -433,7 +433,11 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, str] | None, str]] 
         {"head": "colwise", "hea*": "rowwise"},
         "head: rules of the plan give it two styles, 'colwise' and 'rowwise'",
     ),
-    "kind": (built, {"tokens": "colwise"}, "tokens: the style 'colwise' divides nn.Linear, and this is a Embedding"),
+    "kind": (
+        built,
+        {"tokens": "colwise"},
+        "tokens: the style 'colwise' divides nn.Linear, and this is a torch.*Embedding; choose another style",
+    ),
     "module": (
         built,
         {"blocks.*.experts": "packed_rowwise"},
