@@ -436,7 +436,7 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, str] | None, str]] 
     "kind": (
         built,
         {"tokens": "colwise"},
-        "tokens: the style 'colwise' divides nn.Linear, and this is a torch.*Embedding; choose another style",
+        "tokens: the style 'colwise' divides nn.Linear, and this is a torch.nn.modules.sparse.Embedding; choose another style",
     ),
     "module": (
         built,
