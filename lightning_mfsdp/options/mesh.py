@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_mfsdp.engine.comm.mesh import CONTEXT, DATA, EXPERT, OUTER, SHARD, TENSOR
+from lightning_mfsdp.engine.comm.mesh import CONTEXT, DATA, EXPERT, OUTER, SHARD, TENSOR, role_of
 from lightning_mfsdp.engine.comm.process_groups import kept
 
 __all__ = ["MeshSizes", "RunMesh"]
@@ -106,7 +106,7 @@ class MeshSizes:
         for argument, size in self._given().items():
             if size not in (None, 1, "auto"):
                 raise ValueError(f"{argument}={size} and mesh={mesh}: a mesh already has its axes; give one of the two")
-        names = mesh.mesh_dim_names or ()
+        names = _roles(mesh)
         if EXPERT in names:
             raise ValueError(
                 f'mesh={mesh}: its axis "{EXPERT}" is for modules of experts, whose parameters differ along it; give the strategy a mesh '
@@ -165,7 +165,7 @@ class MeshSizes:
             raise ValueError(
                 f"mesh={mesh} has {mesh.size()} ranks, but there are {world_size}; give a mesh of all ranks"
             )
-        names = mesh.mesh_dim_names or ()
+        names = _roles(mesh)
         known = {name: mesh.size(names.index(name)) if name in names else 1 for name in (OUTER, CONTEXT, TENSOR)}
         return {
             OUTER: known[OUTER],
@@ -193,7 +193,7 @@ class MeshSizes:
         """Global ranks, `[outer x data, context, tensor]`."""
         if self.mesh is None:
             return torch.arange(prod(sizes.values()), device="cpu").reshape(-1, sizes[CONTEXT], sizes[TENSOR])
-        names, ranks = self.mesh.mesh_dim_names or (), self.mesh.mesh
+        names, ranks = _roles(self.mesh), self.mesh.mesh
         for name in (CONTEXT, TENSOR):
             ranks = ranks.movedim(names.index(name), -1) if name in names else ranks.unsqueeze(-1)
             names = (*(one for one in names if one != name), name)
@@ -202,7 +202,7 @@ class MeshSizes:
     @property
     def divides_sequences(self) -> bool:
         """Whether there is a context axis of more than one rank."""
-        names = (self.mesh.mesh_dim_names or ()) if self.mesh is not None else ()
+        names = _roles(self.mesh) if self.mesh is not None else ()
         return self.context > 1 or (
             self.mesh is not None and CONTEXT in names and self.mesh.size(names.index(CONTEXT)) > 1
         )
@@ -226,8 +226,9 @@ class MeshSizes:
             by_lightning = (world_size // sizes[TENSOR], sizes[TENSOR])
             shown = _made(device_type, dict(zip(_LIGHTNING_AXES, by_lightning, strict=True)))
         ranks = self._ranks(sizes)
-        context = sharded.get_group(CONTEXT) if optional[CONTEXT] else None
-        tensor = sharded.get_group(TENSOR) if optional[TENSOR] else None
+        roles = _roles(sharded)
+        context = sharded.get_group(roles.index(CONTEXT)) if optional[CONTEXT] else None
+        tensor = sharded.get_group(roles.index(TENSOR)) if optional[TENSOR] else None
         return RunMesh(
             device_mesh=shown,
             sharded=sharded,
@@ -244,6 +245,11 @@ class MeshSizes:
         found = {OUTER: sizes[OUTER]} if with_outer_axis else {}
         found |= {SHARD: sizes[DATA] * sizes[CONTEXT] // self.expert, EXPERT: self.expert}
         return _made(device_type, found | ({TENSOR: sizes[TENSOR]} if sizes[TENSOR] > 1 else {}))
+
+
+def _roles(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Which axes a mesh has, in its order: Lightning's names of axes are understood, too."""
+    return tuple(map(role_of, mesh.mesh_dim_names or ()))
 
 
 def _made(device_type: str, sizes: dict[str, int]) -> DeviceMesh:

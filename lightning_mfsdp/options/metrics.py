@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torchmetrics import Metric
 
-__all__ = ["synchronize_metrics_over"]
+__all__ = ["SynchronizedMetrics"]
 
 
-def synchronize_metrics_over(module: nn.Module, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Have torchmetrics inside a module combine their states over some ranks; those with a process group of their own keep it.
+class SynchronizedMetrics:
+    """Metrics of torchmetrics that combine their states over some ranks; those with a process group of their own keep it.
 
     Args:
-        module: Any.
         group: One rank of each that have the same data.
-
-    Returns:
-        A function that undoes it.
     """
-    metrics = [part for part in module.modules() if isinstance(part, Metric) and part.process_group is None]
-    for metric in metrics:
-        metric.process_group = group
 
-    def undo() -> None:
-        for metric in metrics:
-            if metric.process_group is group:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._metrics: list[Metric] = []
+
+    def take(self, owners: Iterable[object]) -> None:
+        """Those that modules and callbacks have now, in attributes or in containers there. Called again, it finds what was made since."""
+        for owner in owners:
+            for metric in _metrics_of(owner):
+                if metric.process_group is None:
+                    metric.process_group = self._group
+                    self._metrics.append(metric)
+
+    def release(self) -> None:
+        """All of them combine their states over all ranks again."""
+        for metric in self._metrics:
+            if metric.process_group is self._group:
                 metric.process_group = None
+        self._metrics.clear()
 
-    return undo
+
+def _metrics_of(owner: object) -> Iterator[Metric]:
+    held: list[Any] = list(vars(owner).values())
+    if isinstance(owner, nn.Module):
+        held += owner.modules()
+    while held:
+        value = held.pop()
+        if isinstance(value, Metric):
+            yield value
+        elif isinstance(value, (list, tuple, set)):
+            held += value
+        elif isinstance(value, Mapping):
+            held += value.values()

@@ -204,10 +204,13 @@ class StrategyOptions:
                 "sequence_parallel=True divides sequences over a tensor axis, and there is none; use tensor=2, or leave it out"
             )
         precision.prepare_module(module, mesh.sharded)
+        if mesh.tensor is not None:
+            share_random_state(mesh.tensor, device)
         root = unit_of(module)
         if root is not None:
             bring_home(module)  # undo `.cpu()` or `.half()`
             refuse_unsharded(module)
+            self._refuse_other_axes(module, mesh)
             self._recompute_in(module)
             warn_of_other_options(
                 module, root, precision.policy, self.sharding, self.outer_sharding, self.offload, self.unused_parameters
@@ -227,6 +230,7 @@ class StrategyOptions:
                     f"tensor_plan was given, but {type(module).__name__} already contains modules given to fully_shard, and weights are "
                     "divided before they are sharded. Call lightning_mfsdp.tensor_parallel.apply_plan first, and leave tensor_plan out"
                 )
+            self._refuse_other_axes(module, mesh)
         else:
             if before is not None:
                 before(module)
@@ -269,9 +273,28 @@ class StrategyOptions:
             rank_zero_info(said)
         rank_zero_info(describe_units(units(module), sum(view.main.numel() for view in sharded_parameters(module))))
 
+    def _refuse_other_axes(self, module: nn.Module, mesh: RunMesh) -> None:
+        """Of a module that is sharded, or has modules inside that are: it keeps the axes along which its parameters are divided.
+
+        Raises:
+            ValueError: This run has others.
+        """
+        groups = [group for part in module.modules() if (unit := unit_of(part)) is not None for group in unit.groups]
+        found = next((group.mesh.tensor.size for group in groups if group.mesh.tensor is not None), 1)
+        wanted = 1 if mesh.tensor is None else dist.get_world_size(mesh.tensor)
+        if found != wanted:
+            raise ValueError(
+                f"this run has {wanted} tensor ranks, and {type(module).__name__} is sharded already with {found}, which does not change. "
+                "Use one strategy for one model, or build the model again and load a checkpoint: it is read with any number of tensor ranks"
+            )
+        if mesh.experts is not None and all(group.mesh.expert is None for group in groups):
+            raise ValueError(
+                f"expert={self.expert}, but {type(module).__name__} is sharded already with all experts on every rank, which does not "
+                "change. Use one strategy for one model, or build the model again and load a checkpoint"
+            )
+
     def _divide_weights(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Prepare a module whose layers the ranks of a tensor axis compute together, all of them from equal values and random numbers."""
-        share_random_state(group, device)
+        """Prepare a module whose layers the ranks of a tensor axis compute together, all of them from equal values."""
         share_values(module, group, device)
         applied = apply_plan(module, self.tensor_plan, group, sequence_parallel=self.sequence_parallel)
         rank_zero_info(

@@ -6,7 +6,8 @@ and gradients arrive at the parts in their placements. It costs host time, about
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,7 @@ def take_dtensors(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
             names.append(name)
             if id(parameter) not in taken:
                 taken[id(parameter)] = _taken(name, parameter, group)
+    _warn_of_lost_ties(model, taken)
     for path, module in model.named_modules():
         own = {key: taken[id(one)] for key, one in module._parameters.items() if id(one) in taken}
         if not own:
@@ -68,6 +70,43 @@ def take_dtensors(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
                 planned_division(path, module).parts[key] = one.part
         module.forward = _with_dtensors(module, own)
     return names
+
+
+def _warn_of_lost_ties(model: nn.Module, taken: Mapping[int, _Taken]) -> None:
+    """Of an embedding and another layer with equal numbers: `parallelize_module` makes two parameters of one that they share."""
+    found: dict[int, tuple[str, Tensor, Part | None]] = {}
+    embeddings: dict[int, None] = {}
+    for path, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            one = taken.get(id(parameter))
+            plain = parameter if one is None else one.parameter
+            found[id(parameter)] = (f"{path}.{key}", plain.detach(), None if one is None else one.part)
+            if isinstance(module, nn.Embedding):
+                embeddings[id(parameter)] = None
+    for first in embeddings:
+        for second in found:
+            if first == second or (second in embeddings and second < first) or not {first, second} & taken.keys():
+                continue
+            (name, numbers, part), (other, others, part_of_other) = found[first], found[second]
+            if part_of_other != part and None in (part, part_of_other):
+                if (
+                    part is None
+                    and part_of_other is not None
+                    and part_of_other.whole_shape(others.shape) == numbers.shape
+                ):
+                    numbers = part_of_other.own(numbers)
+                elif part is not None and part.whole_shape(numbers.shape) == others.shape:
+                    others = part.own(others)
+            if numbers.shape != others.shape or numbers.dtype != others.dtype or numbers.is_meta or others.is_meta:
+                continue
+            is_one = bool((numbers == others).all()) and bool((numbers != numbers.flatten()[0]).any())
+            if is_one and dist.get_rank() == 0:
+                warnings.warn(
+                    f"{name} and {other} have equal numbers and are two parameters. parallelize_module makes two of one that layers share, "
+                    "which are trained apart then. If they were one, have them share it again after parallelize_module: head.weight = "
+                    "embedding.weight",
+                    stacklevel=2,
+                )
 
 
 def _taken(name: str, parameter: DTensor, group: dist.ProcessGroup) -> _Taken:

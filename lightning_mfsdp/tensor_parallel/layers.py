@@ -20,6 +20,7 @@ __all__ = [
     "RowwiseLinear",
     "SharedInput",
     "VocabularyPart",
+    "WholeDropout",
     "WholeModule",
     "change_inputs",
     "change_output",
@@ -206,6 +207,34 @@ class WholeModule:
             raise ShardingError(
                 f"{self._name} ({type(module).__name__}): its input is a part of a tensor, so the gradients of its parameters are partial"
                 f' sums. Add the rule "{rule}": "replicated_with_grad_allreduce" to the plan (model.tp_plan of a transformers model).'
+            )
+
+
+class WholeDropout:
+    """A hook of a dropout layer: its inputs are whole. Ranks draw equal numbers, and would drop the same places of different parts.
+
+    The first forwards of training decide: a layer may be used in several places.
+    """
+
+    _FIRST = 8
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._checked = 0
+
+    def install(self, module: nn.Module) -> Any:
+        """Returns the handle of the hook."""
+        return module.register_forward_pre_hook(self._check)
+
+    def _check(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        drops = module.training and getattr(module, "p", 0) > 0
+        if self._checked == self._FIRST or not drops or not torch.is_grad_enabled():
+            return
+        self._checked += 1
+        if any(isinstance(one, Tensor) and is_divided(one) for one in args):
+            raise ShardingError(
+                f"{self._name} ({type(module).__name__}): its input is a part of a tensor, and dropout would be equal for the parts of"
+                " different tensor ranks. Set its probability to 0, or put it where the tensor is whole, such as behind a rowwise layer."
             )
 
 

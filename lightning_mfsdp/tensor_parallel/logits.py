@@ -1,7 +1,8 @@
 """Logits of transformers' causal language models, of which each rank has those of its part of the vocabulary.
 
-In a forward of training with labels they stay divided, and the loss is computed from them. In any other forward they are gathered, so that
-evaluation, generation and losses outside of the model see whole ones.
+In a forward of training with labels they stay divided, and the loss is computed from them. What the model returns then is gathered where
+it is used (`UnreadLogits`). In any other forward they are gathered, so that evaluation, generation and losses outside of the model see
+whole ones.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import importlib
 import inspect
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_mfsdp.base.compat import without_torch_function
+from lightning_mfsdp.base.containers import map_tensors
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, gathered
 
-__all__ = ["DividedLogits", "divided_cross_entropy"]
+__all__ = ["DividedLogits", "UnreadLogits", "divided_cross_entropy"]
 
 
 def divided_cross_entropy(
@@ -45,6 +49,60 @@ def divided_cross_entropy(
     return total / ((targets != ignore_index).sum() if count is None else count)
 
 
+class UnreadLogits(Tensor):
+    """Logits that a model returned beside its loss, of which this rank has a part: the first function that reads them gathers them.
+
+    A training step that looks at the loss alone exchanges nothing. One that computes an accuracy sees the whole vocabulary, and all ranks
+    of the axis have to do so then, as with any layer that they compute together.
+    """
+
+    _group: TensorGroup
+    _whole: Tensor | None
+
+    @classmethod
+    def of(cls, part: Tensor, group: TensorGroup) -> UnreadLogits:
+        """Those of a part. Differentiable."""
+        made = part.as_subclass(cls)
+        made._group, made._whole = group, None
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with without_torch_function():
+            if func in _READ_NOTHING:
+                return func(*args, **kwargs)
+            if func in _CONVERSIONS and isinstance(args[0], cls):
+                converted = func(*args, **kwargs)
+                if converted.device == args[0].device:
+                    return cls.of(converted.as_subclass(Tensor), args[0]._group)
+            return func(*map_tensors(_read, args), **map_tensors(_read, kwargs))
+
+
+# What programs ask of all tensors that a module returns, and what leaves their numbers where they are.
+_READ_NOTHING = {
+    Tensor.register_hook,
+    Tensor.is_floating_point,
+    torch.is_floating_point,
+    Tensor.as_subclass,
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("requires_grad", "grad_fn", "is_leaf", "dtype", "device", "is_cuda", "_base", "_version")
+    ),
+    Tensor._is_view,
+}
+_CONVERSIONS = {Tensor.to, Tensor.detach, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type}
+
+
+def _read(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, UnreadLogits):
+        return tensor
+    whole = tensor._whole
+    if whole is None or (torch.is_grad_enabled() and tensor.requires_grad and not whole.requires_grad):
+        whole = tensor._whole = gathered(tensor.as_subclass(Tensor), tensor._group)
+    return whole
+
+
 class DividedLogits:
     """The head and the loss of one model."""
 
@@ -53,6 +111,7 @@ class DividedLogits:
         self._whole_loss = whole_loss
         self._is_divided = False  # the logits of the forward that runs
         self._has_loss = False  # computed by that forward
+        self._logits: Tensor | None = None  # from which it was
 
     @staticmethod
     def fits(model: Any) -> bool:
@@ -94,6 +153,7 @@ class DividedLogits:
                 **more,
             )
             return whole
+        self._logits = logits
         targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
         count = num_items_in_batch.to(logits.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch
         targets = targets.to(logits.device).reshape(logits.shape[:-1])
@@ -104,11 +164,15 @@ class DividedLogits:
         self._is_divided = model.training and given.get("labels") is not None
         self._has_loss = False
 
-    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, model: nn.Module, args: Any, output: Any) -> Any:
         was_divided, self._is_divided = self._is_divided, False
-        if was_divided and not self._has_loss and output is not None:  # else the forward failed
+        logits, self._logits = self._logits, None
+        if not was_divided or output is None:  # else the forward failed
+            return output
+        if not self._has_loss:
             raise ShardingError(
                 f"{type(model).__name__} was given labels and did not call its loss_function, so it computed a loss from the logits of this"
                 " rank's part of the vocabulary. Leave labels out, or set model.loss_function to a function of your own before the plan is"
                 " applied: logits are gathered then."
             )
+        return map_tensors(lambda one: UnreadLogits.of(one, self._group) if one is logits else one, output)

@@ -17,12 +17,14 @@ from lightning_mfsdp.tensor_parallel.checks import check_attention, check_expert
 from lightning_mfsdp.tensor_parallel.division import divide, sum_gradient
 from lightning_mfsdp.tensor_parallel.dtensors import has_dtensors, take_dtensors
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied
-from lightning_mfsdp.tensor_parallel.layers import SharedInput, WholeModule
+from lightning_mfsdp.tensor_parallel.layers import SharedInput, WholeDropout, WholeModule
 from lightning_mfsdp.tensor_parallel.logits import DividedLogits
 from lightning_mfsdp.tensor_parallel.sequence import find_stacks
 from lightning_mfsdp.tensor_parallel.styles import Style, Target, style_named
 
 __all__ = ["AppliedPlan", "apply_plan", "mark_megatron_layers"]
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +224,7 @@ def _shared_inputs(targets: list[tuple[Target, Style, dict[str, Part]]]) -> dict
 
 
 def _watch_others(model: nn.Module, targets: list[tuple[Target, Style, dict[str, Part]]], known: set[int]) -> None:
-    """Have modules with parameters that no rule is for find out whether one is needed."""
+    """Have modules with parameters that no rule is for find out whether one is needed, and dropout refuse parts of tensors."""
     ruled = known | {
         id(inside)
         for target, style, _ in targets
@@ -233,6 +235,8 @@ def _watch_others(model: nn.Module, targets: list[tuple[Target, Style, dict[str,
     for name, module in model.named_modules():
         if id(module) not in ruled and next(module.parameters(recurse=False), None) is not None:
             WholeModule(name).install(module)
+        if isinstance(module, _DROPOUT):
+            WholeDropout(name).install(module)
 
 
 def _heads(

@@ -49,7 +49,7 @@ from lightning_mfsdp.options.arguments import check_batch_norms, check_device
 from lightning_mfsdp.options.compilation import compile_options
 from lightning_mfsdp.options.foreign_options import answers_foreign_options
 from lightning_mfsdp.options.mesh import RunMesh
-from lightning_mfsdp.options.metrics import synchronize_metrics_over
+from lightning_mfsdp.options.metrics import SynchronizedMetrics
 from lightning_mfsdp.options.shared_batches import SharedBatches, from_first
 from lightning_mfsdp.options.strategy_options import REGISTERED, TrainerOptions, move_rest_to_device
 from lightning_mfsdp.options.unit_selection import UnitsArgument
@@ -224,6 +224,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         self._graphed: GraphedTrainingStep | None = None
         self._batches: SharedBatches | None = None
         self._ends: list[Callable[[], None]] = []
+        self._metrics: SynchronizedMetrics | None = None
         self._is_first_step = True
         self._known_warnings = KnownWarnings()
 
@@ -378,11 +379,19 @@ class MFSDPStrategy(CheckpointingStrategy):
         if self._options.loss_count == "tokens" and mesh.context is None:
             self._ends.append(complete_inputs(self._module, always_counts=True))
         if mesh.different_data is not None:
-            self._ends.append(synchronize_metrics_over(self._module, mesh.different_data))
+            self._metrics = SynchronizedMetrics(mesh.different_data)
+            self._ends.append(self._metrics.release)
+            self._take_metrics()
+
+    def _take_metrics(self) -> None:
+        """Those that were made since, in hooks, as well."""
+        if self._metrics is not None:
+            self._metrics.take([self._module, *self._module.trainer.callbacks])  # type: ignore[attr-defined]
 
     def on_train_start(self) -> None:
         """Ranks that compute batches together must have equally many."""
         super().on_train_start()
+        self._take_metrics()
         if self._batches is not None:
             self._batches.compare_numbers(self._module.trainer.num_training_batches)
 
@@ -411,16 +420,19 @@ class MFSDPStrategy(CheckpointingStrategy):
     def on_validation_start(self) -> None:
         """All ranks evaluate with the buffers of rank 0."""
         super().on_validation_start()
+        self._take_metrics()
         self._share_buffers()
 
     def on_test_start(self) -> None:
         """All ranks evaluate with the buffers of rank 0."""
         super().on_test_start()
+        self._take_metrics()
         self._share_buffers()
 
     def on_predict_start(self) -> None:
         """All ranks predict with the buffers of rank 0."""
         super().on_predict_start()
+        self._take_metrics()
         self._share_buffers()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -548,7 +560,7 @@ class MFSDPStrategy(CheckpointingStrategy):
             for end in self._ends:
                 end()
             self._ends.clear()
-            self._batches = None
+            self._batches = self._metrics = None
             if self._graphed is not None:
                 self._graphed.close()
             self._graphed = None

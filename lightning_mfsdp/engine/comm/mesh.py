@@ -30,6 +30,7 @@ __all__ = [
     "axis_of",
     "broadcast_from_first",
     "resolve_mesh",
+    "role_of",
     "sharded_mesh",
 ]
 
@@ -54,6 +55,11 @@ _ROLES = {
     TENSOR: TENSOR,
     _TENSOR_PARALLEL: TENSOR,
 }
+
+
+def role_of(name: str) -> str:
+    """Which axis a name of an axis means, as one of the constants above; a name that is not known is returned as it is."""
+    return _ROLES.get(name, name)
 
 
 @dataclass(frozen=True, kw_only=True)
