@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
+from lightning_mfsdp._lightning_api import collect_rng_states, set_rng_states
 from lightning_mfsdp.context_parallel.divided_batches import DividedBatches
 from lightning_mfsdp.context_parallel.sharing import METHODS
 from lightning_mfsdp.engine import (
@@ -205,7 +206,7 @@ class StrategyOptions:
             )
         precision.prepare_module(module, mesh.sharded)
         if mesh.tensor is not None:
-            share_random_state(mesh.tensor, device)
+            self._share_random_states(mesh.tensor, device)
         root = unit_of(module)
         if root is not None:
             bring_home(module)  # undo `.cpu()` or `.half()`
@@ -292,6 +293,13 @@ class StrategyOptions:
                 f"expert={self.expert}, but {type(module).__name__} is sharded already with all experts on every rank, which does not "
                 "change. Use one strategy for one model, or build the model again and load a checkpoint"
             )
+
+    def _share_random_states(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Those of PyTorch, Python and NumPy, of the first rank of a tensor axis: all of its ranks draw equal numbers from then on."""
+        states = [collect_rng_states(include_cuda=False)]
+        dist.broadcast_object_list(states, group=group, group_src=0, device=device)
+        set_rng_states(states[0])
+        share_random_state(group, device)
 
     def _divide_weights(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
         """Prepare a module whose layers the ranks of a tensor axis compute together, all of them from equal values."""

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,15 +11,11 @@ __all__ = ["share_random_state", "share_values"]
 
 
 def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Give all ranks of a tensor axis the random state of the first one: of Python, of NumPy, and of PyTorch on the CPU and on `device`.
+    """Give all ranks of a tensor axis the random state of the first one, on the CPU and on `device`.
 
     From then on they draw equal numbers, so dropout of whole activations is equal on all of them, as long as all draw alike.
     """
     first = dist.get_global_rank(group, 0)
-    others: list[Any] = [random.getstate(), np.random.get_state()]
-    dist.broadcast_object_list(others, first, group=group, device=device)
-    random.setstate(others[0])
-    np.random.set_state(others[1])
     state = torch.get_rng_state().to(device)
     dist.broadcast(state, first, group=group)
     torch.set_rng_state(state.cpu())
