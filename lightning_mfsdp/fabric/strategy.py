@@ -246,7 +246,8 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Tensor | Any:
         """A tensor over all ranks with different data, in place (a tensor group counts once); anything else is returned unchanged."""
-        group = self.data_group if group is None else group
+        if group is None or group is dist.group.WORLD:  # Fabric passes the latter for the former
+            group = self.data_group
         return sync_if_available(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor
 
     @property

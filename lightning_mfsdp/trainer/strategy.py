@@ -223,6 +223,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         self._connected_mesh: RunMesh | None = None
         self._graphed: GraphedTrainingStep | None = None
         self._batches: SharedBatches | None = None
+        self._predicted_batches: SharedBatches | None = None  # context ranks predict samples of their own
         self._ends: list[Callable[[], None]] = []
         self._metrics: SynchronizedMetrics | None = None
         self._is_first_step = True
@@ -369,6 +370,8 @@ class MFSDPStrategy(CheckpointingStrategy):
     def _share_batches(self) -> None:
         mesh = self._run_mesh
         self._batches = self._options.batches(mesh, self.root_device)
+        if mesh.tensor is not None:
+            self._predicted_batches = SharedBatches(mesh.tensor, None, self.root_device)
         if self._batches is not None:
             if is_param_in_hook_signature(self._module.training_step, "dataloader_iter", explicit=True):
                 raise ValueError(
@@ -394,6 +397,13 @@ class MFSDPStrategy(CheckpointingStrategy):
         self._take_metrics()
         if self._batches is not None:
             self._batches.compare_numbers(self._module.trainer.num_training_batches)
+
+    @staticmethod
+    def _compare_numbers(shared: SharedBatches | None, batches: Sequence[int | float]) -> None:
+        """Of each loader of an evaluation; ranks that compute batches together must have equally many."""
+        if shared is not None:
+            for number in batches:
+                shared.compare_numbers(number)
 
     def _as_saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """With configurations of models as they are outside of this run."""
@@ -421,18 +431,21 @@ class MFSDPStrategy(CheckpointingStrategy):
         """All ranks evaluate with the buffers of rank 0."""
         super().on_validation_start()
         self._take_metrics()
+        self._compare_numbers(self._batches, self._module.trainer.num_val_batches)
         self._share_buffers()
 
     def on_test_start(self) -> None:
         """All ranks evaluate with the buffers of rank 0."""
         super().on_test_start()
         self._take_metrics()
+        self._compare_numbers(self._batches, self._module.trainer.num_test_batches)
         self._share_buffers()
 
     def on_predict_start(self) -> None:
         """All ranks predict with the buffers of rank 0."""
         super().on_predict_start()
         self._take_metrics()
+        self._compare_numbers(self._predicted_batches, self._module.trainer.num_predict_batches)
         self._share_buffers()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -493,7 +506,8 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """`LightningModule.predict_step` with the root unit's weights unsharded."""
-        with self._evaluation_context() as module:
+        shared, loader = self._predicted_batches, f"prediction loader {args[2] if len(args) > 2 else 0}"
+        with self._evaluation_context() as module, shared.step(args[0], loader) if shared else nullcontext():
             return module.predict_step(*args, **kwargs)
 
     @contextmanager
@@ -551,8 +565,9 @@ class MFSDPStrategy(CheckpointingStrategy):
         try:
             super().teardown()
             self._finish_saving_alone() if self._is_alone else self.finish_saving()
-            if self._batches is not None and not self._is_alone:
-                self._batches.finish()
+            for batches in (self._batches, self._predicted_batches):
+                if batches is not None and not self._is_alone:
+                    batches.finish()
         finally:
             self._known_warnings.end()
             if self._batches is not None:
@@ -560,7 +575,7 @@ class MFSDPStrategy(CheckpointingStrategy):
             for end in self._ends:
                 end()
             self._ends.clear()
-            self._batches = self._metrics = None
+            self._batches = self._predicted_batches = self._metrics = None
             if self._graphed is not None:
                 self._graphed.close()
             self._graphed = None

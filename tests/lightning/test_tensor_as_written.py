@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import tempfile
 from typing import Any
 
@@ -10,17 +11,19 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from torchmetrics import SumMetric
 
 from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.context_parallel import shift_labels
+from lightning_mfsdp.fabric import MFSDPFabricStrategy
 from lightning_mfsdp.options.mesh import MeshSizes
 from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.double import in_double
@@ -231,3 +234,39 @@ def test_a_tie_that_parallelize_module_has_cut_is_named() -> None:
         assert_equal(found, expected, 1e-11)
     with pytest.raises(RankError, match=r"tokens\.weight and head\.weight have equal numbers and are two parameters"):
         run_distributed(train, 2, ParallelizedApart, {"tensor_parallel_size": 2})
+
+
+class PredictsLoss(Wide):
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+def evaluate(rank: int, world: int, entry: str, case: str) -> str:
+    strict_warnings()
+    texts = Texts("whole")
+    rows = range(8 - 4 * rank) if case == "numbers" else range(rank, len(texts), world)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(folder, world, strategy=MFSDPStrategy(tensor=2), precision="64-true")
+        with pytest.raises(ValueError, match="batch") as info:
+            getattr(trainer, entry)(PredictsLoss(), DataLoader(Subset(texts, rows), batch_size=4))
+    return str(info.value)
+
+
+@pytest.mark.parametrize("entry", ["validate", "predict"])
+def test_other_batches_of_an_evaluation_are_refused(entry: str) -> None:
+    for message in run_distributed(evaluate, 2, entry, "numbers"):
+        assert "between 1 and 2 batches" in message
+    for message in run_distributed(evaluate, 2, entry, "contents"):
+        assert re.search(f"batch 0 of {entry[:4]}.* loader 0 differs between ranks", message)
+
+
+def reduce_by_fabric(rank: int, world: int) -> list[float]:
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=MFSDPFabricStrategy(tensor=2))
+    fabric.launch()
+    value = torch.tensor(float(1 + rank // 2))  # of a data rank
+    reduced = [fabric.all_reduce(value.clone(), reduce_op=kind) for kind in ("sum", "mean")]
+    return [one.item() for one in reduced]  # type: ignore[union-attr]
+
+
+def test_a_sum_of_fabric_counts_a_tensor_group_once() -> None:
+    assert run_distributed(reduce_by_fabric, 4) == [[3.0, 1.5]] * 4
