@@ -96,7 +96,7 @@ class StrategyOptions:
     tensor_plan: Mapping[str, str] | None = None
     sequence_parallel: bool = False
     expert: int = 1
-    expert_dispatcher: Literal["all_gather", "all_to_all"] = "all_gather"
+    expert_dispatcher: Literal["all_gather", "all_to_all"] = "all_to_all"
     shared_batches: Literal["compare", "broadcast"] = "compare"
     loss_count: Literal["auto", "tokens"] = "auto"
     data_parallel_size: int | Literal["auto"] | None = None

@@ -99,6 +99,7 @@ def _warn_of_lost_ties(model: nn.Module, taken: Mapping[int, _Taken]) -> None:
                     others = part.own(others)
             if numbers.shape != others.shape or numbers.dtype != others.dtype or numbers.is_meta or others.is_meta:
                 continue
+            others = others.to(numbers.device)  # a model may not be on its device yet, and what was divided is
             is_one = bool((numbers == others).all()) and bool((numbers != numbers.flatten()[0]).any())
             if is_one and dist.get_rank() == 0:
                 warnings.warn(

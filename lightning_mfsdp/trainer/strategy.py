@@ -105,8 +105,8 @@ class MFSDPStrategy(CheckpointingStrategy):
             1 / tensor of the memory. For models whose layers are attention, MLPs and norms.
         expert: Ranks along the expert axis, which have different experts of every layer and compute for each other. They are some of the
             data and context ranks. For `GroupedExperts`, and experts of transformers' models that grouped products can compute.
-        expert_dispatcher: How tokens reach experts of other ranks. "all_gather": all tokens go to all ranks of the axis, and nothing waits
-            for the host; for equally many tokens on each. "all_to_all": only those that are needed, and the host waits for their number.
+        expert_dispatcher: How tokens reach experts of other ranks. "all_to_all": only those that are needed, and the host waits for their
+            number. "all_gather": all tokens go to all ranks of the axis, and nothing waits for the host; every rank needs equally many.
         shared_batches: The ranks of a context group or a tensor group need the same batches. "compare": the first three of each loader and
             every hundredth are compared, and a difference raises. "broadcast": the first rank of each group sends its own to the others.
         loss_count: What a loss that a model of transformers computes from labels is divided by. "auto": with `context` above 1 by the
@@ -175,7 +175,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         tensor_plan: Mapping[str, str] | None = None,
         sequence_parallel: bool = False,
         expert: int = 1,
-        expert_dispatcher: Literal["all_gather", "all_to_all"] = "all_gather",
+        expert_dispatcher: Literal["all_gather", "all_to_all"] = "all_to_all",
         shared_batches: Literal["compare", "broadcast"] = "compare",
         loss_count: Literal["auto", "tokens"] = "auto",
         data_parallel_size: int | Literal["auto"] | None = None,
