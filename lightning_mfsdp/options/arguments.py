@@ -27,6 +27,7 @@ __all__ = [
     "check_policy",
     "check_recompute_graph",
     "check_sharding",
+    "check_tensor_plan",
     "ignored_parameters",
     "outer_ranks",
     "warn_of_other_options",
@@ -55,6 +56,17 @@ def check_context_dims(dims: object) -> None:
             raise TypeError(
                 f'context_dims={dims!r}: expected a mapping from entries of a batch to sequence dims, such as {{"tokens": 1}}, or to None'
             )
+
+
+def check_tensor_plan(plan: object) -> None:
+    """Raise a TypeError unless it is a mapping of names to names, or `None`."""
+    if plan is None:
+        return
+    if not isinstance(plan, Mapping) or not all(isinstance(one, str) for item in plan.items() for one in item):
+        raise TypeError(
+            f'tensor_plan={plan!r}: expected a mapping from names of modules or parameters to names of styles, such as {{"layers.*.up": '
+            '"colwise", "layers.*.down": "rowwise"}'
+        )
 
 
 def check_cuda_graph(cuda_graph: object, storage: str, offload: str | None, *, divides: bool) -> None:

@@ -38,6 +38,7 @@ from lightning_mfsdp.options.arguments import (
     check_policy,
     check_recompute_graph,
     check_sharding,
+    check_tensor_plan,
     ignored_parameters,
     outer_ranks,
     warn_of_other_options,
@@ -139,6 +140,7 @@ class StrategyOptions:
         check_choice("sequence_parallel", self.sequence_parallel, (True, False))
         check_choice("loss_count", self.loss_count, ("auto", "tokens"))
         check_context_dims(self.context_dims)
+        check_tensor_plan(self.tensor_plan)
         check_choice("state_dict_type", self.state_dict_type, ("sharded", "full"))
         check_choice("start_method", self.start_method, ("popen", "fork"))
         check_policy(self.policy)

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
+from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.callbacks import NaNGradientReporter, ShardedEMA
 from lightning_mfsdp.context_parallel import shift_labels, tokens_in_batch
 from tests.helpers.distributed import run_distributed
@@ -355,6 +356,12 @@ def refuse(rank: int, world: int, case: str) -> str:
     with pytest.raises((ValueError, RuntimeError)) as info:
         fit(rank, world, kind, Texts("whole"), **{"tensor": 2, **options})
     return str(info.value)
+
+
+@pytest.mark.parametrize("plan", ["colwise", {"up": 1}])
+def test_a_plan_is_a_mapping_of_names(plan: Any) -> None:
+    with pytest.raises(TypeError, match="tensor_plan=.* expected a mapping from names"):
+        MFSDPStrategy(tensor=2, tensor_plan=plan)
 
 
 @pytest.mark.parametrize("case", REFUSED)
