@@ -360,7 +360,7 @@ def refuse(rank: int, world: int, case: str) -> str:
 
 @pytest.mark.parametrize("plan", ["colwise", {"up": 1}])
 def test_a_plan_is_a_mapping_of_names(plan: Any) -> None:
-    with pytest.raises(TypeError, match="tensor_plan=.* expected a mapping from names"):
+    with pytest.raises(TypeError, match=r"tensor_plan=.* expected a mapping from names"):
         MFSDPStrategy(tensor=2, tensor_plan=plan)
 
 
