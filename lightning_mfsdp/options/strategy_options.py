@@ -228,10 +228,11 @@ class StrategyOptions:
                     f"units={self.units!r}, but {type(module).__name__} already contains modules given to fully_shard. Leave units out, "
                     "or do not call fully_shard yourself"
                 )
-            if self.tensor_plan is not None:
+            if self.tensor_plan is not None or self.sequence_parallel:
+                given = "tensor_plan" if self.tensor_plan is not None else "sequence_parallel"
                 raise ValueError(
-                    f"tensor_plan was given, but {type(module).__name__} already contains modules given to fully_shard, and weights are "
-                    "divided before they are sharded. Call lightning_mfsdp.tensor_parallel.apply_plan first, and leave tensor_plan out"
+                    f"{given} was given, but {type(module).__name__} already contains modules given to fully_shard, and weights are "
+                    "divided before they are sharded. Call lightning_mfsdp.tensor_parallel.apply_plan first, and leave the option out"
                 )
             self._refuse_other_axes(module, mesh)
         else:

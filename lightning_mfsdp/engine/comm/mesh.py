@@ -5,6 +5,7 @@ This is the one file of the engine that knows axes by their names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -118,12 +119,7 @@ class Mesh:
     @property
     def num_ranks(self) -> int:
         """Ranks for whose data every parameter is used; those of a tensor axis have the same data, and count once."""
-        return self.shard.size * (self.outer.size if self.outer else 1) * self.expert_size
-
-    @property
-    def expert_size(self) -> int:
-        """Ranks along the expert axis."""
-        return self.expert.size if self.expert is not None else 1
+        return self.shard.size * math.prod(axis.size for axis in (self.outer, self.expert) if axis is not None)
 
     def dim_of(self, axis: Axis) -> int | None:
         """Which dim of `device_mesh` an axis is."""

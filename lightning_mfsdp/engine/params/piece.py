@@ -135,6 +135,12 @@ class Piece:
             box.in_rows(own).copy_(box.in_whole(whole))
         return own
 
+    def own_part(self, whole: Tensor) -> Tensor:
+        """All rows of this rank's part of a whole tensor; a copy, unless the whole is the part."""
+        for part in self.parts:
+            whole = part.own(whole)
+        return whole
+
     def rows_of(self, whole: Tensor) -> Tensor:
         """The rows of a tensor with as many rows as the whole parameter and any other dims; a view if they are consecutive."""
         if not whole.numel():

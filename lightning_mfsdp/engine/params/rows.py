@@ -7,8 +7,6 @@ that are marked as parts (part.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,7 +16,7 @@ from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.params.managed import ManagedGroup
 from lightning_mfsdp.engine.params.part import Part, part_of
 
-__all__ = ["divisions", "gather_rows", "holders", "join_parts", "own_part", "sharded_axes"]
+__all__ = ["divisions", "gather_rows", "holders", "join_parts", "sharded_axes"]
 
 
 def divisions(parameter: Tensor, mesh: Mesh) -> tuple[tuple[Axis, Part], ...]:
@@ -102,10 +100,3 @@ def join_parts(part: Tensor, group: ManagedGroup, index: int) -> Tensor:
         axis.gather([gathered.view(-1)], [part.contiguous().view(-1)])
         part = own.joined([theirs.view(part.shape) for theirs in gathered])
     return part
-
-
-def own_part(whole: Tensor, parts: Sequence[Part]) -> Tensor:
-    """This rank's part of a whole parameter; a copy, unless `whole` itself is the part."""
-    for part in parts:
-        whole = part.own(whole)
-    return whole

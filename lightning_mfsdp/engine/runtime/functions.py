@@ -13,7 +13,7 @@ from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.memory.buffer import FlatBuffer
 from lightning_mfsdp.engine.params.gradients import Sync
 from lightning_mfsdp.engine.params.group import ParameterGroup
-from lightning_mfsdp.engine.params.rows import gather_rows, join_parts, own_part
+from lightning_mfsdp.engine.params.rows import gather_rows, join_parts
 from lightning_mfsdp.engine.runtime.context import context_of_unit
 from lightning_mfsdp.engine.runtime.conversion import refuse_moved
 from lightning_mfsdp.engine.runtime.inspect import context_of, units_in, units_of_own
@@ -92,7 +92,7 @@ def unshard(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
                 entry = group.entries[index]
                 if writeback:
                     with torch.no_grad():
-                        group.write(index, own_part(parameter.detach(), entry.piece.parts))
+                        group.write(index, entry.piece.own_part(parameter.detach()))
                 entry.at_rest = entry.sharded
                 entry.show(
                     entry.full if group.weights.registered else entry.sharded
