@@ -25,7 +25,7 @@ from lightning_mfsdp.context_parallel import shift_labels
 from lightning_mfsdp.mtp import MultiTokenPredictor
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, make_trainer, strict_warnings
-from tests.lightning.test_context import ROWS, STEPS, VOCABULARY, Finetuned, OwnLoss, Texts, assert_equal, fit
+from tests.lightning.test_context import ROWS, STEPS, VOCABULARY, Finetuned, OwnLoss, Texts, Trained, assert_equal, fit
 
 # Options of strategy and Trainer with which a fit comes to that of one rank.
 WORKS: dict[str, dict[str, Any]] = {
@@ -120,7 +120,7 @@ def test_an_evaluation_warns_once_of_means_of_unequal_parts() -> None:
         )
 
 
-class Manual(OwnLoss):
+class ByHand(Trained):
     """Two backwards in a step, whose gradients are added."""
 
     def __init__(self) -> None:
@@ -136,6 +136,10 @@ class Manual(OwnLoss):
         self.on_before_optimizer_step(optimizer)
         optimizer.step()
         optimizer.zero_grad()
+
+
+class Manual(ByHand, OwnLoss):
+    """With a loss of its own."""
 
 
 def by_hand(rank: int, world: int, context: int) -> dict[str, Any]:

@@ -19,27 +19,13 @@ from tests.helpers.double import in_double
 from tests.helpers.pairwise import in_turn
 from tests.lightning.models import full_state, make_trainer, strict_warnings
 from tests.lightning.test_context import LENGTH, ROWS, Texts, Trained, assert_equal, fit
-from tests.lightning.test_context_features import WORKS, Keeps
+from tests.lightning.test_context_features import WORKS, ByHand, Keeps
 from tests.lightning.test_expert import Mixtral
 from tests.lightning.test_tensor import Tied, Wide
 
 
-class Manual(Wide):
+class Manual(ByHand, Wide):
     """Two backwards in a step, whose gradients are added."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        for _ in range(2):
-            loss = self.loss(batch) / 2
-            self.manual_backward(loss)
-        self.log("train", 2 * loss, sync_dist=True)
-        self.on_before_optimizer_step(optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 class Frozen(Tied):
