@@ -205,8 +205,8 @@ def warn_of_other_options(
         )
     mesh = root.context.mesh
     wanted = resolve_placement(sharding, outer_sharding, mesh.shard.size, mesh.outer.size if mesh.outer else 1)
-    placements = {group.placement for unit in root.context.units for group in unit.groups if not group.spec.whole}
-    if placements - {wanted}:
+    groups = [group for unit in root.context.units for group in unit.groups if not group.spec.whole]
+    if any(group.placement != group.placement_for(wanted) for group in groups):
         rank_zero_warn(
             f"{name} is already sharded, but not with sharding={sharding!r}, outer_sharding={outer_sharding!r}; this does not change. "
             "Use one strategy for one model, or build the model again"

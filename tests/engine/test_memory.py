@@ -38,7 +38,9 @@ def about(found: int, expected: float) -> bool:
 
 
 def persistent_buffers_have_the_size_their_strategy_says(rank, world):
-    for sharding, policy in in_world(world, (2, 4), STRATEGIES, (None, BF16, KEPT)):
+    cases = in_world(world, (2, 4), STRATEGIES, (None, BF16, KEPT))
+    alone = [("optim_grads_params", BF16), ("optim_grads_params", KEPT)] if world == 1 else []
+    for sharding, policy in dict.fromkeys([*cases, *alone]):
         model = sharded_chain(sharding=sharding, policy=policy, dim=DIM)
         optimizer = adamw(model)
         train_wide(model, optimizer, 2, rank)
@@ -48,7 +50,7 @@ def persistent_buffers_have_the_size_their_strategy_says(rank, world):
         held = low * LAYER / (world if level >= 3 else 1)
         if policy is None and level in (1, 2):
             held -= main  # which lies inside
-        casts = policy is BF16 and level == 3 and world > 1
+        casts = policy is BF16 and level == 3  # with one rank, too
         gradient = main
         for view in units(model)[1:]:
             case = f"{sharding} bf16={policy is not None} {view}"
@@ -56,9 +58,10 @@ def persistent_buffers_have_the_size_their_strategy_says(rank, world):
             assert view.padding_fraction < 0.06, case
             assert about(view.main_bytes, main) or (not policy and level in (1, 2)), case
             same = casts or (policy is None and (level in (0, 3) or world == 1))
+            gathers = level == 3 and (world > 1 or casts)
             assert about(view.held_bytes, held) if not same else view.held_bytes == 0, case
             assert about(view.gradient_bytes, gradient), case
-            assert about(view.full_bytes, low * LAYER) if level == 3 and world > 1 else view.full_bytes == 0, case
+            assert about(view.full_bytes, low * LAYER) if gathers else view.full_bytes == 0, case
         # The same from the memory itself: whatever is reachable from the groups.
         tensors = []
         for group in groups_of(model):

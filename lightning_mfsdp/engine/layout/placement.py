@@ -24,7 +24,10 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Which of the three buffers of a group are sharded. `weight`, `gradient`, `main`: on the shard axis; `outer_main`: on the outer."""
+    """Which of the three buffers of a group are sharded. `weight`, `gradient`, `main`: on the shard axis; `outer_main`: on the outer.
+
+    A sharded weight is whole only while it is used. With one rank nothing is gathered then, but the weight may be cast (`ParameterGroup`).
+    """
 
     weight: bool
     gradient: bool
@@ -46,7 +49,7 @@ def strategy_name(sharding: str | int, argument: str = "sharding") -> str:
 
 
 def resolve_placement(sharding: str | int, outer_sharding: str | int, shard_size: int, outer_size: int) -> Placement:
-    """Placements of a strategy on axes of these sizes. On an axis of size 1 nothing is sharded: it costs nothing.
+    """Placements of a strategy on axes of these sizes. Gradients and main weights are not sharded on an axis of size 1.
 
     Raises:
         ShardingError: An unknown strategy, or an outer sharding that has nothing to shard.
@@ -62,7 +65,7 @@ def resolve_placement(sharding: str | int, outer_sharding: str | int, shard_size
         )
     split = shard_size > 1
     return Placement(
-        weight=split and level >= 3,
+        weight=level >= 3,
         gradient=split and level >= 2,
         main=split and level >= 1,
         outer_main=outer == "optim" and outer_size > 1,

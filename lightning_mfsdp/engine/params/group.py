@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol, cast
 
 import torch
@@ -121,12 +122,10 @@ class ParameterGroup:
         self.name = name
         self.spec = spec
         self.mesh = mesh
-        self.placement = (
-            Placement(weight=False, gradient=False, main=False, outer_main=False) if spec.whole else placement
-        )
         self.policy = policy
         self.device = device
         self.offloads = offloads
+        self.placement = self.placement_for(placement)
         self.axes = Axes(mesh.shard, mesh.outer)
         self._plan([tuple(parameter.shape) for _, parameter, _ in named])
         shards, main_is_shard = self._allocate()
@@ -152,20 +151,36 @@ class ParameterGroup:
         start = inner_rank * sub_count + sub_rank
         self.main_extent = range(start, start + 1)
 
+    def placement_for(self, placement: Placement) -> Placement:
+        """What a strategy's placement is for these parameters: a weight stays whole where sharding it would bring nothing."""
+        if self.spec.whole:
+            return Placement(weight=False, gradient=False, main=False, outer_main=False)
+        saves = self.mesh.shard.size > 1 or self._casts_when_used(placement)
+        return replace(placement, weight=placement.weight and saves)
+
+    def _casts_when_used(self, placement: Placement) -> bool:
+        """Whether each all-gather casts the main weight: it has another dtype, and there is no compute shard beside it."""
+        spec, policy = self.spec, self.policy
+        keeps = policy.keep_compute_shard or placement.outer_main or spec.codec is not None or self._is_in_host_memory
+        return placement.weight and spec.main_dtype != spec.compute_dtype and not keeps
+
+    @property
+    def _is_in_host_memory(self) -> bool:
+        """Whether the main weight is."""
+        return self.offloads and self.spec.trainable and not self.spec.whole
+
     def _allocate(self) -> tuple[list[FlatBuffer], bool]:
         """Make the main weight; returns the compute shards, and whether the main weight is a part of one."""
         spec, placement = self.spec, self.placement
         extent = self.inner_extent if placement.weight else self.full_extent
         self.host_buffer: HostMemory | None = None
-        if self.offloads and spec.trainable and not spec.whole:
+        if self._is_in_host_memory:
             main_bytes = buffer_numel(self.layout, self.main_extent) * spec.main_dtype.itemsize
             self.host_buffer = HostMemory(main_bytes, self.device)
         main_is_shard = spec.codec is None and self.host_buffer is None and spec.main_dtype == spec.compute_dtype
-        keeps = self.policy.keep_compute_shard or spec.codec is not None or self.host_buffer is not None
-        casts_for_gather = placement.weight and not (main_is_shard or placement.outer_main or keeps)
         shards: list[FlatBuffer] = []
         with torch.inference_mode(False):
-            if not casts_for_gather:
+            if not self._casts_when_used(placement):
                 shards += [FlatBuffer.zeros(self.layout, extent, spec.storage_dtype, self.device) for _ in spec.planes]
             if self.host_buffer is not None:
                 self.main = FlatBuffer.over(self.layout, self.main_extent, self.host_buffer.seen.view(spec.main_dtype))

@@ -317,7 +317,8 @@ class Weights:
                 else:  # the own part is cast into its final place, and gathered in place
                     source = full.part(self._own)
                     compat.foreach_copy_(source.segments, self._main.segments)
-                self._axes.shard.gather(full.segments, source.segments)
+                if self._axes.shard.size > 1:
+                    self._axes.shard.gather(full.segments, source.segments)
 
     def _in_slot(self, slot: Slot) -> list[FlatBuffer]:
         """A buffer for each form in a slot's memory, made once for each slot."""
