@@ -31,6 +31,7 @@ class DividedBatches:
         method: How attention sees whole sequences; "auto": as the model allows.
         dims: Sequence dims of entries that are not known by name.
         device: Of this rank.
+        tensor_size: Number of ranks of a tensor axis, which divide the heads as well.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class DividedBatches:
         method: Method | Literal["auto"],
         dims: Mapping[str, int | None],
         device: torch.device,
+        tensor_size: int = 1,
     ) -> None:
         self._group = group
         self._method = method
         self._dims = dims
         self._device = device
+        self._tensor_size = tensor_size
         self._comparisons = Comparisons()
         self._warned: set[str] = set()
         self._ends: list[Callable[[], None]] = []
@@ -58,7 +61,7 @@ class DividedBatches:
         """
         _refuse(module)
         if self._parallel is None:
-            size = dist.get_world_size(self._group)
+            size = dist.get_world_size(self._group) * self._tensor_size
             method = choose_method(module, size) if self._method == "auto" else self._method
             self._parallel = ContextParallel(self._group, method)
         self._modules.append(module)

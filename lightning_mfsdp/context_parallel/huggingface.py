@@ -139,7 +139,7 @@ def _mask_functions() -> Any:
 
 
 def choose_method(module: nn.Module, size: int) -> Method:
-    """The method "ulysses", unless the heads of a model inside cannot be divided over `size` ranks."""
+    """The method "ulysses", unless the heads of a model inside cannot be divided over `size` ranks, those of a tensor axis included."""
     for _, model in models_in(module):
         for config in configurations(model.config):
             heads = getattr(config, "num_attention_heads", None)

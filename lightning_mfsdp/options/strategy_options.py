@@ -182,7 +182,8 @@ class StrategyOptions:
             return None
         divided = None
         if mesh.context is not None:
-            divided = DividedBatches(mesh.context, self.context_method, self.context_dims or {}, device)
+            tensor = 1 if mesh.tensor is None else dist.get_world_size(mesh.tensor)
+            divided = DividedBatches(mesh.context, self.context_method, self.context_dims or {}, device, tensor)
         return SharedBatches(mesh.same_batches, divided, device)
 
     def shard(

@@ -283,6 +283,24 @@ def test_layers_given_to_parallelize_module_train_as_on_one_rank(kind: type[Trai
             assert_equal(found, expected, 1e-12)
 
 
+class TwoHeads(OwnLoss):
+    """One head for each tensor rank, which context ranks cannot divide any further."""
+
+    def __init__(self) -> None:
+        super().__init__(heads=2, kv_heads=2)
+
+
+def train_two_heads(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
+    with in_double():
+        return fit(rank, world, TwoHeads, Texts("whole"), **options)
+
+
+def test_the_method_of_a_context_axis_is_one_that_heads_allow_beside_a_tensor_axis() -> None:
+    (expected,) = run_distributed(train_two_heads, 1, {})
+    for found in run_distributed(train_two_heads, 4, {"context": 2, "tensor": 2}):
+        assert_equal(found, expected, 1e-11)
+
+
 class Experts(OwnLoss):
     """A layer that is no pair of divided layers."""
 
