@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_mfsdp.te import library
+from lightning_mfsdp.te.parts import note_multiple
 from lightning_mfsdp.te.quantized_weights import quantized_init, shared_weights
 from lightning_mfsdp.te.recipes import alignment
 
@@ -74,6 +75,8 @@ def replace(
         to_fp8 = quantized and isinstance(layer, nn.Linear) and id(layer.weight) not in shared
         with quantized_init(recipe_of(name)) if to_fp8 else nullcontext():
             new[id(layer)] = _made(name, layer, fused=fused)
+        if isinstance(layer, nn.Linear):
+            note_multiple(new[id(layer)], alignment(recipe_of(name), quantized=to_fp8))
     for parent in list(root.modules()):
         for key, child in parent._modules.items():
             if id(child) in new:

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.params.part import Part
-from lightning_mfsdp.tensor_parallel.styles import Target
+from lightning_mfsdp.tensor_parallel.styles import Target, is_linear
 
 __all__ = ["check_attention", "check_experts", "check_own_parameters", "check_ties"]
 
@@ -27,12 +27,12 @@ def check_attention(target: Target, parts: Mapping[str, Part], size: int) -> Non
         ShardingError: Heads would be divided, the forward counts on all of them, or attention drops weights at random.
     """
     layer, weight = target.parent, parts.get("weight")
-    if not isinstance(target.module, nn.Linear) or weight is None or weight.dim:
+    if not is_linear(target.module) or weight is None or weight.dim:
         return
     path = target.name.rpartition(".")[0] or "the model"
     head_dim = getattr(layer, "head_dim", None)
-    if isinstance(head_dim, int) and (target.module.out_features // head_dim) % size:
-        heads = target.module.out_features // head_dim
+    heads = sum(weight.sections) // head_dim if isinstance(head_dim, int) else size
+    if heads % size:
         raise ShardingError(
             f"{target.name}: {heads} heads of {head_dim} numbers cannot be divided over {size} tensor ranks. Use a smaller tensor size."
         )

@@ -15,6 +15,7 @@ from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied, copied
 
 __all__ = [
     "Change",
+    "DividedDropout",
     "LossHeadPart",
     "RopePart",
     "RowwiseLinear",
@@ -22,6 +23,7 @@ __all__ = [
     "VocabularyPart",
     "WholeDropout",
     "WholeModule",
+    "add_bias_after",
     "change_inputs",
     "change_output",
 ]
@@ -38,6 +40,11 @@ def change_inputs(module: nn.Module, change: Change, group: TensorGroup) -> Any:
 def change_output(module: nn.Module, change: Change, group: TensorGroup) -> Any:
     """After its forward, change the tensor that it returns. Returns the handle of the hook."""
     return module.register_forward_hook(_After(change, group))
+
+
+def add_bias_after(module: nn.Module, change: Change, group: TensorGroup) -> Any:
+    """After the forward of a layer that returns its bias beside the product, change the product and add it. Returns the handle."""
+    return module.register_forward_hook(_AddBiasAfter(change, group))
 
 
 class _Before:
@@ -68,6 +75,17 @@ class _After:
                 f"{type(module).__name__} returned {type(output).__name__} under tensor parallelism, expected a tensor"
             )
         return self._change(output, self._group)
+
+
+class _AddBiasAfter:
+    def __init__(self, change: Change, group: TensorGroup) -> None:
+        self._change = change
+        self._group = group
+
+    def __call__(self, module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> Tensor:
+        check_divided(module)
+        product, bias = output
+        return self._change(product, self._group) + bias
 
 
 class SharedInput:
@@ -203,10 +221,10 @@ class WholeModule:
             return
         self._is_checked = True
         if any(isinstance(value, Tensor) and is_divided(value) for value in (*args, *kwargs.values())):
-            rule = ".".join("*" if word.isdigit() else word for word in self._name.split("."))
             raise ShardingError(
                 f"{self._name} ({type(module).__name__}): its input is a part of a tensor, so the gradients of its parameters are partial"
-                f' sums. Add the rule "{rule}": "replicated_with_grad_allreduce" to the plan (model.tp_plan of a transformers model).'
+                f' sums. Add the rule "{_rule(self._name)}": "replicated_with_grad_allreduce" to the plan (model.tp_plan of a transformers'
+                " model)."
             )
 
 
@@ -234,8 +252,39 @@ class WholeDropout:
         if any(isinstance(one, Tensor) and is_divided(one) for one in args):
             raise ShardingError(
                 f"{self._name} ({type(module).__name__}): its input is a part of a tensor, and dropout would be equal for the parts of"
-                " different tensor ranks. Set its probability to 0, or put it where the tensor is whole, such as behind a rowwise layer."
+                f" different tensor ranks. {_advice(self._name, module)}"
             )
+
+
+def _advice(name: str, dropout: nn.Module) -> str:
+    if type(dropout) is nn.Dropout:
+        return f'Add the rule "{_rule(name)}": "dropout_of_parts" to the plan (model.tp_plan of a transformers model).'
+    return "Set its probability to 0, or put it where the tensor is whole, such as behind a rowwise layer."
+
+
+def _rule(name: str) -> str:
+    return ".".join("*" if word.isdigit() else word for word in name.split("."))
+
+
+class DividedDropout(nn.Dropout):
+    """Dropout of a part of a tensor, along the last dim. All ranks draw the mask of the whole tensor, as one process would."""
+
+    tensor_group: TensorGroup
+
+    @classmethod
+    def install(cls, module: nn.Module, group: TensorGroup) -> list[Any]:
+        """Give an `nn.Dropout` this class, which has other random numbers than hooks could give it. Returns no handles."""
+        module.__class__ = cls
+        module.tensor_group = group  # type: ignore[assignment]
+        return []
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As of `nn.Dropout`; never in place."""
+        if not self.training or self.p == 0:
+            return input
+        whole = input.new_ones(*input.shape[:-1], input.shape[-1] * self.tensor_group.size)
+        mask = F.dropout(whole, self.p).chunk(self.tensor_group.size, -1)[self.tensor_group.rank]
+        return input * mask.contiguous()
 
 
 class RowwiseLinear(nn.Linear):

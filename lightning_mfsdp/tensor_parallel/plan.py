@@ -12,17 +12,19 @@ from torch import nn
 
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.transformers_models import models_in
-from lightning_mfsdp.engine.params.part import Part, mark_part, part_of
+from lightning_mfsdp.engine.params.part import Part, part_of
+from lightning_mfsdp.tensor_parallel.adapters import inside_adapters
 from lightning_mfsdp.tensor_parallel.checks import check_attention, check_experts, check_own_parameters, check_ties
-from lightning_mfsdp.tensor_parallel.division import divide, sum_gradient
+from lightning_mfsdp.tensor_parallel.division import divide
 from lightning_mfsdp.tensor_parallel.dtensors import has_dtensors, take_dtensors
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied
-from lightning_mfsdp.tensor_parallel.layers import SharedInput, WholeDropout, WholeModule
+from lightning_mfsdp.tensor_parallel.layers import DividedDropout, SharedInput, WholeDropout, WholeModule
 from lightning_mfsdp.tensor_parallel.logits import DividedLogits
+from lightning_mfsdp.tensor_parallel.megatron import has_parts_by_itself, is_part_by_itself, mark_megatron_layers
 from lightning_mfsdp.tensor_parallel.sequence import find_stacks
 from lightning_mfsdp.tensor_parallel.styles import Style, Target, style_named
 
-__all__ = ["AppliedPlan", "apply_plan", "mark_megatron_layers"]
+__all__ = ["AppliedPlan", "apply_plan"]
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -66,8 +68,7 @@ def apply_plan(
     rules = _rules_of_layers(model)
     if plan is not None or not is_divided_by_torch:
         rules |= plan if plan is not None else _own_rules(pretrained)
-    has_megatron_layers = any(_is_megatron(parameter) for parameter in model.parameters())
-    if not rules and not has_megatron_layers and not is_divided_by_torch:
+    if not rules and not has_parts_by_itself(model) and not is_divided_by_torch:
         raise ShardingError(
             f"{_names(model, pretrained)} has no tensor parallel plan: give one, a mapping of names to styles such as"
             ' {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
@@ -100,28 +101,6 @@ def apply_plan(
     divide(model)
     styles = {target.name: style.name for target, style in matched} | dict.fromkeys(taken, "DTensor")
     return AppliedPlan(styles=styles, unused=tuple(unused))
-
-
-def mark_megatron_layers(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Mark parameters of layers that divide their weights themselves, by Megatron-LM's attributes.
-
-    `tensor_model_parallel` says that a parameter is a part, `partition_dim` along which dim and `partition_stride` of how many sections.
-    `sequence_parallel` says that its gradient is a partial sum, which is added up in backward from then on.
-    """
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    for parameter in model.parameters():
-        if getattr(parameter, "sequence_parallel", False):
-            sum_gradient(parameter, TensorGroup.of(group))
-        if not _is_megatron(parameter):
-            continue
-        dim = parameter.partition_dim  # type: ignore[attr-defined]
-        stride = getattr(parameter, "partition_stride", 1)
-        section = parameter.shape[dim] * size // stride
-        mark_part(parameter, Part(dim=dim % parameter.ndim, sections=(section,) * stride, size=size, rank=rank))
-
-
-def _is_megatron(parameter: nn.Parameter) -> bool:
-    return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
 def _rules_of_layers(model: nn.Module) -> dict[str, str]:
@@ -172,7 +151,7 @@ def _matched(model: nn.Module, rules: Mapping[str, str]) -> tuple[list[tuple[Tar
                     f"{name}: rules of the plan give it two styles, {other!r} and {style.name!r}; remove one"
                 )
             if first == name:
-                found.append((target, style))
+                found += inside_adapters(target, style)
     return found, unused
 
 
@@ -180,7 +159,11 @@ def _check_parameters(target: Target, style: Style) -> None:
     own = dict(target.module.named_parameters(recurse=False))
     for key in (target.key,) if target.key is not None else own if style.kind is not None else ():
         parameter = own[key]
-        if type(parameter) is not nn.Parameter or part_of(parameter) is not None or _is_megatron(parameter):
+        if (
+            type(parameter) is not nn.Parameter
+            or part_of(parameter) is not None
+            or is_part_by_itself(target.module, parameter)
+        ):
             raise ShardingError(
                 f"{target.name}: {key} is {'a part already' if type(parameter) is nn.Parameter else f'a {type(parameter).__name__}'},"
                 " and a plan divides plain whole parameters. Call apply_plan once, before anything else shards or wraps them."
@@ -195,7 +178,7 @@ def _check(model: nn.Module, targets: list[tuple[Target, Style, dict[str, Part]]
     for target, _, parts in targets:
         by_module.setdefault(id(target.module), {}).update(parts)
     for target, style, parts in targets if ranks.size > 1 else ():
-        if style.after is None and style.kind is nn.Linear and target.key is None:
+        if style.after is None and style.kind == "linear" and target.key is None:
             check_attention(target, parts, ranks.size)
             check_own_parameters(target, ruled)
         if style.name == "moe_tp_experts":
@@ -209,7 +192,7 @@ def _shared_inputs(targets: list[tuple[Target, Style, dict[str, Part]]]) -> dict
     for target, style, _ in targets:
         if (
             style.before is copied
-            and style.kind is nn.Linear
+            and style.kind == "linear"
             and target.key is None
             and target.parent is not target.module
         ):
@@ -235,7 +218,7 @@ def _watch_others(model: nn.Module, targets: list[tuple[Target, Style, dict[str,
     for name, module in model.named_modules():
         if id(module) not in ruled and next(module.parameters(recurse=False), None) is not None:
             WholeModule(name).install(module)
-        if isinstance(module, _DROPOUT):
+        if isinstance(module, _DROPOUT) and not isinstance(module, DividedDropout):
             WholeDropout(name).install(module)
 
 

@@ -120,6 +120,11 @@ def find_stacks(model: nn.Module, targets: Sequence[tuple[Target, Style, Mapping
     parents = dict(model.named_modules())
     insides: dict[str, _Inside] = {}
     for target, style, _ in targets:
+        if target.in_adapter:
+            raise ShardingError(
+                f"sequence_parallel=True: {target.name} is inside an adapter, whose own factors would see whole sequences on every rank;"
+                " leave sequence_parallel out"
+            )
         if style.name not in (*_FIRST, *_LAST) or target.key is not None:
             continue
         path = target.name.rpartition(".")[0]

@@ -13,19 +13,31 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.params.part import Part
+from lightning_mfsdp.te import parts as te
 from lightning_mfsdp.tensor_parallel.division import planned_division
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied, gathered, own_part, summed
 from lightning_mfsdp.tensor_parallel.layers import (
     Change,
+    DividedDropout,
     LossHeadPart,
     RopePart,
     RowwiseLinear,
     VocabularyPart,
+    add_bias_after,
     change_inputs,
     change_output,
 )
 
-__all__ = ["REFUSED", "STYLES", "Style", "Target", "style_named"]
+__all__ = ["REFUSED", "STYLES", "Kind", "Style", "Target", "is_linear", "style_named"]
+
+
+Kind = Literal["linear", "embedding", "dropout"]
+_CLASSES: Mapping[Kind, type[nn.Module]] = {"linear": nn.Linear, "embedding": nn.Embedding, "dropout": nn.Dropout}
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer, of PyTorch or of Transformer Engine."""
+    return isinstance(module, nn.Linear) or te.is_linear(module)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +48,15 @@ class Target:
         name: In the model.
         module: The module, or the one that owns the parameter.
         key: The parameter's name in it; `None`: the rule is for the module.
-        parent: The module around it.
+        parent: The module around it; around the adapter, for a layer inside one.
+        in_adapter: It is inside an adapter.
     """
 
     name: str
     module: nn.Module
     key: str | None
     parent: nn.Module
+    in_adapter: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +73,19 @@ class Style:
         before: What is done to the floating-point tensors among the inputs.
         after: What is done to the output.
         sums_gradients: Gradients of the parameters are partial sums.
+        takes_parts: The input is a part.
     """
 
     name: str
     meaning: str
     divides: Literal["rows", "columns"] | None = None
     sections: int = 1
-    kind: type[nn.Linear] | type[nn.Embedding] | None = None
+    kind: Kind | None = None
     is_for_parameters: bool = False
     before: Change | None = None
     after: Change | None = None
     sums_gradients: bool = False
+    takes_parts: bool = False
 
     def parts(self, target: Target, group: TensorGroup) -> dict[str, Part]:
         """Which part of each parameter of the target's module `group`'s ranks have.
@@ -85,17 +101,11 @@ class Style:
                     f"{target.name}: the style {self.name!r} is for parameters, and this is a module; name its parameters"
                 )
             return {}
-        module = target.module
-        if not isinstance(module, self.kind):
-            is_replaced = type(module).__module__.startswith("transformer_engine.")
-            instead = (
-                'use precision="bf16-mixed" (FP8 does not divide layers that it replaced)'
-                if is_replaced
-                else "choose another style"
-            )
+        module, expected = target.module, _CLASSES[self.kind]
+        if not (is_linear(module) if self.kind == "linear" else isinstance(module, expected)):
             raise ShardingError(
-                f"{target.name}: the style {self.name!r} divides nn.{self.kind.__name__}, and this is a {type(module).__module__}."
-                f"{type(module).__name__}; {instead}"
+                f"{target.name}: the style {self.name!r} is for nn.{expected.__name__}, and this is a {type(module).__module__}."
+                f"{type(module).__name__}; choose another style"
             )
         own = dict(module.named_parameters(recurse=False))
         if others := sorted(own.keys() - {"weight", "bias"}):
@@ -104,14 +114,19 @@ class Style:
                 " Leave the rule out."
             )
         self._check_embedding(target)
-        if self.divides == "columns" and "bias" in own and type(module) is not nn.Linear:
+        if self.divides == "columns" and "bias" in own and type(module) is not nn.Linear and not te.is_linear(module):
             raise ShardingError(
                 f"{target.name}: the style {self.name!r} adds the bias of an nn.Linear once, after the sum, and this is its subclass"
                 f" {type(module).__name__}. Build it with bias=False, or add the bias in a module around it."
             )
+        if not own:
+            return {}
         rows = self.divides == "rows"
         dims = {"weight": 0 if rows else 1, **({"bias": 0} if rows and "bias" in own else {})}
-        return {key: self._part(f"{target.name}.{key}", own[key].shape, dim, group) for key, dim in dims.items()}
+        multiple = te.multiple_of(module)
+        return {
+            key: self._part(f"{target.name}.{key}", own[key].shape, dim, group, multiple) for key, dim in dims.items()
+        }
 
     def _parts_of_parameter(self, target: Target, key: str, group: TensorGroup) -> dict[str, Part]:
         if not self.is_for_parameters:
@@ -124,13 +139,20 @@ class Style:
         dim = len(shape) - 1 if self.divides == "columns" else max(len(shape) - 2, 0)
         return {key: self._part(target.name, shape, dim, group)}
 
-    def _part(self, name: str, shape: Any, dim: int, group: TensorGroup) -> Part:
+    def _part(self, name: str, shape: Any, dim: int, group: TensorGroup, multiple: int = 1) -> Part:
         length = shape[dim]
         if length % (self.sections * group.size):
             sections = "" if self.sections == 1 else f" in {self.sections} sections"
             raise ShardingError(
                 f"{name}: the style {self.name!r} divides dim {dim} of its shape {list(shape)}{sections}, and {length} cannot be divided"
                 f" over {group.size} tensor ranks. Use a smaller tensor size."
+            )
+        if (length // group.size) % multiple:
+            layer = name.rpartition(".")[0]
+            raise ShardingError(
+                f"{name}: dim {dim} of its shape {list(shape)} leaves {length // group.size} for each of {group.size} tensor ranks, and"
+                f" its FP8 recipe multiplies sizes that are multiples of {multiple}. Pad it, use a smaller tensor size, or leave the layer"
+                f" in high precision: keep_high_precision=[{layer!r}]."
             )
         return Part(dim=dim, sections=(length // self.sections,) * self.sections, size=group.size, rank=group.rank)
 
@@ -177,8 +199,14 @@ class Style:
 
         if isinstance(module, LinearLossHead) and self.divides == "rows":
             return LossHeadPart(group, before, after).install(module)
+        if self.kind == "dropout":
+            return DividedDropout.install(module, group)
         handles = [] if before is None else [change_inputs(module, before, group)]
-        if self.divides == "columns" and isinstance(module, nn.Linear) and module.bias is not None:
+        has_bias = self.kind == "linear" and module._parameters.get("bias") is not None
+        if self.divides == "columns" and has_bias and te.is_linear(module):
+            assert after is not None
+            return [*handles, add_bias_after(module, after, group)]
+        if self.divides == "columns" and has_bias:
             module.__class__ = RowwiseLinear
             module.tensor_group = group  # type: ignore[assignment]
             module.total = after  # type: ignore[assignment]
@@ -187,9 +215,10 @@ class Style:
 
     def _attributes(self, module: nn.Module, group: TensorGroup) -> dict[str, Any]:
         """Sizes that a module states, as they are for its part."""
-        if isinstance(module, nn.Linear) and self.divides is not None:
+        if is_linear(module) and self.divides is not None:
             key = "out_features" if self.divides == "rows" else "in_features"
-            return {key: getattr(module, key) // group.size}
+            is_apart = self.divides == "columns" and te.is_linear(module) and module._parameters.get("bias") is not None
+            return {key: getattr(module, key) // group.size, **(te.bias_apart() if is_apart else {})}
         if isinstance(module, nn.Embedding) and self.divides == "columns":
             return {"embedding_dim": module.embedding_dim // group.size}
         if isinstance(module, nn.Embedding) and self.divides == "rows":
@@ -230,7 +259,7 @@ _ALL = (
         name="colwise",
         meaning="divided by output features; so is the output",
         divides="rows",
-        kind=nn.Linear,
+        kind="linear",
         is_for_parameters=True,
         before=copied,
     ),
@@ -238,7 +267,7 @@ _ALL = (
         name="colwise_gather_output",
         meaning="the same, with the whole output gathered; logits of a causal language model stay divided for its loss",
         divides="rows",
-        kind=nn.Linear,
+        kind="linear",
         before=copied,
         after=gathered,
     ),
@@ -247,7 +276,7 @@ _ALL = (
         meaning="two weights one after the other (gate and up), each divided by output features",
         divides="rows",
         sections=2,
-        kind=nn.Linear,
+        kind="linear",
         is_for_parameters=True,
         before=copied,
     ),
@@ -255,15 +284,16 @@ _ALL = (
         name="rowwise",
         meaning="divided by input features; takes a divided input, and outputs are summed. A bias is whole and added once",
         divides="columns",
-        kind=nn.Linear,
+        kind="linear",
         is_for_parameters=True,
         after=summed,
+        takes_parts=True,
     ),
     Style(
         name="rowwise_split_input",
         meaning="the same for a whole input, of which each rank takes its part",
         divides="columns",
-        kind=nn.Linear,
+        kind="linear",
         before=own_part,
         after=summed,
     ),
@@ -278,13 +308,13 @@ _ALL = (
         name="embedding_rowwise",
         meaning="divided by tokens of the vocabulary; outputs are summed",
         divides="rows",
-        kind=nn.Embedding,
+        kind="embedding",
     ),
     Style(
         name="embedding_colwise",
         meaning="divided by features; outputs are gathered",
         divides="columns",
-        kind=nn.Embedding,
+        kind="embedding",
         after=gathered,
     ),
     Style(
@@ -297,6 +327,11 @@ _ALL = (
         name="moe_identity_expert",
         meaning="an expert inside such a module that returns its input: each rank returns its share",
         before=_shared,
+    ),
+    Style(
+        name="dropout_of_parts",
+        meaning="an nn.Dropout between colwise and rowwise: each rank draws the mask of the whole tensor and uses its part",
+        kind="dropout",
     ),
     Style(name="all_reduce", meaning="outputs are summed", after=summed),
     Style(

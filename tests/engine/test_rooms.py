@@ -48,6 +48,7 @@ ALLOWED = {
         "lightning_mfsdp.base",
         "lightning_mfsdp.engine",
         "lightning_mfsdp.ops",
+        "lightning_mfsdp.te",
     },
     "checkpoint": {
         "torch",

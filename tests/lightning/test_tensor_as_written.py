@@ -158,12 +158,14 @@ def refuse(rank: int, world: int, kind: type[Trained]) -> str:
     return str(info.value)
 
 
-def test_dropout_of_parts_is_refused_and_that_of_whole_tensors_is_that_of_one_rank() -> None:
+def test_dropout_of_parts_needs_a_rule_and_is_that_of_one_rank_then() -> None:
     for message in run_distributed(refuse, 2, DropsInside):
         assert "inside (Dropout): its input is a part of a tensor" in message
-    (expected,) = run_distributed(train, 1, DropsBehind, {})
-    for found in run_distributed(train, 2, DropsBehind, {"tensor": 2, "tensor_plan": PLAN}):
-        assert_equal(found, expected, 1e-12)
+        assert 'Add the rule "inside": "dropout_of_parts" to the plan' in message
+    for kind, more in ((DropsBehind, {}), (DropsInside, {"inside": "dropout_of_parts"})):
+        (expected,) = run_distributed(train, 1, kind, {})
+        for found in run_distributed(train, 2, kind, {"tensor": 2, "tensor_plan": PLAN | more}):
+            assert_equal(found, expected, 1e-12)
 
 
 def train_twice(rank: int, world: int, first: dict[str, Any], second: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -40,6 +41,27 @@ class Frozen(Tied):
         return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2)
 
 
+class Adapted(Wide):
+    """LoRA around divided layers, with dropout before it, and a head that is trained as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        peft = pytest.importorskip("peft")
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated")  # peft asks transformers for it
+        torch.manual_seed(1)
+        options = peft.LoraConfig(
+            r=4,
+            lora_dropout=0.2,
+            init_lora_weights=False,
+            target_modules=["q_proj", "k_proj", "o_proj", "up_proj", "down_proj", "embed_tokens"],
+            modules_to_save=["lm_head"],
+        )
+        self.model = peft.get_peft_model(self.model, options, autocast_adapter_dtype=False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2)
+
+
 class Generates(Wide):
     """Continues prompts inside a step."""
 
@@ -56,6 +78,8 @@ AXES: dict[str, tuple[int, dict[str, Any], type[Trained]]] = {
 KINDS: dict[str, tuple[type[Trained], dict[str, Any]]] = {
     "manual optimization": (Manual, {"gradient_clip_val": None}),
     "frozen layers": (Frozen, {}),
+    "LoRA": (Adapted, {}),
+    "LoRA of sharded weights, recomputed": (Adapted, {"recompute": {"method": "uniform"}}),
     "generate": (Generates, {}),
     "free_gradients": (Wide, {"free_gradients": True}),
     "count of tokens": (Wide, {"loss_count": "tokens"}),
@@ -254,3 +278,14 @@ def refuse_muon(rank: int, world: int) -> str:
 def test_muon_refuses_parts_of_matrices() -> None:
     for message in run_distributed(refuse_muon, 2):
         assert "Muon" in message
+
+
+def refuse_adapters(rank: int, world: int) -> str:
+    with pytest.raises((ValueError, RuntimeError)) as info:
+        fit(rank, world, Adapted, Texts("whole"), tensor=2, sequence_parallel=True)
+    return str(info.value)
+
+
+def test_adapters_are_refused_where_sequences_are_divided() -> None:
+    for message in run_distributed(refuse_adapters, 2):
+        assert "lm_head.original_module is inside an adapter" in message or "base_layer is inside an adapter" in message

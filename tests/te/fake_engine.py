@@ -215,6 +215,9 @@ class TransformerEngineBaseModule(nn.Module):
                 made: Any = nn.Parameter(parameter)
                 if self.primary_weights_in_fp8 and parameter.dim() == 2:
                     made = self._quantized(parameter)
+                if parameter.dim() == 2:  # also of a layer that no ranks divide
+                    made.tensor_model_parallel, made.partition_stride = True, 1
+                    made.partition_dim = int(self.parallel_mode == "row")
                 self._parameters[name] = made
 
     def _quantized(self, parameter: nn.Parameter) -> Any:
@@ -272,25 +275,35 @@ class Linear(TransformerEngineBaseModule):
         name: str | None = None,
         fuse_wgrad_accumulation: bool = False,
         init_method: Any = None,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
     ) -> None:
         super().__init__()
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         if init_method is not None:
             self.init_methods["weight"] = init_method
+        self.tp_size, self.parallel_mode = tp_size, parallel_mode
+        in_features //= tp_size if parallel_mode == "row" else 1
+        out_features //= tp_size if parallel_mode == "column" else 1
         self.in_features, self.out_features, self.name = in_features, out_features, name
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, dtype=params_dtype, device=device))
         else:
             self.bias = torch.empty(0)
-        self.use_bias = bias
+        self.use_bias = self.apply_bias = bias
+        self.return_bias = False
         self.reset_parameters(defer_init=device == "meta")
 
-    def forward(self, inp: Tensor) -> Tensor:
+    def forward(self, inp: Tensor) -> Any:
+        out = self._product(inp)
+        return (out, self.bias.to(out.dtype)) if self.return_bias else out
+
+    def _product(self, inp: Tensor) -> Tensor:
         recipe = self.prepare_forward(inp)
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else inp.dtype
         x = inp.to(dtype)
-        bias = self.bias.to(dtype) if self.use_bias else None
+        bias = self.bias.to(dtype) if self.apply_bias else None
         with torch.autocast("cpu", enabled=False):
             if recipe is None:
                 return F.linear(x, _values(self.weight).to(dtype), bias)
@@ -319,7 +332,7 @@ class LayerNormLinear(Linear):
             torch.ones(in_features, dtype=self.weight.dtype, device=self.weight.device)
         )
 
-    def forward(self, inp: Tensor) -> Tensor:
+    def forward(self, inp: Tensor) -> Any:
         weight = self.layer_norm_weight
         return super().forward(F.rms_norm(inp.float(), weight.shape, weight.float(), self.eps).to(inp.dtype))
 

@@ -27,7 +27,7 @@ from lightning_mfsdp.tensor_parallel import (
     part_of,
     share_random_state,
 )
-from lightning_mfsdp.tensor_parallel.plan import mark_megatron_layers
+from lightning_mfsdp.tensor_parallel.megatron import mark_megatron_layers
 from lightning_mfsdp.tensor_parallel.styles import REFUSED
 from tests.helpers.distributed import run_distributed
 from tests.tensor_parallel.models import assert_equal, gathered_from_ranks, gradients, whole_gradients
@@ -67,16 +67,17 @@ class Experts(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gate and up in one weight."""
+    """Gate and up in one weight, and some of the products dropped."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, 2 * 24)
+        self.drop = nn.Dropout(0.25)
         self.down = nn.Linear(24, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.up(x).chunk(2, -1)
-        return self.down(gate.sigmoid() * up)
+        return self.down(self.drop(gate.sigmoid() * up))
 
 
 class Block(nn.Module):
@@ -120,6 +121,7 @@ PLAN = {
     "blocks.*.attention.scale": "colwise",
     "blocks.*.attention.out": "rowwise",
     "blocks.*.mlp.up": "packed_colwise",
+    "blocks.*.mlp.drop": "dropout_of_parts",
     "blocks.*.mlp.down": "rowwise",
     "blocks.*.experts": "moe_tp_experts",
     "blocks.*.experts.up": "packed_rowwise",
@@ -161,10 +163,12 @@ def own_plan(rank: int, world: int) -> None:
     assert applied.styles["blocks.1.mlp.up"] == "packed_colwise"
     assert part_of(divided.head.weight) == Part(dim=0, sections=(TOKENS,), size=world, rank=rank)
     tokens, targets = batch()
+    torch.manual_seed(5)
     want = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
     want.backward()
     for one in (divided, copy.deepcopy(divided)):
         divide(one)  # a copy has lost its marks
+        torch.manual_seed(5)
         loss = divided_cross_entropy(one(tokens), targets, TensorGroup.of(dist.group.WORLD))
         loss.backward()
         torch.testing.assert_close(loss, want, rtol=0, atol=1e-12)
@@ -219,6 +223,8 @@ def one_rank(rank: int, world: int) -> None:
     model = built()
     divided = copy.deepcopy(model)
     apply_plan(divided, PLAN, groups[rank])
+    for one in (divided, model):
+        one.eval()
     assert torch.equal(divided(batch()[0]), model(batch()[0]))
 
 
@@ -391,6 +397,17 @@ class WithMore(nn.Linear):
         self.more = nn.Parameter(torch.zeros(4))
 
 
+class Adapter(nn.Module):
+    """Its attributes are those of LoRA in PEFT."""
+
+    def __init__(self, variants: Any, dora: Any) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(4, 4)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 4, bias=False)})
+        self.lora_variant, self.use_dora = variants, dora
+
+
 def tied() -> nn.Module:
     model = built()
     model.head.weight = model.tokens.weight
@@ -436,7 +453,7 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, str] | None, str]] 
     "kind": (
         built,
         {"tokens": "colwise"},
-        "tokens: the style 'colwise' divides nn.Linear, and this is a torch.nn.modules.sparse.Embedding; choose another style",
+        "tokens: the style 'colwise' is for nn.Linear, and this is a torch.nn.modules.sparse.Embedding; choose another style",
     ),
     "module": (
         built,
@@ -518,6 +535,26 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, str] | None, str]] 
         after_backward,
         {"head": "colwise"},
         "head: weight has a gradient. Call apply_plan before the first backward.",
+    ),
+    "variant of an adapter": (
+        lambda: nn.Sequential(Adapter({"default": object()}, {})),
+        {"0": "colwise"},
+        "0 (Adapter): a variant of LoRA, such as DoRA, that computes with whole weights, and the style 'colwise' divides them",
+    ),
+    "variant of older adapters": (
+        lambda: nn.Sequential(Adapter({}, {"default": True})),
+        {"0": "rowwise"},
+        "0 (Adapter): a variant of LoRA, such as DoRA, that computes with whole weights, and the style 'rowwise' divides them",
+    ),
+    "adapter": (
+        lambda: nn.Sequential(Adapter({}, {"default": False})),
+        {"0": "embedding_rowwise"},
+        "0.base_layer: the style 'embedding_rowwise' is for nn.Embedding, and this is a torch.nn.modules.linear.Linear",
+    ),
+    "no dropout": (
+        lambda: nn.Sequential(nn.AlphaDropout(0.5)),
+        {"0": "dropout_of_parts"},
+        "0: the style 'dropout_of_parts' is for nn.Dropout, and this is a torch.nn.modules.dropout.AlphaDropout",
     ),
     "rope": (
         built,

@@ -1,0 +1,68 @@
+"""Layers of PEFT around layers that a plan divides: what a rule for such a layer means for the modules inside.
+
+LoRA adds `B(A(x))` to the output of the layer inside, where x is its input:
+
+    layer                         A                        B
+    divided by output features    whole                    divided by output features
+    divided by input features     divided by input ones    whole
+
+A layer that is saved as a whole is a copy beside the original, divided as that one is. Adapters are known by their attributes, so PEFT
+is not imported (version 0.21).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import nn
+
+from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.tensor_parallel.styles import STYLES, Style, Target
+
+__all__ = ["inside_adapters"]
+
+
+def inside_adapters(target: Target, style: Style) -> list[tuple[Target, Style]]:
+    """What a rule means for the modules inside an adapter; the rule itself for anything else.
+
+    Raises:
+        ShardingError: The adapter computes with whole weights.
+    """
+    layer = target.module
+    if target.key is not None:
+        return [(target, style)]
+    inside = layer._modules
+    if isinstance(original := inside.get("original_module"), nn.Module):
+        copies = _named(inside.get("modules_to_save"), "modules_to_save")
+        return [_inside(target, name, module, style) for name, module in [("original_module", original), *copies]]
+    if not isinstance(base := inside.get("base_layer"), nn.Module) or "lora_A" not in inside:
+        return [(target, style)]
+    if any(getattr(layer, "lora_variant", {})) or any(getattr(layer, "use_dora", {}).values()):
+        raise ShardingError(
+            f"{target.name} ({type(layer).__name__}): a variant of LoRA, such as DoRA, that computes with whole weights, and the style"
+            f" {style.name!r} divides them. Use plain LoRA, or leave this layer out of target_modules."
+        )
+    found = [_inside(target, "base_layer", base, style)]
+    if style.divides == "rows":
+        found += [_inside(target, *one, style) for one in _named(inside.get("lora_B"), "lora_B")]
+    elif style.divides == "columns":
+        found += [_inside(target, *one, style) for one in _named(inside.get("lora_A"), "lora_A")]
+    if style.takes_parts:
+        found += [
+            _inside(target, *one, STYLES["dropout_of_parts"])
+            for one in _named(inside.get("lora_dropout"), "lora_dropout")
+            if isinstance(one[1], nn.Dropout)
+        ]
+    return found
+
+
+def _named(modules: nn.Module | None, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Those of each adapter, in a `ModuleDict`."""
+    if modules is not None:
+        yield from ((f"{name}.{key}", module) for key, module in modules.named_children())
+
+
+def _inside(target: Target, name: str, module: nn.Module, style: Style) -> tuple[Target, Style]:
+    """A rule for a module inside. The parent stays: layers beside the adapter have the same input, and heads are counted there."""
+    return replace(target, name=f"{target.name}.{name}", module=module, in_adapter=True), style
