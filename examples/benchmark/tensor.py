@@ -39,7 +39,9 @@ from lightning_mfsdp.fabric import MFSDPFabricPrecision, MFSDPFabricStrategy
 
 DATA, TENSOR = "data", "tensor"
 PEER, COMPILED_PEER = "FSDP2 + parallelize_module", "FSDP2 + parallelize_module, compiled"
-ROWS = (DATA, TENSOR, PEER, COMPILED_PEER)
+# sharding="optim_grads": copies in the compute dtype stay on the device, and are cast once after each step.
+DATA_KEPT, TENSOR_KEPT = "data, copies kept", "tensor, copies kept"
+ROWS = (DATA, TENSOR, DATA_KEPT, TENSOR_KEPT, PEER, COMPILED_PEER)
 
 
 class Ours:
@@ -47,8 +49,9 @@ class Ours:
 
     def __init__(self, name: str, size: str, ranks: int, device: torch.device) -> None:
         self.strategy = MFSDPFabricStrategy(
-            tensor=ranks if name == TENSOR else 1,
-            tensor_plan=TENSOR_PLAN if name == TENSOR else None,
+            tensor=ranks if name in (TENSOR, TENSOR_KEPT) else 1,
+            tensor_plan=TENSOR_PLAN if name in (TENSOR, TENSOR_KEPT) else None,
+            sharding="optim_grads" if name in (DATA_KEPT, TENSOR_KEPT) else "optim_grads_params",
             units=["Block", "Embedding", "LinearLossHead"],
         )
         # The policy alone, without autocast, as the peer computes.
@@ -138,14 +141,15 @@ def _torch_plan() -> dict[str, Any]:
 
 def build(name: str, args: argparse.Namespace, device: torch.device) -> Ours | Peer:
     """A row's engine, by name."""
-    kind = Ours if name in (DATA, TENSOR) else Peer
+    kind = Peer if name in (PEER, COMPILED_PEER) else Ours
     return kind(name, args.size, args.ranks, device)
 
 
 def sequence(name: str, args: argparse.Namespace, length: int, device: torch.device) -> Tensor:
     """Token ids [1, S + 1]: of `length` tokens for a group of ranks, or of that part of them for one rank."""
-    own = length // args.ranks if name == DATA else length
-    place = dist.get_rank() if name == DATA else dist.get_rank() // args.ranks
+    is_data = name in (DATA, DATA_KEPT)
+    own = length // args.ranks if is_data else length
+    place = dist.get_rank() if is_data else dist.get_rank() // args.ranks
     draw = torch.Generator(device).manual_seed(1 + place)
     return torch.randint(0, PRESETS[args.size].vocab, (1, own + 1), generator=draw, device=device)
 
@@ -216,7 +220,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure a tensor axis.")
     parser.add_argument("--size", choices=PRESETS, default="1b")
     parser.add_argument("--accelerator", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS])
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=[DATA, TENSOR, PEER, COMPILED_PEER])
     parser.add_argument("--ranks", type=int, help="of a tensor group (default: all)")
     parser.add_argument("--speed", type=int, metavar="LENGTH", help="time of a step with this many tokens in a group")
     parser.add_argument(

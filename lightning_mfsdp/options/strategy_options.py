@@ -222,33 +222,15 @@ class StrategyOptions:
             return
         chosen: list[nn.Module | list[nn.Module]] = []
         experts: dict[nn.Module, DeviceMesh] = {}
-        before_sharding: Callable[[nn.Module], None] = divide
         if any(unit_of(part) is not None for part in module.modules()):
-            if self.units != "auto":
-                raise ValueError(
-                    f"units={self.units!r}, but {type(module).__name__} already contains modules given to fully_shard. Leave units out, "
-                    "or do not call fully_shard yourself"
-                )
-            if self.tensor_plan is not None or self.sequence_parallel:
-                given = "tensor_plan" if self.tensor_plan is not None else "sequence_parallel"
-                raise ValueError(
-                    f"{given} was given, but {type(module).__name__} already contains modules given to fully_shard, and weights are "
-                    "divided before they are sharded. Call lightning_mfsdp.tensor_parallel.apply_plan first, and leave the option out"
-                )
+            self._refuse_options_of_whole_models(module)
             self._refuse_other_axes(module, mesh)
         else:
             if before is not None:
                 before(module)
             precision.cast_module(module)
             check_adapters(module)
-            if mesh.experts is not None:
-                from lightning_mfsdp.options import expert_layers
-
-                layers = expert_layers.layers_of_experts(module, mesh.experts, self.expert_dispatcher)
-                experts = dict.fromkeys(layers, mesh.experts)
-                before_sharding = partial(expert_layers.keep_own_parts, experts, self.expert_dispatcher)
-            if mesh.tensor is not None:
-                self._divide_weights(module, mesh.tensor, device)
+            experts = self._divide(module, mesh, device)
             together = 1 if self.blocks_per_unit == "auto" and self.units != "auto" else self.blocks_per_unit
             units_found = [unit for unit in select_units(module, self.units) if unit not in experts]
             chosen = [*join_blocks(module, units_found, together), *experts]
@@ -257,7 +239,7 @@ class StrategyOptions:
             module,
             chosen,
             mesh=mesh.sharded,
-            before=before_sharding,
+            before=partial(self._keep_own_parts, experts) if experts else divide,
             other_meshes=experts,
             sharding=self.sharding,
             outer_sharding=self.outer_sharding,
@@ -277,6 +259,42 @@ class StrategyOptions:
         if said := precision.policy_beside_precision():
             rank_zero_info(said)
         rank_zero_info(describe_units(units(module), sum(view.main.numel() for view in sharded_parameters(module))))
+
+    def _divide(self, module: nn.Module, mesh: RunMesh, device: torch.device) -> dict[nn.Module, DeviceMesh]:
+        """Divide experts and weights, as far as the mesh has axes for them. Returns the mesh of each layer of experts."""
+        experts: dict[nn.Module, DeviceMesh] = {}
+        if mesh.experts is not None:
+            from lightning_mfsdp.options import expert_layers
+
+            layers = expert_layers.layers_of_experts(module, mesh.experts, self.expert_dispatcher)
+            experts = dict.fromkeys(layers, mesh.experts)
+        if mesh.tensor is not None:
+            self._divide_weights(module, mesh.tensor, device)
+        return experts
+
+    def _keep_own_parts(self, experts: dict[nn.Module, DeviceMesh], unit: nn.Module) -> None:
+        """What is done with each unit just before it is sharded, once it has values."""
+        from lightning_mfsdp.options import expert_layers
+
+        expert_layers.keep_own_parts(experts, self.expert_dispatcher, unit)
+
+    def _refuse_options_of_whole_models(self, module: nn.Module) -> None:
+        """Of a module that has sharded ones inside.
+
+        Raises:
+            ValueError: An option that decides about all of its modules.
+        """
+        if self.units != "auto":
+            raise ValueError(
+                f"units={self.units!r}, but {type(module).__name__} already contains modules given to fully_shard. Leave units out, "
+                "or do not call fully_shard yourself"
+            )
+        if self.tensor_plan is not None or self.sequence_parallel:
+            given = "tensor_plan" if self.tensor_plan is not None else "sequence_parallel"
+            raise ValueError(
+                f"{given} was given, but {type(module).__name__} already contains modules given to fully_shard, and weights are "
+                "divided before they are sharded. Call lightning_mfsdp.tensor_parallel.apply_plan first, and leave the option out"
+            )
 
     def _refuse_other_axes(self, module: nn.Module, mesh: RunMesh) -> None:
         """Of a module that is sharded, or has modules inside that are: it keeps the axes along which its parameters are divided.
