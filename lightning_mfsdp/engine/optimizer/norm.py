@@ -125,9 +125,9 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
             plain.device = grad.device
             if grad.dtype is torch.float64:
                 plain.dtype = torch.float64
-    parts: dict[tuple[int, ...], _Owned] = {(): plain}
+    parts: dict[tuple[dist.ProcessGroup, ...], _Owned] = {(): plain}
     for group, axes, indices in ((group, *found) for group, by_axes in wanted.items() for found in by_axes.items()):
-        part = parts.setdefault(tuple(id(axis.group) for axis in axes), _Owned(axes=axes))
+        part = parts.setdefault(tuple(axis.group for axis in axes), _Owned(axes=axes))
         part.device = group.device
         if group.spec.main_dtype is torch.float64:
             part.dtype = torch.float64  # from what is known to all ranks: a rank may own no gradient here
@@ -148,22 +148,25 @@ def _norm(parts: list[_Owned], norm_type: float) -> Tensor:
         if math.isinf(norm_type):  # which is undefined for an empty tensor
             whole = [tensor for tensor in whole if tensor.numel()]
         return torch.nn.utils.get_total_norm(whole, norm_type)
-    totals = [_power_sum(part, norm_type) for part in parts]
-    stacked = torch.stack([total.to(totals[0].device) for total in totals])
-    return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
+    infinite = math.isinf(norm_type)
+    combine, op = (torch.maximum, dist.ReduceOp.MAX) if infinite else (torch.add, dist.ReduceOp.SUM)
+    sums = {tuple(axis.group for axis in part.axes): _power_sum(part, norm_type) for part in parts}
+    # The last axis first: what is summed over it joins what was never divided along it, so all share one sum over each axis.
+    for length in range(max(map(len, sums)), 0, -1):
+        for over in [over for over in sums if len(over) == length]:
+            total = sums.pop(over)
+            dist.all_reduce(total, op=op, group=over[-1])
+            others = sums.get(over[:-1])
+            sums[over[:-1]] = total if others is None else combine(total, others.to(total.device))
+    return sums[()] if infinite else sums[()] ** (1.0 / norm_type)
 
 
 def _power_sum(part: _Owned, norm_type: float) -> Tensor:
-    """Sum of |g|^p (or the maximum) over all ranks that hold different pieces; 0-D float32 or better."""
+    """Sum of |g|^p (or the maximum) of this rank's pieces; 0-D float32 or better."""
     dtype = part.dtype
-    infinite = math.isinf(norm_type)
     tensors = [tensor for tensor in part.tensors if tensor.numel()]
-    if tensors:
-        with torch.no_grad():
-            norms = torch.stack([norm.to(dtype) for norm in compat.foreach_norm(tensors, norm_type)])
-        total = norms.max() if infinite else (norms**norm_type).sum()
-    else:
-        total = torch.zeros((), dtype=dtype, device=part.device)
-    for axis in part.axes:
-        dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=axis.group)
-    return total
+    if not tensors:
+        return torch.zeros((), dtype=dtype, device=part.device)
+    with torch.no_grad():
+        norms = torch.stack([norm.to(dtype) for norm in compat.foreach_norm(tensors, norm_type)])
+    return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
