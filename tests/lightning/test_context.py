@@ -29,6 +29,19 @@ ROWS = 4  # of a step, over all data ranks
 LENGTH = 16
 VOCABULARY = 32
 
+# Options of `fit` that are the Trainer's; the others are the strategy's.
+OF_THE_TRAINER = (
+    "accelerator",
+    "precision",
+    "max_epochs",
+    "accumulate_grad_batches",
+    "callbacks",
+    "gradient_clip_val",
+    "limit_val_batches",
+)
+# What is only said on GPUs: of steps that are logged again without a logger, and of layers too narrow for a kernel.
+SAID_ON_GPUS = ("You called `self.log", ".*grouped products")
+
 
 class Texts(Dataset[Any]):
     """Sequences whose targets are not equally many in each: some have none in their second half."""
@@ -149,11 +162,11 @@ def fit(rank: int, world: int, kind: type[Trained], texts: Dataset[Any], **optio
     warnings.filterwarnings("ignore", message="You are using the `dataloader_iter` step flavor")
     # Tracing a layer looks at the `.grad` of its input, which is no leaf in a chain of layers.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
-    sizes = {
-        name: options.pop(name)
-        for name in ("accumulate_grad_batches", "callbacks", "gradient_clip_val")
-        if name in options
-    }
+    sizes = {name: options.pop(name) for name in OF_THE_TRAINER if name in options}
+    if sizes.get("accelerator") == "cuda":
+        warnings.filterwarnings("ignore", category=DeprecationWarning)  # of what torch.compile imports
+        for message in SAID_ON_GPUS:
+            warnings.filterwarnings("ignore", message=message)
     strategy = MFSDPStrategy(**options)
     model = kind()
     with tempfile.TemporaryDirectory() as folder:
@@ -161,12 +174,10 @@ def fit(rank: int, world: int, kind: type[Trained], texts: Dataset[Any], **optio
             folder,
             world,
             strategy=strategy,
-            precision="64-true",
             max_steps=-1,
-            limit_val_batches=1,
             use_distributed_sampler=True,
             log_every_n_steps=1,
-            **{"gradient_clip_val": 0.3, **sizes},
+            **{"precision": "64-true", "gradient_clip_val": 0.3, "limit_val_batches": 1, **sizes},
         )
         tensor = options.get("tensor", options.get("tensor_parallel_size", 1))
         rows = ROWS * options.get("context", 1) * tensor // world

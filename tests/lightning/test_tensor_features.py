@@ -20,7 +20,14 @@ from tests.helpers.double import in_double
 from tests.helpers.pairwise import in_turn
 from tests.lightning.models import full_state, make_trainer, strict_warnings
 from tests.lightning.test_context import LENGTH, ROWS, Texts, Trained, assert_equal, fit
-from tests.lightning.test_context_features import WORKS, ByHand, Keeps
+from tests.lightning.test_context_features import (
+    OF_THE_STEP,
+    WORKS,
+    ByHand,
+    Predicting,
+    predict,
+    save_in_the_background,
+)
 from tests.lightning.test_expert import Mixtral
 from tests.lightning.test_tensor import Tied, Wide
 
@@ -66,8 +73,10 @@ class Generates(Wide):
     """Continues prompts inside a step."""
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        made = self.model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
-        self.log("generated", made[:, LENGTH:].double().sum(), sync_dist=True, batch_size=1)
+        wanted = {"output_logits": True, "return_dict_in_generate": True}
+        made = self.model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0, **wanted)
+        self.log("generated", made.sequences[:, LENGTH:].double().sum(), sync_dist=True, batch_size=1)
+        self.log("first", made.logits[0].amax(-1).double().mean(), sync_dist=True, batch_size=1)
 
 
 AXES: dict[str, tuple[int, dict[str, Any], type[Trained]]] = {
@@ -84,19 +93,22 @@ KINDS: dict[str, tuple[type[Trained], dict[str, Any]]] = {
     "free_gradients": (Wide, {"free_gradients": True}),
     "count of tokens": (Wide, {"loss_count": "tokens"}),
 }
-CELLS = [
-    (axes, name)
-    for number, name in enumerate([name for name in WORKS if name != "tiled MLP"])
-    for axes in in_turn(number, list(AXES) if name != "compile" else ["tensor"])
-] + [("tensor", name) for name in ("tiled MLP", *KINDS)]
+WITH_TENSOR_ALONE = ("compile", "tiled MLP", *KINDS)
+
+
+def axes_of(name: str) -> list[str]:
+    """Those that a feature is tried with."""
+    return ["tensor"] if name in WITH_TENSOR_ALONE else list(AXES)
+
+
+CELLS = [(axes, name) for number, name in enumerate((*WORKS, *KINDS)) for axes in in_turn(number, axes_of(name))]
 
 
 def trained(rank: int, world: int, axes: str, name: str, *, with_axes: bool) -> dict[str, Any]:
     _, sizes, kind = AXES[axes]
     kind, options = KINDS.get(name) or (kind, WORKS[name])
     if not with_axes:  # the reference is the same training without the feature
-        kept = ("accumulate_grad_batches", "gradient_clip_val")
-        sizes, options = {}, {key: value for key, value in options.items() if key in kept}
+        sizes, options = {}, {key: value for key, value in options.items() if key in OF_THE_STEP}
     with nullcontext() if name == "compile" else in_double():
         return fit(rank, world, kind, Texts("whole"), **sizes, **options)
 
@@ -118,54 +130,25 @@ def test_a_feature_works(axes: str, name: str) -> None:
         assert_equal(found, expected, 2e-5 if name == "compile" and "expert" in axes else 1e-11)
 
 
-class Predicts(Wide):
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self.model(batch["input_ids"]).logits.argmax(-1)
-
-
-def predict(rank: int, world: int, options: dict[str, Any]) -> dict[int, Tensor]:
-    strict_warnings()
-    writer = Keeps()
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(
-            folder,
-            world,
-            strategy=MFSDPStrategy(**options),
-            precision="64-true",
-            callbacks=[writer],
-            use_distributed_sampler=True,
-        )
-        trainer.predict(Predicts(), DataLoader(Texts("whole"), batch_size=3), return_predictions=False)
-    return writer.rows
+class Predicts(Predicting, Wide):
+    """With heads for each rank."""
 
 
 @pytest.mark.parametrize("options", [{"tensor": 2}, {"tensor": 2, "context": 2}], ids=str)
 def test_ranks_of_a_tensor_group_predict_the_same_samples(options: dict[str, Any]) -> None:
-    (expected,) = run_distributed(predict, 1, {})
-    ranks = run_distributed(predict, 4, options)
+    (expected,) = run_distributed(predict, 1, Predicts, {})
+    ranks = run_distributed(predict, 4, Predicts, options)
     for first, second in (ranks[:2], ranks[2:]):
         assert first.keys() == second.keys()
     assert sorted(index for found in ranks[::2] for index in found) == sorted(expected)
     for found in ranks:
         for index, row in found.items():
-            assert torch.equal(row, expected[index]), index
-
-
-def save_in_the_background(rank: int, world: int, folder: str) -> dict[str, Tensor]:
-    strict_warnings()
-    trainer = make_trainer(
-        folder, world, strategy=MFSDPStrategy(tensor=2, async_save=True), precision="64-true", max_steps=2
-    )
-    model = Wide()
-    trainer.fit(model, DataLoader(Texts("whole"), batch_size=ROWS))
-    trainer.save_checkpoint(f"{folder}/saved")
-    trainer.strategy.finish_saving()
-    return full_state(model)
+            torch.testing.assert_close(row, expected[index], rtol=1e-6, atol=1e-7, msg=str(index))
 
 
 def test_a_save_in_the_background_has_whole_weights() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        found = run_distributed(save_in_the_background, 2, folder)[0]
+        found = run_distributed(save_in_the_background, 2, folder, Wide, {"tensor": 2})[0]
         saved = load_checkpoint(f"{folder}/saved", weights_only=False)["state_dict"]
     for name, value in found.items():
         assert torch.equal(saved[name], value), name
@@ -179,22 +162,25 @@ class Saves(Wide):
             self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/saved")
 
 
-def resume(rank: int, world: int, folder: str, steps: int, options: dict[str, Any], path: str | None) -> Any:
+def resume(
+    rank: int, world: int, folder: str, steps: int, options: dict[str, Any], path: str | None, **trainers: Any
+) -> dict[str, Any]:
+    """Norms of the steps from the checkpoint on, if there is one, and the weights after them."""
     strict_warnings()
     model = Saves()
     trainer = make_trainer(
         folder,
         world,
         strategy=MFSDPStrategy(**options),
-        precision="64-true",
         max_steps=steps,
         limit_val_batches=0,
         use_distributed_sampler=True,
+        **{"precision": "64-true", **trainers},
     )
     tensor = options.get("tensor", 1)
     loader = DataLoader(Texts("whole"), batch_size=ROWS * tensor * options.get("context", 1) // world)
     trainer.fit(model, loader, ckpt_path=path)
-    return full_state(model)
+    return {"norms": model.norms, "state": full_state(model)}
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
@@ -207,8 +193,9 @@ def test_a_run_goes_on_from_a_checkpoint_of_another_mesh(kind: str) -> None:
             place = f"{folder}/{first[0]}"
             run_distributed(resume, first[0], place, 2, first[1], None)
             for found in run_distributed(resume, second[0], place, 3, second[1], f"{place}/saved"):
-                for name, value in expected.items():
-                    torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
+                assert found["norms"] == pytest.approx(expected["norms"][2:], rel=1e-12)
+                for name, value in expected["state"].items():
+                    torch.testing.assert_close(found["state"][name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
 class TakesBatches(Wide):
@@ -239,17 +226,16 @@ class Drops(Wide):
         self.kept: list[float] = []
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        self.kept.append(self.drop(torch.ones(64)).sum().item())
+        self.kept.append(self.drop(torch.ones(64, device=self.device)).sum().item())
         return super().loss(batch)
 
 
-def drop(rank: int, world: int) -> list[float]:
+def drop(rank: int, world: int, **trainers: Any) -> list[float]:
     torch.manual_seed(100 + rank)  # as without seed_everything
     strict_warnings()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(
-            folder, world, strategy=MFSDPStrategy(tensor=2), precision="64-true", limit_val_batches=0
-        )
+        trainers = {"precision": "64-true", **trainers}
+        trainer = make_trainer(folder, world, strategy=MFSDPStrategy(tensor=2), limit_val_batches=0, **trainers)
         model = Drops()
         torch.manual_seed(100 + rank)
         trainer.fit(model, DataLoader(Texts("whole"), batch_size=2))
