@@ -10,6 +10,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,6 +136,8 @@ def lacking(axes: str, name: str) -> str:
         return "symmetric memory needs a GPU for each rank"
     if (axes, name) == ("expert", "CUDA graph") and torch.cuda.get_device_capability() < (9, 0):
         return "graphs of experts need grouped products, which need compute capability 9.0"
+    if issubclass(cell(axes, name).kind, of_tensor.Adapted) and find_spec("peft") is None:
+        return "needs peft"
     return ""
 
 
@@ -177,9 +180,11 @@ def jobs(world: int, folder: str) -> Iterator[tuple[str, Callable[[int, int], An
         yield "drop", partial(of_tensor.drop, **ON)
     for (axes, name), one in CELLS.items():
         train = partial(fit, kind=one.kind, texts=Texts(one.texts), **ON)
+        if lacking(axes, name):
+            continue
         if world == 1:
             yield one.reference, partial(train, **one.without)
-        elif world == one.world and not lacking(axes, name):
+        elif world == one.world:
             yield f"{axes}, {name}", partial(train, **one.sizes, **one.options)
 
 
