@@ -23,6 +23,7 @@ __all__ = [
     "check_context_dims",
     "check_cuda_graph",
     "check_device",
+    "check_expert_graph",
     "check_ignored",
     "check_policy",
     "check_recompute_graph",
@@ -100,6 +101,15 @@ def check_recompute_graph(cuda_graph: bool, recompute: object) -> None:
     if cuda_graph and isinstance(recompute, Recompute) and recompute.offload:
         raise ValueError(
             "cuda_graph=True with Recompute(offload=True): no graph can hold its copies to and from host memory; leave one out"
+        )
+
+
+def check_expert_graph(cuda_graph: bool, expert: int, dispatcher: str) -> None:
+    """Raise a ValueError if the host would have to wait for numbers of tokens inside a graph."""
+    if cuda_graph and expert > 1 and dispatcher == "all_to_all":
+        raise ValueError(
+            f'cuda_graph=True with expert={expert} and expert_dispatcher="all_to_all": the host waits for the numbers of tokens that ranks '
+            'exchange, and a graph cannot; use expert_dispatcher="all_gather", and batches of equally many tokens on all ranks'
         )
 
 

@@ -34,6 +34,7 @@ from lightning_mfsdp.options.arguments import (
     check_choice,
     check_context_dims,
     check_cuda_graph,
+    check_expert_graph,
     check_ignored,
     check_policy,
     check_recompute_graph,
@@ -355,6 +356,7 @@ class TrainerOptions(StrategyOptions):
         super().__post_init__()
         check_cuda_graph(self.cuda_graph, self.storage, self.offload, divides=self.mesh_sizes.divides_sequences)
         check_recompute_graph(self.cuda_graph, self.recompute)
+        check_expert_graph(self.cuda_graph, self.expert, self.expert_dispatcher)
         check_choice("async_save", self.async_save, (True, False))
 
 

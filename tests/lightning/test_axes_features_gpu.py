@@ -70,9 +70,14 @@ ADDED: dict[str, tuple[list[str], type[Trained] | None, Callable[[], dict[str, A
     # A tensor axis of all ranks leaves nothing to gather.
     "symmetric memory": (["context", "data and tensor"], None, lambda: {"symmetric_memory": True}),
     "CUDA graph": (
-        ["tensor", "expert", "data and tensor"],
+        ["tensor", "data and tensor"],
         None,
         lambda: {"cuda_graph": True, "max_epochs": 2, "callbacks": [Replays()]},
+    ),
+    "CUDA graph of experts": (
+        ["expert"],
+        None,
+        lambda: {"cuda_graph": True, "expert_dispatcher": "all_gather", "max_epochs": 2, "callbacks": [Replays()]},
     ),
 }
 # Trained in bfloat16 by test_tensor_gpu, test_context_gpu and test_axes_gpu.
@@ -134,7 +139,7 @@ def lacking(axes: str, name: str) -> str:
     """What this machine has not, and the cell needs."""
     if name == "symmetric memory" and torch.cuda.device_count() < MESHES[axes][0]:
         return "symmetric memory needs a GPU for each rank"
-    if (axes, name) == ("expert", "CUDA graph") and torch.cuda.get_device_capability() < (9, 0):
+    if name == "CUDA graph of experts" and torch.cuda.get_device_capability() < (9, 0):
         return "graphs of experts need grouped products, which need compute capability 9.0"
     if issubclass(cell(axes, name).kind, of_tensor.Adapted) and find_spec("peft") is None:
         return "needs peft"

@@ -43,5 +43,8 @@ def test_what_was_given_is_what_the_options_hold(strategy):
 
 def test_what_a_callback_adds_is_checked_as_what_was_given():
     options = TrainerOptions(cuda_graph=True)
+    with pytest.raises(ValueError, match=r'cuda_graph=True with expert=2 .*use expert_dispatcher="all_gather"'):
+        TrainerOptions(cuda_graph=True, expert=2)
+    assert TrainerOptions(cuda_graph=True, expert=2, expert_dispatcher="all_gather").cuda_graph
     with pytest.raises(ValueError, match="cuda_graph=True with Recompute"):
         replace(options, recompute=Recompute(offload=True))
