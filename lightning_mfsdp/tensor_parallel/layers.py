@@ -93,7 +93,7 @@ class SharedInput:
 
     def __init__(self) -> None:
         self._is_open = False  # that forward runs
-        self._last: tuple[Tensor, int, bool, Tensor] | None = None
+        self._last: tuple[Tensor, int, Tensor] | None = None
 
     def install(self, parent: nn.Module) -> list[Any]:
         """Returns the handles of the hooks."""
@@ -103,15 +103,14 @@ class SharedInput:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def copied(self, tensor: Tensor, group: TensorGroup) -> Tensor:
         """A `Change`: as the function, for the first layer; the same tensor for the others."""
-        if not self._is_open:
+        if not self._is_open or not torch.is_grad_enabled():
             return copied(tensor, group)
-        has_gradients = torch.is_grad_enabled()
         if self._last is not None:
-            before, version, had_gradients, result = self._last
-            if before is tensor and version == tensor._version and had_gradients == has_gradients:
+            before, version, result = self._last
+            if before is tensor and version == tensor._version:
                 return result
         result = copied(tensor, group)
-        self._last = (tensor, tensor._version, has_gradients, result)
+        self._last = (tensor, tensor._version, result)
         return result
 
     def _open(self, module: nn.Module, args: Any) -> None:

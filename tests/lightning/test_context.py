@@ -157,16 +157,21 @@ class OwnModel(Trained):
         return loss / tokens_in_batch(targets)
 
 
+def ignore_what_gpus_say(trainers: dict[str, Any]) -> None:
+    """If the options of a Trainer choose GPUs."""
+    if trainers.get("accelerator") == "cuda":
+        warnings.filterwarnings("ignore", category=DeprecationWarning)  # of what torch.compile imports
+        for message in SAID_ON_GPUS:
+            warnings.filterwarnings("ignore", message=message)
+
+
 def fit(rank: int, world: int, kind: type[Trained], texts: Dataset[Any], **options: Any) -> dict[str, Any]:
     strict_warnings()
     warnings.filterwarnings("ignore", message="You are using the `dataloader_iter` step flavor")
     # Tracing a layer looks at the `.grad` of its input, which is no leaf in a chain of layers.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
     sizes = {name: options.pop(name) for name in OF_THE_TRAINER if name in options}
-    if sizes.get("accelerator") == "cuda":
-        warnings.filterwarnings("ignore", category=DeprecationWarning)  # of what torch.compile imports
-        for message in SAID_ON_GPUS:
-            warnings.filterwarnings("ignore", message=message)
+    ignore_what_gpus_say(sizes)
     strategy = MFSDPStrategy(**options)
     model = kind()
     with tempfile.TemporaryDirectory() as folder:

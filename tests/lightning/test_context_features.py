@@ -25,7 +25,18 @@ from lightning_mfsdp.context_parallel import shift_labels
 from lightning_mfsdp.mtp import MultiTokenPredictor
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, make_trainer, strict_warnings
-from tests.lightning.test_context import ROWS, STEPS, VOCABULARY, Finetuned, OwnLoss, Texts, Trained, assert_equal, fit
+from tests.lightning.test_context import (
+    ROWS,
+    STEPS,
+    VOCABULARY,
+    Finetuned,
+    OwnLoss,
+    Texts,
+    Trained,
+    assert_equal,
+    fit,
+    ignore_what_gpus_say,
+)
 
 # Options of strategy and Trainer with which a fit comes to that of one rank.
 WORKS: dict[str, dict[str, Any]] = {
@@ -203,6 +214,7 @@ def save_in_the_background(
 ) -> dict[str, Tensor]:
     """The weights that were saved."""
     strict_warnings()
+    ignore_what_gpus_say(trainers)
     strategy = MFSDPStrategy(async_save=True, **options)
     trainer = make_trainer(folder, world, strategy=strategy, max_steps=2, **{"precision": "64-true", **trainers})
     model = kind()
