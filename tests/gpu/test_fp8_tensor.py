@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import traceback
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,6 +19,10 @@ from lightning_mfsdp.te import library
 from tests.gpu.test_te import needs_engine
 from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.lightning.models import full_state, make_trainer, seeded
+from tests.lightning.test_context import ROWS as TEXTS
+from tests.lightning.test_context import Texts, Trained
+from tests.lightning.test_tensor import Wide
+from tests.lightning.test_tensor_features import Adapted
 from tests.te.test_training import Net, fp8
 
 DIM, WIDE = 256, 512
@@ -116,6 +121,59 @@ def test_parts_of_layers_train_as_whole_ones(trained: Any, case: str) -> None:
     if case.startswith("delayed"):
         assert all(torch.equal(first[name], second[name]) for name in first)
         assert any(name.endswith("up") for name in first)
+
+
+# Model, options of the strategy. MLPs of these models and factors of LoRA are too narrow for FP8.
+AXES: dict[str, tuple[type[Trained], dict[str, Any]]] = {
+    "context": (Wide, {"context": 2}),
+    "tensor": (Wide, {"tensor": 2}),
+    "sequence parallel": (Wide, {"tensor": 2, "sequence_parallel": True}),
+    "LoRA": (Adapted, {"tensor": 2}),
+}
+
+
+def finetune(rank: int, world: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (kind, options) in AXES.items():
+        if kind is Adapted and find_spec("peft") is None:
+            continue
+        try:
+            model = kind()
+            precision = fp8("current", keep_high_precision=["*.mlp.*", *(["*.lora_*"] if kind is Adapted else [])])
+            strategy = MFSDPStrategy(**(options if world > 1 else {}))
+            with tempfile.TemporaryDirectory() as folder:
+                trainer = make_trainer(
+                    folder,
+                    world,
+                    accelerator="cuda",
+                    strategy=strategy,
+                    plugins=[precision],
+                    max_steps=-1,
+                    max_epochs=1,
+                )
+                trainer.fit(model, DataLoader(Texts("whole"), batch_size=TEXTS))
+            found[name] = {"norms": model.norms, "loss": trainer.callback_metrics["train"].item()}
+        except Exception:  # the test of this case raises it
+            found[name] = traceback.format_exc()
+    return found
+
+
+@pytest.fixture(scope="module")
+def finetuned() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    (one,) = run_distributed(finetune, 1, backend="nccl")
+    return one, run_distributed(finetune, 2, backend="nccl")
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_a_model_of_transformers_trains_in_fp8_as_on_one_gpu(finetuned: Any, name: str) -> None:
+    one, two = finetuned
+    if name not in one:
+        pytest.skip("needs peft")
+    assert isinstance(one[name], dict), one[name]
+    for found in two:
+        assert isinstance(found[name], dict), found[name]
+        assert found[name]["norms"] == pytest.approx(one[name]["norms"], rel=0.2)
+        assert found[name]["loss"] == pytest.approx(one[name]["loss"], rel=3e-2)
 
 
 class OfTheLibrary(Stack):

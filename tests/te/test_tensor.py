@@ -16,6 +16,9 @@ from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.tensor_parallel import apply_plan, part_of
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, make_trainer, seeded, strict_warnings
+from tests.lightning.test_context import ROWS as TEXTS
+from tests.lightning.test_context import Texts
+from tests.lightning.test_tensor import Wide
 from tests.te import fake_engine
 from tests.te.test_training import Net, fp8, kinds, scales
 
@@ -118,6 +121,44 @@ def test_parts_of_layers_train_as_whole_ones(expected: Any, world: int) -> None:
                 if world == 4 and "scaling_bwd" in name:
                     continue  # gradients of the mean over half of the rows are larger
                 torch.testing.assert_close(found["scales"][name], value, rtol=5e-2, atol=1e-4, msg=f"{case} {name}")
+
+
+AXES: dict[str, tuple[int, dict[str, Any]]] = {
+    "context": (2, {"context": 2}),
+    "tensor": (2, {"tensor": 2}),
+    "context and tensor": (4, {"context": 2, "tensor": 2}),
+    "sequence parallel": (2, {"tensor": 2, "sequence_parallel": True}),
+}
+
+
+def finetune(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
+    """A model of transformers, whose MLP is too narrow for FP8."""
+    strict_warnings()
+    with fake_engine.installed():
+        trainer = make_trainer(
+            "unused",
+            world,
+            strategy=MFSDPStrategy(**options),
+            plugins=[fp8("delayed", keep_high_precision=["*.mlp.*"])],
+            max_steps=-1,
+            max_epochs=1,
+            limit_val_batches=0,
+            log_every_n_steps=1,
+            logger=False,
+        )
+        model = Wide()
+        trainer.fit(model, DataLoader(Texts("whole"), batch_size=TEXTS))
+        return {"norms": model.norms, "loss": trainer.callback_metrics["train"].item(), "kinds": set(kinds())}
+
+
+@pytest.mark.parametrize("axes", AXES)
+def test_a_model_of_transformers_trains_in_fp8_as_on_one_rank(axes: str) -> None:
+    world, options = AXES[axes]
+    (expected,) = run_distributed(finetune, 1, {})
+    for found in run_distributed(finetune, world, options):
+        assert found["kinds"] == expected["kinds"] == {"delayed"}
+        assert found["norms"] == pytest.approx(expected["norms"], rel=2e-2)
+        assert found["loss"] == pytest.approx(expected["loss"], rel=5e-3)
 
 
 def fit_narrow(world: int) -> None:
