@@ -95,15 +95,17 @@ def peers() -> Peers | None:
     found = kept("peers", Peers.connected)
     if found is not None and found.abort is None and dist.get_backend() not in ("gloo", "mpi"):
         found.abort = compat.abort_process_groups
-        atexit.register(_abort_after_a_failure, found)  # before Lightning's own, which waits for the other ranks
+        atexit.register(_end_or_abort, found)  # before Lightning's own, which waits for the other ranks
     return found
 
 
-def _abort_after_a_failure(peers: Peers) -> None:
-    """At the end of a process whose program raised: notify the ranks that wait for it, without waiting for any."""
+def _end_or_abort(peers: Peers) -> None:
+    """At the end of a process: tell the others, and if its program raised, wait for none of them."""
     error = getattr(sys, "last_value", None)
     if isinstance(error, BaseException):
         peers.failed(None, f"{type(error).__name__}: {error}")
+    elif not peers.has_failed:
+        peers.program_ends()
     if (isinstance(error, BaseException) or peers.has_failed) and not compat.abort_process_groups():
         _end_process()
 

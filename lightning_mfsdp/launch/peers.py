@@ -1,6 +1,6 @@
 """Peers: how ranks are notified, outside of collectives, when something stops one of them.
 
-Every rank has a connection to rank 0, and a thread that reads it; a step costs a comparison of two numbers, and nothing is sent. Three
+Every rank has a connection to rank 0, and a thread that reads it; a step costs a comparison of two numbers, and nothing is sent. Four
 messages exist:
 
     stop      a rank received SIGTERM. All report which batch they have begun and begin none meanwhile; rank 0 takes the largest,
@@ -8,6 +8,8 @@ messages exist:
     failed    a rank has an exception. If all ranks have one, in the same place, they are in step and may save. Otherwise those that
               have none are told which rank failed, and communicators are aborted: no rank waits for collectives that never end
     gone      a connection ended in the middle of work: that process was killed
+    ended     rank 0 has ended an entry point of the Trainer, or its program: the end of its connection means nothing else then. Others may
+              be destroying their process groups, which must not be aborted at the same time (PyTorch frees memory twice)
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ __all__ = ["Peers"]
 _log = logging.getLogger(__name__)
 
 GRACE_S = 1.5  # for other ranks to fail as well, in the same place
+PARTING_S = 5.0  # for other processes to end once the program of rank 0 has; those that wait for it would wait forever
 ENDING_S = 1.5  # for a process that is told of a failure to detect it by itself, or to report its own
 
 
@@ -41,10 +44,12 @@ class _Line:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self._part = b""
+        self._sending = threading.Lock()  # rank 0 sends from two threads
 
     def send(self, message: Mapping[str, Any]) -> None:
         try:
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
+            with self._sending:
+                self.socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError:  # the other end is gone, which its reader detects
             _log.debug("a peer is gone", exc_info=True)
 
@@ -74,6 +79,12 @@ class _Hub:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
         threading.Thread(target=self._run, name="mfsdp-hub", daemon=True).start()
+
+    def tell_others(self, message: Mapping[str, Any]) -> None:
+        """Send a message of rank 0 at once, from its own thread: its process may be about to end."""
+        for rank, line in list(self._lines.items()):
+            if rank != 0 and rank not in self._left:
+                line.send(message)
 
     def _run(self) -> None:
         while True:
@@ -156,8 +167,12 @@ class Peers:
             nothing waits for them now.
     """
 
-    def __init__(self, rank: int, world_size: int, line: _Line) -> None:
+    def __init__(self, rank: int, world_size: int, line: _Line, hub: _Hub | None = None) -> None:
         self.rank, self.world_size = rank, world_size
+        self._hub = hub
+        self._entries = 0  # entry points begun
+        self._ended_by_first = 0  # those that rank 0 has ended
+        self._first_parts = self._first_is_gone = False  # its program has ended; its connection has
         self.abort: Callable[[], bool] | None = None
         self._line = line
         self._outgoing: list[dict[str, Any]] = []
@@ -190,8 +205,7 @@ class Peers:
             meeting = [(_addresses(here), listener.getsockname()[1], uuid.uuid4().hex)]
         dist.broadcast_object_list(meeting, src=0)
         addresses, port, token = meeting[0]
-        if listener is not None:
-            _Hub(listener, world_size, token)
+        hub = None if listener is None else _Hub(listener, world_size, token)
         line = _joined(addresses, port, token, rank)
         problems: list[Any] = [None] * world_size
         dist.all_gather_object(problems, line is None)
@@ -203,7 +217,7 @@ class Peers:
                     "SIGTERM must reach all. Have the firewall let that port through"
                 )
             return None
-        return cls(rank, world_size, line)
+        return cls(rank, world_size, line, hub)
 
     # -- stopping ------------------------------------------------------------------------------------------------------
 
@@ -230,8 +244,11 @@ class Peers:
         """This rank begins an entry point that all ranks run: reset the count of batches, and forget earlier messages."""
         with self._changed:
             self._begun, self._last, self._at_work, self._heard, self._error = 0, None, True, False, None
+            self._entries += 1
             if self._verdict == "together":
                 self._verdict, self._failures = None, []
+            if self._first_is_gone:
+                self._miss_first()
         self._send({"at work": True})
 
     def work_ends(self) -> None:
@@ -239,6 +256,13 @@ class Peers:
         with self._changed:
             self._at_work = False
         self._send({"at work": False})
+        if self._hub is not None:
+            self._hub.tell_others({"ended": self._entries})
+
+    def program_ends(self) -> None:
+        """Without an error: the end of this process is no failure."""
+        if self._hub is not None:
+            self._hub.tell_others({"parts": True})
 
     # -- failing -------------------------------------------------------------------------------------------------------
 
@@ -295,13 +319,35 @@ class Peers:
                 messages = self._line.receive()
                 if messages is None:
                     selector.unregister(self._line.socket)
-                    self._hear({"apart": [{"rank": 0, "what": "its process ended, perhaps killed"}]})
+                    self._first_ended()
                 for message in messages or ():
                     self._hear(message)
 
+    def _first_ended(self) -> None:
+        """The connection to rank 0 has."""
+        with self._changed:
+            self._first_is_gone = True
+            if 0 < self._entries <= self._ended_by_first:
+                return  # it has done all that this rank began
+            if self._entries == 0 and self._first_parts:  # in a loop of one's own, nobody says when all is done
+                timer = threading.Timer(PARTING_S, self._miss_first)
+                timer.daemon = True
+                timer.start()
+                return
+            self._miss_first()
+
+    def _miss_first(self) -> None:
+        """Rank 0 is gone, and this rank may wait for it."""
+        what = "its program has ended" if self._first_parts else "its process ended, perhaps killed"
+        self._hear({"apart": [{"rank": 0, "what": what}]})
+
     def _hear(self, message: Mapping[str, Any]) -> None:
         with self._changed:
-            if "where" in message:
+            if "ended" in message:
+                self._ended_by_first = message["ended"]
+            elif "parts" in message:
+                self._first_parts = True
+            elif "where" in message:
                 self._held = True
                 self._line.send({"begun": self._begun})
             elif "stop after" in message:

@@ -94,7 +94,7 @@ def at_the_end():
         def failed(self, where, what):
             return False
 
-    atexit.register(communication._abort_after_a_failure, Alone())
+    atexit.register(communication._end_or_abort, Alone())
     raise error
 
 def caught():
