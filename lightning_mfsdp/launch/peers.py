@@ -329,7 +329,7 @@ class Peers:
             self._first_is_gone = True
             if 0 < self._entries <= self._ended_by_first:
                 return  # it has done all that this rank began
-            if self._entries == 0 and self._first_parts:  # in a loop of one's own, nobody says when all is done
+            if self._entries == 0 and self._first_parts:  # in your own loop no message says when all is done
                 timer = threading.Timer(PARTING_S, self._miss_first)
                 timer.daemon = True
                 timer.start()
