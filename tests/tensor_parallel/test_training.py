@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.checkpoint.state.whole import full_state_dict
 from lightning_mfsdp.engine import (
@@ -125,3 +126,38 @@ def divided_sequences(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_divided_sequences_give_the_same_weights_and_norms(world: int) -> None:
     run_distributed(divided_sequences, world)
+
+
+def long_training(rank: int, world: int) -> None:
+    """Twenty steps with bfloat16 weights: what is whole stays equal to the bit, weights and optimizer state."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))
+    group = mesh.get_group("tensor")
+    for kind, sequence_parallel in (("Qwen3", False), ("Qwen3", True), ("Llama, biases", True), ("Mixtral", False)):
+        model = built(kind).float()
+        apply_plan(model, None, group, sequence_parallel=sequence_parallel)
+        policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh, policy=policy)
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for step in range(20):
+            model(**batch(step, 0, rank // 2)).loss.backward()
+            clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = [view for view in sharded_parameters(model) if not view.piece.parts]
+        assert len(whole) > 4
+        for view in whole:
+            state = optimizer.state[view.dtensor]
+            for value in (view.main, *(as_rows(state[key]) for key in ("exp_avg", "exp_avg_sq"))):
+                pieces = [torch.empty_like(value) for _ in range(2)]
+                dist.all_gather(pieces, value.contiguous(), group=group)
+                assert torch.equal(*pieces), f"{kind}: {view.name}"
+
+
+def as_rows(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_whole_parameters_and_their_state_are_equal_to_the_bit_after_twenty_steps(world: int) -> None:
+    run_distributed(long_training, world)
