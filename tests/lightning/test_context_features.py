@@ -6,6 +6,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -76,17 +77,22 @@ class Manual(ByHand, OwnLoss):
 KINDS: dict[str, tuple[type[Trained], dict[str, Any]]] = {"manual optimization": (Manual, {"gradient_clip_val": None})}
 
 
-def plainly(rank: int, world: int, name: str, context: int) -> dict[str, Any]:
-    kind, options = KINDS.get(name) or (OwnLoss, WORKS[name])
-    if context == 1:  # the reference is the same training without the feature
-        options = {key: value for key, value in options.items() if key in OF_THE_STEP}
-    return fit(rank, world, kind, Texts("padded"), context=context, **options)
+def train(rank: int, world: int, kind: type[Trained], options: dict[str, Any]) -> dict[str, Any]:
+    return fit(rank, world, kind, Texts("padded"), **options)
+
+
+@cache
+def of_one_rank(kind: type[Trained], options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """The same training with whole sequences and without the feature, which several rows have in common."""
+    found: dict[str, Any] = run_distributed(train, 1, kind, dict(options))[0]
+    return found
 
 
 @pytest.mark.parametrize("name", [*WORKS, *KINDS])
 def test_a_feature_works_with_divided_sequences(name: str) -> None:
-    (expected,) = run_distributed(plainly, 1, name, 1)
-    for found in run_distributed(plainly, 2, name, 2):
+    kind, options = KINDS.get(name) or (OwnLoss, WORKS[name])
+    expected = of_one_rank(kind, tuple((key, value) for key, value in options.items() if key in OF_THE_STEP))
+    for found in run_distributed(train, 2, kind, {"context": 2, **options}):
         assert_equal(found, expected, 1e-12)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -104,29 +105,28 @@ def axes_of(name: str) -> list[str]:
 CELLS = [(axes, name) for number, name in enumerate((*WORKS, *KINDS)) for axes in in_turn(number, axes_of(name))]
 
 
-def trained(rank: int, world: int, axes: str, name: str, *, with_axes: bool) -> dict[str, Any]:
-    _, sizes, kind = AXES[axes]
-    kind, options = KINDS.get(name) or (kind, WORKS[name])
-    if not with_axes:  # the reference is the same training without the feature
-        sizes, options = {}, {key: value for key, value in options.items() if key in OF_THE_STEP}
-    with nullcontext() if name == "compile" else in_double():
-        return fit(rank, world, kind, Texts("whole"), **sizes, **options)
+def train(rank: int, world: int, kind: type[Trained], options: dict[str, Any], double: bool) -> dict[str, Any]:
+    with in_double() if double else nullcontext():
+        return fit(rank, world, kind, Texts("whole"), **options)
 
 
-def with_axes(rank: int, world: int, axes: str, name: str) -> dict[str, Any]:
-    return trained(rank, world, axes, name, with_axes=True)
-
-
-def without(rank: int, world: int, axes: str, name: str) -> dict[str, Any]:
-    return trained(rank, world, axes, name, with_axes=False)
+@cache
+def of_one_rank(kind: type[Trained], options: tuple[tuple[str, Any], ...], double: bool) -> dict[str, Any]:
+    """The same training without axes and without the feature, which several cells have in common."""
+    found: dict[str, Any] = run_distributed(train, 1, kind, dict(options), double)[0]
+    return found
 
 
 @pytest.mark.parametrize(("axes", "name"), CELLS)
 def test_a_feature_works(axes: str, name: str) -> None:
-    (expected,) = run_distributed(without, 1, axes, name)
+    world, sizes, kind = AXES[axes]
+    kind, options = KINDS.get(name) or (kind, WORKS[name])
+    double = name != "compile"
+    of_the_step = tuple((key, value) for key, value in options.items() if key in OF_THE_STEP)
+    expected = dict(of_one_rank(kind, of_the_step, double))
     if "expert" in axes:
         expected["logged"] = {"train": expected["logged"]["train"]}
-    for found in run_distributed(with_axes, AXES[axes][0], axes, name):
+    for found in run_distributed(train, world, kind, {**sizes, **options}, double):
         assert_equal(found, expected, 2e-5 if name == "compile" and "expert" in axes else 1e-11)
 
 
