@@ -92,9 +92,14 @@ def peers() -> Peers | None:
     """The channel for failures and SIGTERM outside of collectives; `None` for a single rank. Collective, the first time."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    found = kept("peers", Peers.connected)
-    if found is not None and found.abort is None and dist.get_backend() not in ("gloo", "mpi"):
-        found.abort = compat.abort_process_groups
+    return kept("peers", _connected_peers)
+
+
+def _connected_peers() -> Peers | None:
+    found = Peers.connected()
+    if found is not None:
+        if dist.get_backend() not in ("gloo", "mpi"):
+            found.abort = compat.abort_process_groups
         atexit.register(_end_or_abort, found)  # before Lightning's own, which waits for the other ranks
     return found
 
@@ -102,11 +107,14 @@ def peers() -> Peers | None:
 def _end_or_abort(peers: Peers) -> None:
     """At the end of a process: tell the others, and if its program raised, wait for none of them."""
     error = getattr(sys, "last_value", None)
+    if not isinstance(error, BaseException) and not peers.has_failed:
+        peers.program_ends()
+        return
+    if peers.abort is None:  # gloo notices by itself
+        return
     if isinstance(error, BaseException):
         peers.failed(None, f"{type(error).__name__}: {error}")
-    elif not peers.has_failed:
-        peers.program_ends()
-    if (isinstance(error, BaseException) or peers.has_failed) and not compat.abort_process_groups():
+    if not compat.abort_process_groups():
         _end_process()
 
 

@@ -1,15 +1,15 @@
 """Peers: how ranks are notified, outside of collectives, when something stops one of them.
 
-Every rank has a connection to rank 0, and a thread that reads it; a step costs a comparison of two numbers, and nothing is sent. Four
-messages exist:
+Every rank has a connection to rank 0, and a thread that reads it; a step costs a comparison of two numbers, and nothing is sent. What is
+told:
 
     stop      a rank received SIGTERM. All report which batch they have begun and begin none meanwhile; rank 0 takes the largest,
               so that all stop after the same one
     failed    a rank has an exception. If all ranks have one, in the same place, they are in step and may save. Otherwise those that
               have none are told which rank failed, and communicators are aborted: no rank waits for collectives that never end
     gone      a connection ended in the middle of work: that process was killed
-    ended     rank 0 has ended an entry point of the Trainer, or its program: the end of its connection means nothing else then. Others may
-              be destroying their process groups, which must not be aborted at the same time (PyTorch frees memory twice)
+    leaving   the program of rank 0 ends without an error, and with it all connections: no rank was killed. Others may be destroying their
+              process groups, which must not be aborted at the same time (PyTorch frees memory twice)
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ __all__ = ["Peers"]
 _log = logging.getLogger(__name__)
 
 GRACE_S = 1.5  # for other ranks to fail as well, in the same place
-PARTING_S = 5.0  # for other processes to end once the program of rank 0 has; those that wait for it would wait forever
+LEAVING_S = (
+    30.0  # for ranks to end their work once the program of rank 0 has ended; those that wait for it would wait forever
+)
 ENDING_S = 1.5  # for a process that is told of a failure to detect it by itself, or to report its own
 
 
@@ -170,9 +172,8 @@ class Peers:
     def __init__(self, rank: int, world_size: int, line: _Line, hub: _Hub | None = None) -> None:
         self.rank, self.world_size = rank, world_size
         self._hub = hub
-        self._entries = 0  # entry points begun
-        self._ended_by_first = 0  # those that rank 0 has ended
-        self._first_parts = self._first_is_gone = False  # its program has ended; its connection has
+        self._has_entered = False  # an entry point of the Trainer, which tells when work begins and ends
+        self._first_leaves = self._first_is_gone = False  # rank 0 has said so; its connection has ended
         self.abort: Callable[[], bool] | None = None
         self._line = line
         self._outgoing: list[dict[str, Any]] = []
@@ -244,7 +245,7 @@ class Peers:
         """This rank begins an entry point that all ranks run: reset the count of batches, and forget earlier messages."""
         with self._changed:
             self._begun, self._last, self._at_work, self._heard, self._error = 0, None, True, False, None
-            self._entries += 1
+            self._has_entered = True
             if self._verdict == "together":
                 self._verdict, self._failures = None, []
             if self._first_is_gone:
@@ -256,13 +257,11 @@ class Peers:
         with self._changed:
             self._at_work = False
         self._send({"at work": False})
-        if self._hub is not None:
-            self._hub.tell_others({"ended": self._entries})
 
     def program_ends(self) -> None:
         """Without an error: the end of this process is no failure."""
         if self._hub is not None:
-            self._hub.tell_others({"parts": True})
+            self._hub.tell_others({"leaving": True})
 
     # -- failing -------------------------------------------------------------------------------------------------------
 
@@ -327,26 +326,32 @@ class Peers:
         """The connection to rank 0 has."""
         with self._changed:
             self._first_is_gone = True
-            if 0 < self._entries <= self._ended_by_first:
-                return  # it has done all that this rank began
-            if self._entries == 0 and self._first_parts:  # in your own loop no message says when all is done
-                timer = threading.Timer(PARTING_S, self._miss_first)
+            if not self._first_leaves:
+                self._miss_first()
+            elif self._may_wait:
+                timer = threading.Timer(LEAVING_S, self._miss_first_if_at_work)
                 timer.daemon = True
                 timer.start()
-                return
-            self._miss_first()
+
+    @property
+    def _may_wait(self) -> bool:
+        """Whether this rank may be waiting for others. In your own loop no message says when all is done."""
+        return self._at_work or not self._has_entered
+
+    def _miss_first_if_at_work(self) -> None:
+        with self._changed:
+            if self._may_wait:
+                self._miss_first()
 
     def _miss_first(self) -> None:
         """Rank 0 is gone, and this rank may wait for it."""
-        what = "its program has ended" if self._first_parts else "its process ended, perhaps killed"
+        what = "its program has ended" if self._first_leaves else "its process ended, perhaps killed"
         self._hear({"apart": [{"rank": 0, "what": what}]})
 
     def _hear(self, message: Mapping[str, Any]) -> None:
         with self._changed:
-            if "ended" in message:
-                self._ended_by_first = message["ended"]
-            elif "parts" in message:
-                self._first_parts = True
+            if "leaving" in message:
+                self._first_leaves = True
             elif "where" in message:
                 self._held = True
                 self._line.send({"begun": self._begun})

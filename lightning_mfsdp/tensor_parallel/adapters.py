@@ -6,12 +6,14 @@ LoRA adds `B(A(x))` to the output of the layer inside, where x is its input:
     divided by output features    whole                    divided by output features
     divided by input features     divided by input ones    whole
 
-A layer that is saved as a whole is a copy beside the original, divided as that one is. Adapters are known by their attributes, so PEFT
-is not imported (version 0.21).
+A rule that divides nothing is for the adapter as it is: what is done to the output of the layer is done to the sum. A layer that is saved
+as a whole is a copy beside the original, divided as that one is. Adapters are known by their attributes, so PEFT is not imported
+(version 0.21).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -20,7 +22,14 @@ from torch import nn
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.tensor_parallel.styles import STYLES, Style, Target
 
-__all__ = ["inside_adapters"]
+__all__ = ["inside_adapters", "without_adapters"]
+
+_WRAPPED = re.compile(r"\.(base_layer|original_module)\b")
+
+
+def without_adapters(name: str) -> str:
+    """The name of a module or parameter before adapters were added around it."""
+    return _WRAPPED.sub("", name)
 
 
 def inside_adapters(target: Target, style: Style) -> list[tuple[Target, Style]]:
@@ -36,7 +45,15 @@ def inside_adapters(target: Target, style: Style) -> list[tuple[Target, Style]]:
     if isinstance(original := inside.get("original_module"), nn.Module):
         copies = _named(inside.get("modules_to_save"), "modules_to_save")
         return [_inside(target, name, module, style) for name, module in [("original_module", original), *copies]]
-    if not isinstance(base := inside.get("base_layer"), nn.Module) or "lora_A" not in inside:
+    base = inside.get("base_layer")
+    if not isinstance(base, nn.Module) or not isinstance(inside.get("lora_A"), nn.ModuleDict):
+        return [(target, style)]
+    if style.name == "moe_tp_experts":
+        raise ShardingError(
+            f"{target.name} ({type(layer).__name__}): an adapter around the parameters of experts, and the style {style.name!r} divides"
+            " these. Leave target_parameters out, or the rules for the experts."
+        )
+    if style.divides is None:
         return [(target, style)]
     if any(getattr(layer, "lora_variant", {})) or any(getattr(layer, "use_dora", {}).values()):
         raise ShardingError(

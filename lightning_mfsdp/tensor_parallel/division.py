@@ -23,12 +23,18 @@ __all__ = [
     "check_divided",
     "divide",
     "division_of",
+    "is_divided",
     "materialize_divided",
     "planned_division",
     "sum_gradient",
 ]
 
 _DIVISION = "_tensor_division"  # where a module stores its `Division`
+_BY_RULE = "_is_divided_by_rule"  # an attribute of parameters, see `Division.by_rule`
+
+# Where parts of activations begin, and where they end: names of autograd's nodes (exchange.py).
+_BEGIN = ("_CopiedBackward", "_OwnPartBackward")
+_END = ("_SummedBackward", "_GatheredBackward")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -38,6 +44,7 @@ class Division:
     Attributes:
         name: Of the module.
         parts: By the names of parameters in the module.
+        by_rule: Those of these names that a rule divides, so that the layer computes between collectives of exchange.py.
         summed: Whole parameters whose gradients are partial sums, by name, each with the ranks of the tensor axis.
         attributes: Sizes that the module states, as they are for a part.
         is_done: The parameters are divided.
@@ -45,6 +52,7 @@ class Division:
 
     name: str
     parts: dict[str, Part] = field(default_factory=dict)
+    by_rule: set[str] = field(default_factory=set)
     summed: dict[str, TensorGroup] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
     is_done: bool = False
@@ -79,12 +87,33 @@ def divide(module: nn.Module) -> None:
             if not division.is_done:
                 _divide(getattr(child, key), part)
             mark_part(getattr(child, key), part)
+        for key in division.by_rule:
+            setattr(getattr(child, key), _BY_RULE, True)
         for key, group in division.summed.items():
             sum_gradient(getattr(child, key), group)
         if not division.is_done:
             for key, value in division.attributes.items():
                 setattr(child, key, value)
             division.is_done = True
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def is_divided(tensor: Tensor) -> bool:
+    """Whether a tensor was computed from a part of a weight and is not yet whole again, by its autograd graph.
+
+    Where nothing before a layer requires gradients, the graph begins with the part itself. Layers that exchange activations by themselves
+    (`parallelize_module`, Megatron-LM) are not known here.
+    """
+    found, seen = [tensor.grad_fn], set()
+    while found:
+        node = found.pop()
+        if node is None or node in seen or node.name() in _END:
+            continue
+        if node.name() in _BEGIN or getattr(getattr(node, "variable", None), _BY_RULE, False):
+            return True
+        seen.add(node)
+        found += [before for before, _ in node.next_functions]
+    return False
 
 
 def sum_gradient(parameter: nn.Parameter, group: TensorGroup) -> None:

@@ -30,7 +30,6 @@ __all__ = [
     "copied",
     "copied_end",
     "gathered",
-    "is_divided",
     "own_part",
     "sequence_gathered",
     "sequence_summed",
@@ -118,26 +117,6 @@ def sequence_summed(tensor: Tensor, group: TensorGroup, dim: int = 1) -> Tensor:
     _check(tensor, group, dim)
     result: Tensor = _applied(_SequenceSummed, tensor, group, dim % tensor.ndim)
     return result
-
-
-# Where parts begin, and where they end: names of autograd's nodes.
-_BEGIN = ("_CopiedBackward", "_OwnPartBackward")
-_END = ("_SummedBackward", "_GatheredBackward")
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def is_divided(tensor: Tensor) -> bool:
-    """Whether a tensor was computed from a part of a weight and is not yet whole again, by its autograd graph."""
-    found, seen = [tensor.grad_fn], set()
-    while found:
-        node = found.pop()
-        if node is None or node in seen or node.name() in _END:
-            continue
-        if node.name() in _BEGIN:
-            return True
-        seen.add(node)
-        found += [before for before, _ in node.next_functions]
-    return False
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.tensor_parallel.division import check_divided
-from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied, copied_end, is_divided, summed
+from lightning_mfsdp.tensor_parallel.division import check_divided, is_divided
+from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied, copied_end, summed
 
 __all__ = [
     "Change",
@@ -281,6 +281,11 @@ class DividedDropout(nn.Dropout):
         """As of `nn.Dropout`; never in place."""
         if not self.training or self.p == 0:
             return input
+        if input.grad_fn is not None and torch.is_grad_enabled() and not is_divided(input):
+            raise ShardingError(
+                f"a dropout layer with the style 'dropout_of_parts' got a whole tensor of shape {list(input.shape)}, for which tensor ranks"
+                " would draw different masks. Use one layer for parts and another one for whole tensors, or leave the rule out."
+            )
         whole = input.new_ones(*input.shape[:-1], input.shape[-1] * self.tensor_group.size)
         mask = F.dropout(whole, self.p).chunk(self.tensor_group.size, -1)[self.tensor_group.rank]
         return input * mask.contiguous()

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.transformers_models import models_in
 from lightning_mfsdp.engine.params.part import Part, part_of
-from lightning_mfsdp.tensor_parallel.adapters import inside_adapters
+from lightning_mfsdp.tensor_parallel.adapters import inside_adapters, without_adapters
 from lightning_mfsdp.tensor_parallel.checks import check_attention, check_experts, check_own_parameters, check_ties
 from lightning_mfsdp.tensor_parallel.division import divide
 from lightning_mfsdp.tensor_parallel.dtensors import has_dtensors, take_dtensors
@@ -130,12 +130,17 @@ def _matched(model: nn.Module, rules: Mapping[str, str]) -> tuple[list[tuple[Tar
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: list[tuple[Target, Style]] = []
-    ruled: dict[tuple[int, str | None], tuple[str, str]] = {}
+    ruled: dict[tuple[int, str | None], str] = {}  # names of styles
     unused: list[str] = []
     for rule, named in rules.items():
         pattern = re.compile(re.escape(rule).replace(r"\*", "[^.]+"))
         names = [name for name in (*modules, *parameters) if pattern.fullmatch(name)]
         if not names:
+            if hidden := [name for name in (*modules, *parameters) if pattern.fullmatch(without_adapters(name))]:
+                raise ShardingError(
+                    f"{hidden[0]}: an adapter is around it, and the rule {rule!r} of the plan is for what it was before. Leave the adapter"
+                    " or the rule out."
+                )
             unused.append(rule)
             continue
         style = style_named(named, rule)
@@ -145,13 +150,15 @@ def _matched(model: nn.Module, rules: Mapping[str, str]) -> tuple[list[tuple[Tar
             target = Target(
                 name=name, module=module, key=None if name in modules else key, parent=modules[owner] if name else model
             )
-            first, other = ruled.setdefault((id(module), target.key), (name, style.name))
-            if other != style.name:
-                raise ShardingError(
-                    f"{name}: rules of the plan give it two styles, {other!r} and {style.name!r}; remove one"
-                )
-            if first == name:
-                found += inside_adapters(target, style)
+            for one, own in inside_adapters(target, style):
+                place = id(one.module), one.key
+                if place not in ruled:
+                    ruled[place] = own.name
+                    found.append((one, own))
+                elif ruled[place] != own.name:
+                    raise ShardingError(
+                        f"{one.name}: rules of the plan give it two styles, {ruled[place]!r} and {own.name!r}; remove one"
+                    )
     return found, unused
 
 

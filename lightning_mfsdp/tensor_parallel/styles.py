@@ -5,7 +5,7 @@ Their names are those of transformers' plans.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,12 +32,19 @@ __all__ = ["REFUSED", "STYLES", "Kind", "Style", "Target", "is_linear", "style_n
 
 
 Kind = Literal["linear", "embedding", "dropout"]
-_CLASSES: Mapping[Kind, type[nn.Module]] = {"linear": nn.Linear, "embedding": nn.Embedding, "dropout": nn.Dropout}
 
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a linear layer, of PyTorch or of Transformer Engine."""
     return isinstance(module, nn.Linear) or te.is_linear(module)
+
+
+_CLASSES: Mapping[Kind, type[nn.Module]] = {"linear": nn.Linear, "embedding": nn.Embedding, "dropout": nn.Dropout}
+_IS: Mapping[Kind, Callable[[nn.Module], bool]] = {
+    "linear": is_linear,
+    "embedding": lambda module: isinstance(module, nn.Embedding),
+    "dropout": lambda module: type(module) is nn.Dropout,  # the forward of a subclass would be lost
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +109,20 @@ class Style:
                 )
             return {}
         module, expected = target.module, _CLASSES[self.kind]
-        if not (is_linear(module) if self.kind == "linear" else isinstance(module, expected)):
+        if not _IS[self.kind](module):
             raise ShardingError(
                 f"{target.name}: the style {self.name!r} is for nn.{expected.__name__}, and this is a {type(module).__module__}."
                 f"{type(module).__name__}; choose another style"
             )
+        if self.kind == "dropout":
+            return {}
         own = dict(module.named_parameters(recurse=False))
+        if "weight" not in own:
+            raise ShardingError(
+                f"{target.name}: the style {self.name!r} divides its weight, which is no parameter of its own (it has"
+                f" {', '.join(own) or 'none'}: a parametrization such as weight_norm, or several weights). Build it without, or leave the"
+                " rule out."
+            )
         if others := sorted(own.keys() - {"weight", "bias"}):
             raise ShardingError(
                 f"{target.name}: the style {self.name!r} divides weight and bias, and it also has {', '.join(others)}."
@@ -119,8 +134,6 @@ class Style:
                 f"{target.name}: the style {self.name!r} adds the bias of an nn.Linear once, after the sum, and this is its subclass"
                 f" {type(module).__name__}. Build it with bias=False, or add the bias in a module around it."
             )
-        if not own:
-            return {}
         rows = self.divides == "rows"
         dims = {"weight": 0 if rows else 1, **({"bias": 0} if rows and "bias" in own else {})}
         multiple = te.multiple_of(module)
@@ -183,6 +196,7 @@ class Style:
         name = target.name if target.key is None else target.name.rpartition(".")[0]
         division = planned_division(name, module)
         division.parts.update(parts)
+        division.by_rule.update(parts)
         if self.sums_gradients and target.key is not None:
             division.summed[target.key] = group
         elif self.sums_gradients:

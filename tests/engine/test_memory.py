@@ -9,6 +9,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy, sharded_parameters, units
 from lightning_mfsdp.engine.runtime.unit import unit_of
@@ -38,9 +39,7 @@ def about(found: int, expected: float) -> bool:
 
 
 def persistent_buffers_have_the_size_their_strategy_says(rank, world):
-    cases = in_world(world, (2, 4), STRATEGIES, (None, BF16, KEPT))
-    alone = [("optim_grads_params", BF16), ("optim_grads_params", KEPT)] if world == 1 else []
-    for sharding, policy in dict.fromkeys([*cases, *alone]):
+    for sharding, policy in in_world(world, (2, 4), STRATEGIES, (None, BF16, KEPT)):
         model = sharded_chain(sharding=sharding, policy=policy, dim=DIM)
         optimizer = adamw(model)
         train_wide(model, optimizer, 2, rank)
@@ -50,7 +49,7 @@ def persistent_buffers_have_the_size_their_strategy_says(rank, world):
         held = low * LAYER / (world if level >= 3 else 1)
         if policy is None and level in (1, 2):
             held -= main  # which lies inside
-        casts = policy is BF16 and level == 3  # with one rank, too
+        casts = policy is BF16 and level == 3 and world > 1
         gradient = main
         for view in units(model)[1:]:
             case = f"{sharding} bf16={policy is not None} {view}"
@@ -58,10 +57,9 @@ def persistent_buffers_have_the_size_their_strategy_says(rank, world):
             assert view.padding_fraction < 0.06, case
             assert about(view.main_bytes, main) or (not policy and level in (1, 2)), case
             same = casts or (policy is None and (level in (0, 3) or world == 1))
-            gathers = level == 3 and (world > 1 or casts)
             assert about(view.held_bytes, held) if not same else view.held_bytes == 0, case
             assert about(view.gradient_bytes, gradient), case
-            assert about(view.full_bytes, low * LAYER) if gathers else view.full_bytes == 0, case
+            assert about(view.full_bytes, low * LAYER) if level == 3 and world > 1 else view.full_bytes == 0, case
         # The same from the memory itself: whatever is reachable from the groups.
         tensors = []
         for group in groups_of(model):
@@ -71,6 +69,23 @@ def persistent_buffers_have_the_size_their_strategy_says(rank, world):
         views = units(model)
         expected = sum(view.main_bytes + view.held_bytes + view.gradient_bytes for view in views)
         assert storages(*tensors) == expected, sharding
+
+
+def without_other_shards_weights_are_cast_when_used(rank, world):
+    """One rank on the shard axis and several in all: no copy is kept, and training is that of a kept one, to the bit."""
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("outer", "shard"))
+    states = []
+    for sharding, policy in (("optim_grads_params", BF16), ("optim_grads_params", KEPT), ("optim_grads", BF16)):
+        model = sharded_chain(mesh=mesh, sharding=sharding, policy=policy, dim=DIM)
+        optimizer = adamw(model)
+        train_wide(model, optimizer, 3, rank)
+        casts = sharding == "optim_grads_params" and policy is BF16
+        for view in units(model)[1:]:
+            assert view.held_bytes == 0 if casts else about(view.held_bytes, 2 * LAYER), view
+            assert about(view.full_bytes, 2 * LAYER) if casts else view.full_bytes == 0, view
+        states.append([view.main.clone() for view in sharded_parameters(model)])
+    for others in states[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(states[0], others, strict=True))
 
 
 def train_wide(model, optimizer, steps, rank) -> None:
@@ -291,6 +306,7 @@ WORLDS = {
         deletion_frees_everything_without_the_cycle_collector,
     ),
     2: (
+        without_other_shards_weights_are_cast_when_used,
         persistent_buffers_have_the_size_their_strategy_says,
         main_weight_is_the_held_weight_where_dtypes_match,
         gradients_have_memory_from_backward_to_the_next_forward,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import pytest
 
@@ -47,64 +48,73 @@ def ranks() -> Iterator[Ranks]:
     made.second.work_ends()  # else its process would be ended
 
 
-def test_the_end_of_rank_0_is_no_failure_once_it_has_ended_what_this_rank_began(ranks: Ranks) -> None:
-    for _ in range(2):
-        for rank in (ranks.second, ranks.first):
-            rank.work_begins()
-        for rank in (ranks.first, ranks.second):
-            rank.work_ends()
+def enter(*ranks: Peers) -> None:
+    for rank in ranks:
+        rank.work_begins()
+
+
+def leave(*ranks: Peers) -> None:
+    for rank in ranks:
+        rank.work_ends()
+
+
+def test_the_end_of_the_program_of_rank_0_is_no_failure_for_a_rank_that_is_done(ranks: Ranks) -> None:
+    enter(ranks.first, ranks.second)
+    leave(ranks.first, ranks.second)
+    ranks.first.program_ends()
     ranks.first_is_gone()
     assert not ranks.second.has_failed
     assert not ranks.aborted.is_set(), "an abort beside a destruction of process groups frees memory twice"
-    ranks.second.work_begins()  # which rank 0 would have to do, too
+    enter(ranks.second)  # which rank 0 would have to do, too
     assert ranks.aborted.wait(10)
-    assert "rank 0 failed: its process ended" in str(ranks.second.failure_of_another)
+    assert ranks.second.failure_of_another == "rank 0 failed: its program has ended"
 
 
-def test_a_slower_rank_ends_its_work_after_rank_0_is_gone(ranks: Ranks) -> None:
-    for rank in (ranks.first, ranks.second):
-        rank.work_begins()
-    ranks.first.work_ends()
-    ranks.first_is_gone()
-    assert not ranks.second.has_failed
-    ranks.second.work_ends()
-    assert not ranks.aborted.is_set()
-
-
-def test_a_killed_rank_0_is_missed_by_those_at_work(ranks: Ranks) -> None:
-    for rank in (ranks.first, ranks.second):
-        rank.work_begins()
-        rank.work_ends()
-        rank.work_begins()
+@pytest.mark.parametrize("entries", [0, 1, 2])
+@pytest.mark.parametrize("is_at_work", [True, False])
+def test_a_killed_rank_0_is_missed_wherever_others_are(ranks: Ranks, entries: int, is_at_work: bool) -> None:
+    for _ in range(entries):
+        enter(ranks.first, ranks.second)
+        leave(ranks.first, ranks.second)
+    if is_at_work:
+        enter(ranks.first, ranks.second)
     ranks.first_is_gone()
     assert ranks.aborted.wait(10)
     assert ranks.second.failure_of_another == "rank 0 failed: its process ended, perhaps killed"
 
 
-def test_in_a_loop_of_ones_own_a_killed_rank_0_is_missed_at_once(ranks: Ranks) -> None:
-    ranks.first_is_gone()
-    assert ranks.aborted.wait(10)
-    assert "perhaps killed" in str(ranks.second.failure_of_another)
+class Timer(threading.Timer):
+    """Ends when a test says so."""
+
+    ends = threading.Event()
+    made: ClassVar[list[threading.Timer]] = []
+
+    def __init__(self, seconds: float, function: Callable[[], None]) -> None:
+        assert seconds == of_peers.LEAVING_S
+        super().__init__(0.0, function)
+        self.made[:] = [self]
+
+    def run(self) -> None:
+        self.ends.wait(10)
+        super().run()
 
 
-def test_in_a_loop_of_ones_own_others_have_time_to_end_after_rank_0(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parted = threading.Event()
-
-    class Timer(threading.Timer):
-        def __init__(self, seconds: float, function: object) -> None:
-            assert seconds == of_peers.PARTING_S
-            super().__init__(0.0, function)  # type: ignore[arg-type]
-
-        def run(self) -> None:
-            parted.wait(10)
-            super().run()
-
+@pytest.mark.parametrize("where", ["in an entry point", "in your own loop", "at the end of an entry point"])
+def test_others_have_time_to_end_after_rank_0(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     monkeypatch.setattr(of_peers.threading, "Timer", Timer)
+    Timer.ends.clear()
+    if where != "in your own loop":
+        enter(ranks.first, ranks.second)
+        leave(ranks.first)
     ranks.first.program_ends()
     ranks.first_is_gone()
     assert not ranks.second.has_failed
-    parted.set()
+    if where == "at the end of an entry point":
+        leave(ranks.second)
+        Timer.ends.set()
+        Timer.made[0].join()
+        assert not ranks.second.has_failed
+        return
+    Timer.ends.set()
     assert ranks.aborted.wait(10)
     assert ranks.second.failure_of_another == "rank 0 failed: its program has ended"

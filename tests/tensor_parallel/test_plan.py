@@ -278,6 +278,48 @@ def shared_inputs(rank: int, world: int) -> None:
         torch.testing.assert_close(divided(x), outputs[0], rtol=0, atol=1e-12)
 
 
+def ruled_twice(rank: int, world: int) -> None:
+    """By a pattern, and by name; through an adapter, and for the layer inside."""
+    torch.manual_seed(1)
+    model = nn.Sequential(Adapter({}, {})).double()
+    divided = copy.deepcopy(model)
+    plan = {
+        "0": "colwise_gather_output",
+        "0.base*": "colwise_gather_output",
+        "0.lora_B.default": "colwise_gather_output",
+    }
+    apply_plan(divided, plan, dist.group.WORLD)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    for one in (model, divided):
+        one(x).square().sum().backward()
+    assert_equal(whole_gradients(divided), gradients(model))
+
+
+def dropped_twice(rank: int, world: int) -> None:
+    """One layer for a part and for a whole tensor."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.drop = nn.Linear(4, 8), nn.Linear(8, 4), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.drop(self.down(self.drop(self.up(x))))
+
+    model = Twice()
+    apply_plan(model, {"up": "colwise", "down": "rowwise", "drop": "dropout_of_parts"}, dist.group.WORLD)
+    with pytest.raises(ShardingError, match="style 'dropout_of_parts' got a whole tensor of shape"):
+        model(torch.randn(3, 4))
+
+
+def parts_of_data(rank: int, world: int) -> None:
+    """Nothing before the divided layer requires gradients: what follows it is found to be a part all the same."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8 // world), nn.Linear(8, 4))
+    apply_plan(model, {"0": "colwise", "2": "rowwise"}, dist.group.WORLD)
+    with pytest.raises(ShardingError, match=r'Add the rule "\*": "replicated_with_grad_allreduce"'):
+        model(torch.randn(3, 4))
+
+
 def loss_heads(rank: int, world: int) -> None:
     """Losses and log-probabilities of a divided `LinearLossHead`, its logits, and the gradients of each."""
 
@@ -360,7 +402,13 @@ def random_state(rank: int, world: int) -> Tensor:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("program", [own_plan, on_meta, summed_outputs, shared_inputs, loss_heads, unknown_tokens])
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(own_plan, on_meta, summed_outputs, shared_inputs, loss_heads),
+        *(unknown_tokens, ruled_twice, dropped_twice, parts_of_data),
+    ],
+)
 def test_divided(program: Callable[[int, int], None], world: int) -> None:
     run_distributed(program, world)
 
@@ -399,6 +447,10 @@ class WithMore(nn.Linear):
         self.more = nn.Parameter(torch.zeros(4))
 
 
+class OwnDropout(nn.Dropout):
+    """Drops in a way of its own."""
+
+
 class Adapter(nn.Module):
     """Its attributes are those of LoRA in PEFT."""
 
@@ -408,6 +460,9 @@ class Adapter(nn.Module):
         self.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 4, bias=False)})
         self.lora_variant, self.use_dora = variants, dora
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
 
 
 def tied() -> nn.Module:
@@ -552,6 +607,31 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, str] | None, str]] 
         lambda: nn.Sequential(Adapter({}, {"default": False})),
         {"0": "embedding_rowwise"},
         "0.base_layer: the style 'embedding_rowwise' is for nn.Embedding, and this is a torch.nn.modules.linear.Linear",
+    ),
+    "wrapped parameter": (
+        lambda: nn.Sequential(Adapter({}, {})),
+        {"0.weight": "colwise"},
+        "0.base_layer.weight: an adapter is around it, and the rule '0.weight' of the plan is for what it was before",
+    ),
+    "two inside": (
+        lambda: nn.Sequential(Adapter({}, {})),
+        {"0": "colwise", "0.lora_B.*": "rowwise"},
+        "0.lora_B.default: rules of the plan give it two styles, 'colwise' and 'rowwise'; remove one",
+    ),
+    "parametrized": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, bias=False))),
+        {"0": "colwise"},
+        "0: the style 'colwise' divides its weight, which is no parameter of its own",
+    ),
+    "parametrized, with a bias": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
+        {"0": "rowwise"},
+        "0: the style 'rowwise' divides its weight, which is no parameter of its own",
+    ),
+    "own dropout": (
+        lambda: nn.Sequential(OwnDropout(0.5)),
+        {"0": "dropout_of_parts"},
+        "0: the style 'dropout_of_parts' is for nn.Dropout, and this is a tests.tensor_parallel.test_plan.OwnDropout",
     ),
     "no dropout": (
         lambda: nn.Sequential(nn.AlphaDropout(0.5)),

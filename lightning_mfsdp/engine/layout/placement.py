@@ -26,7 +26,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 class Placement:
     """Which of the three buffers of a group are sharded. `weight`, `gradient`, `main`: on the shard axis; `outer_main`: on the outer.
 
-    A sharded weight is whole only while it is used. With one rank nothing is gathered then, but the weight may be cast (`ParameterGroup`).
+    A sharded weight is unsharded only while it is used. With one rank on the shard axis that is a cast, or nothing (`ParameterGroup`).
     """
 
     weight: bool

@@ -158,7 +158,8 @@ def _norm(parts: list[_Owned], norm_type: float) -> Tensor:
             dist.all_reduce(total, op=op, group=over[-1])
             others = sums.get(over[:-1])
             sums[over[:-1]] = total if others is None else combine(total, others.to(total.device))
-    return sums[()] if infinite else sums[()] ** (1.0 / norm_type)
+    total = sums[()].to(parts[0].device)
+    return total if infinite else total ** (1.0 / norm_type)
 
 
 def _power_sum(part: _Owned, norm_type: float) -> Tensor:

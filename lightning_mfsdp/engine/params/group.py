@@ -152,10 +152,14 @@ class ParameterGroup:
         self.main_extent = range(start, start + 1)
 
     def placement_for(self, placement: Placement) -> Placement:
-        """What a strategy's placement is for these parameters: a weight stays whole where sharding it would bring nothing."""
+        """What a strategy's placement is for these parameters: a weight stays whole where sharding it would bring nothing.
+
+        That is where no other rank has a shard, unless the weight is cast for its use. A rank that is alone keeps the result: programs
+        may then do with weights all that they do without sharding.
+        """
         if self.spec.whole:
             return Placement(weight=False, gradient=False, main=False, outer_main=False)
-        saves = self.mesh.shard.size > 1 or self._casts_when_used(placement)
+        saves = self.mesh.shard.size > 1 or (bool(self.mesh.all_axes) and self._casts_when_used(placement))
         return replace(placement, weight=placement.weight and saves)
 
     def _casts_when_used(self, placement: Placement) -> bool:

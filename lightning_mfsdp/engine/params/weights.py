@@ -113,7 +113,7 @@ class Weights:
         stale: The compute shard was brought up to date since it was last gathered.
         lost_writes: Unsharded parameters that a forward wrote to, though main weights of another dtype cannot adopt that.
         client: Holds pooled buffers for the unsharded weight.
-        is_sharded: It is not whole on every rank.
+        is_sharded: It is unsharded only while it is used: gathered from other ranks, or at least cast.
     """
 
     def __init__(self, owner: Owner, shards: list[FlatBuffer], *, main_is_shard: bool) -> None:
