@@ -42,10 +42,13 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks() -> Iterator[Ranks]:
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    monkeypatch.setattr(
+        of_peers, "ENDING_S", 600
+    )  # else the process would be ended, and all of these ranks are in this one
     made = Ranks()
     yield made
-    made.second.work_ends()  # else its process would be ended
+    leave(made.first, made.second)
 
 
 def enter(*ranks: Peers) -> None:
