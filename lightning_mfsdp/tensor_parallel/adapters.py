@@ -2,9 +2,9 @@
 
 LoRA adds `B(A(x))` to the output of the layer inside, where x is its input:
 
-    layer                         A                        B
-    divided by output features    whole                    divided by output features
-    divided by input features     divided by input ones    whole
+    layer                         A                            B
+    divided by output features    whole                        divided by output features
+    divided by input features     divided by input features    whole
 
 A rule that divides nothing is for the adapter as it is: what is done to the output of the layer is done to the sum. A layer that is saved
 as a whole is a copy beside the original, divided as that one is. Adapters are known by their attributes, so PEFT is not imported
