@@ -28,6 +28,9 @@ __all__ = [
     "change_output",
 ]
 
+# In so many forwards dropout layers look at their inputs: a layer may be used in several places.
+_FIRST_FORWARDS = 8
+
 # What is done to a tensor before or after a layer.
 Change = Callable[[Tensor, TensorGroup], Tensor]
 
@@ -230,14 +233,12 @@ class WholeModule:
 class WholeDropout:
     """A hook of a dropout layer: its inputs are whole. Ranks draw equal numbers, and would drop the same places of different parts.
 
-    The first forwards of training decide: a layer may be used in several places.
+    The first forwards of training decide.
     """
-
-    _FIRST = 8
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._checked = 0
+        self._unchecked = _FIRST_FORWARDS
 
     def install(self, module: nn.Module) -> Any:
         """Returns the handle of the hook."""
@@ -245,9 +246,9 @@ class WholeDropout:
 
     def _check(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         drops = module.training and getattr(module, "p", 0) > 0
-        if self._checked == self._FIRST or not drops or not torch.is_grad_enabled():
+        if not self._unchecked or not drops or not torch.is_grad_enabled():
             return
-        self._checked += 1
+        self._unchecked -= 1
         if any(isinstance(one, Tensor) and is_divided(one) for one in args):
             raise ShardingError(
                 f"{self._name} ({type(module).__name__}): its input is a part of a tensor, and dropout would be equal for the parts of"
@@ -266,26 +267,33 @@ def _rule(name: str) -> str:
 
 
 class DividedDropout(nn.Dropout):
-    """Dropout of a part of a tensor, along the last dim. All ranks draw the mask of the whole tensor, as one process would."""
+    """Dropout of a part of a tensor, along the last dim. All ranks draw the mask of the whole tensor, as one process would.
+
+    The first forwards with gradients find out whether it is used for whole tensors, too.
+    """
 
     tensor_group: TensorGroup
+    name: str
+    unchecked: int
 
     @classmethod
-    def install(cls, module: nn.Module, group: TensorGroup) -> list[Any]:
+    def install(cls, name: str, module: nn.Module, group: TensorGroup) -> list[Any]:
         """Give an `nn.Dropout` this class, which has other random numbers than hooks could give it. Returns no handles."""
         module.__class__ = cls
-        module.tensor_group = group  # type: ignore[assignment]
+        module.tensor_group, module.name, module.unchecked = group, name, _FIRST_FORWARDS  # type: ignore[assignment]
         return []
 
     def forward(self, input: Tensor) -> Tensor:
         """As of `nn.Dropout`; never in place."""
         if not self.training or self.p == 0:
             return input
-        if input.grad_fn is not None and torch.is_grad_enabled() and not is_divided(input):
-            raise ShardingError(
-                f"a dropout layer with the style 'dropout_of_parts' got a whole tensor of shape {list(input.shape)}, for which tensor ranks"
-                " would draw different masks. Use one layer for parts and another one for whole tensors, or leave the rule out."
-            )
+        if self.unchecked and input.grad_fn is not None and torch.is_grad_enabled():
+            self.unchecked -= 1
+            if not is_divided(input):
+                raise ShardingError(
+                    f"{self.name} has the style 'dropout_of_parts' and got a whole tensor of shape {list(input.shape)}, for which tensor"
+                    " ranks would draw different masks. Use one layer for parts and another one for whole tensors, or leave the rule out."
+                )
         whole = input.new_ones(*input.shape[:-1], input.shape[-1] * self.tensor_group.size)
         mask = F.dropout(whole, self.p).chunk(self.tensor_group.size, -1)[self.tensor_group.rank]
         return input * mask.contiguous()

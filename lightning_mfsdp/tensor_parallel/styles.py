@@ -214,7 +214,7 @@ class Style:
         if isinstance(module, LinearLossHead) and self.divides == "rows":
             return LossHeadPart(group, before, after).install(module)
         if self.kind == "dropout":
-            return DividedDropout.install(module, group)
+            return DividedDropout.install(target.name, module, group)
         handles = [] if before is None else [change_inputs(module, before, group)]
         has_bias = self.kind == "linear" and module._parameters.get("bias") is not None
         if self.divides == "columns" and has_bias and te.is_linear(module):

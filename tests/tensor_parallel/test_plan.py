@@ -308,7 +308,7 @@ def dropped_twice(rank: int, world: int) -> None:
 
     model = Twice()
     apply_plan(model, {"up": "colwise", "down": "rowwise", "drop": "dropout_of_parts"}, dist.group.WORLD)
-    with pytest.raises(ShardingError, match="style 'dropout_of_parts' got a whole tensor of shape"):
+    with pytest.raises(ShardingError, match="drop has the style 'dropout_of_parts' and got a whole tensor of shape"):
         model(torch.randn(3, 4))
 
 
