@@ -312,6 +312,19 @@ def dropped_twice(rank: int, world: int) -> None:
         model(torch.randn(3, 4))
 
 
+def compiled_dropout(rank: int, world: int) -> None:
+    """What dropout layers look at in their first forwards is no reason to compile again."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4), nn.Dropout(0.5))
+    apply_plan(model, {"0": "colwise", "1": "dropout_of_parts", "2": "rowwise"}, dist.group.WORLD)
+    model.compile(backend="eager")
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        model(x).sum().backward()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for _ in range(10):
+            model(x).sum().backward()
+
+
 def parts_of_data(rank: int, world: int) -> None:
     """Nothing before the divided layer requires gradients: what follows it is found to be a part all the same."""
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8 // world), nn.Linear(8, 4))
@@ -406,7 +419,7 @@ def random_state(rank: int, world: int) -> Tensor:
     "program",
     [
         *(own_plan, on_meta, summed_outputs, shared_inputs, loss_heads),
-        *(unknown_tokens, ruled_twice, dropped_twice, parts_of_data),
+        *(unknown_tokens, ruled_twice, dropped_twice, compiled_dropout, parts_of_data),
     ],
 )
 def test_divided(program: Callable[[int, int], None], world: int) -> None:
