@@ -86,12 +86,14 @@ __all__ = [
     "reduce_scatter_coalesced",
     "reduce_scatter_flat",
     "set_data",
+    "set_versions",
     "step_pre_hooks",
     "storage_users",
     "symmetric_memory",
     "takes_closure",
     "undecorated_step",
     "uses_nccl",
+    "version_of",
     "without_torch_function",
     "zero_cta_group",
 ]
@@ -236,6 +238,10 @@ class OwnShard(Shard):
 
 get_data: Callable[[Tensor], Tensor] = torch.Tensor.data.__get__  # type: ignore[attr-defined] # `parameter.data` of a plain parameter
 set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined] # `parameter.data = value`
+
+# The version counter of a tensor, which its views share; and the way to set those of several (torch 2.10 to 2.14).
+version_of: Callable[[Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
 
 
 def address_of(tensor: Tensor) -> int | None:

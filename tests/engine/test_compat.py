@@ -284,6 +284,20 @@ def test_a_storage_can_be_emptied_and_refilled_at_views_that_stay():
     assert view.tolist() == [1.0, 2.0]
 
 
+def test_versions_of_several_tensors_are_set_and_shared_with_views():
+    memory = torch.zeros(8)
+    parameters = nn.Parameter(torch.empty(4)), nn.Parameter(torch.empty(4))
+    for parameter, view in zip(parameters, memory.split(4), strict=True):
+        compat.set_data(parameter, view)
+    compat.set_versions(parameters, (7, 1 << 31))
+    memory.zero_()
+    assert [compat.version_of(parameter) for parameter in parameters] == [7, 1 << 31]
+    assert compat.version_of(parameters[0][:2]) == 7
+    with torch.no_grad():
+        parameters[0].zero_()
+    assert compat.version_of(parameters[0]) == 8
+
+
 def test_users_of_a_storage_are_counted():
     memory = torch.empty(8)
     before = compat.storage_users(memory)

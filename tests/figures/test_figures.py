@@ -88,9 +88,9 @@ def test_the_report_has_every_part(checkout: Path) -> None:
 # Of one unit and of a step of five, none to be exceeded. Calls are those of the tag (docs/benchmarks/2026-11-23-tag.md); half as many are
 # made today. Files are counted without those of `base`.
 MOST = {
-    "forward": {"python": 97, "c": 39, "files": 7},
-    "backward": {"python": 126, "c": 51, "files": 9},
-    "step": {"changes": 450},
+    "forward": {"python": 97, "c": 39, "files": 8},
+    "backward": {"python": 126, "c": 51, "files": 10},
+    "step": {"changes": 520},
 }
 
 

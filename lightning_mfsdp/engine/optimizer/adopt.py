@@ -39,7 +39,7 @@ from lightning_mfsdp.engine.optimizer.driver import OptimizerDriver, OptimizerSu
 from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.optimizer.state import as_shown, refuse_left_behind, show_state, take_state, taken
 from lightning_mfsdp.engine.params.group import ParameterGroup, Root, as_local, owner_of
-from lightning_mfsdp.engine.params.parameter import Entry, outdate_graphs
+from lightning_mfsdp.engine.params.parameter import Entry
 from lightning_mfsdp.engine.params.rows import sharded_axes
 from lightning_mfsdp.engine.params.sharded_tensor import Rows
 from lightning_mfsdp.engine.params.stepping import call_closure
@@ -417,13 +417,13 @@ def _is_whole(group: ParameterGroup) -> bool:
 def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:
     """After a step: these groups are out of date, and so are graphs that saved parameters which had a gradient."""
     by_root: dict[Root, list[ParameterGroup]] = {}
-    written: list[Entry] = []
     for group, indices in stepped:
         entries = group.entries
-        written += [entry for index in indices if (entry := entries[index]).local.grad is not None]
+        written = [index for index in indices if entries[index].local.grad is not None]
+        versions = group.weights.versions
+        versions.outdate_all() if len(written) == len(entries) else versions.outdate(written)
         if (root := group.root()) is not None:
             by_root.setdefault(root, []).append(group)
-    outdate_graphs(written)
     for root, groups in by_root.items():
         root.optimizer_stepped(groups)
 

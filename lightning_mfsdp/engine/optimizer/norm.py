@@ -97,8 +97,8 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
     """This rank's gradients by the axes they are sharded over, in an order that all ranks share."""
     if isinstance(module_or_parameters, nn.Module):
         # In the order of `parameters()`, at a fraction of its host time, as it builds no names.
-        found_in = (module._parameters.values() for module in module_or_parameters.modules())
-        parameters: list[Tensor] = [parameter for table in found_in for parameter in table if parameter is not None]
+        tables = [module._parameters for module in module_or_parameters.modules() if module._parameters]
+        parameters: list[Tensor] = [one for table in tables for one in table.values() if one is not None]
     elif isinstance(module_or_parameters, Tensor):
         parameters = [module_or_parameters]
     else:

@@ -267,6 +267,14 @@ class Gradients:
         return self._main is not None and self._main.is_open
 
     @property
+    def has_news(self) -> bool:
+        """Whether autograd, code outside of forwards or a layer left gradients that were not taken yet."""
+        for entry in self._entries:  # a generator costs host time, in every unit
+            if entry.full.grad is not None:
+                return True
+        return bool(self.outside) or self.writes.target is not None
+
+    @property
     def is_accumulating(self) -> bool:
         """Whether there are gradients that were not reduced over all axes."""
         return self._local is not None or self._partial is not None

@@ -84,7 +84,7 @@ class Root(Protocol):
         """A backward begins, or continues."""
 
     def reduce_held_back(self) -> None:
-        """Reduce what `no_sync` holds back. Collective."""
+        """Reduce what `no_sync` holds back, and what a backward left without notice. Collective."""
 
     def zero_held_back(self, group: ParameterGroup, index: int) -> None:
         """Zero what is held back of a parameter."""
@@ -240,7 +240,7 @@ class ParameterGroup:
                 self.write(index, value)
                 self.weights.leave_empty(index)
                 entry.show(entry.sharded)
-        self.weights.point_at_whole_shards()
+        self.weights.begin()
 
     def write(self, index: int, value: Tensor) -> None:
         """Keep this rank's rows of a full `value` (the shape it has in its module, any dtype) as the main weight."""
@@ -300,9 +300,17 @@ class ParameterGroup:
         if (context := self.root()) is not None:
             context.rows_written(self, weights=weights)
 
+    def outdate_graphs(self, index: int) -> None:
+        """Note that a main weight was written: a graph that saved the unsharded parameter raises."""
+        self.weights.versions.outdate([index])
+
     def reduce_held_back(self) -> None:
-        """Reduce what `no_sync` holds back in the root, before gradients are read. Collective; all ranks know whether there is any."""
-        if self.gradients.held_back is not Sync.ALL and (context := self.root()) is not None:
+        """As `Root.reduce_held_back`, if there is anything. Collective; all ranks know whether there is."""
+        has_any = self.gradients.held_back is not Sync.ALL
+        for entry in self.entries:  # what else is news can wait for the step
+            if entry.full.grad is not None:
+                has_any = True
+        if has_any and (context := self.root()) is not None:
             context.reduce_held_back()
 
     def zero_held_back(self, index: int) -> None:

@@ -52,9 +52,6 @@ class ManagedParameter(Protocol):
     def sharded(self) -> DTensor:
         """Of the global shape, over this rank's rows."""
 
-    def outdate_graphs(self) -> None:
-        """Note that the main weight was written: a graph that saved the unsharded parameter raises."""
-
 
 class ManagedGroup(Protocol):
     """Where the rows of a group's parameters lie, and what is reported to or queried from the unit and the root around it.
@@ -97,6 +94,9 @@ class ManagedGroup(Protocol):
 
     def known_writes(self, *, weights: bool) -> int:
         """How often main weights, or else gradients, were written, counting only writes that are known to all ranks."""
+
+    def outdate_graphs(self, index: int) -> None:
+        """Note that a main weight was written: a graph that saved the unsharded parameter raises."""
 
     def note_write(self, *, weights: bool = True) -> None:
         """Note that main weights may have been written, or that gradients were: forward must read the new values."""

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -32,7 +31,6 @@ __all__ = [
     "is_left_behind",
     "leave_behind",
     "mark_owner",
-    "outdate_graphs",
 ]
 
 OWNER = "_owner"  # where a parameter stores its group and its index in it
@@ -72,7 +70,6 @@ class Entry:
         part_axes: Along which ranks compute with different parts of it, one for each of `piece.parts`.
         sharded: Rows of the main weight as a DTensor of the global shape.
         local: The same rows, plain.
-        version: Version counter of `full` when it was last checked.
         at_rest: What the module shows when its unit is not running: `sharded`, or a stand-in under `unshard`.
     """
 
@@ -84,11 +81,9 @@ class Entry:
     sharded: ShardedParameter
     local: nn.Parameter
     at_rest: Any = field(init=False)
-    version: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.at_rest = self.sharded
-        self.version = self.full._version
 
     @property
     def shape(self) -> torch.Size:
@@ -99,16 +94,6 @@ class Entry:
     def is_trained(self) -> bool:
         """Whether a gradient is required now. What an optimizer holds may be frozen by itself (`toggle_optimizer`)."""
         return self.full.requires_grad and self.local.requires_grad
-
-    def outdate_graphs(self) -> None:
-        """Note that the main weight was written, see the function."""
-        outdate_graphs([self])
-
-    def forget_writes(self) -> bool:
-        """Whether `full` was definitely written to, rather than only its `data` read. A second call returns False."""
-        version, self.version = self.version, self.full._version
-        self.full.data_was_asked_for = False
-        return version != self.version
 
     def as_plain(self, whole: Tensor, codec: WeightCodec | None) -> nn.Parameter:
         """`full`, over memory of its own and without traces of the engine; with a codec, an equal parameter of an ordinary dtype."""
@@ -131,13 +116,6 @@ class Entry:
         """Show `parameter` under all names."""
         for table, key in self.sites:
             table[key] = parameter
-
-
-def outdate_graphs(entries: Sequence[Entry]) -> None:
-    """Note that main weights were written: a graph that saved one of their `full` raises, as if that had been written in place."""
-    torch.autograd.graph.increment_version([entry.full for entry in entries])
-    for entry in entries:
-        entry.version = entry.full._version
 
 
 def mark_owner(parameter: Tensor, group: ManagedGroup, index: int) -> None:

@@ -93,6 +93,9 @@ class ShardedParameter(Rows):
     @property
     def grad(self) -> DTensor | None:
         """The reduced gradient of these rows; `None` until a synchronized backward. Empty, and not `None`, on a rank without rows."""
+        full = self._unsharded()
+        if full is not None and full.grad is not None:
+            self._take_unnoticed()
         grad = self._local.grad
         if grad is None:
             self._refuse_in_recording()
@@ -107,12 +110,21 @@ class ShardedParameter(Rows):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        full = self._unsharded()
+        if full is not None and full.grad is not None:
+            self._take_unnoticed()
         if self._local.grad is None:  # as all are while a forward is recorded
             self._refuse_in_recording()
         if value is not None and not (isinstance(value, Rows) and lie_alike(value, self)):
             value = self._rows_of(value)
         self._local.grad = None if value is None else value._local_tensor
         self.gradient_rows = value if isinstance(value, Rows) and value is not self._shown_gradient() else None
+
+    def _take_unnoticed(self) -> None:
+        """Reduce what a backward left of which no unit was notified. Collective, as that backward."""
+        group = self._owner[0]()
+        if group is not None:
+            group.reduce_held_back()
 
     def show_gradient(self, rows: Tensor) -> Rows:
         """From now on `.grad` is the result whenever the local representation's is `rows`, and lives as long as that."""
@@ -145,7 +157,7 @@ class ShardedParameter(Rows):
         """Main weights were written: forward must read them, and graphs that saved the parameter are out of date, as in plain PyTorch."""
         super().note_write()
         group, index = self.place
-        group.entries[index].outdate_graphs()
+        group.outdate_graphs(index)
 
     def forget_cleared_gradient(self) -> None:
         """Drop the DTensor of a cleared gradient, which would keep its memory alive."""

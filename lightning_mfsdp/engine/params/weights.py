@@ -36,7 +36,7 @@ objects for the two forms of a codec (registration, memory and age exist once).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -55,10 +55,11 @@ from lightning_mfsdp.engine.layout.placement import Placement
 from lightning_mfsdp.engine.memory.buffer import FlatBuffer, buffer_numel
 from lightning_mfsdp.engine.memory.host_memory import HostMemory
 from lightning_mfsdp.engine.memory.storage import Client, Slot, SlotPool
-from lightning_mfsdp.engine.params.codec import Fragment
+from lightning_mfsdp.engine.params.codec import Fragment, WeightCodec
 from lightning_mfsdp.engine.params.group_spec import GroupSpec
 from lightning_mfsdp.engine.params.parameter import Entry
 from lightning_mfsdp.engine.params.sharded_parameter import ShardedParameter
+from lightning_mfsdp.engine.params.versions import Place, Versions
 
 __all__ = ["GatherLane", "Owner", "Weights"]
 
@@ -134,11 +135,14 @@ class Weights:
         num_forms = len(owner.spec.planes)
         self._read_by_forward, self._read_by_backward = 1, 1 << (num_forms - 1)
         self._every_form = (1 << num_forms) - 1
+        self._nothing = self._stand_ins()
         self.known_writes = 0
         self._event: Event = None  # after the all-gather
         self._lane: GatherLane
-        self._bound: Sequence[FlatBuffer] | None = None
-        self._by_slot: weakref.WeakKeyDictionary[Slot, list[FlatBuffer]] = weakref.WeakKeyDictionary()
+        self.versions = Versions([entry.full for entry in self._entries])
+        self._bound: Place | None = None  # where a codec's parameters are pointed at
+        self._by_slot: weakref.WeakKeyDictionary[Slot, Place] = weakref.WeakKeyDictionary()
+        self._latest: tuple[Slot, Place] | None = None  # of `_by_slot`
         size_bytes = num_forms * buffer_numel(self._layout, self._full) * self._spec.storage_dtype.itemsize
         self.client = Client(name="", size_bytes=size_bytes, evict=_give_up(weakref.ref(self)))
         self.rename(owner.name)
@@ -306,11 +310,24 @@ class Weights:
         axis.gather(outputs, [segment for shard in self.shards for segment in shard.part(part).segments])
         self.forget_writes()
 
-    def _gather_into(self, unsharded: list[FlatBuffer], forms: int) -> None:
+    def _gather_into(self, place: Place, forms: int) -> None:
         """Fill forms of an unsharded weight, and point the parameters there."""
-        if self._bound is not unsharded:
-            self._bind(unsharded)
-        for index, full in enumerate(unsharded):
+        versions = self.versions
+        if versions.place is not place:
+            if not versions.are_as_set():
+                self._refuse_late_write(versions.written()[0])
+            if self._codec is not None:
+                self._bind(self._codec, place)
+            else:
+                for index, view in enumerate(place.buffers[0].views):
+                    parameter = self._entries[index].full
+                    if parameter.data_was_asked_for:
+                        if compat.get_data(parameter).data_ptr() != self._nothing[index].data_ptr():
+                            self._refuse_late_write(index)
+                        parameter.data_was_asked_for = False
+                    compat.set_data(parameter, view)
+            versions.lie_in(place)
+        for index, full in enumerate(place.buffers):
             if forms >> index & 1:
                 if self.shards:
                     source = self.shards[index]
@@ -320,45 +337,72 @@ class Weights:
                 if self._axes.shard.size > 1:
                     self._axes.shard.gather(full.segments, source.segments)
 
-    def _in_slot(self, slot: Slot) -> list[FlatBuffer]:
-        """A buffer for each form in a slot's memory, made once for each slot."""
+    def _in_slot(self, slot: Slot) -> Place:
+        """The place in a slot's memory, made once for each slot."""
+        if self._latest is not None and self._latest[0] is slot:
+            return self._latest[1]
         known = self._by_slot.get(slot)
         if known is None:
             with torch.inference_mode(False):
                 memory = slot.memory[: self.client.size_bytes].view(self._spec.storage_dtype)
-                known = self._by_slot[slot] = [
-                    FlatBuffer.over(self._layout, self._full, form)
-                    for form in memory.view(len(self._spec.planes), -1).unbind()
-                ]
+                known = self._by_slot[slot] = self._place_over(
+                    [
+                        FlatBuffer.over(self._layout, self._full, form)
+                        for form in memory.view(len(self._spec.planes), -1).unbind()
+                    ]
+                )
+        self._latest = slot, known
         return known
 
-    def _bind(self, unsharded: list[FlatBuffer]) -> None:
-        """Point the unsharded parameters into full-size buffers. The views are made once for each buffer the weight is gathered into."""
-        self._bound = unsharded
-        if self._codec is None:
-            with torch.inference_mode(False):
-                for entry, view in zip(self._entries, unsharded[0].views, strict=True):
-                    compat.set_data(entry.full, view)
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            for entry, *views in zip(self._entries, *(form.views for form in unsharded), strict=True):
-                # `data`: a version counter of its own, so that a gather does not disturb tensors saved for backward.
-                self._codec.bind(entry.full, [view.data for view in views])
+    def _place_over(self, buffers: list[FlatBuffer]) -> Place:
+        parameters = [entry.full for entry in self._entries]
+        # `data` of views: a version counter of its own, so that a gather does not disturb tensors saved for backward.
+        raw = [] if self._codec is None else [view.data for form in buffers for view in form.views]
+        return Place(buffers, parameters, raw)
 
-    def point_at_whole_shards(self) -> None:
-        """Where weights are whole, unsharded parameters lie in the compute shard permanently."""
-        if not self.is_sharded:
-            self._bind(self.shards)
+    def _bind(self, codec: WeightCodec, place: Place) -> None:
+        """Point a codec's parameters at their raw data, once for each place that they are moved to."""
+        if self._bound is place:
+            return
+        self._bound = place
+        with torch.inference_mode(False), torch.no_grad():
+            for index, entry in enumerate(self._entries):
+                codec.bind(entry.full, place.raw[index :: len(self._entries)])
+
+    def begin(self) -> None:
+        """Point unsharded parameters, left empty, at the compute shard where weights are whole: they lie there permanently."""
+        if self.is_sharded:
+            self.versions.leave()
+        else:
+            self._gather_into(self._place_over(self.shards), 0)
 
     def leave_empty(self, index: int) -> None:
         """Leave a parameter without memory of its own, and without a gradient."""
         full = self._entries[index].full
         full.grad = None
         if self._codec is None:
-            compat.set_data(full, torch.empty(0, dtype=self._spec.storage_dtype, device=self._device))
+            compat.set_data(full, self._nothing[index])
         else:  # its shape is that of what it reads
             nothing = torch.empty(1, dtype=self._spec.storage_dtype, device=self._device).expand(full.shape)
             self._codec.bind(full, [nothing] * len(self._spec.planes))
+
+    def _refuse_late_write(self, index: int) -> NoReturn:
+        """Raise: the program wrote to an unsharded parameter, which it kept, while the weights were sharded."""
+        self._entries[index].full.data_was_asked_for = False
+        self._nothing = self._stand_ins()  # `zero_` writes to it
+        self.versions.leave()
+        self.reshard()
+        raise EngineStateError(
+            f"{self.name}: the unsharded parameter {self._entries[index].name} was written while its unit was resharded, so the write has "
+            "no effect. The program kept it from a forward; write to module.parameter outside of forwards, where it is the main weight"
+        )
+
+    def _stand_ins(self) -> list[Tensor]:
+        """What resharded parameters are pointed at: of their shape, since gradients that need no value still arrive, and NaN."""
+        value = torch.nan if self._codec is None else 0
+        with torch.inference_mode(False):
+            one = torch.full((1,), value, dtype=self._spec.storage_dtype, device=self._device)
+            return [one.expand(entry.piece.part_shape) for entry in self._entries]
 
     def wait(self) -> None:
         """Let the work that follows on this stream wait for the all-gather."""
@@ -378,11 +422,17 @@ class Weights:
         """
         if self.registered:
             self.unregister()
+        elif self.present and not self.versions.are_as_set():
+            self._take_over_writes()
         if self.present:
             self.present = 0
             if self.is_sharded:
                 if self._event is not None:
                     self.wait()
+                self.versions.leave()
+                if self._codec is None:
+                    for entry, nothing in zip(self._entries, self._nothing, strict=True):
+                        compat.set_data(entry.full, nothing)
                 lane = self._lane
                 give_back = lane.pool.reserve if reserve else lane.pool.release
                 give_back(self.client, lane.streams.record())
@@ -392,6 +442,8 @@ class Weights:
         forms, shown = self.present or 1, self.registered
         buffer = self.buffer if self.present else None
         self.unregister(takes_over=False)
+        if self.present:
+            self._take_over_writes(takes_over=False)
         self.reshard()
         for form, kind in ((self._read_by_forward, FORWARD), (self._read_by_backward, BACKWARD)):
             if forms & form & ~self.present:
@@ -448,27 +500,37 @@ class Weights:
         self.registered = False
         if self._codec is not None:
             self._codec.before_release([entry.full for entry in self._entries])
-        for index, entry in enumerate(self._entries):
-            at_rest, full = entry.at_rest, entry.full
+        data_was_asked_for = False
+        for entry in self._entries:
+            at_rest = entry.at_rest
             for table, key in entry.sites:
                 table[key] = at_rest
-            if full._version != entry.version or full.data_was_asked_for:
-                self._take_over(index) if takes_over else entry.forget_writes()
+            if entry.full.data_was_asked_for:
+                data_was_asked_for = True
+        if data_was_asked_for or not self.versions.are_as_set():
+            self._take_over_writes(takes_over=takes_over)
 
-    def _take_over(self, index: int) -> None:
+    def _take_over_writes(self, *, takes_over: bool = True) -> None:
+        """Make what the program has written, or may have, to unsharded parameters the main weights; or forget it."""
+        written = self.versions.written()
+        if written:
+            self.versions.take_over(written)
+        for index, entry in enumerate(self._entries):
+            if index in written or entry.full.data_was_asked_for:
+                entry.full.data_was_asked_for = False
+                if takes_over and self._codec is None:
+                    self._take_over(index, is_written=index in written)
+
+    def _take_over(self, index: int, *, is_written: bool) -> None:
         """Make a parameter's unsharded values, which a forward has or may have written, those of the main weight and the compute shard.
 
         All ranks compute the same, so each keeps its own rows and nothing is communicated: a rank may have asked for `data` alone, to log.
         Where dtypes differ, unchanged values keep their precision, and a forward that definitely wrote is refused: what it accumulates
         would be lost in rounding.
         """
-        entry = self._entries[index]
-        is_written = entry.forget_writes()
-        if self._codec is not None:
-            return
         value = self._where_it_belongs(index)
         if is_written and self._spec.main_dtype != self._spec.compute_dtype:
-            self.lost_writes.append(entry)
+            self.lost_writes.append(self._entries[index])
             return
         with torch.no_grad():
             for buffer in (self._main, *self.shards):
@@ -484,8 +546,9 @@ class Weights:
 
     def _where_it_belongs(self, index: int) -> Tensor:
         """The value that a parameter holds now, in the memory it was pointed at before its `data` was set."""
-        assert self._bound is not None, "only parameters that were shown can be written"
-        full, view = self._entries[index].full, self._bound[0].views[index]
+        place = self.versions.place
+        assert place is not None, "only parameters in memory can be written"
+        full, view = self._entries[index].full, place.buffers[0].views[index]
         with torch.inference_mode(False), torch.no_grad():
             if full.untyped_storage().data_ptr() != view.untyped_storage().data_ptr():
                 view.copy_(full)

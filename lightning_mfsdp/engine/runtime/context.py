@@ -182,9 +182,28 @@ class Context:
         return self.reductions.hides_gradients
 
     def reduce_held_back(self) -> None:
-        """Reduce what `no_sync` holds back, before gradients are read. Collective; all ranks know whether there is any."""
-        if any(group.gradients.held_back is not Sync.ALL for group in self.groups):
-            self.reductions.reduce_pending(self.units)
+        """Reduce what `no_sync` holds back, and what a backward left without notice, before gradients are read or cleared.
+
+        Collective; all ranks know whether there is any. A backward that reached no result of a unit, but something else that its forward
+        computed, notified none.
+        """
+        if self._in_backward and self._at_end is None:
+            self.recover()  # the last backward raised
+        if self._in_backward or compat.backward_task() != -1:
+            return
+        groups = self.groups
+        for group in groups:
+            if group.gradients.has_news:
+                self._in_backward, self.keeps_graph = True, False
+                end = self._end_backward
+                self._at_end = self._watched(end)
+                self._begin_reductions()
+                end()
+                break
+        for group in groups:
+            if group.gradients.held_back is not Sync.ALL:
+                self.reductions.reduce_pending(self.units)
+                break
 
     def zero_held_back(self, group: ParameterGroup, index: int) -> None:
         """Zero what is held back of a parameter."""
@@ -371,7 +390,7 @@ class Context:
     def begin_backward(self) -> None:
         """Called by every unit whose backward begins; the first call of a backward prepares its end."""
         if self._in_backward:
-            if self._at_end is not None and self._at_end() is not None:
+            if self._at_end is not None:
                 return
             self.recover()  # the previous backward raised, and this is of the same graph or of another one
         self._in_backward, self.keeps_graph = True, compat.keeps_graph()
@@ -380,8 +399,11 @@ class Context:
         end = self._end_backward
         self._at_end = self._watched(end)
         compat.on_backward_end(end)
+        self._begin_reductions(is_idle=not self._trains())
+
+    def _begin_reductions(self, *, is_idle: bool = False) -> None:
         self.schedule.begin_backward()
-        self.reductions.is_idle = not self._trains()
+        self.reductions.is_idle = is_idle
         if not (self.reductions.is_idle or self.reductions.begin(self.groups)):
             ran = [unit for number in self.schedule.ran if (unit := self._units[number]()) is not None]
             self.reductions.agree_on_order(self.units, ran, self.mesh, self.device)
@@ -422,6 +444,7 @@ class Context:
         def gone(reference: weakref.ref[Callable[[], None]]) -> None:
             context = this()
             if context is not None and context._at_end is reference:
+                context._at_end = None
                 context.backward_raised()
 
         return weakref.ref(end, gone)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.base.errors import EngineStateError, ShardingError
 from lightning_mfsdp.engine.memory.buffer import FlatBuffer
 from lightning_mfsdp.engine.params.gradients import Sync
 from lightning_mfsdp.engine.params.group import ParameterGroup
 from lightning_mfsdp.engine.params.rows import gather_rows, join_parts
+from lightning_mfsdp.engine.params.versions import RESHARDED
 from lightning_mfsdp.engine.runtime.context import context_of_unit
 from lightning_mfsdp.engine.runtime.conversion import refuse_moved
 from lightning_mfsdp.engine.runtime.inspect import context_of, units_in, units_of_own
@@ -54,6 +56,7 @@ def reduce_pending(module: nn.Module) -> None:
     Later backwards add to it. Trainable parameters that had no gradient get zero, as in a backward that communicates.
     """
     context = context_of(module)
+    context.reduce_held_back()
     context.reductions.reduce_pending(context.units)
 
 
@@ -146,8 +149,9 @@ def gather_root(module: nn.Module) -> Iterator[None]:
         unit.use_shared()
     try:
         yield
-    except BaseException:  # an interrupt, too, must not leave weights pinned; re-raised
+    except BaseException as error:  # an interrupt, too, must not leave weights pinned; re-raised
         unit.abandon()
+        _explain_resharded(error, context_of_unit(unit).groups)
         raise
     unit.pinned = False
     if torch.is_grad_enabled():
@@ -187,12 +191,18 @@ def around_backward(*modules: nn.Module) -> Iterator[None]:
 
     Without it the engine detects this as soon as autograd has released the backward. For a GPU that happens on autograd's own thread,
     and code that caught the exception may run first.
+
+    Raises:
+        EngineStateError: The backward read weights that had been resharded. Without this function it is PyTorch's own error: "modified by
+            an inplace operation", a tensor "is at version" 2147483648 or more.
     """
     try:
         yield
-    except BaseException:
-        for context in dict.fromkeys(context_of_unit(unit) for module in modules for unit in units_in(module)):
+    except BaseException as error:
+        contexts = dict.fromkeys(context_of_unit(unit) for module in modules for unit in units_in(module))
+        for context in contexts:
             context.backward_raised()
+        _explain_resharded(error, [group for context in contexts for group in context.groups])
         raise
 
 
@@ -209,6 +219,29 @@ def record_ranges(module: nn.Module, enabled: bool = True) -> None:
     Off by default. `torch.profiler` shows the ranges; so does Nsight Systems under `torch.autograd.profiler.emit_nvtx()`.
     """
     context_of(module).ranges.enabled = enabled
+
+
+_MOVED_ON = re.compile(r"\[[^\[\]]*\[([\d, ]*)\]\].* is at version (\d+)")
+
+
+def _explain_resharded(error: BaseException, groups: Iterable[ParameterGroup]) -> None:
+    """Raise an error in our words if `error` is autograd's, which found a saved weight resharded.
+
+    Raises:
+        EngineStateError: It is. Names the unit, and the parameters that have the shape of what was saved.
+    """
+    found = _MOVED_ON.search(str(error)) if isinstance(error, RuntimeError) else None
+    if found is None or int(found[2]) < RESHARDED:
+        return
+    shape = sorted(map(int, re.findall(r"\d+", found[1])))
+    for group in groups:
+        if group.weights.versions.resharded == int(found[2]):
+            alike = [entry.name for entry in group.entries if sorted(entry.piece.part_shape) == shape]
+            raise EngineStateError(
+                f"{group.unit_name}: a backward read its weight {' or '.join(alike) or 'of shape [' + found[1] + ']'} after the unit was "
+                "resharded. It differentiates something that the unit's forward computed and did not return, such as a tensor kept by a "
+                "hook or in an attribute. Pass reshard_after_forward=False, recompute the unit (Recompute), or return that tensor"
+            ) from error
 
 
 def _unit(module: nn.Module, function: str) -> Unit:

@@ -214,8 +214,10 @@ def local_gradients(group: ParameterGroup, entries: list[int] | None = None) -> 
     present = [grad for index in entries if (grad := grads[index]) is not None and grad.numel()]
     if present and len(entries) == len(grads) and group.gradients.is_open:
         main = group.gradients.main
-        if all(grad is view for grad, view in zip(grads, main.views, strict=True)):
-            return main.of_optimizer.segments
+        for grad, view in zip(grads, main.views, strict=True):  # a generator costs host time, in every step
+            if grad is not view:
+                return present
+        return main.of_optimizer.segments
     return present
 
 

@@ -284,7 +284,7 @@ class ReductionSchedule:
         """Whether there are gradients of a unit that were not taken yet; those that are not required are dropped."""
         found = False
         for group in unit.groups:
-            if _has_news(group):
+            if group.gradients.has_news:
                 if is_trained(group):
                     found = True
                 else:
@@ -318,11 +318,3 @@ class ReductionSchedule:
             yield
         finally:
             self.sync = previous
-
-
-def _has_news(group: ParameterGroup) -> bool:
-    """Whether autograd, code outside of forwards or a layer left gradients that were not taken yet."""
-    for entry in group.entries:
-        if entry.full.grad is not None:
-            return True
-    return bool(group.gradients.outside) or group.gradients.writes.target is not None

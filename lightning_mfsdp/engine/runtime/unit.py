@@ -356,7 +356,8 @@ class Unit:
         self.enter()
         call = self._new_call()
         self._open_calls.append(call)
-        return begin_call(self, call, args, kwargs)
+        # In a step its own layers may have computed the inputs (`self(self.pre(x))`), whose gradients come after those of the inputs.
+        return begin_call(self, None if self.pinned else call, args, kwargs)
 
     def enter(self, *, shows: bool = True) -> None:
         """Unshard parameters, and prefetch the next unit's.

@@ -1,0 +1,511 @@
+"""Losses of what a unit computed and did not return: right, or an error that names the unit and says what to do; never another number.
+
+Every program runs on a plain model with the batches of all ranks, and on a sharded one with a rank's own. Slots are shared from the second
+step on, so each takes several ordinary steps first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mfsdp.engine import (
+    EngineStateError,
+    MixedPrecisionPolicy,
+    around_backward,
+    clip_grad_norm_,
+    fully_shard,
+    fully_shard_optimizer,
+    gather_root,
+    watch_backward,
+)
+from lightning_mfsdp.engine.params.versions import RESHARDED
+from tests.engine.worlds import by_world, check, in_turns
+
+WIDTH, BLOCKS, ORDINARY, LAST = 6, 5, 4, 8
+SHARDED, WHOLE = "optim_grads_params", ("optim_grads", "optim", "no_shard")
+
+
+class Block(nn.Module):
+    """Keeps what a program may ask for besides its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.map: Tensor | None = None
+        self.penalty: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.map = self.a(x)
+        self.penalty = self.b.weight.square().mean() + self.b(self.map).square().mean()
+        return x + self.b(self.map.tanh()) * self.gain
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pre = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.feature: Tensor | None = None
+
+        def keep(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            self.feature = output
+
+        self.blocks[1].a.register_forward_hook(keep)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pre(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+Loss = Callable[[Net, Tensor, int], Tensor]
+
+
+def task(model: Net, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def feature_alone(model: Net, x: Tensor, step: int) -> Tensor:
+    loss = task(model, x)
+    return loss if step < ORDINARY else (model.feature - 1).square().mean()  # type: ignore[operator]
+
+
+def attribute_of_early_exit(model: Net, x: Tensor, step: int) -> Tensor:
+    if step < ORDINARY:
+        return task(model, x)
+    x = model.pre(x)
+    for block in model.blocks[:3]:
+        x = block(x)
+    found = model.blocks[2].map
+    return found.square().mean()
+
+
+def penalty_alone(model: Net, x: Tensor, step: int) -> Tensor:
+    loss = task(model, x)
+    return loss if step < ORDINARY else model.blocks[1].penalty
+
+
+def gradient_of_a_map(model: Net, x: Tensor, step: int) -> Tensor:
+    loss = task(model, x)
+    if step >= ORDINARY:
+        (slope,) = torch.autograd.grad(model.blocks[1].map.sum(), model.blocks[0].map, retain_graph=True)
+        loss = loss * (1 + slope.square().mean().detach())
+    return loss
+
+
+SIDE_DOORS: tuple[Loss, ...] = (feature_alone, attribute_of_early_exit, penalty_alone, gradient_of_a_map)
+
+
+def judged(model: Net, x: Tensor, step: int, judge: nn.Module | None = None) -> Tensor:
+    """A frozen network with a hook, between a trained one and the loss."""
+    assert judge is not None
+    found: list[Tensor] = []
+    handle = judge[1][0].register_forward_hook(lambda _m, _i, output: found.append(output))
+    judge(model(x))
+    handle.remove()
+    return found[0].square().mean()
+
+
+def feature_added(model: Net, x: Tensor, step: int) -> Tensor:
+    return task(model, x) + (model.feature - 1).square().mean()  # type: ignore[operator]
+
+
+def penalties_added(model: Net, x: Tensor, step: int) -> Tensor:
+    return task(model, x) + sum(block.penalty for block in model.blocks)
+
+
+RIGHT: tuple[Loss, ...] = (feature_added, penalties_added)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def plain(loss: Loss, world: int, make: type[torch.optim.Optimizer] = torch.optim.SGD) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = make(model.parameters(), lr=0.05)
+    for step in range(LAST):
+        for rank in range(world):
+            (loss(model, batch(step, rank), step) / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: one.detach() for name, one in model.named_parameters()}
+
+
+def sharded(**options: Any) -> Net:
+    torch.manual_seed(0)
+    model = Net()
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def train(model: Net, loss: Loss, rank: int, make: type[torch.optim.Optimizer] = torch.optim.SGD) -> None:
+    optimizer = fully_shard_optimizer(make(model.parameters(), lr=0.05))
+    for step in range(LAST):
+        with around_backward(model):
+            loss(model, batch(step, rank), step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_equal(model: nn.Module, expected: dict[str, Tensor], what: object, tolerance: float = 1e-5) -> None:
+    for name, parameter in model.named_parameters():
+        found = parameter.full_tensor()
+        worst = (found - expected[name]).abs().max() / expected[name].abs().max()
+        assert worst < tolerance, f"{what}: {name} is off by {worst:.1e}"
+
+
+# -- loud where weights are sharded -------------------------------------------------------------------------------------
+
+
+def a_read_of_resharded_weights_names_unit_and_parameter(rank: int, world: int) -> None:
+    for loss in SIDE_DOORS:
+        for options in ({}, {"storage": "dynamic"}):
+            with pytest.raises(
+                EngineStateError, match=r"blocks\.[0-4]: a backward read its weight [ab]\.weight"
+            ) as caught:
+                train(sharded(**options), loss, rank)
+            assert "reshard_after_forward=False" in str(caught.value)
+            assert "Recompute" in str(caught.value)
+
+
+def without_our_words_it_is_autograds_error_and_training_goes_on(rank: int, world: int) -> None:
+    model, expected = sharded(), plain(lambda model, x, step: task(model, x), world)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    for step in range(LAST):
+        if step >= ORDINARY:
+            with pytest.raises(RuntimeError, match="is at version") as caught:
+                feature_alone(model, batch(step, rank), step).backward()
+            version = int(re.findall(r"is at version (\d+)", str(caught.value))[0])
+            assert RESHARDED < version < RESHARDED + 10
+            optimizer.zero_grad()
+        task(model, batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal(model, expected, "after errors")
+
+
+def equal_with_either_way_out(rank: int, world: int) -> None:
+    for loss in SIDE_DOORS:
+        expected = plain(loss, world)
+        ordinary = plain(lambda model, x, step: task(model, x), world)
+        far = max((expected[name] - ordinary[name]).abs().max() for name in expected)
+        assert far > 1e-3, "the term makes no difference"
+        model = sharded(reshard_after_forward=False)
+        train(model, loss, rank)
+        assert_equal(model, expected, (loss.__name__, "kept"))
+        if loss is gradient_of_a_map:
+            continue  # autograd.grad of what is recomputed: PyTorch refuses it outside of the checkpoint's own backward
+        model = sharded()
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        train(model, loss, rank)
+        assert_equal(model, expected, (loss.__name__, "recomputed"))
+
+
+# -- right --------------------------------------------------------------------------------------------------------------
+
+
+def side_doors_beside_the_result_are_right(rank: int, world: int) -> None:
+    for loss in RIGHT:
+        for make in (torch.optim.SGD, torch.optim.AdamW):
+            expected = plain(loss, world, make)
+            for sharding in (SHARDED, *WHOLE):
+                model = sharded(sharding=sharding)
+                train(model, loss, rank, make)
+                assert_equal(model, expected, (loss.__name__, sharding))
+
+
+def side_doors_are_right_where_weights_are_whole(rank: int, world: int) -> None:
+    for loss in SIDE_DOORS:
+        expected = plain(loss, world)
+        for sharding in WHOLE:
+            model = sharded(sharding=sharding)
+            train(model, loss, rank)
+            assert_equal(model, expected, (loss.__name__, sharding))
+
+
+def a_frozen_judge_with_hooks_is_right_or_loud(rank: int, world: int) -> None:
+    def judge() -> nn.Module:
+        torch.manual_seed(1)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+        return nn.Sequential(*layers).requires_grad_(False)
+
+    expected = plain(partial(judged, judge=judge()), world)
+    for options, loud in (({}, True), ({"reshard_after_forward": False}, False), ({"sharding": "optim_grads"}, False)):
+        net = judge()
+        for layer in net:
+            fully_shard(layer, **options)
+        fully_shard(net, **options)
+        model = sharded(**options)
+        if loud:
+            with (
+                pytest.raises(EngineStateError, match=r"^1: a backward read its weight 0\.weight"),
+                around_backward(net),
+            ):
+                train(model, partial(judged, judge=net), rank)
+        else:
+            train(model, partial(judged, judge=net), rank)
+            assert_equal(model, expected, options)
+
+
+# -- layers of a step before its own forward -----------------------------------------------------------------------------
+
+
+class Staged(Net):
+    """`self(self.pre(x))` and `self(x * self.scale)`, as in a training_step."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.stem, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def loss(self, x: Tensor) -> Tensor:
+        if self.how == "layer":
+            x = self.stem(x)
+        elif self.how == "parameter":
+            x = x * self.scale
+        else:
+            x = self.stem(x) + self.blocks[0](x)
+        return self(x).square().mean()
+
+
+def a_step_may_call_layers_before_its_own_forward(rank: int, world: int) -> None:
+    for how in ("layer", "parameter", "block"):
+        torch.manual_seed(0)
+        reference = Staged(how)
+        optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
+        for step in range(4):
+            for other in range(world):
+                (reference.loss(batch(step, other)) / world).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = {name: one.detach() for name, one in reference.named_parameters()}
+        for sharding in (SHARDED, *WHOLE):
+            torch.manual_seed(0)
+            model = Staged(how)
+            for block in model.blocks:
+                fully_shard(block, sharding=sharding)
+            fully_shard(model, sharding=sharding)
+            optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+            for step in range(4):
+                with gather_root(model):
+                    loss = model.loss(batch(step, rank))
+                watch_backward(model, loss)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_equal(model, expected, (how, sharding))
+
+
+# -- backwards that reach no result --------------------------------------------------------------------------------------
+
+
+class Penalized(nn.Module):
+    """A block whose penalty saves no weight, so that it is differentiated whether weights are resharded or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.penalty: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = self.layer.weight.sum() + (self.layer.bias * 3).sum()
+        return torch.tanh(self.layer(x))
+
+
+def a_backward_that_reaches_no_result_is_reduced(rank: int, world: int) -> None:
+    """Its gradients reach the step, the norm, a read and the next backward, and zero_grad clears them."""
+
+    def program(model: nn.Sequential, optimizer: torch.optim.Optimizer, clip: Any, which: str, rows: Tensor) -> None:
+        for step in range(3):
+            result = model(rows * (step + 1)).square().mean()
+            (model[1].penalty * (1 + step)).backward()
+            if which == "clears":
+                optimizer.zero_grad()
+            elif which == "reads":
+                assert model[1].layer.weight.grad is not None
+                assert model[0].layer.weight.grad is None
+            elif which == "clips":
+                clip(model.parameters(), 0.1)
+            if which != "steps":
+                result.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    rows = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(5))
+    for which in ("steps", "clears", "reads", "clips", "adds"):
+        torch.manual_seed(0)
+        reference = nn.Sequential(*(Penalized() for _ in range(3)))
+        clip = torch.nn.utils.clip_grad_norm_
+        program(reference, torch.optim.SGD(reference.parameters(), lr=0.05), clip, which, rows)
+        expected = {name: one.detach() for name, one in reference.named_parameters()}
+        for sharding in (SHARDED, *WHOLE):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(Penalized() for _ in range(3)))
+            for layer in model:
+                fully_shard(layer, sharding=sharding)
+            fully_shard(model, sharding=sharding)
+            optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+            program(model, optimizer, clip_grad_norm_, which, rows)
+            assert_equal(model, expected, (which, sharding))
+
+
+# -- writes --------------------------------------------------------------------------------------------------------------
+
+
+class Writing(nn.Module):
+    """Writes to its weight between two uses of it, or keeps it."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.when = when
+        self.kept: list[nn.Parameter] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept[:] = [self.layer.weight]
+        if self.when == "before":
+            with torch.no_grad():
+                self.layer.weight.clamp_(-0.2, 0.2)
+        x = self.layer(x.tanh())
+        if self.when == "after":
+            with torch.no_grad():
+                self.layer.weight.mul_(0.5)
+        return x
+
+
+def a_write_before_use_is_kept_and_one_after_it_raises_as_in_pytorch(rank: int, world: int) -> None:
+    for sharding in (SHARDED, *WHOLE):
+        models = [nn.Sequential(nn.Linear(WIDTH, WIDTH), Writing("before"), Writing("before")) for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        for model in models:
+            for parameter in model.parameters():
+                dist.broadcast(parameter.data, 0)
+        for layer in models[1]:
+            fully_shard(layer, sharding=sharding)
+        fully_shard(models[1], sharding=sharding)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+        fully_shard_optimizer(optimizers[1])
+        rows = torch.ones(2, WIDTH)
+        for _ in range(4):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                model(rows).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_equal(models[1], {name: one.detach() for name, one in models[0].named_parameters()}, sharding)
+
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Writing("after"))
+        for layer in model:
+            fully_shard(layer, sharding=sharding)
+        fully_shard(model, sharding=sharding)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                model(rows).square().mean().backward()
+            model.zero_grad()
+
+
+def a_write_to_a_resharded_parameter_that_a_program_kept_is_refused(rank: int, world: int) -> None:
+    model = nn.Sequential(*(Writing("") for _ in range(3)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    rows = torch.ones(2, WIDTH)
+    model(rows).square().mean().backward()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
+        model[0].kept[0].mul_(2)
+    for write in (torch.Tensor.zero_, lambda kept: setattr(kept, "data", torch.zeros(WIDTH, WIDTH))):
+        with torch.no_grad():
+            write(model[0].kept[0])
+        with pytest.raises(EngineStateError, match=r"parameter layer\.weight was written while its unit was resharded"):
+            model(rows)
+        assert bool(model[0].kept[0].isnan().all())
+        assert not bool(model(rows).isnan().any())
+
+
+# -- what no counter sees ------------------------------------------------------------------------------------------------
+
+
+class _Keeps(torch.autograd.Function):
+    """Keeps its weight as an attribute: the parameter itself, or a view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, as_view: bool) -> Tensor:
+        ctx.weight = weight.t() if as_view else weight
+        ctx.as_view = as_view
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient @ (ctx.weight.t() if ctx.as_view else ctx.weight), None, None
+
+
+class Keeping(nn.Module):
+    def __init__(self, as_view: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.as_view = as_view
+        self.feature: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.feature = _Keeps.apply(x, self.weight, self.as_view)
+        return self.feature.tanh()
+
+
+def a_function_that_keeps_a_parameter_reads_nan_and_one_that_keeps_a_view_is_not_seen(rank: int, world: int) -> None:
+    for as_view in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Keeping(as_view) for _ in range(4)))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+        for _ in range(3):
+            model(torch.ones(2, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model(torch.ones(2, WIDTH))
+        model[1].feature.square().mean().backward()
+        assert bool(model[0].bias.grad.full_tensor().isnan().all()) == (not as_view)  # docs/features.md says so
+
+
+WORLDS = in_turns(
+    (2, 3),
+    (
+        a_read_of_resharded_weights_names_unit_and_parameter,
+        without_our_words_it_is_autograds_error_and_training_goes_on,
+        equal_with_either_way_out,
+        side_doors_beside_the_result_are_right,
+        side_doors_are_right_where_weights_are_whole,
+        a_frozen_judge_with_hooks_is_right_or_loud,
+        a_step_may_call_layers_before_its_own_forward,
+        a_backward_that_reaches_no_result_is_reduced,
+        a_write_before_use_is_kept_and_one_after_it_raises_as_in_pytorch,
+        a_write_to_a_resharded_parameter_that_a_program_kept_is_refused,
+        a_function_that_keeps_a_parameter_reads_nan_and_one_that_keeps_a_view_is_not_seen,
+    ),
+)
+
+
+@by_world(WORLDS)
+def test_side_doors(world: int, case: Any) -> None:
+    check(WORLDS, world, case)
+
+
+def policy() -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
