@@ -91,8 +91,8 @@ MENDS = (
     Mend(
         "A1 versions",
         "params/versions.py",
-        "        compat.set_versions(tensors, (self.resharded",
-        "        (tensors, (self.resharded",
+        "        self._as_set = (self.resharded,) * self._count\n",
+        "        pass\n",
     ),
     Mend(
         "A1 empty",

@@ -398,10 +398,14 @@ class Weights:
         )
 
     def _stand_ins(self) -> list[Tensor]:
-        """What resharded parameters are pointed at: of their shape, since gradients that need no value still arrive, and NaN."""
-        value = torch.nan if self._codec is None else 0
+        """What resharded parameters are pointed at: of their shape, since gradients that need no value still arrive, and NaN.
+
+        An integer has no NaN, and no gradient.
+        """
+        dtype = self._spec.storage_dtype
+        value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
         with torch.inference_mode(False):
-            one = torch.full((1,), value, dtype=self._spec.storage_dtype, device=self._device)
+            one = torch.full((), value, dtype=dtype, device=self._device)
             return [one.expand(entry.piece.part_shape) for entry in self._entries]
 
     def wait(self) -> None:
