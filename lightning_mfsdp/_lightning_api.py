@@ -40,11 +40,13 @@ __all__ = [
     "ModelCheckpoint",
     "ModelSummary",
     "MultiProcessingLauncher",
+    "OnExceptionCheckpoint",
     "ParallelStrategy",
     "PossibleUserWarning",
     "Precision",
     "PrefetchDataFetcher",
     "SIGTERMException",
+    "SLURMEnvironment",
     "StochasticWeightAveraging",
     "StrategyRegistry",
     "Summary",
@@ -82,6 +84,7 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
     from lightning.fabric.plugins import Precision as FabricPrecision
     from lightning.fabric.plugins import TransformerEnginePrecision as FabricTransformerEnginePrecision
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
     from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGY_REGISTRY
     from lightning.fabric.strategies.launchers.multiprocessing import (
         _MultiProcessingLauncher as FabricMultiProcessingLauncher,
@@ -106,6 +109,7 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
         BaseFinetuning,
         ModelCheckpoint,
         ModelSummary,
+        OnExceptionCheckpoint,
         StochasticWeightAveraging,
         ThroughputMonitor,
         WeightAveraging,
@@ -136,6 +140,7 @@ else:
     from lightning_fabric.plugins import MixedPrecision as FabricMixedPrecision
     from lightning_fabric.plugins import Precision as FabricPrecision
     from lightning_fabric.plugins import TransformerEnginePrecision as FabricTransformerEnginePrecision
+    from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
     from lightning_fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGY_REGISTRY
     from lightning_fabric.strategies.launchers.multiprocessing import (
         _MultiProcessingLauncher as FabricMultiProcessingLauncher,
@@ -160,6 +165,7 @@ else:
         BaseFinetuning,
         ModelCheckpoint,
         ModelSummary,
+        OnExceptionCheckpoint,
         StochasticWeightAveraging,
         ThroughputMonitor,
         WeightAveraging,

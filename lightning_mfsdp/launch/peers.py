@@ -3,8 +3,8 @@
 Every rank has a connection to rank 0, and a thread that reads it; a step costs a comparison of two numbers, and nothing is sent. What is
 told:
 
-    stop      a rank received SIGTERM. All report which batch they have begun and begin none meanwhile; rank 0 takes the largest,
-              so that all stop after the same one
+    stop      a rank received SIGTERM, or the signal that asks for a requeue. All report which batch they have begun and begin none
+              meanwhile; rank 0 takes the largest, so that all stop after the same one
     failed    a rank has an exception. If all ranks have one, in the same place, they are in step and may save. Otherwise those that
               have none are told which rank failed, and communicators are aborted: no rank waits for collectives that never end
     gone      a connection ended in the middle of work: that process was killed
@@ -74,6 +74,7 @@ class _Hub:
         self._world_size, self._token = world_size, token
         self._lines: dict[int, _Line] = {}
         self._begun: dict[int, int] | None = None  # each rank's answer with the batch it has begun
+        self._requeue = False  # asked for since the last answer
         self._failed: dict[int, dict[str, Any]] = {}
         self._at_work: set[int] = set()
         self._left: set[int | None] = set()
@@ -123,6 +124,7 @@ class _Hub:
                 self._lines[rank] = line
                 line.send({"welcome": self._token})
             elif "stop" in message:
+                self._requeue = self._requeue or message["requeue"]
                 self._ask()
             elif "begun" in message and self._begun is not None:
                 self._begun[rank] = message["begun"]
@@ -148,8 +150,8 @@ class _Hub:
 
     def _answer(self) -> None:
         if self._begun is not None and len(self._begun.keys() | self._left) == self._world_size:
-            self._tell_all({"stop after": max(self._begun.values(), default=0)})
-            self._begun = None
+            self._tell_all({"stop after": max(self._begun.values(), default=0), "requeue": self._requeue})
+            self._begun, self._requeue = None, False
 
     def _decide(self) -> None:
         failures, self._decide_at = list(self._failed.values()), None
@@ -167,6 +169,7 @@ class Peers:
     Attributes:
         abort: Called in a thread when this rank must stop waiting for the others: a rank has failed, and not all have. Returns whether
             nothing waits for them now.
+        requeue: A rank asked for a requeue when it asked to stop.
     """
 
     def __init__(self, rank: int, world_size: int, line: _Line, hub: _Hub | None = None) -> None:
@@ -183,6 +186,7 @@ class Peers:
             _close_in_children(end)
         self._changed = threading.Condition()
         self._begun = 0
+        self.requeue = False
         self._held = False
         self._last: int | None = None
         self._verdict: str | None = None
@@ -222,9 +226,9 @@ class Peers:
 
     # -- stopping ------------------------------------------------------------------------------------------------------
 
-    def ask_to_stop(self) -> None:
-        """Have all ranks stop after the same batch. May be called in a signal handler."""
-        self._send({"stop": True})
+    def ask_to_stop(self, *, requeue: bool = False) -> None:
+        """Have all ranks stop after the same batch, and tell them whether the job is to be requeued. May be called in a signal handler."""
+        self._send({"stop": True, "requeue": requeue})
 
     def may_begin_batch(self) -> bool:
         """Count a batch that is about to begin; `False`: all ranks stop before it."""
@@ -245,7 +249,7 @@ class Peers:
         """This rank begins an entry point that all ranks run: reset the count of batches, and forget earlier messages."""
         with self._changed:
             self._begun, self._last, self._at_work, self._heard, self._error = 0, None, True, False, None
-            self._has_entered = True
+            self._has_entered, self.requeue = True, False
             if self._verdict == "together":
                 self._verdict, self._failures = None, []
             if self._first_is_gone:
@@ -357,6 +361,7 @@ class Peers:
                 self._line.send({"begun": self._begun})
             elif "stop after" in message:
                 self._held, self._last = False, message["stop after"]
+                self.requeue = self.requeue or message["requeue"]
             elif "together" in message:
                 self._verdict = "together"
             elif "apart" in message and self._verdict != "apart":

@@ -17,6 +17,7 @@ from lightning_mfsdp._lightning_api import Launcher, ParallelStrategy, SIGTERMEx
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine import CollectiveError
 from lightning_mfsdp.launch import communication
+from lightning_mfsdp.launch.slurm import requeue_signal
 from lightning_mfsdp.launch.stopping import Stopping
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["ProcessStrategy"]
 
 T = TypeVar("T")
+
+# What Lightning calls the first barrier of a run, right after it has installed its handlers of signals.
+RUN_BEGINS = "run-stage"
 
 
 class ProcessStrategy(ParallelStrategy):
@@ -124,26 +128,25 @@ class ProcessStrategy(ParallelStrategy):
         # The property `trainer` raises where a module has none yet.
         return self.lightning_module._trainer if self.lightning_module is not None else None
 
-    def _expect_sigterm(self, *, trains: bool) -> None:
+    def _expect_signals(self, *, trains: bool) -> Stopping:
         if self._stopping is None:
-            self._stopping = Stopping(self._trainer, self._peers, self._raise_failure_of_another)
+            signal = requeue_signal(self.cluster_environment)
+            self._stopping = Stopping(self._trainer, self._peers, self._raise_failure_of_another, signal)
         self._stopping.begin(trains=trains)
+        return self._stopping
 
     def on_train_start(self) -> None:
-        """From here on SIGTERM on any rank stops all of them after the same batch."""
-        self._expect_sigterm(trains=True)
+        """From here on a signal on any rank stops all of them after the same batch."""
+        self._expect_signals(trains=True)
 
     def on_validation_start(self) -> None:
-        """SIGTERM ends a run, unless it trains."""
-        self._expect_sigterm(trains=False)
+        """SIGTERM ends a run, unless it trains: then this validation is completed."""
+        self._expect_signals(trains=False).evaluates(True)
 
-    def on_test_start(self) -> None:
-        """SIGTERM ends a run."""
-        self._expect_sigterm(trains=False)
-
-    def on_predict_start(self) -> None:
-        """SIGTERM ends a run."""
-        self._expect_sigterm(trains=False)
+    def on_validation_end(self) -> None:
+        """Training may stop now."""
+        if self._stopping is not None:
+            self._stopping.evaluates(False)
 
     @property
     def _is_alone(self) -> bool:
@@ -197,7 +200,7 @@ class ProcessStrategy(ParallelStrategy):
         return f"rank {self.global_rank} ends{when}: {failure}" + (f".\nIt was seen here as {seen}" if seen else "")
 
     def teardown(self) -> None:
-        """Restore what was replaced for SIGTERM; failures of other ranks no longer concern this one."""
+        """Restore what was replaced for signals; failures of other ranks no longer concern this one."""
         if self._stopping is not None:
             stopping, self._stopping = self._stopping, None
             stopping.end()
@@ -208,6 +211,8 @@ class ProcessStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
+        if name == RUN_BEGINS:
+            self._expect_signals(trains=False)
         if self._is_alone:
             return
         with self._with_others():

@@ -31,6 +31,7 @@ from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, P
 from lightning_mfsdp.checkpoint.state.staging import Staging
 from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 from lightning_mfsdp.engine import collectives_begun
+from lightning_mfsdp.launch import slurm
 from lightning_mfsdp.launch.processes import ProcessStrategy
 from lightning_mfsdp.trainer.callback_hooks import HasParameterState, PreparesOptimizers
 from lightning_mfsdp.trainer.continuation import (
@@ -50,6 +51,7 @@ from lightning_mfsdp.trainer.data_position import (
     resumable,
     training_begins,
 )
+from lightning_mfsdp.trainer.stopped import Last, next_hpc_path
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -266,6 +268,9 @@ class CheckpointingStrategy(ProcessStrategy):
         inside = bool(progress["current"]["ready"] and not progress["is_last_batch"])
         if any(positions):
             inside = any(position and position["seen"] for position in positions)
+        epochs = loop["epoch_progress"]["current"]
+        # Stopped before the first batch of an epoch, whose loaders have drawn their random numbers.
+        at_its_start = epochs["processed"] < epochs["started"] == epochs["ready"] and not progress["current"]["ready"]
         own = self._state_of_place(states) if states else None
 
         def restore_random() -> None:
@@ -277,7 +282,9 @@ class CheckpointingStrategy(ProcessStrategy):
             states = loop["state_dict"].get("combined_loader", [])
             exact = go_on_reading(trainer, positions, states, inside=inside, restore_random=restore_random)
             self._at_first_step.append(lambda: training_begins(trainer))
-            if inside and not exact:
+            if at_its_start and exact:
+                restore_random()
+            elif (at_its_start or inside) and not exact:
                 self._at_first_step.append(restore_random)
 
         self._go_on_reading = go_on
@@ -385,21 +392,57 @@ class CheckpointingStrategy(ProcessStrategy):
             )
 
     def on_exception(self, exception: BaseException) -> None:
-        """After SIGTERM, save next to the checkpoints of a ModelCheckpoint, if no callback saves on exceptions."""
+        """After a signal, save where the next start looks, and requeue a SLURM job if that was asked for."""
         trainer = self._trainer  # `None` in the process that forked those that failed
         if trainer is None:
             super().on_exception(exception)
             return
-        if isinstance(exception, SIGTERMException) and trainer.state.fn == TrainerFn.FITTING and not self._is_alone:
-            savers: list[Any] = list(trainer.checkpoint_callbacks)
-            models = [saver for saver in savers if isinstance(saver, ModelCheckpoint) and saver.dirpath]
-            step = trainer.global_step
-            saved = any(saver._last_global_step_saved == step for saver in models)
-            if models and not saved and len(models) == len(savers):
-                path = os.path.join(str(models[0].dirpath), f"epoch={trainer.current_epoch}-step={step}-sigterm.ckpt")
-                trainer.save_checkpoint(path)
-                rank_zero_info(f"SIGTERM: saved {path}; fit(ckpt_path=...) goes on from it")
+        fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if (
+            isinstance(exception, SIGTERMException)
+            and fitting
+            and not self._is_alone
+            and not self._leave_to_next_start()
+        ):
+            exception.code = 1
         super().on_exception(exception)
+
+    def on_train_end(self) -> None:
+        """The signal that asks for a requeue may have come in the last batch; SLURM ends what the program would do after the fit."""
+        super().on_train_end()
+        stopping = self._stopping
+        if stopping is None or stopping.requeue_signal is None:
+            return
+        if self.reduce_boolean_decision(stopping.requeues, all=False):
+            self._leave_to_next_start()
+
+    def _leave_to_next_start(self) -> bool:
+        """Save what the next start finds; collective. `False`: the job was to be requeued, and this rank could not do it."""
+        trainer, stopping = self._trainer, self._stopping
+        last = Last.of(trainer)
+        saved, succeeded, job = [], True, ""
+        if stopping is not None and stopping.requeue_signal is not None:
+            for logger in trainer.loggers:  # SLURM may end the process before the Trainer does that
+                logger.finalize("finished")
+            folder = str(trainer.default_root_dir)
+            saved.append(Ranks().first(f"looking for checkpoints in {folder}", lambda: next_hpc_path(folder)))
+            trainer.save_checkpoint(saved[0])
+            self._saver.wait()
+            if stopping.requeues and self.is_global_zero:
+                try:
+                    job = slurm.requeue()
+                except RuntimeError as error:
+                    succeeded = False
+                    _log.warning(f"stopped after step {trainer.global_step} and saved {saved[0]}, but {error}")
+            stopping.requeue_was_tried()
+        if last is not None:
+            saved.append(last.path)
+            last.save()
+        rank_zero_info(
+            f"stopped after step {trainer.global_step}: saved {' and '.join(saved) or 'nothing more'}"
+            + (f"; job {job} is in the queue again" if job else "")
+        )
+        return succeeded
 
     def _place(self) -> list[int]:
         return [*super()._place(), collectives_begun(self._module)]
