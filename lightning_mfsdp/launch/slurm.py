@@ -11,7 +11,11 @@ from lightning_mfsdp._lightning_api import SLURMEnvironment
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
 
-__all__ = ["requeue", "requeue_signal"]
+__all__ = ["RequeueError", "requeue", "requeue_signal"]
+
+
+class RequeueError(RuntimeError):
+    """The job could not be put back into the queue."""
 
 
 def requeue_signal(environment: ClusterEnvironment | None) -> int | None:
@@ -28,7 +32,7 @@ def requeue() -> str:
         The job.
 
     Raises:
-        RuntimeError: SLURM did not do it.
+        RequeueError: SLURM did not do it.
     """
     array, job = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_JOB_ID", "")
     if array is not None:
@@ -39,7 +43,7 @@ def requeue() -> str:
     except OSError as error:
         problem = str(error)
     if problem:
-        raise RuntimeError(
+        raise RequeueError(
             f"`scontrol requeue {job}` failed ({problem}), so the job is not in the queue again. Submit it again. scontrol must be "
             "on PATH on the node of rank 0, in its container too, and the job be submitted with --requeue"
         )

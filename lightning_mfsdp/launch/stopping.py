@@ -92,7 +92,7 @@ class Stopping:
 
     def end(self) -> None:
         """Restore what was replaced. SIGTERM that came after the last batch is passed to the next handler."""
-        stopped = self._asked and self._trainer.interrupted
+        stopped = (self.agreed or self._asked) and self._trainer.interrupted
         self._trains, self._has_ended = False, True
         if self._replaces_method:
             delattr(self._trainer.fit_loop.epoch_loop, METHOD)

@@ -431,7 +431,7 @@ class CheckpointingStrategy(ProcessStrategy):
             if stopping.requeues and self.is_global_zero:
                 try:
                     job = slurm.requeue()
-                except RuntimeError as error:
+                except slurm.RequeueError as error:
                     succeeded = False
                     _log.warning(f"stopped after step {trainer.global_step} and saved {saved[0]}, but {error}")
             stopping.requeue_was_tried()

@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import re
 
-import fsspec
-
 from lightning_mfsdp._lightning_api import ModelCheckpoint, OnExceptionCheckpoint, Trainer
+from lightning_mfsdp.checkpoint.io.remote import names_in
 
 __all__ = ["Last", "next_hpc_path"]
 
@@ -70,9 +69,5 @@ class Last:
 
 def next_hpc_path(folder: str) -> str:
     """The path that a requeued job will find in a folder or URL: its number is above those of all names that Lightning looks at."""
-    files, path = fsspec.core.url_to_fs(folder)
-    names = (
-        [os.path.basename(str(name).rstrip("/")) for name in files.ls(path, detail=False)] if files.isdir(path) else []
-    )
-    numbers = [re.sub("[^0-9]", "", name.split(_HPC)[-1]) for name in names if _HPC in name]
+    numbers = [re.sub("[^0-9]", "", name.split(_HPC)[-1]) for name in names_in(folder) if _HPC in name]
     return os.path.join(folder, f"{_HPC}{max((int(number) for number in numbers if number), default=0) + 1}.ckpt")

@@ -164,7 +164,7 @@ def noted(ends: list[End], what: str) -> list[list[Any]]:
 
 
 class Reads(Callback):
-    """Notes the samples of each batch that was completed, and at which step a batch was validated."""
+    """Notes the samples of each batch that was completed, and at which step a batch was validated or the run saved."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -174,6 +174,9 @@ class Reads(Callback):
 
     def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
         note(self.folder, trainer.global_rank, ["validation", trainer.global_step])
+
+    def on_save_checkpoint(self, trainer: Any, *_: Any) -> None:
+        note(self.folder, trainer.global_rank, ["saved", trainer.global_step])
 
 
 def _main(rank: int, world: int, notes: Path, job: Job, moments: tuple[Moment, ...]) -> None:

@@ -92,7 +92,11 @@ def test_a_requeued_job_comes_to_what_an_undisturbed_one_does(name: str, undistu
     assert_goes_on(job, job.start(moment), undisturbed(2, options), batches=batches)
 
 
-@pytest.mark.parametrize("name", [name for name, (*_, moment, _) in MOMENTS.items() if moment.ranks is None])
+ALONE = ["in a forward", "in a validation", "between epochs", "in the last batch"]
+OTHERS = [name for name, (_, moment, _) in MOMENTS.items() if moment.ranks is None and name not in ALONE]
+
+
+@pytest.mark.parametrize("name", [*ALONE, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def test_a_rank_alone_does_so_as_well(name: str, undisturbed: Any, tmp_path: Path) -> None:
     options, moment, _ = MOMENTS[name]
     job = Job(tmp_path / "job", 1, trainer=OPTIONS[options])
@@ -132,10 +136,11 @@ def test_inside_an_accumulation_only_the_order_of_a_sum_changes(undisturbed: Any
         assert torch.allclose(weights[name], value, rtol=1e-5, atol=1e-6), name
 
 
-def test_workers_of_loaders_live_on_where_slurm_signals_all_processes(undisturbed: Any, tmp_path: Path) -> None:
-    job = Job(tmp_path / "job", workers=1, trainer={"num_sanity_val_steps": 0})
-    first = job.start(Moment("on_before_backward", 2, workers=True, agree=True))
-    assert_goes_on(job, first, undisturbed(2, "", 1), batches=3)
+def test_workers_of_loaders_live_on_where_slurm_signals_all_processes(tmp_path: Path) -> None:
+    job = Job(tmp_path / "job", workers=1)
+    ends = job.start(Moment("on_before_backward", 2, workers=True, agree=True))
+    assert [len(read) for read in noted(ends, "batch")] == [3, 3], ends
+    assert (job.saved, job.requeues) == (["hpc_ckpt_1.ckpt"], ["requeue 4711"])
 
 
 def test_another_signal_and_an_array_of_jobs(undisturbed: Any, tmp_path: Path) -> None:
@@ -190,6 +195,7 @@ def test_in_a_save(strategy: dict[str, Any], undisturbed: Any, tmp_path: Path) -
     job = Job(tmp_path / "job", savers=savers, strategy=strategy)
     first = job.start(Moment("on_save_checkpoint", 2, agree=True))
     assert {path.name for path in (job.folder / "own").iterdir()} == {"epoch=0-step=4.ckpt", "last.ckpt"}
+    assert noted(first, "saved") == [[[2], [2], [4], [4], [4]]] * 2
     assert_goes_on(job, first, undisturbed(2, ""), batches=4)
 
 
@@ -256,7 +262,7 @@ def test_why_a_job_was_not_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         slurm.requeue()
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho Access denied >&2\nexit 3\n")
     (tmp_path / "scontrol").chmod(0o700)
-    with pytest.raises(RuntimeError, match=r"\(exit code 3: Access denied\).*--requeue"):
+    with pytest.raises(slurm.RequeueError, match=r"\(exit code 3: Access denied\).*--requeue"):
         slurm.requeue()
 
 

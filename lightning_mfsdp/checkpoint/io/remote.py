@@ -25,7 +25,16 @@ from typing_extensions import override
 from lightning_mfsdp.checkpoint.io.location import COPY_AHEAD_BYTES, META_FILE, Location, Reader, Writer
 from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
 
-__all__ = ["RemoteLocation"]
+__all__ = ["RemoteLocation", "names_in"]
+
+
+def names_in(folder: str) -> list[str]:
+    """Names of what is in a folder, given as a path or URL; none if there is no folder."""
+    files, path = fsspec.core.url_to_fs(folder)
+    files.invalidate_cache()
+    if not files.isdir(path):
+        return []
+    return [os.path.basename(str(name).rstrip("/")) for name in files.ls(path, detail=False)]
 
 
 class RemoteLocation(Location):
