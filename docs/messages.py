@@ -79,6 +79,8 @@ READ_MORE: Mapping[str, str] = {
     "processes are connected but the Trainer": "quickstart.md#multiple-processes-and-nodes",
     "connecting the processes: rank": "troubleshooting.md#it-does-not-start",
     "cannot reach rank 0 at": "checkpoints.md#saving",
+    "so the job is not in the queue again": "checkpoints.md#slurm",
+    "came when there was nothing left to train": "checkpoints.md#slurm",
     "LIGHTNING_MFSDP_NAMESPACE=…: expected": "fabric.md#pytorch_lightning",
     "has no option …: …": "coming_from.md",
     "outer x data x context x tensor = …": "strategies.md#two-axes-hsdp-and-hfsdp",
@@ -203,7 +205,7 @@ INTERNAL = {
     "engine/layout/layout.py:_check_arguments": _OWN_LAYOUT,
     "checkpoint/io/location.py:Writer._write_file": "it says what the operating system said, in its words",
     "__init__.py:__getattr__": "it is Python's own message for a name that a module lacks",
-    "launch/stopping.py:Stopping._on_sigterm": "it is Lightning's exception, without words",
+    "launch/stopping.py:Stopping._on_signal": "it is Lightning's exception, without words",
     "launch/stopping.py:Stopping._before_batch": "it is Lightning's exception, without words",
 }
 

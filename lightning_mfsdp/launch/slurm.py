@@ -26,7 +26,7 @@ def requeue_signal(environment: ClusterEnvironment | None) -> int | None:
 
 
 def requeue() -> str:
-    """Put this job back into the queue. SLURM then ends it, as if it had been cancelled. By one rank.
+    """Put this job back into the queue. SLURM then ends it, with SIGTERM. By one rank.
 
     Returns:
         The job.

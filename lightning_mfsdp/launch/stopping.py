@@ -101,13 +101,14 @@ class Stopping:
             return
         for number in self._handled:
             signal.signal(number, self._before(number) or signal.SIG_DFL)
+        if self._trainer.interrupted:  # an exception ends the process anyway; it must be seen
+            return
         if self.requeues and self._trainer.is_global_zero:
+            name = signal.Signals(self.requeue_signal or 0).name
             _log.warning(
-                f"{signal.Signals(self.requeue_signal or 0).name} came when there was nothing left to train: the job is not requeued"
+                f"{name} came when there was nothing left to train, so the job is not requeued; submit it again if the program does more"
             )
-        if (
-            self._asked_to_end and not self._trainer.interrupted
-        ):  # an exception ends the process anyway; it must be seen
+        if self._asked_to_end:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _signals(self) -> set[int]:

@@ -42,6 +42,7 @@ PASSED_ON = {
     " was not read: …": "what was refused",
     "failed, so all do: …": "the error of the other rank",
     ": rank 0 failed with …": "the error of rank 0",
+    "stopped after step … and saved …, but …": "the error of scontrol",
     "was not written (": "the error of the reader",
     "cannot be sharded as it is stored: …": "the reason of a codec",
     "because another rank ended: …": "the error of the other rank",

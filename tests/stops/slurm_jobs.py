@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import stat
@@ -45,7 +46,7 @@ class Moment:
         times: How many, one after the other.
         ranks: On which; `None`: all.
         agree: The ranks agree before any of them goes on, so that they stop after the batch that runs.
-        workers: Also the processes that this one has started.
+        workers: To the processes that each rank has started, instead of itself.
     """
 
     hook: str
@@ -151,10 +152,12 @@ class Signals(Callback):
                 peers._changed.wait_for(lambda: peers._last is not None)
 
     def _send(self) -> None:
-        own = os.getpid()
-        children = Path(f"/proc/{own}/task/{own}/children").read_text().split() if self.moment.workers else []
+        processes = [os.getpid()]
+        if self.moment.workers:
+            processes = [child.pid for child in multiprocessing.active_children() if child.pid]
+            assert processes
         for _ in range(self.moment.times):
-            for process in (*map(int, children), own):
+            for process in processes:
                 os.kill(process, self.moment.number)
 
 

@@ -137,10 +137,11 @@ def test_inside_an_accumulation_only_the_order_of_a_sum_changes(undisturbed: Any
 
 
 def test_workers_of_loaders_live_on_where_slurm_signals_all_processes(tmp_path: Path) -> None:
-    job = Job(tmp_path / "job", workers=1)
-    ends = job.start(Moment("on_before_backward", 2, workers=True, agree=True))
-    assert [len(read) for read in noted(ends, "batch")] == [3, 3], ends
-    assert (job.saved, job.requeues) == (["hpc_ckpt_1.ckpt"], ["requeue 4711"])
+    job = Job(tmp_path / "job", workers=1, trainer={"max_epochs": 1})
+    ends = job.start(Moment("on_before_backward", 2, workers=True))
+    assert [end.error for end in ends] == ["", ""]
+    assert [len(read) for read in noted(ends, "batch")] == [BATCHES, BATCHES]
+    assert (job.saved, job.requeues) == ([], [])
 
 
 def test_another_signal_and_an_array_of_jobs(undisturbed: Any, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import signal
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +49,38 @@ class Looks(Callback):
 
     def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
         self.look(trainer)
+
+
+class Forks(Callback):
+    """A process of the program that it terminates."""
+
+    status = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(60)  # it must not outlive a failed test
+            try:
+                while True:
+                    pass
+            finally:
+                os._exit(7)
+        os.kill(child, signal.SIGTERM)
+        self.status = os.waitpid(child, 0)[1]
+
+
+def forking(rank: int, world: int) -> tuple[int, int]:
+    strict_warnings()
+    warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
+    forks = Forks()
+    trainer = make_trainer("", world, callbacks=[forks], max_steps=2)
+    trainer.fit(seeded(), loader(4, 16))
+    return os.WTERMSIG(forks.status), trainer.global_step
+
+
+def test_a_forked_process_ends_by_sigterm_and_stops_no_rank() -> None:
+    assert run_distributed(forking, 2) == [(signal.SIGTERM, 2)] * 2
 
 
 def entry_points(rank: int, world: int) -> list[Any]:
