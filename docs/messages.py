@@ -94,6 +94,7 @@ READ_MORE: Mapping[str, str] = {
     "no module with parameters matches": "strategies.md#units",
     "blocks_per_unit=…: expected": "performance.md#several-blocks-per-unit",
     "no reset_parameters() to initialize": "quickstart.md#models-that-do-not-fit-on-one-device",
+    "does not set all of that": "quickstart.md#models-that-do-not-fit-on-one-device",
     "adapters on the meta device": "finetuning.md#lora",
     "cannot be sharded as it is stored": "fp8.md#fp8-weights",
     "MixedPrecisionPolicy.weight_codecs: expected": "design/codec.md",

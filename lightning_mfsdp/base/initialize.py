@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,11 @@ Replaced = dict[int, tuple[nn.Parameter, nn.Parameter]]
 # Attributes of Hugging Face's models: the first initializes one module inside the model, the second distinguishes them from other models.
 _MODEL_METHODS = ("_init_weights", "post_init")
 
-_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+# The bits of an element that nothing has written, by its size in bytes. Of floats all are 1: a NaN that arithmetic does not make, which is
+# 0xFFC00000 on CPUs, 0x7FFFFFFF on GPUs and 0x7FC00000 in Python. A bool is 0 or 1. Integers have a number that programs hardly use.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ALL_ONES = {1: 255, 2: -1, 4: -1, 8: -1}
+_STRANGE = {1: 0xA5, 2: -0x5A5B, 4: -0x5A5A5A5B, 8: -0x5A5A5A5A5A5A5A5B}
 
 
 def materialize(module: nn.Module, device: torch.device, ignored: set[int] | None = None) -> None:
@@ -30,12 +33,12 @@ def materialize(module: nn.Module, device: torch.device, ignored: set[int] | Non
 
     Args:
         module: Parameters on the meta device belong to modules with `reset_parameters()`, or inside a model like Hugging Face's,
-            which initializes its modules by `_init_weights(module)`.
+            which initializes its modules by `_init_weights(module)`. These must set all parameters and buffers that the module owns.
         device: Where they go.
         ignored: Ids of parameters to skip.
 
     Raises:
-        ShardingError: Nothing initializes a module with meta parameters; names it and them.
+        ShardingError: Nothing sets a parameter or buffer, or a part of it; names the module and them.
     """
     replaced: Replaced = {}
     for name, child, model in children_first(module):
@@ -97,14 +100,32 @@ def materialize_module(
     for key, parameter in meta.items():
         replaced[id(parameter)] = (parameter, _settled(module, key, replaced[id(parameter)][1]))
     owned = {**module._parameters, **module._buffers}
-    # A module with its own method may leave values unset on purpose; the model's method may not support this module.
-    left = [key for key in (*fresh, *buffers) if not callable(reset) and (model is None or _is_unset(owned[key]))]
-    if left:
-        raise ShardingError(
-            f"{name or type(module).__name__} ({type(module).__name__}) has {', '.join(left)} on the meta device and no "
-            "reset_parameters() to initialize them, nor does the _init_weights() of a model around it; add that method, or build this "
-            "module on a real device"
+    unset = [key for key in (*fresh, *buffers) if _is_unset(owned[key])]
+    if unset:
+        raise ShardingError(_left_unset(name, module, unset, reset, model))
+
+
+def _left_unset(name: str, module: nn.Module, keys: list[str], reset: Any, model: nn.Module | None) -> str:
+    """The message for parameters and buffers that would train with whatever is in their memory."""
+    kind, what = type(module).__name__, ", ".join(keys)
+    where = f"{name or kind} ({kind})"
+    around = f", nor does the _init_weights() of {type(model).__name__} around it" if model is not None else ""
+    if not callable(reset):
+        return (
+            f"{where} has {what} on the meta device and no reset_parameters() to initialize what it owns{around}. Add that "
+            "method, or build this module on a real device"
         )
+    method = getattr(reset, "__name__", "reset_parameters")
+    definer = next((parent for parent in type(module).__mro__ if method in vars(parent)), type(module))
+    if definer is type(module):
+        return (
+            f"{where} has {what} on the meta device, and its {method}() does not set all of that{around}. Set it there, or "
+            "build this module on a real device"
+        )
+    return (
+        f"{where} has {what} on the meta device, and {method}(), inherited from {definer.__name__}, does not set all of "
+        f"that{around}. Define {method}() in {kind}: call super().{method}(), then set {what}. Or build this module on a real device"
+    )
 
 
 @torch.no_grad()
@@ -129,16 +150,34 @@ def _settled(module: nn.Module, key: str, real: nn.Parameter) -> nn.Parameter:
 
 
 def _unset_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory filled with a value that `_is_unset` recognizes, if the dtype has one that is not used in practice."""
-    made = torch.empty_like(tensor, device=device, requires_grad=False)
-    if made.is_floating_point() or made.is_complex():
-        return made.detach().fill_(math.nan)
-    return made.fill_(torch.iinfo(made.dtype).min) if made.dtype in _SIGNED else made.zero_()
+    """Memory of which every element has the bits that `_is_unset` recognizes."""
+    made = torch.empty_like(tensor, device=device, requires_grad=False).detach()
+    bits, pattern = _bits_of(made)
+    bits.fill_(pattern)
+    return made
 
 
 def _is_unset(tensor: Tensor | None) -> bool:
-    if tensor is None:
-        return False
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(tensor.isnan().any())
-    return tensor.dtype in _SIGNED and bool((tensor == torch.iinfo(tensor.dtype).min).any())
+    """Whether an element was not written; of 8-bit floats and 8- and 16-bit integers, all values of which are used, whether none was.
+
+    By values, since version counters neither see writes through `.data` nor show that a part was left out.
+    """
+    if tensor is None or tensor.is_meta or tensor.numel() == 0:
+        return tensor is not None and tensor.is_meta
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False  # without bits of its own: quantized parameters, which the module's method has made
+    bits, pattern = _bits_of(tensor.detach())
+    untouched = bits == pattern
+    is_certain = tensor.dtype == torch.bool or tensor.itemsize >= (2 if _has_nan(tensor) else 4)
+    return bool(untouched.any() if is_certain else untouched.all())
+
+
+def _bits_of(tensor: Tensor) -> tuple[Tensor, int]:
+    """A view of a tensor as integers, and the one that stands for an element that nothing has written."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    ones = _has_nan(tensor) or tensor.dtype == torch.bool
+    return real.view(_BITS[real.itemsize]), (_ALL_ONES if ones else _STRANGE)[real.itemsize]
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
