@@ -93,6 +93,8 @@ READ_MORE: Mapping[str, str] = {
     "Padding adds": "strategies.md#padding",
     "no module with parameters matches": "strategies.md#units",
     "blocks_per_unit=…: expected": "performance.md#several-blocks-per-unit",
+    "did not see within": "checkpoints.md#saving",
+    "differs between ranks, so nothing was read": "checkpoints.md#saving",
     "no reset_parameters() to initialize": "quickstart.md#models-that-do-not-fit-on-one-device",
     "does not set all of that": "quickstart.md#models-that-do-not-fit-on-one-device",
     "adapters on the meta device": "finetuning.md#lora",

@@ -83,13 +83,17 @@ class ShardedContent:
 
     def write(self, location: Location, ranks: Ranks, progress: Progress | None) -> None:
         """Write every rank's part, then `meta.pt`."""
-        with location.saving(ranks, directory=True) as written:
-            writer = location.writer(written, on_host=self.on_host)
+        with location.saving(ranks, directory=True) as place:
+            writer = location.writer(place.path, on_host=self.on_host)
             # It ensures that an error on one rank is raised on all.
-            dcp_save(self.state, storage_writer=writer, planner=SavePlanner(progress), process_group=ranks.group)
-            ranks.first(
-                f"writing {META_FILE} of {location}", lambda: location.write(f"{written}/{META_FILE}", self.rest)
-            )
+            planner = SavePlanner(progress)
+            metadata = dcp_save(self.state, storage_writer=writer, planner=planner, process_group=ranks.group)
+
+            def finish() -> None:
+                location.check_written(place, metadata, ranks)
+                location.write(f"{place.path}/{META_FILE}", self.rest)
+
+            ranks.first(f"writing {META_FILE} of {location}", finish)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +108,8 @@ class FullContent:
 
     def write(self, location: Location, ranks: Ranks, progress: Progress | None) -> None:
         """Write the file on rank 0."""
-        with location.saving(ranks, directory=False) as written:
-            ranks.first(f"writing {location}", lambda: self._write(location, written, progress))
+        with location.saving(ranks, directory=False) as place:
+            ranks.first(f"writing {location}", lambda: self._write(location, place.path, progress))
 
     def _write(self, location: Location, written: str, progress: Progress | None) -> None:
         with location.create(written) as file:

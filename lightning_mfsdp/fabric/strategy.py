@@ -33,7 +33,7 @@ from lightning_mfsdp._lightning_api import (
     sync_if_available,
 )
 from lightning_mfsdp.checkpoint.io.opening import locate
-from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.io.ranks import Ranks, same_on_all
 from lightning_mfsdp.context_parallel.model_inputs import complete_inputs
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
@@ -151,6 +151,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         broadcast_buffers: bool = True,
         accumulation: Literal["local", "sharded"] = "local",
         state_dict_type: Literal["sharded", "full"] = "sharded",
+        shared_folder_timeout: timedelta = timedelta(seconds=30),
         start_method: Literal["popen", "fork"] = "popen",
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
@@ -419,7 +420,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
                 "MFSDPFabricStrategy.save_checkpoint: storage_options are for a CheckpointIO, which it does not use; leave them out"
             )
         if self._saving_ranks is None:
-            self._saving_ranks = Ranks.patient()
+            self._saving_ranks = Ranks.patient(self._options.shared_folder_timeout)
         saved = {key: _unwrapped(value) for key, value in state.items()}
         for model in _models(saved).values():
             self._share_buffers(model)
@@ -441,10 +442,11 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         """Read into what `state` holds, in place, as `checkpoints.load` does; returns what is left.
 
         Raises:
-            ValueError: There is nothing to read, or nothing to read into.
+            ValueError: There is nothing to read, or nothing to read into; or ranks give different paths.
             TypeError: An optimizer alone.
         """
-        location = locate(self.broadcast(os.fspath(path)))
+        same_on_all("the path of fabric.load", os.fspath(path), Ranks())
+        location = locate(path)
         if isinstance(state, Optimizer):
             raise TypeError(
                 "an optimizer alone cannot be loaded: its state is found by the names of its module's parameters. Use "

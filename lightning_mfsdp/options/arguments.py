@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from fnmatch import fnmatchcase
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -47,6 +48,14 @@ def check_choice(argument: str, value: object, choices: tuple[object, ...]) -> N
     """Raise a ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{argument}={value!r}: expected one of {', '.join(map(repr, choices))}")
+
+
+def check_duration(argument: str, value: object) -> None:
+    """Raise a TypeError unless `value` is a timedelta, and a ValueError if it is negative."""
+    if not isinstance(value, timedelta):
+        raise TypeError(f"{argument}={value!r}: expected a timedelta, such as timedelta(seconds=60)")
+    if value < timedelta(0):
+        raise ValueError(f"{argument}={value!r}: expected a timedelta of at least 0 seconds")
 
 
 def check_context_dims(dims: object) -> None:

@@ -34,6 +34,7 @@ from lightning_mfsdp.options.arguments import (
     check_choice,
     check_context_dims,
     check_cuda_graph,
+    check_duration,
     check_expert_graph,
     check_ignored,
     check_policy,
@@ -115,6 +116,7 @@ class StrategyOptions:
     broadcast_buffers: bool = True
     accumulation: Literal["local", "sharded"] = "local"
     state_dict_type: Literal["sharded", "full"] = "sharded"
+    shared_folder_timeout: timedelta = timedelta(seconds=30)
     start_method: Literal["popen", "fork"] = "popen"
     timeout: timedelta | None = None
     process_group_backend: str | None = None
@@ -143,6 +145,7 @@ class StrategyOptions:
         check_context_dims(self.context_dims)
         check_tensor_plan(self.tensor_plan)
         check_choice("state_dict_type", self.state_dict_type, ("sharded", "full"))
+        check_duration("shared_folder_timeout", self.shared_folder_timeout)
         check_choice("start_method", self.start_method, ("popen", "fork"))
         check_policy(self.policy)
         object.__setattr__(self, "outer", outer_ranks(self.outer, self.outer_size))

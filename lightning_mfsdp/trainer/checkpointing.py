@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +26,8 @@ from lightning_mfsdp.base.progress import Progress, progress_bar
 from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.io.background import BackgroundSaver
 from lightning_mfsdp.checkpoint.io.opening import locate
-from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks
+from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks, same_on_all
+from lightning_mfsdp.checkpoint.io.shared_folder import check_folder
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, piece_shards, whole_rows
 from lightning_mfsdp.checkpoint.state.staging import Staging
@@ -77,12 +79,21 @@ class CheckpointingStrategy(ProcessStrategy):
     Attributes:
         state_dict_type: "sharded": every rank writes its rows; "full": rank 0 writes whole tensors.
         async_save: Saves are copied to the host, then written in the background.
+        shared_folder_timeout: How long a node may take to see what another one has put into a folder.
     """
 
-    def __init__(self, *, state_dict_type: Literal["sharded", "full"], async_save: bool, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        state_dict_type: Literal["sharded", "full"],
+        async_save: bool,
+        shared_folder_timeout: timedelta,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         self.state_dict_type = state_dict_type
         self.async_save = async_save
+        self.shared_folder_timeout = shared_folder_timeout
         self._saver = BackgroundSaver()
         self._staging = Staging()
         self._saving_ranks: Ranks | None = None
@@ -99,6 +110,29 @@ class CheckpointingStrategy(ProcessStrategy):
     def can_read_checkpoints(self) -> None:
         """The model is sharded, and its optimizers exist."""
         self._can_read = True
+
+    def compare_checkpoint_paths(self) -> None:
+        """All ranks were given the same checkpoint, or none. Collective: where they differ, some would wait for the others forever.
+
+        Raises:
+            ValueError: They differ.
+        """
+        given = self._module.trainer.ckpt_path  # Lightning has set it, also to `None`
+        same_on_all("ckpt_path", None if given is None else os.fspath(given), Ranks())
+
+    def look_for_checkpoint_folders(self) -> None:
+        """Before the first step: every rank sees the folders in which it will save its rows. Collective.
+
+        Raises:
+            NotSharedError: One does not.
+        """
+        trainer = self._module.trainer
+        if self.state_dict_type == "full" or self.world_size == 1 or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
+        folders = [str(saver.dirpath) for saver in savers if saver.dirpath and (saver.save_top_k or saver.save_last)]
+        for folder in dict.fromkeys(folders):
+            check_folder(locate(folder), Ranks(sees_within=self.shared_folder_timeout))
 
     @property
     def _module(self) -> LightningModule:
@@ -200,7 +234,7 @@ class CheckpointingStrategy(ProcessStrategy):
         location = locate(self.broadcast(os.fspath(filepath)))
         if self._saving_ranks is None:
             # Also used in the background: collectives of two threads must not interleave, and one save is waited for before the next.
-            self._saving_ranks = Ranks.patient()
+            self._saving_ranks = Ranks.patient(self.shared_folder_timeout)
         ranks = self._saving_ranks
         scaling = self.precision_plugin.fp8_scaling({_MODEL: self._module})  # type: ignore[attr-defined]
         checkpoint = {**checkpoint, **scaling}
@@ -343,7 +377,8 @@ class CheckpointingStrategy(ProcessStrategy):
         self._saver.wait()
         self._at_first_step.clear()
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
-        location = locate(self.broadcast(os.fspath(checkpoint_path)))
+        same_on_all("the path of load_checkpoint", os.fspath(checkpoint_path), Ranks())
+        location = locate(checkpoint_path)
         with self._progress(f"Loading {location}") as progress:
             rest = lightning_io.load(
                 location,

@@ -139,6 +139,8 @@ class MFSDPStrategy(CheckpointingStrategy):
             memory. "sharded": strategies with sharded gradients reduce each microbatch over the shard axis; the outer axis waits.
         state_dict_type: Of saved checkpoints. "sharded": a directory, every rank writes its rows; "full": one file with whole tensors, as
             without sharding, gathered one by one into the host memory of rank 0. Both kinds are read, regardless of this option.
+        shared_folder_timeout: How long a node may take to see what another one has put into the folder of a sharded checkpoint. If one
+            does not see it by then, an error is raised, before the first step if a ModelCheckpoint knows its folder, and at each save.
         async_save: Copy what is saved to the host and train on while it is written. The next save, loading and the end wait for it.
         start_method: Of the processes that Lightning starts, if no launcher such as torchrun did. "popen": the script runs once for each
             device; "fork": they are forks of this process, the only way in a notebook, where the model has the trained weights after fit.
@@ -194,6 +196,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         free_gradients: bool = False,
         accumulation: Literal["local", "sharded"] = "local",
         state_dict_type: Literal["sharded", "full"] = "sharded",
+        shared_folder_timeout: timedelta = timedelta(seconds=30),
         async_save: bool = False,
         start_method: Literal["popen", "fork"] = "popen",
         timeout: timedelta | None = None,
@@ -214,6 +217,7 @@ class MFSDPStrategy(CheckpointingStrategy):
             process_group_backend=options.process_group_backend,
             state_dict_type=options.state_dict_type,
             async_save=options.async_save,
+            shared_folder_timeout=options.shared_folder_timeout,
         )
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
@@ -337,8 +341,11 @@ class MFSDPStrategy(CheckpointingStrategy):
         self._known_warnings.begin()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        self.compare_checkpoint_paths()
         check_callbacks(trainer.callbacks, self.precision_plugin.compute_dtype)  # type: ignore[attr-defined]
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.look_for_checkpoint_folders()
         if fitting and self._saves_in_background:
             check_background_saves(trainer.callbacks)  # type: ignore[attr-defined]
         self.model = self._module

@@ -7,6 +7,7 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -40,9 +41,14 @@ def test_the_table_has_exactly_the_options_of_the_strategy() -> None:
     assert all(all(row) for row in table)
 
 
+def value_of(text: str) -> object:
+    duration = re.fullmatch(r"timedelta\(seconds=(\d+)\)", text)
+    return timedelta(seconds=int(duration[1])) if duration else ast.literal_eval(text)
+
+
 @pytest.mark.parametrize("name", SIGNATURE)
 def test_an_option_has_its_default(name: str) -> None:
-    assert ast.literal_eval(OPTIONS[name][0].strip("`")) == SIGNATURE[name].default
+    assert value_of(OPTIONS[name][0].strip("`")) == SIGNATURE[name].default
 
 
 @pytest.mark.parametrize("name", SIGNATURE)

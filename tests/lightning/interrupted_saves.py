@@ -28,7 +28,7 @@ from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_opti
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.unlink", "os.truncate")
 OLD, NEW = 1, 2
-PART_NAME = "last.ckpt.part"
+PART_NAME = local.part_of(Path("last.ckpt")).name
 
 
 def made(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -56,10 +56,11 @@ PURPOSES = {
         "sharded.rows_by_name": "names of values whose rows nobody knows, which all ranks refuse together",
         "lightning_io.packed": "whether rank 0 could pickle what goes into meta.pt",
         "location.saving": "whether rank 0 could make room, and put the new checkpoint in place",
+        "shared_folder.see_on_all": "whether every rank sees where it will write",
         "lightning_io.write": "PyTorch's plans and results of writing; whether meta.pt was written",
     },
     "loading": {
-        "communication.broadcast": "rank 0's path",
+        "checkpointing.load_checkpoint": "the path, which all ranks must have been given",
         "opening.recover": "whether rank 0 had to finish an exchange that was interrupted",
         "location.check_files": "what is wrong with the files, as every rank sees them",
         "lightning_io.load": "whether any rank could not read meta.pt",

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_mfsdp.checkpoint.io.local import part_of
+
 ROOT = Path(__file__).resolve().parents[2]
 NIGHTLY = os.environ.get("MFSDP_NIGHTLY") == "1"
 
@@ -37,7 +39,7 @@ def test_a_killed_training_leaves_the_last_checkpoint_it_finished_or_the_one_aft
         assert len(one["loaded"]) == 1, f"a mixture of checkpoints: {one}"
         # The save after the last one that returned may have got through, or even have returned unheard.
         assert one["finished"] <= one["loaded"][0] <= one["finished"] + 2, one
-    beside = [one["beside"] for one in seen if "last.ckpt.part" in one["names"]]
+    beside = [one["beside"] for one in seen if part_of(Path("last.ckpt")).name in one["names"]]
     whole = [found for found in beside if isinstance(found[0], float)]
     assert all(len(found) == 1 for found in whole), "killed before or after it took its place, and whole"
     broken = [found for found in beside if found not in whole]

@@ -15,18 +15,20 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import override
 
-from lightning_mfsdp.checkpoint.io.location import COPY_AHEAD_BYTES, META_FILE, Location, Reader, Writer
+from lightning_mfsdp.checkpoint.io.location import COPY_AHEAD_BYTES, META_FILE, Location, Reader, Writer, beside
 from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
 
 __all__ = ["LocalLocation", "exchange", "part_of", "put_in_place", "remove"]
 
 
 class LocalLocation(Location):
-    """A path. Saves are written next to it, as `<name>.part`; the predecessor is `<name>.old` between the two renames of a commit."""
+    """A path. A save is written next to it (`part_of`); between the two renames of a commit its predecessor is there, too (`_old_of`)."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._part, self._old = part_of(path), _old_of(path)
+        # Names that versions before 0.1 used.
+        self._earlier_part, self._earlier_old = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.old")
 
     def __str__(self) -> str:
         return str(self._path)
@@ -55,6 +57,7 @@ class LocalLocation(Location):
             raise self.foreign_content()
         self.recover()
         remove(self._part)
+        remove(self._earlier_part)
         (self._part if directory else self._part.parent).mkdir(parents=True, exist_ok=True)
         return str(self._part)
 
@@ -68,11 +71,14 @@ class LocalLocation(Location):
 
     @override
     def recover(self) -> str | None:
-        if self._path.exists() or self._path.is_symlink() or not self._old.exists():
+        if self._path.exists() or self._path.is_symlink():
             return None
-        source = self._part if self._part.exists() else self._old
-        source.rename(self._path)
-        return source.name
+        for part, old in ((self._part, self._old), (self._earlier_part, self._earlier_old)):
+            if old.exists():
+                source = part if part.exists() else old
+                source.rename(self._path)
+                return source.name
+        return None
 
     @override
     @contextmanager
@@ -93,8 +99,23 @@ class LocalLocation(Location):
         return reader
 
     @override
-    def sizes(self) -> dict[str, int]:
-        return {entry.name: entry.stat().st_size for entry in os.scandir(self._path) if entry.is_file()}
+    def sizes(self, folder: str | None = None) -> dict[str, int]:
+        return {entry.name: entry.stat().st_size for entry in os.scandir(folder or self._path) if entry.is_file()}
+
+    @override
+    def names(self, folder: str) -> list[str]:
+        # A listing is what asks the server of a network file system; the first one asks for the folder's own name.
+        os.listdir(Path(folder).parent)
+        return os.listdir(folder)
+
+    @override
+    def make_folder(self) -> str:
+        self._path.mkdir(parents=True, exist_ok=True)
+        return str(self._path)
+
+    @override
+    def delete(self, path: str) -> None:
+        os.unlink(path)
 
     @override
     def load(self, name: str | None, *, weights_only: bool | None) -> dict[str, Any]:
@@ -112,11 +133,11 @@ class LocalLocation(Location):
 
 def part_of(path: Path) -> Path:
     """Where a save is written before it is moved to `path`."""
-    return path.with_name(f"{path.name}.part")
+    return path.with_name(beside(path.name, "part"))
 
 
 def _old_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.old")
+    return path.with_name(beside(path.name, "old"))
 
 
 def put_in_place(path: Path) -> None:

@@ -11,13 +11,15 @@ Local file systems move a directory in one operation (`local.py`); others, reach
 
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import IO, Any, cast
 
 import torch
@@ -31,6 +33,15 @@ from typing_extensions import override
 
 from lightning_mfsdp.checkpoint.io.progress import bytes_to_write
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, root_of
+from lightning_mfsdp.checkpoint.io.shared_folder import (
+    NotSharedError,
+    View,
+    see_on_all,
+    see_until,
+    token_name,
+    warn_if_late,
+    writers_of,
+)
 from lightning_mfsdp.checkpoint.io.unpickling import (
     WEIGHTS_ONLY,
     CheckpointError,
@@ -46,8 +57,10 @@ __all__ = [
     "TABLE_OF_CONTENTS",
     "TIED_WEIGHTS",
     "Location",
+    "Place",
     "Reader",
     "Writer",
+    "beside",
     "check_files",
     "file_problems",
     "look_over",
@@ -63,6 +76,21 @@ TIED_WEIGHTS = "tied_weights"
 # How much is copied from a GPU while the previous copy is written.
 COPY_AHEAD_BYTES = 64 * 2**20
 _READ_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a save writes.
+
+    Attributes:
+        path: An empty directory, or a file that does not exist yet.
+        token: Name of a file in the directory that all ranks look for, if there are several.
+        views: What they saw.
+    """
+
+    path: str
+    token: str = ""
+    views: Sequence[View] = ()
 
 
 class Location(ABC):
@@ -132,8 +160,20 @@ class Location(ABC):
         """
 
     @abstractmethod
-    def sizes(self) -> dict[str, int]:
-        """Names and sizes of the files in the directory."""
+    def sizes(self, folder: str | None = None) -> dict[str, int]:
+        """Names and sizes of the files in the directory, or in another one that `begin` has made."""
+
+    @abstractmethod
+    def names(self, folder: str) -> list[str]:
+        """What lies in a folder, as its storage says now; an OSError if it is not there."""
+
+    @abstractmethod
+    def make_folder(self) -> str:
+        """Make the directory, if there is none. Returns its path for `names` and `write`."""
+
+    @abstractmethod
+    def delete(self, path: str) -> None:
+        """Delete a file that `write` has written."""
 
     @abstractmethod
     def load(self, name: str | None, *, weights_only: bool | None) -> dict[str, Any]:
@@ -144,15 +184,29 @@ class Location(ABC):
         """The same file, to read its bytes."""
 
     @contextmanager
-    def saving(self, ranks: Ranks, *, directory: bool) -> Iterator[str]:
+    def saving(self, ranks: Ranks, *, directory: bool) -> Iterator[Place]:
         """Context around a save by all ranks: `begin`, and `commit` if nothing failed.
 
         Raises:
+            NotSharedError: On all ranks, before anything is written: one does not see the directory, whose parts all would write.
             RuntimeError: On all ranks, if something failed on any. An existing checkpoint is kept.
         """
-        written = ranks.first(f"preparing to save {self}", lambda: self.begin(directory=directory))
+        together = directory and ranks.size > 1
+
+        def prepare() -> Place:
+            place = Place(self.begin(directory=directory), token_name() if together else "")
+            if place.token:
+                self.write(f"{place.path}/{place.token}", b"")
+            return place
+
+        def finish() -> None:
+            if place.token:
+                self.delete(f"{place.path}/{place.token}")
+            self.commit(place.path)
+
+        place = self._seen(ranks.first(f"preparing to save {self}", prepare), ranks)
         try:
-            yield written
+            yield place
         # Raised on all ranks: the writers ensure that. PyTorch's own error is not an Exception.
         except (Exception, CheckpointException) as error:
             ranks.first(f"cleaning up after a failed save of {self}", self.abandon)
@@ -160,7 +214,41 @@ class Location(ABC):
                 f"saving {self} failed, and an earlier checkpoint there is unchanged: {reason_of(error)}. "
                 "Make room on the disk, or correct what the error names, and save again"
             ) from error
-        ranks.first(f"putting {self} in place", lambda: self.commit(written))
+        ranks.first(f"putting {self} in place", finish)
+        warn_if_late(self, place.views, ranks)
+
+    def _seen(self, place: Place, ranks: Ranks) -> Place:
+        """With what all ranks see of it."""
+        if not place.token:
+            return place
+        what = f"{self} was not saved, and an earlier one is unchanged"
+        try:
+            views = see_on_all(place.path, place.token, lambda: self.names(place.path), ranks, what=what)
+        except NotSharedError:
+            ranks.first(f"cleaning up after a failed save of {self}", self.abandon)
+            raise
+        return replace(place, views=views)
+
+    def check_written(self, place: Place, metadata: Metadata, ranks: Ranks) -> None:
+        """Wait until rank 0, which calls this alone, sees all that the ranks have written.
+
+        Raises:
+            NotSharedError: It does not see it.
+        """
+        problems: dict[str, str] = {}
+
+        def look() -> str:
+            nonlocal problems
+            problems = file_problems(self.sizes(place.path), metadata)
+            return "; ".join(list(problems.values())[:3])
+
+        found, _ = see_until(look, ranks.sees_within.total_seconds())
+        if found:
+            raise NotSharedError(
+                f"rank 0 does not see in {place.path} what was written by {writers_of(problems, place.views) or 'itself'}: {found}"
+                f"{' ...' if len(problems) > 3 else ''}. Look at the storage of these nodes, or raise shared_folder_timeout if it shows "
+                "files of others later"
+            )
 
     def foreign_content(self) -> IsADirectoryError:
         """What `begin` raises rather than write over a directory that is no checkpoint."""
@@ -376,3 +464,12 @@ def file_problems(present: Mapping[str, int], metadata: Metadata) -> dict[str, s
         elif present[name] < size:
             problems[name] = f"{name} has {present[name]} bytes instead of {size}"
     return problems
+
+
+def beside(name: str, kind: str) -> str:
+    """Name of what lies beside a checkpoint while it is replaced. Nothing of the checkpoint's own name matches it.
+
+    Lightning takes every entry with "hpc_ckpt_" anywhere in its name for a checkpoint, and people search for "*.ckpt*".
+    """
+    readable = re.sub("[^0-9A-Za-z]+", "-", name)[:80].strip("-")
+    return f".mfsdp-{kind}-{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -11,12 +12,15 @@ import torch.distributed as dist
 
 from lightning_mfsdp.engine.comm.process_groups import kept
 
-__all__ = ["Ranks", "on_all_ranks", "root_of"]
+__all__ = ["SEEN_WITHIN", "Ranks", "on_all_ranks", "on_hosts", "root_of", "same_on_all"]
 
 T = TypeVar("T")
 
+# How long a rank may take to see what another one has written, if nothing else was set.
+SEEN_WITHIN = timedelta(seconds=30)
 # No write takes this long. A rank that has died is detected at once, by its broken connections.
 _PATIENCE = timedelta(days=7)
+_SHOWN = 3  # in messages
 
 
 def root_of(error: BaseException) -> BaseException:
@@ -50,27 +54,44 @@ def on_all_ranks(doing: str) -> Iterator[None]:
             raise RuntimeError(f"{doing}: rank {rank} failed, so all do: {problem}")
 
 
+def on_hosts(numbers: Sequence[int], hosts: Sequence[str]) -> str:
+    """Some ranks, with the names of their machines, for messages."""
+    by_host: dict[str, list[int]] = {}
+    for number in numbers:
+        by_host.setdefault(hosts[number], []).append(number)
+    parts = [f"{_numbers(some)} on {host}" for host, some in list(by_host.items())[:_SHOWN]]
+    left_out = len(by_host) - _SHOWN
+    return ", ".join(parts) + (f" and those on {left_out} more nodes" if left_out > 0 else "")
+
+
+def _numbers(some: Sequence[int]) -> str:
+    few = ", ".join(map(str, some[:_SHOWN])) + (", ..." if len(some) > _SHOWN else "")
+    return f"rank{'s' if len(some) > 1 else ''} {few}"
+
+
 class Ranks:
     """All ranks, through the default process group or another one that holds all of them; or this process alone.
 
     Args:
         group: For communication from another thread, which must not mix with that of training. `None`: the default group.
+        sees_within: How long each may take to see in a folder what another one has written there.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, sees_within: timedelta = SEEN_WITHIN) -> None:
         self.group = group
+        self.sees_within = sees_within
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
     @classmethod
-    def patient(cls) -> Ranks:
+    def patient(cls, sees_within: timedelta = SEEN_WITHIN) -> Ranks:
         """All ranks, through a separate group over host memory, in which they wait as long as one of them writes. Collective.
 
         The default group times out, and with NCCL ends the process, when a collective takes longer than its timeout.
         """
         if not dist.is_initialized():
-            return cls()
-        return cls(kept("saves", lambda: dist.new_group(backend="gloo", timeout=_PATIENCE)))
+            return cls(sees_within=sees_within)
+        return cls(kept("saves", lambda: dist.new_group(backend="gloo", timeout=_PATIENCE)), sees_within)
 
     def gather(self, item: T) -> list[T]:
         """What every rank has, by rank."""
@@ -103,3 +124,27 @@ class Ranks:
             raise RuntimeError(f"{doing}: rank 0 failed with {result[1]}") from cause
         found: T = result[0]
         return found
+
+
+def same_on_all(what: str, path: str | None, ranks: Ranks) -> None:
+    """Compare a path of a checkpoint that every rank was given, before any of them reads. Collective.
+
+    Args:
+        what: The argument's name.
+        path: As it was given to this rank; `None` where nothing is to be read.
+        ranks: All of them.
+
+    Raises:
+        ValueError: On all ranks, if they differ; names ranks, hosts and values.
+    """
+    given = ranks.gather((path, socket.gethostname()))
+    by_path: dict[str | None, list[int]] = {}
+    for rank, (value, _) in enumerate(given):
+        by_path.setdefault(value, []).append(rank)
+    if len(by_path) > 1:
+        hosts = [host for _, host in given]
+        values = "; ".join(f"{value!r} on {on_hosts(some, hosts)}" for value, some in list(by_path.items())[:_SHOWN])
+        raise ValueError(
+            f"{what} differs between ranks, so nothing was read: {values}. All ranks load the same checkpoint, or none does. A file that "
+            "exists on one node alone is no basis for it: let rank 0 decide for all, or store it where every node sees it"
+        )

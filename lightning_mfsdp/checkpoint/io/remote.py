@@ -1,8 +1,8 @@
 """Checkpoints behind a URL, through fsspec: object stores and other file systems that cannot move a directory in one operation.
 
 A directory is written in place if nothing is there. `meta.pt` is written last, so what lacks it was never finished. Over an older
-checkpoint the new one is first written next to it and then copied, `meta.pt` last again: as long as `<name>.part/meta.pt` exists, the new
-checkpoint is complete there, and `recover` copies it once more.
+checkpoint the new one is first written next to it and then copied, `meta.pt` last again: as long as `meta.pt` exists there, the new
+checkpoint is complete, and `recover` copies it once more.
 
 Alternatives considered: always writing next to it and copying (every byte moves twice), and never (an interrupted save would have destroyed
 the checkpoint it replaces).
@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemWr
 from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import override
 
-from lightning_mfsdp.checkpoint.io.location import COPY_AHEAD_BYTES, META_FILE, Location, Reader, Writer
+from lightning_mfsdp.checkpoint.io.location import COPY_AHEAD_BYTES, META_FILE, Location, Reader, Writer, beside
+from lightning_mfsdp.checkpoint.io.shared_folder import TOKEN
 from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
 
 __all__ = ["RemoteLocation", "names_in"]
@@ -44,8 +45,9 @@ class RemoteLocation(Location):
         self._url = url
         self._fs, path = fsspec.core.url_to_fs(url)
         self._path: str = path.rstrip("/")
-        self._part = f"{self._path}.part"
-        self._old = f"{self._path}.old"
+        folder, separator, name = self._path.rpartition("/")
+        self._part, self._old = (f"{folder}{separator}{beside(name, kind)}" for kind in ("part", "old"))
+        self._earlier_part, self._earlier_old = f"{self._path}.part", f"{self._path}.old"  # before 0.1
 
     def __str__(self) -> str:
         return self._url
@@ -73,6 +75,7 @@ class RemoteLocation(Location):
         is_free = not self.is_file() and not self.is_sharded()
         written = self._path if directory and is_free else self._part
         self._remove(written)
+        self._remove(self._earlier_part)
         self._fs.makedirs(written if directory else self._parent, exist_ok=True)
         return written
 
@@ -81,7 +84,7 @@ class RemoteLocation(Location):
         if written == self._path:
             return
         if self._exists(f"{self._part}/{META_FILE}"):
-            self._copy_directory()
+            self._copy_directory(self._part)
             return
         if self._exists(self._path):
             self._remove(self._old)
@@ -89,17 +92,17 @@ class RemoteLocation(Location):
         self._fs.mv(self._part, self._path)
         self._remove(self._old)
 
-    def _copy_directory(self) -> None:
+    def _copy_directory(self, part: str) -> None:
         meta = f"{self._path}/{META_FILE}"
         if self._exists(meta):
             self._fs.rm(meta)
         self._remove(self._path)
         self._fs.makedirs(self._path, exist_ok=True)
-        names = self._names(self._part)
+        names = self._names(part)
         for name in sorted(names, key=lambda name: name == META_FILE):
-            self._fs.copy(f"{self._part}/{name}", f"{self._path}/{name}")
-        self._fs.rm(f"{self._part}/{META_FILE}")
-        self._remove(self._part)
+            self._fs.copy(f"{part}/{name}", f"{self._path}/{name}")
+        self._fs.rm(f"{part}/{META_FILE}")
+        self._remove(part)
 
     @override
     def abandon(self) -> None:
@@ -110,14 +113,15 @@ class RemoteLocation(Location):
 
     @override
     def recover(self) -> str | None:
-        if self._exists(f"{self._part}/{META_FILE}"):
-            self._copy_directory()
-            return self._part
-        if self._exists(self._path) or not self._exists(self._old):
-            return None
-        source = self._part if self._exists(self._part) else self._old
-        self._fs.mv(source, self._path, recursive=bool(self._fs.isdir(source)))
-        return source
+        for part, old in ((self._part, self._old), (self._earlier_part, self._earlier_old)):
+            if self._exists(f"{part}/{META_FILE}"):
+                self._copy_directory(part)
+                return part
+            if not self._exists(self._path) and self._exists(old):
+                source = part if self._exists(part) else old
+                self._fs.mv(source, self._path, recursive=bool(self._fs.isdir(source)))
+                return source
+        return None
 
     @override
     @contextmanager
@@ -136,10 +140,24 @@ class RemoteLocation(Location):
         return reader
 
     @override
-    def sizes(self) -> dict[str, int]:
+    def sizes(self, folder: str | None = None) -> dict[str, int]:
         self._fs.invalidate_cache()
-        entries = self._fs.ls(self._path, detail=True)
+        entries = self._fs.ls(folder or self._path, detail=True)
         return {_name(entry["name"]): entry["size"] for entry in entries if entry["type"] == "file"}
+
+    @override
+    def names(self, folder: str) -> list[str]:
+        self._fs.invalidate_cache()
+        return [_name(entry) for entry in self._fs.ls(folder, detail=False)]
+
+    @override
+    def make_folder(self) -> str:
+        self._fs.makedirs(self._path, exist_ok=True)
+        return self._path
+
+    @override
+    def delete(self, path: str) -> None:
+        self._fs.rm_file(path)
 
     @override
     def load(self, name: str | None, *, weights_only: bool | None) -> dict[str, Any]:
@@ -177,7 +195,7 @@ def _name(path: str) -> str:
 
 def _is_ours(name: str) -> bool:
     """Whether an unfinished save may have left a file of this name."""
-    return name.endswith(".distcp") or name.startswith(".metadata")
+    return name.endswith(".distcp") or name.startswith((".metadata", TOKEN))
 
 
 class _Files(FileSystemBase):

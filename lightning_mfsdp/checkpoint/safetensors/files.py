@@ -129,7 +129,7 @@ def plan_files(tensors: Sequence[PlannedTensor], max_shard_bytes: int) -> list[P
 
 
 class FolderWriter:
-    """Writes planned files tensor by tensor, next to their folder as `<name>.part`, and moves them there when all are complete.
+    """Writes planned files tensor by tensor, next to their folder (`part_of`), and moves them there when all are complete.
 
     As a context it removes what it began and could not finish.
 
