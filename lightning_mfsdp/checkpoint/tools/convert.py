@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from lightning_mfsdp.base.progress import Progress
 from lightning_mfsdp.checkpoint.io.local import part_of, put_in_place, remove
-from lightning_mfsdp.checkpoint.io.location import META_FILE, TIED_WEIGHTS, Writer
+from lightning_mfsdp.checkpoint.io.location import META_FILE, TIED_WEIGHTS, Writer, beside
 from lightning_mfsdp.checkpoint.io.opened import (
     LIGHTNING_VERSION,
 )
@@ -133,7 +133,7 @@ def consolidate_checkpoint(
     parts = read_portable(path, trust=trust)
     output.parent.mkdir(parents=True, exist_ok=True)
     part = part_of(output)
-    scratch = Path(tempfile.mkdtemp(prefix=f"{output.name}.", dir=output.parent))
+    scratch = Path(tempfile.mkdtemp(prefix=f"{beside(output.name, 'scratch')}-", dir=output.parent))
     try:
         assembly = _Assembly(scratch)
         whole = {name: assembly.whole(leaf) for name, leaf in parts.model.items() if name not in parts.tied}
@@ -142,7 +142,8 @@ def consolidate_checkpoint(
         if parts.optimizers:
             checkpoint["optimizer_states"] = [optimizer.by_number(assembly.whole) for optimizer in parts.optimizers]
         assembly.fill(progress)
-        torch.save(checkpoint, part)
+        with part.open("wb") as file:  # by a path it would name the archive after it, which cannot begin with a dot
+            torch.save(checkpoint, file)
         put_in_place(output)
     finally:
         remove(part)
