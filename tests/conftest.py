@@ -2,6 +2,8 @@
 
 Workers that share a run take the longest files first, by `durations.json`, so that they end together. `DURATIONS=some/file` writes
 such a file of the run: `.ci/run` does, and what it wrote becomes the new `tests/durations.json` when files have come or grown.
+
+REQUIRE=gpus2 (or gpu, gpus4): a test that is skipped for want of GPUs, and needs no more than so many, fails.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # Before torch is imported. Two workers share two cores: threads of one that wait for each other would burn the time of the other.
@@ -17,6 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch.distributed as dist
+
+from tests.helpers.gpus import REQUIRED, should_have_run
 
 SECONDS = json.loads(Path(__file__).with_name("durations.json").read_text())
 UNKNOWN_S = 20.0  # a file that is not listed is taken for a long one
@@ -36,6 +40,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("nightly") is not None:
             item.add_marker(pytest.mark.skip(reason="runs at night: set MFSDP_NIGHTLY=1"))
+
+
+def pytest_configure() -> None:
+    required = os.environ.get("REQUIRE")
+    if required and required not in REQUIRED:
+        raise pytest.UsageError(f"REQUIRE={required}: expected one of {', '.join(REQUIRED)}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    required = os.environ.get("REQUIRE")
+    if required and report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2]
+        if should_have_run(reason, required):
+            report.outcome, report.longrepr = "failed", f"REQUIRE={required}, but this test was skipped. {reason}"
+    return report
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

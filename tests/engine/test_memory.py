@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy, sharded_parameters, units
 from lightning_mfsdp.engine.runtime.unit import unit_of
+from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, sharded_chain, train
 from tests.helpers.pairwise import in_world, pairwise
@@ -73,7 +74,7 @@ def persistent_buffers_have_the_size_their_strategy_says(rank, world):
 
 def without_other_shards_weights_are_cast_when_used(rank, world):
     """One rank on the shard axis and several in all: no copy is kept, and training is that of a kept one, to the bit."""
-    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("outer", "shard"))
+    mesh = init_device_mesh(device_type(), (world, 1), mesh_dim_names=("outer", "shard"))
     states = []
     for sharding, policy in (("optim_grads_params", BF16), ("optim_grads_params", KEPT), ("optim_grads", BF16)):
         model = sharded_chain(mesh=mesh, sharding=sharding, policy=policy, dim=DIM)

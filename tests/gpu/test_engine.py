@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from functools import cache, partial
 from importlib import import_module
 
@@ -50,6 +52,15 @@ def check(module: str, world: int) -> None:
 
 def with_cases(world: int) -> list[str]:
     return [module for module in MODULES if cases_of(module, world)]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_cases_make_meshes_where_their_ranks_compute(module: str) -> None:
+    """NCCL moves nothing of a mesh on the CPU."""
+    source = inspect.getsource(import_module(f"tests.engine.test_{module}"))
+    assert not re.search(r"(init_device_mesh|DeviceMesh)\(\s*\"cpu\"", source), (
+        "say device_type() of tests/engine/cases.py"
+    )
 
 
 @pytest.mark.gpu

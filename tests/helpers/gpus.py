@@ -4,7 +4,18 @@ ranks on one GPU of a host, and joins hosts by sockets.
 
 from __future__ import annotations
 
+import re
+
 import torch
+
+# Values of REQUIRE: how many GPUs there must be for tests with this mark.
+REQUIRED = {"gpu": 1, "gpus2": 2, "gpus4": 4}
+
+
+def should_have_run(reason: str, required: str) -> bool:
+    """Whether the GPUs that `REQUIRE` names would have run a test that was skipped for this reason."""
+    found = re.search(r"needs (a|\d+) CUDA device", reason)
+    return found is not None and (1 if found[1] == "a" else int(found[1])) <= REQUIRED[required]
 
 
 def environment_of(rank: int, ranks: int) -> dict[str, str]:
