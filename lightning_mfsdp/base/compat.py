@@ -79,6 +79,7 @@ __all__ = [
     "is_traced",
     "is_transformed",
     "keeps_graph",
+    "load_code",
     "no_symmetric_memory_because",
     "on_backward_end",
     "overloads_of",
@@ -535,3 +536,14 @@ def foreach_zero_(targets: Sequence[Tensor]) -> None:
 def foreach_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
     """Norm of each tensor, 0-D, in one launch per chunk."""
     return torch._foreach_norm(list(tensors), norm_type, dtype)
+
+
+def load_code(module: nn.Module) -> tuple[list[Any], list[Any]]:
+    """What runs before and after a module's own part of `load_state_dict`: hooks, and its `_load_from_state_dict` if that is overridden.
+
+    With torch 2.10 to 2.15: the dictionaries of the hooks.
+    """
+    before = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    if getattr(module._load_from_state_dict, "__func__", None) is not nn.Module._load_from_state_dict:
+        before.append(module._load_from_state_dict)
+    return before, list(module._load_state_dict_post_hooks.values())

@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Mapping, Sequence
+import re
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from lightning_mfsdp.base.progress import Progress
-from lightning_mfsdp.checkpoint.io.location import META_FILE, TIED_WEIGHTS, Location, check_files
-from lightning_mfsdp.checkpoint.io.opening import ReadPlan, no_checkpoint_error, read, read_rows, recover
+from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, TIED_WEIGHTS, Location, check_files
+from lightning_mfsdp.checkpoint.io.opening import no_checkpoint_error, read, recover
 from lightning_mfsdp.checkpoint.io.progress import CountingFile, CountingReads, SavePlanner
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks
 from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
-from lightning_mfsdp.checkpoint.state import full, sharded
+from lightning_mfsdp.checkpoint.state import sharded
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
-from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, plan_state, rows_of_whole
-from lightning_mfsdp.checkpoint.state.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
+from lightning_mfsdp.checkpoint.state.model import finish_model, known_names, plan_model
+from lightning_mfsdp.checkpoint.state.on_disk import Directory, Reads, StoredOptimizer, StoredState
+from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, plan_state
+from lightning_mfsdp.checkpoint.state.sharded_optimizer import (
+    check_optimizer,
+    optimizer_state,
+    plan_optimizer,
+    restore_planned,
+)
 from lightning_mfsdp.checkpoint.state.staging import Staging
 
 __all__ = [
     "FullContent",
+    "Loading",
     "ShardedContent",
     "load",
     "optimizer_state",
@@ -58,6 +67,9 @@ class ShardedContent:
             RuntimeError: A hook changed values of the state dict so that their rows are unknown, or something cannot be pickled.
         """
         rest = dict(checkpoint)
+        versions = sharded.module_versions(rest["state_dict"])
+        if versions is not None:
+            rest[MODULE_VERSIONS] = versions
         if tied := sharded.tied_names(rest["state_dict"]):
             rest[TIED_WEIGHTS] = tied
         rows = sharded.own_share(sharded.rows_by_name(rest.pop("state_dict"), index, "saving a checkpoint"), ranks)
@@ -140,6 +152,164 @@ def _packed(rest: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
+@dataclass(frozen=True)
+class Loading:
+    """A checkpoint that is being loaded: opened, shown to the program, then read.
+
+    Attributes:
+        location: Of a directory written by `save`, or a single file written by Lightning with or without sharding.
+        directory: What it holds besides `meta.pt`; `None` for a file.
+        lacks_optimizers: It holds no state for any optimizer.
+    """
+
+    location: Location
+    directory: Directory | None
+    lacks_optimizers: bool
+
+    @classmethod
+    def open(
+        cls, location: Location, module: nn.Module, *, weights_only: bool | None
+    ) -> tuple[Loading, dict[str, Any]]:
+        """Open a checkpoint; all ranks call it.
+
+        Args:
+            location: Where it is.
+            module: Sharded.
+            weights_only: As for `torch.load`, and for everything in a directory: only `False` loads classes that were not allowed.
+
+        Returns:
+            Lightning's dictionary as well, with "state_dict", "optimizer_states" and "parameter_states" whose tensors are not read yet.
+
+        Raises:
+            ValueError: There is no checkpoint.
+            RuntimeError: It is damaged.
+            RefusedError: It holds a class that was not allowed.
+        """
+        ranks, directory = Ranks(), None
+        recover(location, ranks)
+        if location.is_sharded():
+            trusted = is_trusted(weights_only)
+            directory = Directory(location, check_files(location, ranks, trusted=trusted), trusted)
+            with on_all_ranks(f"opening {location}"):
+                content = read(location, META_FILE, weights_only)
+                _add_states(content, directory, module)
+        elif location.is_file():
+            content = read(location, None, weights_only)
+            if "state_dict" not in content:
+                raise RuntimeError(
+                    f"{location} is no Lightning checkpoint: it has no 'state_dict', only {list(content)[:8]}. Load plain weights with "
+                    "load_state_dict, in your own loop or before the model is sharded"
+                )
+        else:
+            raise no_checkpoint_error(location)
+        return cls(location, directory, not content.get("optimizer_states")), content
+
+    def load_model(
+        self,
+        content: dict[str, Any],
+        index: ParameterIndex,
+        *,
+        strict: bool,
+        progress: Progress | None = None,
+        parameter_states: Mapping[str, ParameterState] | None = None,
+        optimizers: Sequence[Optimizer] = (),
+    ) -> None:
+        """Read "state_dict" into a model, as the program has left it, and other states of its parameters. All ranks call it.
+
+        Args:
+            content: Lightning's dictionary.
+            index: Of the sharded model.
+            strict: Names must match exactly.
+            progress: Called for every tensor that was read.
+            parameter_states: Other objects that keep a tensor for each parameter, by key.
+            optimizers: What is saved for these is compared with them as well, before anything is read.
+
+        Raises:
+            RuntimeError: It does not fit.
+        """
+        reads, states = Reads(self.directory), parameter_states or {}
+        weights = content.get("state_dict")
+        if not isinstance(weights, Mapping):
+            raise RuntimeError(
+                f'{self.location}: checkpoint["state_dict"] is {type(weights).__name__} after on_load_checkpoint; leave a mapping of '
+                "names to tensors there, or take names out of it and set strict_loading=False on the LightningModule"
+            )
+        self._agree("state_dict", {name: _kind(value) for name, value in weights.items()})
+        plan = plan_model(self.location, weights, index, reads, strict=strict)
+        saved = content.pop(PARAMETER_STATES, {})
+        state_plans = [
+            plan_state(self.location, saved.get(key, {}), index, key, reads, strict=strict) for key in states
+        ]
+        if optimizers:
+            self._check(content, index, optimizers)
+        # What can be compared fits; state is changed from here on.
+        reads.run(progress)
+        finish_model(plan, index.module, progress)
+        for state_plan in state_plans:
+            states[state_plan.key].load_rows(state_plan.rows)
+
+    def load_optimizers(
+        self,
+        content: dict[str, Any],
+        index: ParameterIndex,
+        optimizers: Sequence[Optimizer],
+        *,
+        progress: Progress | None = None,
+    ) -> None:
+        """Read "optimizer_states" into optimizers, as the program has left them. All ranks call it.
+
+        Raises:
+            RuntimeError: They do not fit.
+        """
+        states, reads = content.get("optimizer_states") or [], Reads(self.directory)
+        self._check_number(states, optimizers)
+        for number, state in enumerate(states):
+            self._agree(f"optimizer_states[{number}]", dict.fromkeys(state["state"]))
+        with on_all_ranks(f"comparing optimizers with {self.location}"):
+            plans = [
+                plan_optimizer(self.location, state, index, optimizer, f"optimizer_{number}", reads)
+                for number, (state, optimizer) in enumerate(zip(states, optimizers, strict=False))
+            ]
+        reads.run(progress)
+        counting = CountingReads(progress, [state for state in states if not isinstance(state, StoredOptimizer)])
+        for state, plan, optimizer in zip(states, plans, optimizers, strict=False):
+            restore_planned(plan, optimizer)
+            if not isinstance(state, StoredOptimizer):
+                counting.took(state)
+        missing = len(optimizers) - len(plans)
+        if missing and (plans or self.lacks_optimizers):
+            rank_zero_warn(
+                f"{self.location} holds no state for {missing} of {len(optimizers)} optimizers, which start afresh; to go on exactly, "
+                "resume from a checkpoint with the state of all"
+            )
+
+    def _check(self, content: Mapping[str, Any], index: ParameterIndex, optimizers: Sequence[Optimizer]) -> None:
+        states = content.get("optimizer_states") or []
+        self._check_number(states, optimizers)
+        with on_all_ranks(f"comparing optimizers with {self.location}"):
+            for number, (state, optimizer) in enumerate(zip(states, optimizers, strict=False)):
+                check_optimizer(self.location, state, index, optimizer, f"optimizer_{number}")
+
+    def _agree(self, where: str, kinds: Mapping[Any, Any]) -> None:
+        """Raise if on_load_checkpoint has left other entries on another rank: shards would be of different states."""
+        everyones = Ranks().gather(zlib.crc32(repr(list(kinds.items())).encode()))
+        differing = [rank for rank, found in enumerate(everyones) if found != everyones[0]]
+        if differing:
+            raise RuntimeError(
+                f'{self.location}: on_load_checkpoint has left other entries in checkpoint["{where}"] on ranks {differing[:8]} than on '
+                "rank 0. Every rank loads its own part, so all must change it alike: change it on all ranks"
+            )
+
+    def _check_number(self, states: Sequence[Any], optimizers: Sequence[Optimizer]) -> None:
+        """Raise if anything that was saved for an optimizer would be lost when training resumes."""
+        numbered = states and not isinstance(states[0], StoredOptimizer)
+        if len(states) > len(optimizers) or (numbered and len(states) != len(optimizers)):
+            raise RuntimeError(
+                f"{self.location} holds {len(states)} states of optimizers, but {len(optimizers)} optimizers are there; configure all of "
+                'them as they were, or choose in on_load_checkpoint what is loaded: checkpoint["optimizer_states"] is a list'
+            )
+
+
 def load(
     location: Location,
     module: nn.Module,
@@ -149,19 +319,17 @@ def load(
     weights_only: bool | None,
     progress: Progress | None = None,
     parameter_states: Mapping[str, ParameterState] | None = None,
-    prepare: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Read a checkpoint into a sharded module and its optimizers; all ranks call it.
+    """Read a checkpoint into a sharded module and its optimizers, without a program that changes it; all ranks call it.
 
     Args:
-        location: Of a directory written by `save`, or a single file written by Lightning with or without sharding.
+        location: Of the checkpoint.
         module: Sharded.
         optimizers: Empty unless training resumes.
         strict: Names must match exactly.
-        weights_only: As for `torch.load`, and for everything in a directory: only `False` loads classes that were not allowed.
+        weights_only: As for `Loading.open`.
         progress: Called for every tensor that was read.
         parameter_states: Other objects that keep a tensor for each parameter, by key.
-        prepare: Called with what is returned, before optimizers are compared with the checkpoint.
 
     Returns:
         Everything but weights and optimizer states: loops, callbacks, schedulers, hyperparameters.
@@ -171,70 +339,38 @@ def load(
         RuntimeError: The checkpoint does not fit, or is damaged.
         RefusedError: It holds a class that was not allowed; nothing was changed.
     """
-    ranks, states, index = Ranks(), parameter_states or {}, ParameterIndex(module)
-    recover(location, ranks)
-    if location.is_sharded():
-        trusted = is_trusted(weights_only)
-        metadata = check_files(location, ranks, trusted=trusted)
-        with on_all_ranks(f"reading {META_FILE} of {location}"):
-            rest = read(location, META_FILE, weights_only)
-        rest.pop(TIED_WEIGHTS, None)
-        model_plan = sharded.plan_model(location, metadata, index, strict=strict)
-        state_plans = [plan_state(location, metadata, index, key, strict=strict) for key in states]
-        if prepare is not None:
-            prepare(rest)
-        _check_number(location, metadata, optimizers)
-        plans = [
-            plan_optimizer(location, metadata, index, optimizer, f"optimizer_{number}", trusted=trusted)
-            for number, optimizer in enumerate(optimizers)
-        ]
-        # Everything fits; state is changed from here on.
-        all_plans: list[ReadPlan] = [model_plan, *(plan for plan in plans if plan is not None), *state_plans]
-        read_rows(location, metadata, all_plans, progress, trusted=trusted)
-        sharded.finish_model(model_plan, module)
-        for plan, optimizer in zip(plans, optimizers, strict=True):
-            if plan is not None:
-                restore_planned(plan, optimizer)
-        for state_plan in state_plans:
-            states[state_plan.key].load_rows(state_plan.rows)
-        restored = [plan is not None for plan in plans]
-    elif location.is_file():
-        rest = read(location, None, weights_only)
-        if "state_dict" not in rest:
-            raise RuntimeError(
-                f"{location} is no Lightning checkpoint: it has no 'state_dict', only {list(rest)[:8]}. Load plain weights with "
-                "load_state_dict, in your own loop or before the model is sharded"
-            )
-        saved_states = rest.pop(PARAMETER_STATES, {})
-        rows = {key: rows_of_whole(location, key, saved_states.get(key, {}), index, strict=strict) for key in states}
-        if prepare is not None:
-            prepare(rest)
-        optimizer_states = rest.pop("optimizer_states", [])
-        full.check_optimizers(location, optimizer_states, index, optimizers)
-        weights = rest.pop("state_dict")
-        states_to_read = [state["state"] for state in optimizer_states] if optimizers else []
-        reads = CountingReads(progress, [weights, states_to_read])
-        full.load_model(location, weights, index, strict=strict, reads=reads)
-        restored = full.load_optimizers(optimizer_states, index, optimizers, reads=reads)
-        for key, state in states.items():
-            state.load_rows(rows[key])
-    else:
-        raise no_checkpoint_error(location)
-    if optimizers and not all(restored):
-        rank_zero_warn(
-            f"{location} holds no state for {restored.count(False)} of {len(restored)} optimizers, which start afresh; to go on exactly, "
-            "resume "
-            "from a checkpoint with the state of all"
-        )
-        # Lightning requires the key; there is nothing to restore schedulers from.
-        rest.setdefault("lr_schedulers", [])
-    return rest
+    loading, content = Loading.open(location, module, weights_only=weights_only)
+    index = ParameterIndex(module)
+    loading.load_model(
+        content,
+        index,
+        strict=strict,
+        progress=progress,
+        parameter_states=parameter_states,
+        optimizers=optimizers,
+    )
+    if optimizers:
+        loading.load_optimizers(content, index, optimizers, progress=progress)
+    return {key: value for key, value in content.items() if key not in ("state_dict", "optimizer_states")}
 
 
-def _check_number(location: Location, metadata: Metadata, optimizers: Sequence[Optimizer]) -> None:
-    """Raise if anything that was saved for an optimizer would be lost when training resumes."""
-    keys = {str(item[0]) for item in sharded.paths_of(metadata).values() if str(item[0]).startswith("optimizer_")}
-    if optimizers and len(keys) > len(optimizers):
-        raise RuntimeError(
-            f"{location} holds {len(keys)} states of optimizers, but only {len(optimizers)} optimizers are there; configure all of them"
-        )
+def _kind(value: Any) -> Any:
+    """What must be the same on all ranks of an entry."""
+    return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _add_states(content: dict[str, Any], directory: Directory, module: nn.Module) -> None:
+    """Add to what `meta.pt` holds what the other files hold, in the form of one file."""
+    content.pop(TIED_WEIGHTS, None)
+    keys = directory.parts()
+    state = StoredState.of(directory, "model" if "model" in keys else "state_dict", known_names(module))
+    versions = content.pop(MODULE_VERSIONS, None)
+    if versions is not None:
+        state._metadata = versions
+    content["state_dict"] = state
+    numbers = sorted(int(key.removeprefix("optimizer_")) for key in keys if re.fullmatch(r"optimizer_\d+", key))
+    if numbers:
+        content["optimizer_states"] = [StoredOptimizer(directory, f"optimizer_{number}") for number in numbers]
+    others = [key for key in keys if key not in ("model", "state_dict") and not key.startswith("optimizer_")]
+    if others:
+        content[PARAMETER_STATES] = {key: directory.tensors(key) for key in others}

@@ -11,19 +11,26 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from lightning_mfsdp.base.progress import progress_bar
 from lightning_mfsdp.checkpoint import lightning_io
-from lightning_mfsdp.checkpoint.io.location import META_FILE, Location, check_files
-from lightning_mfsdp.checkpoint.io.opening import ReadPlan, no_checkpoint_error, read, read_rows, recover
-from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, Location, check_files
+from lightning_mfsdp.checkpoint.io.opening import no_checkpoint_error, read, recover
+from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks
 from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
-from lightning_mfsdp.checkpoint.state import full, sharded
+from lightning_mfsdp.checkpoint.state import sharded
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
-from lightning_mfsdp.checkpoint.state.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
+from lightning_mfsdp.checkpoint.state.model import ModelPlan, finish_model, known_names, load_model, plan_model
+from lightning_mfsdp.checkpoint.state.on_disk import Directory, Reads, StoredOptimizer, StoredState
+from lightning_mfsdp.checkpoint.state.sharded_optimizer import (
+    OptimizerPlan,
+    optimizer_state,
+    plan_optimizer,
+    restore_planned,
+)
+from lightning_mfsdp.checkpoint.state.translation import AS_SAVED, Translation
 from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 
 __all__ = ["Filters", "load", "load_raw", "save"]
@@ -48,9 +55,13 @@ def save(location: Location, state: Mapping[str, Any], filters: Filters, *, whol
     keep, indices = ranks.rank == 0, _indices(state)
     tensors: dict[str, Any] = {}
     rest: dict[str, Any] = {}
+    versions: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, nn.Module):
-            found = whole_model_state(value.state_dict(), keep=keep) if whole else value.state_dict()
+            found = value.state_dict()
+            if not whole:
+                versions[key] = sharded.module_versions(found)
+            found = whole_model_state(found, keep=keep) if whole else found
             kept = _filtered(key, found, filters)
             tensors[key] = (
                 kept
@@ -67,12 +78,21 @@ def save(location: Location, state: Mapping[str, Any], filters: Filters, *, whol
     if whole:
         content = lightning_io.FullContent(checkpoint={**tensors, **rest})
     else:
-        content = lightning_io.ShardedContent.packed(tensors, rest, ranks)
+        content = lightning_io.ShardedContent.packed(
+            tensors, {**rest, MODULE_VERSIONS: versions} if versions else rest, ranks
+        )
     with progress_bar(f"Saving {location}") as progress:
         lightning_io.save(location, content, ranks=ranks, progress=progress)
 
 
-def load(location: Location, state: dict[str, Any], *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+def load(
+    location: Location,
+    state: dict[str, Any],
+    *,
+    strict: bool,
+    weights_only: bool | None,
+    translated: Translation = AS_SAVED,
+) -> dict[str, Any]:
     """Read into modules, optimizers and objects with `load_state_dict` in place, and replace plain values. All ranks call it.
 
     Args:
@@ -80,6 +100,7 @@ def load(location: Location, state: dict[str, Any], *, strict: bool, weights_onl
         state: What to restore.
         strict: Keys of `state` and names in state dicts must be present.
         weights_only: As for `torch.load`, and for everything in a directory: only `False` loads classes that were not allowed.
+        translated: Names of parameters and buffers that have changed since, or are left out.
 
     Returns:
         What was saved and not requested, without weights and optimizer states.
@@ -94,14 +115,35 @@ def load(location: Location, state: dict[str, Any], *, strict: bool, weights_onl
     recover(location, ranks)
     if location.is_sharded():
         trusted = is_trusted(weights_only)
-        metadata = check_files(location, ranks, trusted=trusted)
+        directory = Directory(location, check_files(location, ranks, trusted=trusted), trusted)
         rest = read(location, META_FILE, weights_only)
-        _load_rows(location, metadata, state, rest, strict=strict, trusted=trusted)
+        versions = rest.pop(MODULE_VERSIONS, {})
+        known = {*directory.parts(), *rest}
     elif location.is_file():
-        rest = read(location, None, weights_only)
-        _load_whole(location, state, rest, strict=strict)
+        directory, rest, versions = None, read(location, None, weights_only), {}
+        known = set(rest)
     else:
         raise no_checkpoint_error(location)
+    present, indices, reads = _present(location, state, known, strict=strict), _indices(state), Reads(directory)
+    models: dict[str, ModelPlan] = {}
+    optimizers: dict[str, OptimizerPlan] = {}
+    for key, module in present.items():
+        if isinstance(module, nn.Module):
+            saved = rest.pop(key) if directory is None else _stored(directory, key, module, versions.get(key))
+            models[key] = plan_model(location, translated.model(saved), indices[key], reads, strict=strict)
+    for key, optimizer in present.items():
+        if isinstance(optimizer, Optimizer):
+            saved = rest.pop(key) if directory is None else StoredOptimizer(directory, key)
+            index = _index_of(key, optimizer, indices)
+            with on_all_ranks(f"comparing {key} with {location}"):
+                optimizers[key] = plan_optimizer(location, translated.optimizer(saved), index, optimizer, key, reads)
+    # What can be compared fits; state is changed from here on.
+    with progress_bar(f"Loading {location}") as progress:
+        reads.run(progress)
+        for key, plan in models.items():
+            finish_model(plan, state[key], progress)
+    for key, optimizer_plan in optimizers.items():
+        restore_planned(optimizer_plan, state[key])
     for key, value in state.items():
         if key not in rest or isinstance(value, (nn.Module, Optimizer)):
             continue
@@ -112,55 +154,29 @@ def load(location: Location, state: dict[str, Any], *, strict: bool, weights_onl
     return rest
 
 
-def load_raw(location: Location, module: nn.Module, *, strict: bool, weights_only: bool | None) -> None:
+def load_raw(
+    location: Location,
+    module: nn.Module,
+    *,
+    strict: bool,
+    weights_only: bool | None,
+    translated: Translation = AS_SAVED,
+) -> None:
     """Read a file that holds only the state dict of a plain module. All ranks call it."""
     if not location.is_file():
         raise no_checkpoint_error(location)
-    full.load_model(location, read(location, None, weights_only), ParameterIndex(module), strict=strict)
+    saved = translated.model(read(location, None, weights_only))
+    load_model(location, saved, ParameterIndex(module), strict=strict)
 
 
-def _load_rows(
-    path: Location,
-    metadata: Metadata,
-    state: Mapping[str, Any],
-    rest: Mapping[str, Any],
-    *,
-    strict: bool,
-    trusted: bool,
-) -> None:
-    present = _present(path, state, {*(item[0] for item in sharded.paths_of(metadata).values()), *rest}, strict=strict)
-    indices = _indices(state)
-    models = {
-        key: sharded.plan_model(path, metadata, indices[key], strict=strict, key=key)
-        for key, module in present.items()
-        if isinstance(module, nn.Module)
-    }
-    optimizers = {
-        key: plan_optimizer(path, metadata, _index_of(key, optimizer, indices), optimizer, key, trusted=trusted)
-        for key, optimizer in present.items()
-        if isinstance(optimizer, Optimizer)
-    }
-    # Everything fits; state is changed from here on.
-    planned: list[ReadPlan] = [*models.values(), *(plan for plan in optimizers.values() if plan is not None)]
-    with progress_bar(f"Loading {path}") as progress:
-        read_rows(path, metadata, planned, progress, trusted=trusted)
-    for key, model_plan in models.items():
-        sharded.finish_model(model_plan, state[key])
-    for key, plan in optimizers.items():
-        if plan is not None:
-            restore_planned(plan, state[key])
-
-
-def _load_whole(path: Location, state: Mapping[str, Any], saved: dict[str, Any], *, strict: bool) -> None:
-    present, indices = _present(path, state, saved, strict=strict), _indices(state)
-    optimizers = {key: value for key, value in present.items() if isinstance(value, Optimizer)}
-    for key, optimizer in optimizers.items():
-        full.check_optimizers(path, [saved[key]], _index_of(key, optimizer, indices), [optimizer])
-    for key, module in present.items():
-        if isinstance(module, nn.Module):
-            full.load_model(path, saved.pop(key), indices[key], strict=strict)
-    for key, optimizer in optimizers.items():
-        full.load_optimizers([saved.pop(key)], _index_of(key, optimizer, indices), [optimizer])
+def _stored(directory: Directory, key: str, module: nn.Module, versions: dict[str, Any] | None) -> StoredState:
+    """The state dict of a module in a directory."""
+    if key == "model" and key not in directory.parts():
+        key = "state_dict"  # as ModelParallelStrategy names it
+    found = StoredState.of(directory, key, known_names(module))
+    if versions is not None:
+        found._metadata = versions
+    return found
 
 
 def _present(path: Location, state: Mapping[str, Any], saved: Iterable[str], *, strict: bool) -> dict[str, Any]:

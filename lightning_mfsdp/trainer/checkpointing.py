@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp._lightning_api import (
     LIGHTNING_VERSION,
+    Callback,
     LightningOptimizer,
     ModelCheckpoint,
     SIGTERMException,
@@ -101,11 +102,12 @@ class CheckpointingStrategy(ProcessStrategy):
         self._go_on_reading: Callable[[], None] | None = None
         self._weights_only: bool | None = None
         self._can_read = False
+        self._loading: lightning_io.Loading | None = None
 
     def connect(self, model: LightningModule) -> None:
         """An entry point of the Trainer begins; the model is not sharded for it yet."""
         super().connect(model)
-        self._weights_only, self._can_read = None, False
+        self._weights_only, self._can_read, self._loading = None, False, None
 
     def can_read_checkpoints(self) -> None:
         """The model is sharded, and its optimizers exist."""
@@ -161,11 +163,6 @@ class CheckpointingStrategy(ProcessStrategy):
         after it. So both happen: the first call stores the argument, and the second reads.
         """
         return self._can_read
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """`load_checkpoint` restores optimizers."""
-        return False
 
     @property
     def parameter_states(self) -> dict[str, ParameterState]:
@@ -363,11 +360,11 @@ class CheckpointingStrategy(ProcessStrategy):
         self._saver.after(f"removing {filepath}", lambda: remove(filepath))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read weights, and optimizer states when fitting, in place; returns what is left for Lightning.
+        """Open a checkpoint for the hooks that may change it. Weights and optimizer states in it are not read yet.
 
         Raises:
             ValueError: There is nothing readable at the path.
-            RuntimeError: The checkpoint does not fit the model or the optimizers.
+            RuntimeError: The checkpoint is damaged.
             RefusedError: It holds a class that was not allowed, and `weights_only` is not False.
         """
         if not self._can_read:
@@ -376,29 +373,60 @@ class CheckpointingStrategy(ProcessStrategy):
         weights_only = self._weights_only if weights_only is None else weights_only
         self._saver.wait()
         self._at_first_step.clear()
-        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         same_on_all("the path of load_checkpoint", os.fspath(checkpoint_path), Ranks())
         location = locate(checkpoint_path)
-        with self._progress(f"Loading {location}") as progress:
-            rest = lightning_io.load(
-                location,
-                self._module,
-                self.optimizers if fitting else [],
-                strict=self._module.strict_loading,
-                weights_only=weights_only,
-                progress=progress,
-                parameter_states=self.parameter_states,
-                prepare=self._prepare_optimizers if fitting else None,
-            )
-        self.precision_plugin.take_fp8_scaling({_MODEL: self._module}, rest)  # type: ignore[attr-defined]
-        self._restore_rank_state(rest)
-        return rest
+        self._loading, checkpoint = lightning_io.Loading.open(location, self._module, weights_only=weights_only)
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing to do: `load_checkpoint` has read the weights."""
+        """Read weights, after `on_load_checkpoint` of the LightningModule and before that of callbacks.
+
+        Raises:
+            RuntimeError: Weights, or optimizer states, do not fit; then nothing was read, as far as that can be seen before.
+        """
+        loading, content = self._opened, cast("dict[str, Any]", checkpoint)
+        compared: Sequence[Optimizer] = ()
+        if self._is_fitting:
+            # Lightning requires the keys. Without states optimizers start afresh.
+            content.setdefault("optimizer_states", [])
+            content.setdefault("lr_schedulers", [])
+            self._prepare_optimizers(content)
+            callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
+            hooks = [getattr(callback.on_load_checkpoint, "__func__", None) for callback in callbacks]
+            if all(hook is Callback.on_load_checkpoint for hook in hooks):  # else these may still change states
+                compared = self.optimizers
+        with self._progress(f"Loading {loading.location}") as progress:
+            loading.load_model(
+                content,
+                ParameterIndex(self._module),
+                strict=strict,
+                progress=progress,
+                parameter_states=self.parameter_states,
+                optimizers=compared,
+            )
+        self.model_to_device()  # what on_load_checkpoint may have made anew
+        self.precision_plugin.take_fp8_scaling({_MODEL: self._module}, content)  # type: ignore[attr-defined]
+        self._restore_rank_state(content)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing to do: `load_checkpoint` has read the states."""
+        """Read optimizer states, after `on_load_checkpoint` of callbacks.
+
+        Raises:
+            RuntimeError: They do not fit.
+        """
+        loading = self._opened
+        with self._progress(f"Loading optimizers of {loading.location}") as progress:
+            loading.load_optimizers(dict(checkpoint), ParameterIndex(self._module), self.optimizers, progress=progress)
+
+    @property
+    def _opened(self) -> lightning_io.Loading:
+        if self._loading is None:
+            raise RuntimeError("no checkpoint was opened: load_checkpoint(path) comes first, whose result this takes")
+        return self._loading
+
+    @property
+    def _is_fitting(self) -> bool:
+        return self._module.trainer.state.fn == TrainerFn.FITTING
 
     def go_on_exactly(self) -> None:
         """Before the first training step after a checkpoint was read: restore what Lightning's own preparations would have undone."""

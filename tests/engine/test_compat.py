@@ -25,6 +25,22 @@ def test_the_torch_version_is_one_the_package_allows():
     assert (2, 10) <= tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
 
 
+def test_code_that_takes_part_in_loading_is_found():
+    class Own(nn.Linear):
+        def _load_from_state_dict(self, *rest):
+            super()._load_from_state_dict(*rest)
+
+    def hook(*_):
+        pass
+
+    module = Own(2, 2)
+    before, after = module.register_load_state_dict_pre_hook(hook), module.register_load_state_dict_post_hook(hook)
+    assert compat.load_code(module) == ([hook, module._load_from_state_dict], [hook])
+    before.remove()
+    after.remove()
+    assert compat.load_code(nn.Linear(2, 2)) == ([], [])
+
+
 def where_storages_begin(rank: int, world: int) -> bool:
     mesh = init_device_mesh("cpu", (world,))
     plain = torch.ones(4)

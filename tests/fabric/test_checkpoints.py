@@ -170,7 +170,7 @@ def test_a_directory_has_lightnings_layout_with_the_users_keys(saved: Any) -> No
     files = sorted(path.name for path in (folder / "sharded").iterdir())
     assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
     checkpoint = _load_distributed_checkpoint(folder / "sharded")
-    assert checkpoint.keys() == {"model", "optimizer", "schedule", "step"}
+    assert checkpoint.keys() == {"model", "optimizer", "schedule", "step", "module_versions"}
     assert_same({name: checkpoint["model"][name] for name in weights}, weights)
     assert checkpoint["optimizer"]["state"]["head.weight"]["exp_avg"].shape == (5, 12)
     assert "head.bias" in checkpoint["optimizer"]["param_groups"][0]["params"]

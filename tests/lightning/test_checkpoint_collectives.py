@@ -63,9 +63,13 @@ PURPOSES = {
         "checkpointing.load_checkpoint": "the path, which all ranks must have been given",
         "opening.recover": "whether rank 0 had to finish an exchange that was interrupted",
         "location.check_files": "what is wrong with the files, as every rank sees them",
-        "lightning_io.load": "whether any rank could not read meta.pt",
+        "lightning_io.open": "whether any rank could not read meta.pt",
+        "lightning_io._agree": "that on_load_checkpoint has left the same entries on all ranks",
         "sharded.rows_by_name": "as above, of the model that is loaded into",
-        "opening.read_rows": "PyTorch's plan for the groups of an optimizer, then for all rows, and whether all were read",
+        "lightning_io._check": "whether an optimizer does not fit on any rank, before weights are read",
+        "lightning_io.load_optimizers": "the same when its state is read",
+        "on_disk.run": "whether any rank has something to read",
+        "opening.read_rows": "PyTorch's plan for all rows of the model, then of optimizers, and whether all were read",
     },
 }
 
@@ -122,13 +126,30 @@ class Deep(Classifier):
 
 
 class Loading(MFSDPStrategy):
-    """Watches its own `load_checkpoint`."""
+    """Watches how it loads."""
 
-    watched: Watched
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.watched = Watched()
 
     def load_checkpoint(self, *args: Any, **options: Any) -> Any:
-        with watching() as self.watched:
+        with self.watching():
             return super().load_checkpoint(*args, **options)
+
+    def load_model_state_dict(self, *args: Any, **options: Any) -> None:
+        with self.watching():
+            super().load_model_state_dict(*args, **options)
+
+    def load_optimizer_state_dict(self, *args: Any) -> None:
+        with self.watching():
+            super().load_optimizer_state_dict(*args)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with watching() as watched:
+            yield
+        self.watched.objects += watched.objects
+        self.watched.all += watched.all
 
 
 def save_and_load(rank: int, world: int, folder: str) -> list[dict[str, Any]]:

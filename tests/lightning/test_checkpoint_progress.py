@@ -108,7 +108,7 @@ def test_rank_zero_shows_all_bytes_of_saves_and_loads_where_there_are_bars(runs:
     folder, (first, second) = runs
     path = folder / f"{kind}.ckpt"
     bars = first[f"{kind} bars"]
-    assert [desc for desc, *_ in bars] == [f"Saving {path}", f"Loading {path}"]
+    assert [desc for desc, *_ in bars] == [f"Saving {path}", f"Loading {path}", f"Loading optimizers of {path}"]
     assert all(0 < done == total and closed for _, done, total, closed in bars)
     assert second[f"{kind} bars"] == []
     assert first[f"{kind} quiet"] == second[f"{kind} quiet"] == 0

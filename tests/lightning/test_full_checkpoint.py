@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_mfsdp import MFSDPStrategy, fully_shard, fully_shard_optimizer
+from lightning_mfsdp.checkpoint.io.opening import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
-from lightning_mfsdp.checkpoint.state.full import load_optimizers
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
-from lightning_mfsdp.checkpoint.state.sharded_optimizer import optimizer_state
+from lightning_mfsdp.checkpoint.state.on_disk import Reads
+from lightning_mfsdp.checkpoint.state.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
 from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 from lightning_mfsdp.engine import sharded_parameters
 from tests.engine.worlds import by_world, check
@@ -285,6 +286,12 @@ class Packed(torch.Tensor):
         return cls(func(args[0].inner, *args[1:], **(kwargs or {})))
 
 
+def load_optimizer(state: Any, model: nn.Module, optimizer: Any) -> None:
+    """Whole state by number."""
+    plan = plan_optimizer(locate("a.ckpt"), state, ParameterIndex(model), optimizer, "optimizer_0", Reads(None))
+    restore_planned(plan, optimizer)
+
+
 def packed_state_is_kept_where_it_is_whole_and_refused_elsewhere(rank: int, world: int) -> None:
     def made(sharding: str, value: float) -> tuple[Any, Any]:
         model = fully_shard(build(), sharding=sharding)
@@ -296,7 +303,7 @@ def packed_state_is_kept_where_it_is_whole_and_refused_elsewhere(rank: int, worl
 
     state = whole_optimizer_state(made("no_shard", 3.0)[1], keep=True)
     model, optimizer = made("no_shard", 0.0)
-    assert load_optimizers([state], ParameterIndex(model), [optimizer]) == [True]
+    load_optimizer(state, model, optimizer)
     assert all(one["packed"].inner.unique().tolist() == [3.0] for one in optimizer.state.values())
     with pytest.raises(ValueError, match=r'packed: a Packed, whose numbers.*state_dict_type="full"'):
         optimizer_state(ParameterIndex(model), optimizer)
@@ -306,7 +313,7 @@ def packed_state_is_kept_where_it_is_whole_and_refused_elsewhere(rank: int, worl
     with pytest.raises(ValueError, match=r'packed of parameter .*: a Packed.*sharding="no_shard"'):
         whole_optimizer_state(optimizer, keep=True)
     with pytest.raises(RuntimeError, match=r'is a Packed, which cannot be divided; resume with sharding="no_shard"'):
-        load_optimizers([state], ParameterIndex(model), [optimizer])
+        load_optimizer(state, model, optimizer)
 
 
 def tied_weights_stay_tied(rank: int, world: int) -> None:

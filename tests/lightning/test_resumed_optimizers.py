@@ -138,7 +138,7 @@ def test_a_full_checkpoint_that_does_not_fit_the_optimizer_leaves_the_model_alon
 def test_another_number_of_optimizers_is_refused_or_told(ran: Any) -> None:
     for found in ran:
         fewer, fewer_in_full, more_in_full = found["numbers"]
-        assert "holds 2 states of optimizers, but only 1 optimizers are there" in fewer
-        assert "holds 2 optimizer states but 1 optimizers are configured" in fewer_in_full
-        assert "holds 1 optimizer states but 2 optimizers are configured" in more_in_full
+        assert "holds 2 states of optimizers, but 1 optimizers are there" in fewer
+        assert "holds 2 states of optimizers, but 1 optimizers are there" in fewer_in_full
+        assert "holds 1 states of optimizers, but 2 optimizers are there" in more_in_full
         assert found["afresh"] == [{4.0}, {2.0}]

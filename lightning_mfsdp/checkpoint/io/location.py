@@ -54,6 +54,7 @@ from lightning_mfsdp.checkpoint.io.unpickling import (
 __all__ = [
     "COPY_AHEAD_BYTES",
     "META_FILE",
+    "MODULE_VERSIONS",
     "TABLE_OF_CONTENTS",
     "TIED_WEIGHTS",
     "Location",
@@ -73,6 +74,8 @@ META_FILE = "meta.pt"
 TABLE_OF_CONTENTS = ".metadata"
 # In it, where there are any: further names of tied weights, and the name that each is the same as.
 TIED_WEIGHTS = "tied_weights"
+# In it: versions of modules by name, which `load_state_dict` of a newer program may look for.
+MODULE_VERSIONS = "module_versions"
 # How much is copied from a GPU while the previous copy is written.
 COPY_AHEAD_BYTES = 64 * 2**20
 _READ_THREADS = 4

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -28,7 +27,7 @@ from lightning_mfsdp.checkpoint.io.unpickling import (
     refused_class,
 )
 
-__all__ = ["ReadPlan", "locate", "no_checkpoint_error", "read", "read_rows", "recover"]
+__all__ = ["locate", "no_checkpoint_error", "read", "read_rows", "recover"]
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
@@ -79,34 +78,22 @@ def read(location: Location, name: str | None, weights_only: bool | None) -> dic
         ) from error
 
 
-class ReadPlan(Protocol):
-    """What will be read under one key of a directory."""
-
-    @property
-    def key(self) -> str:
-        """The key."""
-
-    @property
-    def wanted(self) -> dict[str, Any]:
-        """By name, what is read in place or replaced."""
-
-
 def read_rows(
     location: Location,
     metadata: Metadata,
-    plans: Sequence[ReadPlan],
+    targets: dict[str, Any],
     progress: Progress | None = None,
     *,
     trusted: bool = False,
     alone: bool = False,
     in_place: bool = True,
 ) -> None:
-    """Read what was planned, all in one go. All ranks call it, unless one process works `alone`.
+    """Read tensors and objects, all in one go. All ranks call it, unless one process works `alone`.
 
     Args:
         location: Of the checkpoint.
         metadata: Its table of contents.
-        plans: What to read.
+        targets: By flat name, what is read in place (tensors) or replaced.
         progress: Called for every tensor that was read.
         trusted: Values may be of any class.
         alone: Other ranks do not join.
@@ -116,7 +103,6 @@ def read_rows(
         RuntimeError: On all ranks, if it fails on any; it is undefined then what was read.
         RefusedError: On all ranks, if a value is of a class that was not allowed and not `trusted`; then nothing was read.
     """
-    targets = {plan.key: plan.wanted for plan in plans}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

@@ -218,14 +218,6 @@ class _Options:
 # -- from a checkpoint -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _OneTensor:
-    """What `read_rows` reads: a tensor of the model."""
-
-    wanted: dict[str, Any]
-    key: str = "model"
-
-
 def _sharded_source(path: Location, weights_only: bool | None) -> tuple[_Described, Callable[[str], Tensor]]:
     metadata, problem = look_over(path, trusted=is_trusted(weights_only))
     if isinstance(problem, RefusedError):
@@ -247,7 +239,7 @@ def _sharded_source(path: Location, weights_only: bool | None) -> tuple[_Describ
         entry = described[name]
         assert isinstance(entry, tuple), "only tensors are planned"
         target = torch.empty(entry[0], dtype=entry[1], device="cpu")
-        read_rows(path, metadata, [_OneTensor({name: target})], alone=True)
+        read_rows(path, metadata, {f"model.{name}": target}, alone=True)
         return target
 
     return described, read_one

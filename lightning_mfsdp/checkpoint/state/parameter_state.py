@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from lightning_mfsdp.base.stand_in import StandIn
 from lightning_mfsdp.checkpoint.io.location import Location
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
+from lightning_mfsdp.checkpoint.state.on_disk import Reads
 from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
-from lightning_mfsdp.checkpoint.state.sharded import paths_of
 from lightning_mfsdp.engine.params.sharded_tensor import Rows
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "StatePlan",
     "piece_shards",
     "plan_state",
-    "rows_of_whole",
     "whole_rows",
 ]
 
@@ -78,50 +77,41 @@ class StatePlan:
 
     Attributes:
         key: Its name in the checkpoint.
-        wanted: Where it is read to, by the name in the checkpoint; without tensors that have no rows here.
-        rows: All of it, by the names here.
+        rows: By the names here; some are yet to be read.
     """
 
     key: str
-    wanted: dict[str, Any]
     rows: dict[str, Tensor]
 
 
-def plan_state(path: Location, metadata: Metadata, index: ParameterIndex, key: str, *, strict: bool) -> StatePlan:
-    """Find the tensors under `key` and check that they fit the module's parameters; changes nothing.
+def plan_state(
+    path: Location, saved: Mapping[str, Tensor], index: ParameterIndex, key: str, reads: Reads, *, strict: bool
+) -> StatePlan:
+    """Check that tensors fit the module's parameters; changes nothing. `reads` is told what to read, and where to.
+
+    Args:
+        path: Of the checkpoint, for messages.
+        saved: By name, from a directory, or whole.
+        index: Of the module.
+        key: What they are saved under.
+        reads: Of the checkpoint.
+        strict: All names must be known.
 
     Raises:
         RuntimeError: Shapes differ, or with `strict` a name belongs to no parameter here.
     """
-    saved: dict[str, tuple[torch.Size, torch.dtype]] = {}
-    for flat, item in paths_of(metadata).items():
-        entry = metadata.state_dict_metadata[flat]
-        if item[0] == key and isinstance(entry, TensorStorageMetadata):
-            saved[str(item[1])] = (entry.size, entry.properties.dtype)
-    wanted, rows = {}, {}
-    shapes = {name: size for name, (size, _) in saved.items()}
-    for name, (here, like, view) in _targets(path, key, shapes, index, strict=strict).items():
-        local = torch.empty_like(like, dtype=saved[name][1], device="cpu", requires_grad=False)
-        rows[here] = local
-        if local.numel():
-            wanted[name] = local if view is None else PieceShard.of(local, view.piece)
-    return StatePlan(key, wanted, rows)
-
-
-def rows_of_whole(
-    path: Location, key: str, saved: Mapping[str, Tensor], index: ParameterIndex, *, strict: bool
-) -> dict[str, Tensor]:
-    """This rank's rows of whole tensors from a full checkpoint, by the names here.
-
-    Raises:
-        RuntimeError: As `plan_state`.
-    """
+    rows = {}
     shapes = {name: value.shape for name, value in saved.items()}
-    found = {}
     for name, (here, like, view) in _targets(path, key, shapes, index, strict=strict).items():
-        whole = saved[name]
-        found[here] = (whole if view is None else view.piece.of(whole)).reshape(like.shape)
-    return found
+        value = saved[name]
+        if reads.takes(value):
+            local = torch.empty_like(like, dtype=value.dtype, device="cpu", requires_grad=False)
+            reads.add(value, local if view is None else PieceShard.of(local, view.piece))
+        else:
+            whole = value.whole() if isinstance(value, StandIn) else value
+            local = (whole if view is None else view.piece.of(whole)).reshape(like.shape)
+        rows[here] = local
+    return StatePlan(key, rows)
 
 
 def _targets(

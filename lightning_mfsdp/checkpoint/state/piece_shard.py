@@ -40,6 +40,11 @@ class PieceShard(Tensor):
         """The same piece, kept in other memory."""
         return PieceShard.of(local, self._piece)
 
+    def fill_from(self, whole: Tensor) -> None:
+        """Copy the rows out of a whole tensor."""
+        for box in self._piece.boxes:
+            box.in_rows(self._local).copy_(box.in_whole(whole))
+
     def size(self, dim: int | None = None) -> Any:
         """Of the whole tensor: DCP compares it with the size in the checkpoint."""
         shape = self._piece.shape

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.checkpoint.io.location import Location
@@ -33,14 +32,13 @@ from lightning_mfsdp.engine import is_sharded, refresh_weights
 from lightning_mfsdp.engine.params.group import place_of
 
 __all__ = [
-    "ModelPlan",
     "check_names",
     "check_restored",
     "drops_extra_state",
-    "finish_model",
+    "identity_of",
+    "module_versions",
     "own_share",
     "paths_of",
-    "plan_model",
     "refresh",
     "rows_by_name",
     "tied_names",
@@ -83,18 +81,24 @@ def own_share(rows: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
     return {name: value for name, value in rows.items() if ranks.rank == 0 or isinstance(value, (PieceShard, DTensor))}
 
 
+def module_versions(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The versions of modules in a state dict, by plain name: `load_state_dict` of a newer program may look for them."""
+    versions = getattr(state, "_metadata", None)
+    return None if versions is None else {plain_name(name): dict(version) for name, version in versions.items()}
+
+
 def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
     """Entries of a state dict that are the same weight as an earlier one, with the first name of it."""
     tied: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, value in state.items():
-        identity = _identity(value)
+        identity = identity_of(value)
         if identity is not None and first.setdefault(identity, name) != name:
             tied[name] = first[identity]
     return tied
 
 
-def _identity(value: Any) -> tuple[Any, ...] | None:
+def identity_of(value: Any) -> tuple[Any, ...] | None:
     """A key that is equal for entries of a state dict that share all their memory; `None` for entries that share none."""
     place = place_of(value) if isinstance(value, Tensor) else None
     if place is not None:
@@ -102,65 +106,6 @@ def _identity(value: Any) -> tuple[Any, ...] | None:
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or not value.numel():
         return None
     return value.data_ptr(), value.shape, value.stride(), value.dtype
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """What will be read for a model; it was checked to fit.
-
-    Attributes:
-        key: Of the model in the checkpoint.
-        wanted: Name in the checkpoint, and what is read in place or replaced.
-        others: Name in the model and in the checkpoint, of what is no tensor.
-    """
-
-    key: str
-    wanted: dict[str, Any]
-    others: dict[str, str]
-
-
-def plan_model(
-    path: Location, metadata: Metadata, index: ParameterIndex, *, strict: bool, key: str = "model"
-) -> ModelPlan:
-    """Compare a checkpoint with a model; changes nothing. All ranks call it.
-
-    Raises:
-        RuntimeError: Names or shapes differ; all of them are listed. With `strict=False` only shapes count, and a warning says which
-            parameters keep their values.
-    """
-    rows = rows_by_name(index.module.state_dict(), index, f"loading {path}")
-    targets = {plain_name(name): (name, value) for name, value in rows.items()}
-    saved: dict[str, str] = {}
-    shapes: dict[str, torch.Size] = {}
-    paths = paths_of(metadata)
-    if key == "model" and not any(item[0] == key for item in paths.values()):
-        key = "state_dict"
-    present = {name: value for name, (_, value) in targets.items()}
-    for flat, item in paths.items():
-        if item[0] == key and len(item) > 1:
-            name = plain_name(str(item[1]))
-            if drops_extra_state(name, present):
-                continue
-            saved[name] = str(item[1])
-            entry = metadata.state_dict_metadata[flat]
-            if len(item) == 2 and isinstance(entry, TensorStorageMetadata):
-                shapes[name] = entry.size
-    check_names(path, present, list(saved), shapes, strict=strict)
-    check_restored(path, index, [name for name in targets if name in saved], strict=strict)
-    wanted = {saved[name]: value for name, (_, value) in targets.items() if name in saved}
-    others = {
-        full_name: saved[name]
-        for name, (full_name, value) in targets.items()
-        if name in saved and not isinstance(value, Tensor)
-    }
-    return ModelPlan(key, wanted, others)
-
-
-def finish_model(plan: ModelPlan, module: nn.Module) -> None:
-    """After everything planned was read in place. All ranks call it."""
-    if plan.others:
-        module.load_state_dict({name: plan.wanted[saved] for name, saved in plan.others.items()}, strict=False)
-    refresh(module)
 
 
 def refresh(module: nn.Module) -> None:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_mfsdp.base.containers import map_tensors
+from lightning_mfsdp.base.stand_in import StandIn
 from lightning_mfsdp.checkpoint.io.location import Location
-from lightning_mfsdp.checkpoint.io.opening import read_rows
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
+from lightning_mfsdp.checkpoint.state.on_disk import Reads
 from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
-from lightning_mfsdp.checkpoint.state.sharded import paths_of
 from lightning_mfsdp.engine import ParameterView
 from lightning_mfsdp.engine.features.offload.offloaded_state import empty_at_rest, put_to_rest
 from lightning_mfsdp.engine.optimizer.adopt import prepare_state, steps_rows
@@ -26,6 +26,7 @@ from lightning_mfsdp.engine.params.rows import sharded_axes
 
 __all__ = [
     "OptimizerPlan",
+    "check_optimizer",
     "is_packed",
     "optimizer_state",
     "plan_optimizer",
@@ -57,67 +58,94 @@ def optimizer_state(index: ParameterIndex, optimizer: Optimizer) -> dict[str, An
 
 @dataclass(frozen=True)
 class OptimizerPlan:
-    """What will be read for one optimizer; it was checked to fit.
+    """What will be loaded into one optimizer; it was checked to fit.
 
     Attributes:
-        key: Its name in the checkpoint.
-        wanted: Where `torch.distributed.checkpoint` reads to; groups are read already.
+        state: By plain parameter name, with this rank's rows, some of which are yet to be read.
+        groups: Options of the parameter groups.
         names_by_group: Parameters here.
     """
 
-    key: str
-    wanted: dict[str, Any]
+    state: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
     names_by_group: list[list[str]]
 
 
-@dataclass(frozen=True)
-class _Groups:
-    """What `read_rows` reads: options of the parameter groups."""
+def check_optimizer(
+    path: Location, saved: Mapping[str, Any], index: ParameterIndex, optimizer: Optimizer, key: str
+) -> dict[Any, str]:
+    """Compare the parameter groups of a state with those of an optimizer.
 
-    key: str
-    wanted: dict[str, Any]
+    Args:
+        path: Of the checkpoint, for messages.
+        saved: "state" and "param_groups", by parameter name as in a directory, or by number as `Optimizer.state_dict()` has it.
+        index: Of the model.
+        optimizer: That will have it.
+        key: Its name, for messages.
+
+    Returns:
+        By what the state uses for a parameter, its plain name.
+
+    Raises:
+        RuntimeError: The groups hold other parameters than the saved ones.
+        RefusedError: An option is of a class that was not allowed.
+    """
+    names_by_group, groups = index.names_by_group(optimizer), saved["param_groups"]
+    theirs = [list(group.get("params", [])) for group in groups]
+    numbers = [number for group in theirs for number in group]
+    if all(isinstance(number, int) for number in numbers):
+        _check_counts(path, key, [len(group) for group in theirs], [len(names) for names in names_by_group])
+        return dict(zip(numbers, (name for names in names_by_group for name in names), strict=True))
+    _check_groups(path, key, [[plain_name(name) for name in group] for group in theirs], names_by_group)
+    return {name: plain_name(name) for group in theirs for name in group}
 
 
 def plan_optimizer(
-    path: Location, metadata: Metadata, index: ParameterIndex, optimizer: Optimizer, key: str, *, trusted: bool = False
-) -> OptimizerPlan | None:
-    """Find the state of the optimizer saved as `key`, and check that it fits; changes nothing. All ranks call it.
-
-    Returns:
-        `None` where the checkpoint holds no state for it (saved with weights only).
+    path: Location, saved: Mapping[str, Any], index: ParameterIndex, optimizer: Optimizer, key: str, reads: Reads
+) -> OptimizerPlan:
+    """What `check_optimizer` found to fit, as this rank will have it. Changes nothing; `reads` is told what to read, and where to.
 
     Raises:
-        RuntimeError: The optimizer's parameter groups hold other parameters than the saved ones.
-        RefusedError: An option is of a class that was not allowed, and not `trusted`.
+        RuntimeError: It does not fit, or holds tensors of a class that cannot be divided.
     """
-    names_by_group = index.names_by_group(optimizer)
-    known = {name for names in names_by_group for name in names}
-    target: dict[str, Any] = {"state": {}, "param_groups": []}
-    found = False
-    for flat, item in paths_of(metadata).items():
-        if item[0] != key:
-            continue
-        found = True
-        if item[1] == "param_groups":
-            while len(target["param_groups"]) <= int(item[2]):
-                target["param_groups"].append({})
-            target["param_groups"][int(item[2])][item[3]] = _empty_like_saved(metadata, flat, None)
-        elif plain_name(str(item[2])) in known:
-            view = index.views.get(plain_name(str(item[2])))
+    names = check_optimizer(path, saved, index, optimizer, key)
+    state: dict[str, dict[str, Any]] = {}
+    for mark, values in saved["state"].items():
+        if mark in names:
             # Also if this rank has no rows: its gradient there is empty, and is stepped.
-            _place(target["state"].setdefault(item[2], {}), item[3:], _empty_like_saved(metadata, flat, view))
-    if not found:
-        return None
-    read_rows(path, metadata, [_Groups(key, {"param_groups": target["param_groups"]})], trusted=trusted, in_place=False)
-    saved_groups = [[plain_name(name) for name in group.get("params", [])] for group in target["param_groups"]]
-    _check_groups(path, key, saved_groups, names_by_group)
-    return OptimizerPlan(key, target, names_by_group)
+            into = partial(_target, view=index.views.get(names[mark]), reads=reads)
+            state[names[mark]] = {part: map_tensors(into, value) for part, value in values.items()}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
+    return OptimizerPlan(state, groups, index.names_by_group(optimizer))
+
+
+def _target(value: Tensor, *, view: ParameterView | None, reads: Reads) -> Tensor:
+    """Where a tensor is read to, or what this rank has of it."""
+    if reads.takes(value):
+        made = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+        if view is not None and value.dim() and value.shape == view.shape:
+            made = PieceShard.of(empty_at_rest(view.local, value.dtype), view.piece)
+        reads.add(value, made)
+        return made
+    if isinstance(value, StandIn):
+        value = value.whole()
+    if is_packed(value) and not isinstance(value, DTensor):
+        if view is None or view.local.shape == view.shape:
+            return value
+        raise RuntimeError(
+            f"optimizer state of {view.name} in the checkpoint is a {type(value).__name__}, which cannot be divided; resume with "
+            'sharding="no_shard" and without a tensor axis, or load weights only: trainer.validate(ckpt_path=...), then fit'
+        )
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if view is not None and value.dim() and value.shape == view.shape:
+        return view.piece.of(value).clone()
+    return value.clone()
 
 
 def restore_planned(plan: OptimizerPlan, optimizer: Optimizer) -> None:
     """After everything planned was read: load it into the optimizer."""
-    state = {plain_name(name): values for name, values in plan.wanted["state"].items()}
-    restore_optimizer(optimizer, state, plan.wanted["param_groups"], plan.names_by_group)
+    restore_optimizer(optimizer, plan.state, plan.groups, plan.names_by_group)
 
 
 def restore_optimizer(
@@ -182,30 +210,12 @@ def is_packed(value: Tensor) -> bool:
     return type(value) not in (Tensor, nn.Parameter)
 
 
-def _empty_like_saved(metadata: Metadata, key: str, view: ParameterView | None) -> Any:
-    saved = metadata.state_dict_metadata[key]
-    if not isinstance(saved, TensorStorageMetadata):
-        return None
-    dtype = saved.properties.dtype
-    if view is None or not saved.size or saved.size != view.shape:
-        return torch.empty(saved.size, dtype=dtype, device="cpu")
-    return PieceShard.of(empty_at_rest(view.local, dtype), view.piece)
-
-
-def _place(values: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
-    """Put the value of one flat key of a checkpoint back in its place: state may be lists of tensors (LBFGS)."""
-    inside: Any = values
-    for key, following in pairwise(path):
-        made: Any = [] if isinstance(following, int) else {}
-        if isinstance(inside, list):
-            inside += [None] * (key + 1 - len(inside))
-            inside[key] = made if inside[key] is None else inside[key]
-            inside = inside[key]
-        else:
-            inside = inside.setdefault(key, made)
-    if isinstance(inside, list):
-        inside += [None] * (path[-1] + 1 - len(inside))
-    inside[path[-1]] = value
+def _check_counts(path: Location, key: str, theirs: list[int], ours: list[int]) -> None:
+    if theirs != ours:
+        raise RuntimeError(
+            f"{path}: {key} has parameter groups of {theirs} parameters, here they have {ours}; configure the optimizers as they were when "
+            'the checkpoint was saved, or begin with a new optimizer: checkpoint["optimizer_states"] = [] in on_load_checkpoint'
+        )
 
 
 def _check_groups(path: Location, key: str, saved: list[list[str]], present: list[list[str]]) -> None:
@@ -216,6 +226,6 @@ def _check_groups(path: Location, key: str, saved: list[list[str]], present: lis
             only_saved, only_here = sorted(set(theirs) - set(ours)), sorted(set(ours) - set(theirs))
             raise RuntimeError(
                 f"{key} in {path}: parameter group {number} differs: only in the checkpoint {only_saved[:8]}, only here {only_here[:8]}. "
-                "Configure the optimizers as they were when the checkpoint was saved, or load weights only: "
-                "trainer.validate(ckpt_path=...), then fit"
+                "Configure the optimizers as they were when the checkpoint was saved, or begin with a new optimizer: "
+                'checkpoint["optimizer_states"] = [] in on_load_checkpoint'
             )

@@ -5,6 +5,7 @@ The device holds one tensor at a time, in pieces and whole; the rank that keeps 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,9 @@ def whole_model_state(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]
         state: Of a sharded module.
         keep: Whether this rank needs the result; otherwise it is empty.
     """
-    whole: dict[str, Any] = {}
+    whole: OrderedDict[str, Any] = OrderedDict()
+    if keep and hasattr(state, "_metadata"):
+        whole._metadata = state._metadata  # type: ignore[attr-defined]  # versions of modules
     known: dict[tuple[int, int], list[Tensor]] = {}
     for name, value in state.items():
         tensor = value.full_tensor() if isinstance(value, DTensor) else value

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.containers import tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.base.stand_in import StandIn
 from lightning_mfsdp.engine.params.number import Number
 from lightning_mfsdp.engine.params.outside import needs_whole, use_whole, write_in_whole, writes_in_place
 from lightning_mfsdp.engine.params.piece import Piece
@@ -39,6 +40,9 @@ from lightning_mfsdp.engine.params.torch_functions import computes, copies, desc
 from lightning_mfsdp.engine.params.whole_view import WholeView, with_views
 
 __all__ = ["Rows"]
+
+# Classes of other operands that handle torch functions in their own way.
+_TAKE_PART = (WholeView, StandIn)
 
 
 class Rows(PlacedTensor):
@@ -144,7 +148,9 @@ class Rows(PlacedTensor):
         if describes(func):  # called for every parameter in every step, so it does not use the mode
             with compat.without_torch_function():
                 return func(*args, **kwargs)
-        if any(issubclass(kind, WholeView) for kind in types):
+        if any(issubclass(kind, _TAKE_PART) for kind in types):
+            if any(issubclass(kind, StandIn) for kind in types):
+                return NotImplemented  # it calls again, with the tensor that it stands for
             with with_views(func, args, kwargs) as (_, args, kwargs):
                 return cls._called(func, args, kwargs)
         return cls._called(func, args, kwargs)

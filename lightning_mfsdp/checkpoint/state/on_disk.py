@@ -1,0 +1,306 @@
+"""What a sharded directory holds, as the dictionaries that one file would hold. Names and shapes are known; tensors are read on request.
+
+    state_dict          {name: TensorOnDisk}, in the order of the save, with the versions of modules that `load_state_dict` looks for
+    optimizer_states    [{"state": {name: {state name: TensorOnDisk}}, "param_groups": [...]}]
+
+Programs may delete, rename, replace, compute with and write into entries. What they leave untouched is read straight into shards.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NoReturn, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from lightning_mfsdp.base.progress import Progress
+from lightning_mfsdp.base.stand_in import StandIn
+from lightning_mfsdp.checkpoint.io.location import Location
+from lightning_mfsdp.checkpoint.io.opening import read_rows
+from lightning_mfsdp.checkpoint.io.ranks import Ranks
+
+__all__ = ["Directory", "Reads", "StoredOptimizer", "StoredState", "TensorOnDisk", "UnreadObject"]
+
+
+@dataclass(frozen=True, eq=False)
+class Directory:
+    """An opened directory of torch.distributed.checkpoint.
+
+    Attributes:
+        location: Of the directory.
+        metadata: Its table of contents.
+        trusted: Values may be of any class.
+    """
+
+    location: Location
+    metadata: Metadata
+    trusted: bool
+
+    def paths(self, key: str) -> dict[str, tuple[Any, ...]]:
+        """Flat names of everything under `key`, and where each lies there. Tensors of which no rank wrote anything are left out."""
+        written = self.metadata.state_dict_metadata
+        found = (self.metadata.planner_data or {}).items()
+        return {name: path[1:] for name, path in found if path[0] == key and len(path) > 1 and name in written}
+
+    def parts(self) -> list[str]:
+        """What `torch.distributed.checkpoint` was given, by its keys."""
+        written = self.metadata.state_dict_metadata
+        return list(
+            dict.fromkeys(str(path[0]) for name, path in (self.metadata.planner_data or {}).items() if name in written)
+        )
+
+    def tensor(self, name: str) -> TensorOnDisk | None:
+        """The tensor of a flat name; `None` for other objects."""
+        entry = self.metadata.state_dict_metadata[name]
+        return TensorOnDisk.of(self, name, entry) if isinstance(entry, TensorStorageMetadata) else None
+
+    def tensors(self, key: str) -> dict[str, TensorOnDisk]:
+        """Those under `key`, by name."""
+        found = {str(path[0]): self.tensor(name) for name, path in self.paths(key).items() if len(path) == 1}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def values(self, names: Collection[str]) -> dict[str, Any]:
+        """Read objects and whole tensors, on this rank alone.
+
+        Raises:
+            RuntimeError: It is damaged.
+            RefusedError: An object is of a class that was not allowed.
+        """
+        wanted: dict[str, Any] = {}
+        for name in names:
+            entry = self.metadata.state_dict_metadata[name]
+            wanted[name] = None
+            if isinstance(entry, TensorStorageMetadata):
+                wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        if wanted:
+            self._read(wanted, alone=True)
+        return wanted
+
+    def rows(self, name: str, target: Tensor) -> None:
+        """Read what a `PieceShard` or `DTensor` describes of a tensor, on this rank alone."""
+        self._read({name: target}, alone=True)
+
+    def read(self, wanted: dict[str, Any], progress: Progress | None) -> None:
+        """Read in place. All ranks call it."""
+        self._read(wanted, progress=progress)
+
+    def _read(self, wanted: dict[str, Any], *, alone: bool = False, progress: Progress | None = None) -> None:
+        read_rows(self.location, self.metadata, wanted, progress, trusted=self.trusted, alone=alone, in_place=not alone)
+
+
+class TensorOnDisk(StandIn):
+    """A tensor in a checkpoint. The first computation with it reads all of it, on this rank alone; what is written into it is loaded."""
+
+    _directory: Directory
+    _name: str
+    _whole: Tensor | None
+
+    @classmethod
+    def of(cls, directory: Directory, name: str, entry: TensorStorageMetadata) -> TensorOnDisk:
+        """That of a flat name."""
+        made: TensorOnDisk = cls.shaped(entry.size, entry.properties.dtype)
+        made._directory, made._name, made._whole = directory, name, None
+        return made
+
+    @property
+    def is_read(self) -> bool:
+        """Whether something computed with it, and may have changed it."""
+        return self._whole is not None
+
+    def whole(self) -> Tensor:
+        """All of it, on the CPU."""
+        if self._whole is None:
+            self._whole = self._directory.values([self._name])[self._name]
+        assert self._whole is not None
+        return self._whole
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == Tensor.copy_ and isinstance(args[0], DTensor) and isinstance(args[1], TensorOnDisk):
+            target, source = args[0], args[1]
+            if not source.is_read and target.shape == source.shape:
+                # Shards need no more than their rows.
+                made = torch.empty_like(target.detach(), dtype=source.dtype)
+                source._directory.rows(source._name, made)
+                return target.copy_(made, **kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@dataclass(frozen=True)
+class UnreadObject:
+    """A value that is no tensor, under a name that the model does not know."""
+
+    directory: Directory
+    paths: dict[str, tuple[Any, ...]]
+
+    def read(self) -> Any:
+        """The value."""
+        return _nested(self.paths, self.directory.values(self.paths))
+
+
+class Reads:
+    """What is to be read from a checkpoint, and where to.
+
+    Args:
+        directory: `None` for a checkpoint in one file, whose tensors are mapped into memory.
+    """
+
+    def __init__(self, directory: Directory | None) -> None:
+        self._directory = directory
+        self._rounds: list[dict[str, Any]] = []
+
+    def takes(self, value: Any) -> TypeGuard[TensorOnDisk]:
+        """Whether a tensor is to be read from the directory, and nothing may have changed it."""
+        return isinstance(value, TensorOnDisk) and not value.is_read and value._directory is self._directory
+
+    def add(self, source: TensorOnDisk, target: Tensor) -> None:
+        """Read this tensor, or a `PieceShard` of it."""
+        name = source._name
+        free = next((one for one in self._rounds if name not in one), None)
+        if free is None:  # the first, or of a tensor that is loaded under several names
+            self._rounds.append({name: target})
+        else:
+            free[name] = target
+
+    def run(self, progress: Progress | None) -> None:
+        """Read everything. All ranks call it; what each of them reads may differ."""
+        if self._directory is None:
+            return
+        for number in range(max(Ranks().gather(len(self._rounds)))):
+            self._directory.read(self._rounds[number] if number < len(self._rounds) else {}, progress)
+
+
+class StoredState(OrderedDict[str, Any]):
+    """A state dict of a checkpoint. A name that it lacks is an error that says which ones there are."""
+
+    _metadata: dict[str, Any]
+
+    def __init__(self, where: str, items: Sequence[tuple[str, Any]] = ()) -> None:
+        super().__init__(items)
+        self._where = where
+
+    @classmethod
+    def of(cls, directory: Directory, key: str, known: Callable[[str], bool]) -> StoredState:
+        """The tensors under `key`.
+
+        Args:
+            directory: That holds them.
+            key: Their parent.
+            known: Whether the model has an entry of a name: its value is read now if it is no tensor.
+        """
+        by_name: dict[str, dict[str, tuple[Any, ...]]] = {}
+        for flat, path in directory.paths(key).items():
+            by_name.setdefault(str(path[0]), {})[flat] = path[1:]
+        made = cls(f"{directory.location}: its {key}")
+        for name, parts in by_name.items():
+            first = next(iter(parts))
+            tensor = directory.tensor(first) if not parts[first] else None
+            if tensor is not None:
+                made[name] = tensor
+            else:
+                value = UnreadObject(directory, parts)
+                made[name] = value.read() if known(name) else value
+        return made
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (list(self.items()),)
+
+    def __missing__(self, name: Any) -> NoReturn:
+        raise KeyError(self._missing(name))
+
+    def __delitem__(self, name: Any) -> None:
+        if name not in self:
+            raise KeyError(self._missing(name))
+        super().__delitem__(name)
+
+    def pop(self, name: Any, *default: Any) -> Any:
+        """As of a dict."""
+        if name not in self and not default:
+            raise KeyError(self._missing(name))
+        return super().pop(name, *default)
+
+    def _missing(self, name: Any) -> str:
+        if isinstance(name, int):
+            return f"{self._where} goes by parameter name, not by number: {', '.join(list(self)[:3])} (of {len(self)})"
+        close = difflib.get_close_matches(str(name), list(self), 3, 0.5) or list(self)[:3]
+        return f"{self._where} has no {name!r} among its {len(self)} names, which are such as {', '.join(close)}"
+
+
+class StoredOptimizer(MutableMapping[str, Any]):
+    """State of an optimizer: "state" by parameter name and "param_groups", made when one of them is asked for."""
+
+    def __init__(self, directory: Directory, key: str) -> None:
+        self._directory = directory
+        self._key = key
+        self._made: dict[str, Any] | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self._content[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._content[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._content[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    @property
+    def _content(self) -> dict[str, Any]:
+        if self._made is None:
+            self._made = self._read()
+        return self._made
+
+    def _read(self) -> dict[str, Any]:
+        """Small values now, tensors of parameters when they are asked for."""
+        directory = self._directory
+        paths = directory.paths(self._key)
+        tensors = {flat: directory.tensor(flat) for flat, path in paths.items() if path[0] == "state"}
+        now = directory.values([flat for flat in paths if tensors.get(flat) is None])
+        content: dict[str, Any] = {"state": StoredState(f"{directory.location}: the state of {self._key}")}
+        groups: dict[int, dict[str, Any]] = {}
+        for flat, path in paths.items():
+            value = now[flat] if flat in now else tensors[flat]
+            if path[0] == "param_groups":
+                _place(groups.setdefault(int(path[1]), {}), path[2:], value)
+            elif len(path) > 2:
+                _place(content["state"].setdefault(str(path[1]), {}), path[2:], value)
+        content["param_groups"] = [groups[number] for number in sorted(groups)]
+        return content
+
+
+def _nested(parts: dict[str, tuple[Any, ...]], values: dict[str, Any]) -> Any:
+    """The value whose leaves have these paths."""
+    holder: dict[Any, Any] = {}
+    for flat, path in parts.items():
+        _place(holder, ("value", *path), values[flat])
+    return holder["value"]
+
+
+def _place(values: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
+    """Put the value of one flat key of a checkpoint back in its place: state may be lists of tensors (LBFGS)."""
+    inside: Any = values
+    for key, following in pairwise(path):
+        made: Any = [] if isinstance(following, int) else {}
+        if isinstance(inside, list):
+            inside += [None] * (key + 1 - len(inside))
+            inside[key] = made if inside[key] is None else inside[key]
+            inside = inside[key]
+        else:
+            inside = inside.setdefault(key, made)
+    if isinstance(inside, list):
+        inside += [None] * (path[-1] + 1 - len(inside))
+    inside[path[-1]] = value
