@@ -69,7 +69,7 @@ class ShardedContent:
         rest = dict(checkpoint)
         versions = sharded.module_versions(rest["state_dict"])
         if versions is not None:
-            rest[MODULE_VERSIONS] = versions
+            rest[MODULE_VERSIONS] = {"model": versions}
         if tied := sharded.tied_names(rest["state_dict"]):
             rest[TIED_WEIGHTS] = tied
         rows = sharded.own_share(sharded.rows_by_name(rest.pop("state_dict"), index, "saving a checkpoint"), ranks)
@@ -364,9 +364,9 @@ def _add_states(content: dict[str, Any], directory: Directory, module: nn.Module
     content.pop(TIED_WEIGHTS, None)
     keys = directory.parts()
     state = StoredState.of(directory, "model" if "model" in keys else "state_dict", known_names(module))
-    versions = content.pop(MODULE_VERSIONS, None)
-    if versions is not None:
-        state._metadata = versions
+    versions = content.pop(MODULE_VERSIONS, {})
+    if "model" in versions:
+        state._metadata = versions["model"]
     content["state_dict"] = state
     numbers = sorted(int(key.removeprefix("optimizer_")) for key in keys if re.fullmatch(r"optimizer_\d+", key))
     if numbers:

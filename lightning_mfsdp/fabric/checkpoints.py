@@ -21,7 +21,7 @@ from lightning_mfsdp.checkpoint.io.opening import no_checkpoint_error, read, rec
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks
 from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
 from lightning_mfsdp.checkpoint.state import sharded
-from lightning_mfsdp.checkpoint.state.index import ParameterIndex
+from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.model import ModelPlan, finish_model, known_names, load_model, plan_model
 from lightning_mfsdp.checkpoint.state.on_disk import Directory, Reads, StoredOptimizer, StoredState
 from lightning_mfsdp.checkpoint.state.sharded_optimizer import (
@@ -126,24 +126,30 @@ def load(
         raise no_checkpoint_error(location)
     present, indices, reads = _present(location, state, known, strict=strict), _indices(state), Reads(directory)
     models: dict[str, ModelPlan] = {}
+    names: dict[int, set[str]] = {}
     optimizers: dict[str, OptimizerPlan] = {}
     for key, module in present.items():
         if isinstance(module, nn.Module):
             saved = rest.pop(key) if directory is None else _stored(directory, key, module, versions.get(key))
-            models[key] = plan_model(location, translated.model(saved), indices[key], reads, strict=strict)
+            saved = translated.model(location, saved)
+            models[key] = plan_model(location, saved, indices[key], reads, strict=strict)
+            names[id(module)] = {plain_name(name) for name in saved}
     for key, optimizer in present.items():
         if isinstance(optimizer, Optimizer):
             saved = rest.pop(key) if directory is None else StoredOptimizer(directory, key)
             index = _index_of(key, optimizer, indices)
             with on_all_ranks(f"comparing {key} with {location}"):
-                optimizers[key] = plan_optimizer(location, translated.optimizer(saved), index, optimizer, key, reads)
+                plan = plan_optimizer(location, translated.optimizer(saved), index, optimizer, key, reads)
+            if translated and id(index.module) in names:  # what is left out begins afresh
+                plan = plan.only(names[id(index.module)])
+            optimizers[key] = plan
     # What can be compared fits; state is changed from here on.
     with progress_bar(f"Loading {location}") as progress:
         reads.run(progress)
-        for key, plan in models.items():
-            finish_model(plan, state[key], progress)
-    for key, optimizer_plan in optimizers.items():
-        restore_planned(optimizer_plan, state[key])
+        for key, model_plan in models.items():
+            finish_model(model_plan, state[key], progress)
+    for key, plan in optimizers.items():
+        restore_planned(plan, state[key])
     for key, value in state.items():
         if key not in rest or isinstance(value, (nn.Module, Optimizer)):
             continue
@@ -165,7 +171,7 @@ def load_raw(
     """Read a file that holds only the state dict of a plain module. All ranks call it."""
     if not location.is_file():
         raise no_checkpoint_error(location)
-    saved = translated.model(read(location, None, weights_only))
+    saved = translated.model(location, read(location, None, weights_only))
     load_model(location, saved, ParameterIndex(module), strict=strict)
 
 

@@ -34,6 +34,7 @@ from lightning_mfsdp._lightning_api import (
 )
 from lightning_mfsdp.checkpoint.io.opening import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, same_on_all
+from lightning_mfsdp.checkpoint.state.translation import Translation
 from lightning_mfsdp.context_parallel.model_inputs import complete_inputs
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
@@ -438,22 +439,37 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         state: nn.Module | Optimizer | dict[str, Any] | None = None,
         strict: bool = True,
         weights_only: bool | None = None,
+        *,
+        rename: Callable[[str], str | None] | None = None,
+        ignore: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Read into what `state` holds, in place, as `checkpoints.load` does; returns what is left.
+
+        `fabric.load` calls it without the last two, which `fabric.strategy.load_checkpoint` takes.
+
+        Args:
+            path: Of the checkpoint.
+            state: Modules, optimizers and values by key; or a module, for a file with its state dict.
+            strict: Names must match exactly.
+            weights_only: As for `torch.load`.
+            rename: From a name of a parameter or buffer in the checkpoint to the name in the module; `None` for what to leave out.
+            ignore: Names in the checkpoint, or `fnmatch` patterns of them, to leave out.
 
         Raises:
             ValueError: There is nothing to read, or nothing to read into; or ranks give different paths.
             TypeError: An optimizer alone.
         """
         same_on_all("the path of fabric.load", os.fspath(path), Ranks())
-        location = locate(path)
+        location, translated = locate(path), Translation(rename, ignore)
         if isinstance(state, Optimizer):
             raise TypeError(
                 "an optimizer alone cannot be loaded: its state is found by the names of its module's parameters. Use "
                 'fabric.load(path, {"model": model, "optimizer": optimizer})'
             )
         if isinstance(state, nn.Module):
-            checkpoints.load_raw(location, _unwrapped(state), strict=strict, weights_only=weights_only)
+            checkpoints.load_raw(
+                location, _unwrapped(state), strict=strict, weights_only=weights_only, translated=translated
+            )
             return {}
         if not state:
             raise ValueError(
@@ -461,7 +477,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
                 'as fabric.load(path, {"model": model, "optimizer": optimizer})'
             )
         restored = {key: _unwrapped(value) for key, value in state.items()}
-        rest = checkpoints.load(location, restored, strict=strict, weights_only=weights_only)
+        rest = checkpoints.load(location, restored, strict=strict, weights_only=weights_only, translated=translated)
         self.precision.take_fp8_scaling(_models(restored), rest)
         state.update({key: value for key, value in restored.items() if not isinstance(value, nn.Module)})
         return rest

@@ -45,16 +45,22 @@ class Stack(LightningModule):
 
 
 class Loading(MFSDPStrategy):
-    """Meters its own `load_checkpoint`."""
+    """Meters how it loads: weights, then optimizers, which begin with what the first left."""
 
-    grown: int
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.by_weights = self.grown = 0
 
-    def load_checkpoint(self, *args: Any, **options: Any) -> Any:
+    def load_model_state_dict(self, *args: Any, **options: Any) -> None:
         gc.collect()  # a model of before, freed meanwhile, would hide what the load takes
         with Meter() as meter:
-            found = super().load_checkpoint(*args, **options)
-        self.grown = meter.grown
-        return found
+            super().load_model_state_dict(*args, **options)
+        self.by_weights = self.grown = meter.grown
+
+    def load_optimizer_state_dict(self, *args: Any) -> None:
+        with Meter() as meter:
+            super().load_optimizer_state_dict(*args)
+        self.grown = max(self.grown, meter.grown)
 
 
 def measured(rank: int, world: int, folder: str) -> dict[str, int]:
@@ -86,7 +92,7 @@ def measured(rank: int, world: int, folder: str) -> dict[str, int]:
         del model, trainer
         strategy = Loading(units=["Linear"])
         trainer_with(strategy, 2).fit(Stack(), data, ckpt_path=path)
-        found[f"{kind} load"] = strategy.grown
+        found[f"{kind} load"], found[f"{kind} weights"] = strategy.grown, strategy.by_weights
     return found
 
 
@@ -122,6 +128,8 @@ def test_a_load_takes_the_optimizers_state_of_this_rank_and_a_few_tensors(
 ) -> None:
     """Weights are read into their place; four threads have a piece each, as it lies in the file and unpacked."""
     state, pieces = 2 * MODEL_BYTES // WORLD, 4 * 2 * LAYER_BYTES // WORLD
+    weights = [found[f"{kind} weights"] for found in grown]
+    assert max(weights) < pieces + MARGIN_BYTES < MODEL_BYTES / WORLD, "without a copy, and as no hook asked for any"
     most = [found[f"{kind} load"] for found in grown]
     assert 0.9 * state < min(most)
     assert max(most) < state + pieces + MARGIN_BYTES < 1.5 * MODEL_BYTES, most

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 import warnings
 from typing import Any
 
@@ -13,10 +15,14 @@ from tests.helpers.distributed import run_distributed
 from tests.lightning import load_programs
 from tests.lightning.load_programs import PROGRAMS
 
-SIDES = {
-    2: ("optim_grads_params sharded", "optim_grads full", "no_shard sharded"),
-    3: ("optim_grads_params full", "optim sharded"),
-}
+SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+EVERYTHING = tuple(f"{sharding} {kind}" for sharding in SHARDINGS for kind in ("sharded", "full"))
+# On a push each kind of checkpoint, two and three ranks; at night the product.
+WORLDS = [
+    pytest.param(2, ("optim_grads_params sharded", "optim_grads full"), id="2"),
+    pytest.param(3, ("optim sharded",), id="3"),
+    *(pytest.param(world, EVERYTHING, id=f"{world} all", marks=pytest.mark.nightly) for world in (2, 3)),
+]
 
 
 def run(rank: int, world_size: int, folder: str, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -38,16 +44,18 @@ def assert_alike(actual: Any, expected: Any, where: str) -> None:
         assert actual == expected, where
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def came_to(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, ...], list[Any]]:
-    folder = tmp_path_factory.mktemp("loaded")
-    names = SIDES[request.param]
-    return names, run_distributed(run, request.param, str(folder), names)
+@functools.cache
+def came_to(world: int, names: tuple[str, ...]) -> list[dict[str, dict[str, Any]]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_distributed(run, world, folder, names)
 
 
+@pytest.mark.parametrize(("world", "names"), WORLDS)
 @pytest.mark.parametrize("program", [program.__name__ for program in PROGRAMS])
-def test_a_program_that_takes_part_in_loading_comes_to_the_same_as_under_ddp(came_to: Any, program: str) -> None:
-    names, ranks = came_to
+def test_a_program_that_takes_part_in_loading_comes_to_the_same_as_under_ddp(
+    world: int, names: tuple[str, ...], program: str
+) -> None:
+    ranks = came_to(world, names)
     for rank, found in enumerate(ranks):
         sides = found[program]
         for name in sides:

@@ -74,7 +74,7 @@ META_FILE = "meta.pt"
 TABLE_OF_CONTENTS = ".metadata"
 # In it, where there are any: further names of tied weights, and the name that each is the same as.
 TIED_WEIGHTS = "tied_weights"
-# In it: versions of modules by name, which `load_state_dict` of a newer program may look for.
+# In it: by the key of a model, versions of its modules by name, which `load_state_dict` of a newer program may look for.
 MODULE_VERSIONS = "module_versions"
 # How much is copied from a GPU while the previous copy is written.
 COPY_AHEAD_BYTES = 64 * 2**20

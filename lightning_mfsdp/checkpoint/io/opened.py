@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_mfsdp.checkpoint.io.location import META_FILE, TIED_WEIGHTS
+from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, TIED_WEIGHTS
 from lightning_mfsdp.checkpoint.io.stored import (
     TABLE_OF_CONTENTS,
     TRUSTING,
@@ -34,6 +35,7 @@ __all__ = [
     "load_file",
     "load_meta",
     "open_checkpoint",
+    "state_dict_of",
 ]
 
 LIGHTNING_VERSION = "pytorch-lightning_version"
@@ -103,12 +105,14 @@ class Opened:
         leaves: Of model and optimizers.
         rest: What a Lightning checkpoint holds besides them; empty if Lightning did not write it.
         tied: Further names of tied weights, and the name that each is the same as, if the checkpoint records that.
+        versions: Of the model's modules, by name; `None` if the checkpoint does not record them.
         metadata: Table of contents of a directory.
     """
 
     leaves: Leaves
     rest: dict[str, Any] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, Any] | None = None
     metadata: Metadata | None = None
 
 
@@ -136,7 +140,8 @@ def open_checkpoint(path: Path, *, trust: bool = False) -> Opened:
         stored = StoredCheckpoint(path, trust=trust)
         rest = load_meta(path, trust=trust)
         tied = rest.pop(TIED_WEIGHTS, {})
-        return Opened(leaves=stored.leaves, rest=rest, tied=tied, metadata=stored.metadata)
+        versions = rest.pop(MODULE_VERSIONS, {}).get("model")
+        return Opened(leaves=stored.leaves, rest=rest, tied=tied, versions=versions, metadata=stored.metadata)
     content = load_file(path, trust=trust)
     if not isinstance(content, Mapping) or LIGHTNING_VERSION not in content:
         return Opened(leaves=leaves_of_file(content))
@@ -144,7 +149,16 @@ def open_checkpoint(path: Path, *, trust: bool = False) -> Opened:
     return Opened(
         leaves=leaves_of_file({key: content[key] for key in states if key in content}),
         rest={key: value for key, value in content.items() if key not in states},
+        versions=getattr(content.get("state_dict"), "_metadata", None),
     )
+
+
+def state_dict_of(values: Mapping[str, Any], versions: Mapping[str, Any] | None) -> OrderedDict[str, Any]:
+    """A state dict as modules return it, with the versions that a module of a newer program may look for."""
+    made = OrderedDict(values)
+    if versions is not None:
+        made._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    return made
 
 
 def leaves_of_file(value: Any, path: NestedPath = ()) -> Leaves:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from lightning_mfsdp.checkpoint.io.ranks import on_all_ranks
 from lightning_mfsdp.checkpoint.safetensors.files import TensorInFile, open_file, stored_tensors
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.sharded import check_names, check_restored, tied_names
+from lightning_mfsdp.checkpoint.state.translation import Translation
 from lightning_mfsdp.engine import ShardingError, refresh_weights
 from lightning_mfsdp.engine.params.piece import Piece
 
@@ -25,7 +26,7 @@ __all__ = ["load_safetensors"]
 # How much of a tensor is read at once: with another dtype or device, this much host memory is needed.
 _CHUNK_BYTES = 64 * 2**20
 
-_ADVICE = "Translate names with rename= (None leaves a tensor out), or pass strict=False to load what fits"
+_ADVICE = "Translate names with rename=, leave tensors out with ignore=, or pass strict=False to load what fits"
 
 
 def load_safetensors(
@@ -34,6 +35,7 @@ def load_safetensors(
     *,
     strict: bool = True,
     rename: Callable[[str], str | None] | None = None,
+    ignore: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> None:
     """Read pretrained weights into a sharded model. All ranks call it; each reads its own rows, and no rank holds the model.
@@ -47,15 +49,16 @@ def load_safetensors(
         source: A safetensors file, or a folder with one, or with several and their index, as `from_pretrained` takes it.
         strict: Names must match exactly. Of tied weights one name is enough. `False`: only shapes must.
         rename: From a name in the files to the name in `module`; `None` for tensors to skip.
+        ignore: Names in the files, or `fnmatch` patterns of them, to skip.
         progress: Called on each rank with the bytes it has read and all it will read, after each tensor. `None`: a bar on a terminal.
 
     Raises:
         ShardingError: The module is not sharded yet.
-        ValueError: No safetensors at `source`.
+        ValueError: No safetensors at `source`, `rename` gives two tensors one name, or a pattern of `ignore` fits none.
         RuntimeError: A file is damaged or missing, or names or shapes differ; all of them are listed. Also if another rank met an error.
         ImportError: `safetensors` is not installed.
     """
-    path = Path(source)
+    path, translated = Path(source), Translation(rename, ignore)
     index = ParameterIndex(module)
     if not index.all:
         raise ShardingError(
@@ -63,7 +66,7 @@ def load_safetensors(
             "after fully_shard"
         )
     with on_all_ranks(f"load_safetensors: {path}, before anything was written"):
-        copies = _plan(path, index, strict=strict, rename=rename)
+        copies = _plan(path, index, translated, strict=strict)
     with (
         on_all_ranks(f"load_safetensors: {path}, with weights partly written"),
         progress_bar(f"Loading {path}", progress) as shown,
@@ -104,11 +107,9 @@ class _Copy:
                 yield target[start:stop], whole[place]
 
 
-def _plan(
-    path: Path, index: ParameterIndex, *, strict: bool, rename: Callable[[str], str | None] | None
-) -> list[_Copy]:
+def _plan(path: Path, index: ParameterIndex, translated: Translation, *, strict: bool) -> list[_Copy]:
     """Compare files with the model; changes nothing."""
-    stored = _renamed(path, stored_tensors(path), rename)
+    stored = translated.model(path, stored_tensors(path))
     state = index.module.state_dict()
     present = {plain_name(name): value for name, value in state.items()}
     tied = {plain_name(name): plain_name(first) for name, first in tied_names(state).items()}
@@ -130,27 +131,9 @@ def _plan(
         if same is not made and not _equal(same, made):
             raise RuntimeError(
                 f"{path} holds different values for {same.stored.name} and {item.name}, which are one weight in the model. Build the model "
-                "with untied weights, or leave one of the names out with rename="
+                "with untied weights, or leave one of the names out with ignore="
             )
     return [copy for copy in copies.values() if copy.target.numel()]
-
-
-def _renamed(
-    path: Path, stored: dict[str, TensorInFile], rename: Callable[[str], str | None] | None
-) -> dict[str, TensorInFile]:
-    if rename is None:
-        return stored
-    renamed: dict[str, TensorInFile] = {}
-    for name, item in stored.items():
-        new = rename(name)
-        if new is None:
-            continue
-        if new in renamed:
-            raise ValueError(
-                f"{path}: rename turns {renamed[new].name} and {name} into the same name, {new}; return None for those to leave out"
-            )
-        renamed[new] = item
-    return renamed
 
 
 def _check_kind(path: Path, name: str, item: TensorInFile, target: Tensor) -> None:

@@ -32,6 +32,7 @@ from lightning_mfsdp.checkpoint.state.sharded import (
     check_restored,
     drops_extra_state,
     identity_of,
+    module_versions,
     refresh,
     rows_by_name,
 )
@@ -106,12 +107,11 @@ def plan_model(
     check_names(path, certain, [name for name in saved if not code.sees(name)], shapes, strict=strict, advice=_ADVICE)
     check_restored(path, index, [*saved, *(name for name in index.views if code.sees(name))], strict=strict)
     plan = ModelPlan(path, strict, calls=code.runs)
-    versions = getattr(entries, "_metadata", None)
+    versions = module_versions(entries)
     if versions is not None:
+        names = (name for name, _ in module.named_modules(remove_duplicate=False))
         plan.handed._metadata = {  # type: ignore[attr-defined]
-            name: versions[plain_name(name)]
-            for name, _ in module.named_modules(remove_duplicate=False)
-            if plain_name(name) in versions
+            name: versions[plain_name(name)] for name in names if plain_name(name) in versions
         }
     own = {identity_of(one) for one in (*module.parameters(), *module.buffers())}
     for name, value in saved.items():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -69,6 +69,10 @@ class OptimizerPlan:
     state: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
     names_by_group: list[list[str]]
+
+    def only(self, names: Collection[str]) -> OptimizerPlan:
+        """Without the state of other parameters."""
+        return replace(self, state={name: values for name, values in self.state.items() if name in names})
 
 
 def check_optimizer(

@@ -6,9 +6,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["AS_SAVED", "Translation"]
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,12 @@ class Translation:
             return None
         return name if self.rename is None else self.rename(name)
 
-    def model(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def model(self, where: object, state: Mapping[str, V]) -> Mapping[str, V]:
         """A state dict with new names.
+
+        Args:
+            where: It is from, for messages.
+            state: By the names in the checkpoint.
 
         Raises:
             ValueError: A pattern fits no name, or two entries get the same one.
@@ -49,10 +55,10 @@ class Translation:
         unused = [pattern for pattern in self.ignore if not any(fnmatchcase(name, pattern) for name in state)]
         if unused:
             raise ValueError(
-                f"ignore={unused}: fits none of the {len(state)} names in the checkpoint, such as {', '.join(list(state)[:3])}; give names "
-                "as the checkpoint has them"
+                f"{where}: ignore={unused} fits none of the {len(state)} names in the checkpoint, such as "
+                f"{', '.join(list(state)[:3])}; give names as the checkpoint has them"
             )
-        renamed: OrderedDict[str, Any] = OrderedDict()
+        renamed: OrderedDict[str, V] = OrderedDict()
         origins: dict[str, str] = {}
         for name, value in state.items():
             new = self.name(name)
@@ -60,9 +66,12 @@ class Translation:
                 continue
             if new in origins:
                 raise ValueError(
-                    f"rename turns {origins[new]} and {name} into the same name, {new}; return None for those to leave out"
+                    f"{where}: rename turns {origins[new]} and {name} into the same name, {new}; return None for those to leave out"
                 )
             origins[new], renamed[new] = name, value
+        versions = getattr(state, "_metadata", None)
+        if versions is not None:
+            renamed._metadata = versions  # type: ignore[attr-defined]
         return renamed
 
     def optimizer(self, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from lightning_mfsdp.base.progress import Progress
 from lightning_mfsdp.checkpoint.io.local import part_of, put_in_place, remove
-from lightning_mfsdp.checkpoint.io.location import META_FILE, TIED_WEIGHTS, Writer, beside
+from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, TIED_WEIGHTS, Writer, beside
 from lightning_mfsdp.checkpoint.io.opened import (
     LIGHTNING_VERSION,
+    state_dict_of,
 )
 from lightning_mfsdp.checkpoint.io.stored import (
     CheckpointError,
@@ -97,7 +98,8 @@ def convert_checkpoint(
             planner = _ReadingPlanner(progress, _total_bytes(parts))
             dcp_save(state, storage_writer=_SmallFilesWriter(part), planner=planner, no_dist=True)
         tied = {TIED_WEIGHTS: parts.tied} if parts.tied and not (strip_prefix or add_prefix) else {}
-        torch.save({**_completed(parts.rest), **tied}, part / META_FILE)
+        versions = {MODULE_VERSIONS: {"model": dict(parts.versions)}} if parts.versions is not None else {}
+        torch.save({**_completed(parts.rest), **tied, **versions}, part / META_FILE)
         put_in_place(output)
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]  # one for each rank, and there is one
@@ -137,7 +139,7 @@ def consolidate_checkpoint(
     try:
         assembly = _Assembly(scratch)
         whole = {name: assembly.whole(leaf) for name, leaf in parts.model.items() if name not in parts.tied}
-        state = {name: whole[parts.tied.get(name, name)] for name in parts.model}
+        state = state_dict_of({name: whole[parts.tied.get(name, name)] for name in parts.model}, parts.versions)
         checkpoint = {**_completed(parts.rest), "state_dict": state}
         if parts.optimizers:
             checkpoint["optimizer_states"] = [optimizer.by_number(assembly.whole) for optimizer in parts.optimizers]

@@ -86,6 +86,7 @@ class Portable:
         optimizers: In order.
         rest: What a Lightning checkpoint holds besides the two; empty if Lightning did not write it.
         tied: Further names of tied weights, and the name that each is the same as, if the checkpoint records that.
+        versions: Of the model's modules, by name; `None` if the checkpoint does not record them.
         left_out: Paths of everything that is in none of these.
         notes: What had to be guessed, in words.
     """
@@ -94,6 +95,7 @@ class Portable:
     optimizers: list[PortableOptimizer]
     rest: dict[str, Any] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, Any] | None = None
     left_out: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -140,7 +142,15 @@ def read_portable(
                 f"{path}: {optimizer.where} holds state of {', '.join(strange[:8])} (of {len(strange)}), which the model in the checkpoint "
                 "has not; expected names of its parameters. Convert a checkpoint whose optimizer and model belong together"
             )
-    return replace(parts, optimizers=optimizers, rest=opened.rest, tied=opened.tied, notes=notes)
+    same_names = not (strip_prefix or add_prefix)
+    return replace(
+        parts,
+        optimizers=optimizers,
+        rest=opened.rest,
+        tied=opened.tied,
+        versions=opened.versions if same_names else None,
+        notes=notes,
+    )
 
 
 def sort_out(path: Path, leaves: Leaves, model_key: str | None = None) -> Portable:

@@ -3,42 +3,57 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_mfsdp.checkpoint.io.opened import load_file
+from lightning_mfsdp.checkpoint.io.opened import load_file, state_dict_of
 from lightning_mfsdp.checkpoint.io.stored import CheckpointError
 from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
+from lightning_mfsdp.checkpoint.state.translation import Translation
 from lightning_mfsdp.checkpoint.tools.portable import read_portable, value_of
 
 __all__ = ["load_checkpoint"]
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], *, weights_only: bool | None = None, optimizers: bool = True
+    path: str | os.PathLike[str],
+    *,
+    weights_only: bool | None = None,
+    optimizers: bool = True,
+    rename: Callable[[str], str | None] | None = None,
+    ignore: Sequence[str] = (),
 ) -> dict[str, Any]:
     """What `torch.load` returns for a checkpoint in one file, for a directory or a file. One process reads it; nothing is sharded.
 
     Args:
         path: A directory that this strategy, FSDPStrategy or ModelParallelStrategy wrote, or a file of Lightning's, on this machine.
         weights_only: As for `torch.load`: only `False` loads classes that were not allowed.
-        optimizers: Also read their states.
+        optimizers: Also read their states, which go by number and keep it.
+        rename: From a name in the checkpoint to the one in "state_dict"; `None` for a tensor to leave out, which is not read then.
+        ignore: Names in the checkpoint, or `fnmatch` patterns of them, to leave out.
 
     Returns:
         Lightning's dictionary: "state_dict" with whole tensors on the CPU, "optimizer_states" with parameters by number, "epoch" and so on.
 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it holds a class that was not allowed.
+        ValueError: `rename` gives two tensors one name, or a pattern of `ignore` fits none.
     """
-    place, trust = Path(path), is_trusted(weights_only)
+    place, trust, translated = Path(path), is_trusted(weights_only), Translation(rename, ignore)
     if not place.is_dir():
         found: Any = load_file(place, trust=trust)
         if not isinstance(found, dict):
             raise CheckpointError(f"{place}: expected what Lightning saves, got {type(found).__name__}")
+        if translated and "state_dict" in found:
+            found["state_dict"] = translated.model(place, found["state_dict"])
         return found if optimizers else {key: value for key, value in found.items() if key != "optimizer_states"}
     parts = read_portable(place, trust=trust)
-    whole = {name: value_of(leaf) for name, leaf in parts.model.items() if name not in parts.tied}
-    checkpoint = {**parts.rest, "state_dict": {name: whole[parts.tied.get(name, name)] for name in parts.model}}
+    first = {name: parts.tied.get(name, name) for name in parts.model}
+    names = translated.model(place, first)
+    whole = {name: value_of(parts.model[name]) for name in dict.fromkeys(names.values())}
+    model = {new: whole[name] for new, name in names.items()}
+    checkpoint = {**parts.rest, "state_dict": state_dict_of(model, parts.versions)}
     if optimizers and parts.optimizers:
         checkpoint["optimizer_states"] = [optimizer.by_number(value_of) for optimizer in parts.optimizers]
     return checkpoint
