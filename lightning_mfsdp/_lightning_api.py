@@ -67,6 +67,7 @@ __all__ = [
     "set_rng_states",
     "sync_if_available",
     "to_uncompiled",
+    "unwrap_fabric_objects",
 ]
 
 NAMESPACE = os.environ.get("LIGHTNING_MFSDP_NAMESPACE", "lightning.pytorch")
@@ -103,6 +104,7 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.fabric.utilities.throughput import get_available_flops
     from lightning.fabric.utilities.warnings import PossibleUserWarning
+    from lightning.fabric.wrappers import _unwrap_objects as unwrap_fabric_objects
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import (
         BackboneFinetuning,
@@ -159,6 +161,7 @@ else:
     from lightning_fabric.utilities.seed import reset_seed
     from lightning_fabric.utilities.throughput import get_available_flops
     from lightning_fabric.utilities.warnings import PossibleUserWarning
+    from lightning_fabric.wrappers import _unwrap_objects as unwrap_fabric_objects
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.callbacks import (
         BackboneFinetuning,

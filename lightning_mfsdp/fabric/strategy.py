@@ -31,6 +31,7 @@ from lightning_mfsdp._lightning_api import (
     FabricParallelStrategy,
     FabricPrecision,
     sync_if_available,
+    unwrap_fabric_objects,
 )
 from lightning_mfsdp.checkpoint.io.opening import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, same_on_all
@@ -461,15 +462,14 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         """
         same_on_all("the path of fabric.load", os.fspath(path), Ranks())
         location, translated = locate(path), Translation(rename, ignore)
+        state = state if isinstance(state, dict) else _unwrapped(state)
         if isinstance(state, Optimizer):
             raise TypeError(
                 "an optimizer alone cannot be loaded: its state is found by the names of its module's parameters. Use "
                 'fabric.load(path, {"model": model, "optimizer": optimizer})'
             )
         if isinstance(state, nn.Module):
-            checkpoints.load_raw(
-                location, _unwrapped(state), strict=strict, weights_only=weights_only, translated=translated
-            )
+            checkpoints.load_raw(location, state, strict=strict, weights_only=weights_only, translated=translated)
             return {}
         if not state:
             raise ValueError(
@@ -479,7 +479,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         restored = {key: _unwrapped(value) for key, value in state.items()}
         rest = checkpoints.load(location, restored, strict=strict, weights_only=weights_only, translated=translated)
         self.precision.take_fp8_scaling(_models(restored), rest)
-        state.update({key: value for key, value in restored.items() if not isinstance(value, nn.Module)})
+        state.update({key: value for key, value in restored.items() if not isinstance(value, (nn.Module, Optimizer))})
         return rest
 
     @classmethod
@@ -520,6 +520,7 @@ class _Forward(nn.Module):
 
 
 def _unwrapped(value: Any) -> Any:
+    value = unwrap_fabric_objects(value)
     return value.module if isinstance(value, _Forward) else value
 
 

@@ -88,7 +88,10 @@ class Base(Classifier):
     """Also for ModelParallelStrategy."""
 
     def configure_model(self) -> None:
-        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.scale, DTensor):
+        trainer = self._trainer  # none under load_from_checkpoint
+        if trainer is None or isinstance(self.scale, DTensor):
+            return
+        if isinstance(trainer.strategy, ModelParallelStrategy):
             mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
             for block in self.blocks:
                 fully_shard(block, mesh=mesh)
