@@ -297,7 +297,7 @@ class Loading:
         if differing:
             raise RuntimeError(
                 f'{self.location}: on_load_checkpoint has left other entries in checkpoint["{where}"] on ranks {differing[:8]} than on '
-                "rank 0. Every rank loads its own part, so all must change it alike: change it on all ranks"
+                "rank 0. Every rank loads its own part of what is left; make the same changes on all ranks"
             )
 
     def _check_number(self, states: Sequence[Any], optimizers: Sequence[Optimizer]) -> None:

@@ -404,7 +404,7 @@ class CheckpointingStrategy(ProcessStrategy):
                 parameter_states=self.parameter_states,
                 optimizers=compared,
             )
-        self.model_to_device()  # what on_load_checkpoint may have made anew
+        self.model_to_device()  # what on_load_checkpoint may have made on the CPU
         self.precision_plugin.take_fp8_scaling({_MODEL: self._module}, content)  # type: ignore[attr-defined]
         self._restore_rank_state(content)
 
@@ -421,7 +421,7 @@ class CheckpointingStrategy(ProcessStrategy):
     @property
     def _opened(self) -> lightning_io.Loading:
         if self._loading is None:
-            raise RuntimeError("no checkpoint was opened: load_checkpoint(path) comes first, whose result this takes")
+            raise RuntimeError("no checkpoint was opened; call load_checkpoint(path) first, and pass what it returns")
         return self._loading
 
     @property

@@ -184,12 +184,13 @@ def refused() -> list[dict[str, dict[str, str]]]:
 def test_names_that_are_not_there_are_answered_with_those_that_are(refused: list[dict[str, dict[str, str]]]) -> None:
     for found in refused:
         said = found["sharded"]
-        assert "its model has no 'head.weights' among its 14 names, which are such as head.weight" in said["other_name"]
-        assert "has no 'blocks.0.linear' among" in said["popped"]
+        assert "its model has no 'head.weights'; use one of its 14 names, such as head.weight" in said["other_name"]
+        assert "has no 'blocks.0.linear'; use one of" in said["popped"]
         assert "blocks.0.linear." in said["popped"]
         assert "the state of optimizer_0 has no 'heads'" in said["deleted"]
         assert (
-            "the state of optimizer_0 goes by parameter name, not by number: scale, inputs.weight" in said["by_number"]
+            "the state of optimizer_0 goes by parameter name, not by number; use one of its 13 names, such as scale, inputs.weight"
+            in said["by_number"]
         )
         assert "by_number" not in found["full"], "as the optimizer's own state_dict"
 

@@ -91,7 +91,7 @@ def plan_model(
         strict: Names must be the same.
 
     Raises:
-        RuntimeError: Names or shapes differ where no code of the model could mend that; all of them are listed. With `strict=False` only
+        RuntimeError: Names or shapes differ where no code of the model could change that; all of them are listed. With `strict=False` only
             shapes count, and a warning says which parameters keep their values.
     """
     module = index.module

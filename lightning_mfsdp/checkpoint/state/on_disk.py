@@ -229,10 +229,10 @@ class StoredState(OrderedDict[str, Any]):
         return super().pop(name, *default)
 
     def _missing(self, name: Any) -> str:
+        close = ", ".join(difflib.get_close_matches(str(name), list(self), 3, 0.5) or list(self)[:3])
         if isinstance(name, int):
-            return f"{self._where} goes by parameter name, not by number: {', '.join(list(self)[:3])} (of {len(self)})"
-        close = difflib.get_close_matches(str(name), list(self), 3, 0.5) or list(self)[:3]
-        return f"{self._where} has no {name!r} among its {len(self)} names, which are such as {', '.join(close)}"
+            return f"{self._where} goes by parameter name, not by number; use one of its {len(self)} names, such as {close}"
+        return f"{self._where} has no {name!r}; use one of its {len(self)} names, such as {close}"
 
 
 class StoredOptimizer(MutableMapping[str, Any]):
