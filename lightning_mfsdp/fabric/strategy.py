@@ -102,6 +102,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         recompute: As in `MFSDPStrategy`.
         state_dict_type: As in `MFSDPStrategy`.
         start_method: As in `MFSDPStrategy`; with "fork" pass a function to `fabric.launch(function)`, and what it returns comes back.
+        shared_folder_timeout: As in `MFSDPStrategy`, at each save.
         timeout: As in `MFSDPStrategy`.
         process_group_backend: As in `MFSDPStrategy`.
         broadcast_buffers: Buffers take the values of rank 0 before a checkpoint, a state dict and the first forward in evaluation mode
