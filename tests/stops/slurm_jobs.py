@@ -211,7 +211,8 @@ def _main(rank: int, world: int, notes: Path, job: Job, moments: tuple[Moment, .
     torch.manual_seed(11)
     model = Noisy()
     torch.manual_seed(100 + rank)
-    data = DataLoader(dataset(BATCHES * 4 * world), batch_size=4, shuffle=True, num_workers=job.workers)
+    forked: dict[str, Any] = {"num_workers": job.workers, "multiprocessing_context": "fork"} if job.workers else {}
+    data = DataLoader(dataset(BATCHES * 4 * world), batch_size=4, shuffle=True, **forked)
     held_out = DataLoader(dataset(3 * 4 * world), batch_size=4)
     if job.evaluates:
         trainer.validate(model, held_out)
