@@ -6,7 +6,7 @@ import copy
 import io
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,9 +190,10 @@ class Loading:
         if location.is_sharded():
             trusted = is_trusted(weights_only)
             directory = Directory(location, check_files(location, ranks, trusted=trusted), trusted)
+            known = known_names(module)
             with on_all_ranks(f"opening {location}"):
                 content = read(location, META_FILE, weights_only)
-                _add_states(content, directory, module)
+                _add_states(content, directory, known)
         elif location.is_file():
             content = read(location, None, weights_only)
             if "state_dict" not in content:
@@ -359,11 +360,11 @@ def _kind(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 
-def _add_states(content: dict[str, Any], directory: Directory, module: nn.Module) -> None:
+def _add_states(content: dict[str, Any], directory: Directory, known: Callable[[str], bool]) -> None:
     """Add to what `meta.pt` holds what the other files hold, in the form of one file."""
     content.pop(TIED_WEIGHTS, None)
     keys = directory.parts()
-    state = StoredState.of(directory, "model" if "model" in keys else "state_dict", known_names(module))
+    state = StoredState.of(directory, "model" if "model" in keys else "state_dict", known)
     versions = content.pop(MODULE_VERSIONS, {})
     if "model" in versions:
         state._metadata = versions["model"]

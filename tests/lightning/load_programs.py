@@ -298,6 +298,7 @@ class WithState(Base):
         self.norm = nn.BatchNorm1d(3)
         self.number = Extra({"a": [start, 1], "b": "text"})
         self.tensor = Extra(torch.full((2, 3), start))
+        self.register_buffer("nothing", torch.empty(0, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.norm(x))

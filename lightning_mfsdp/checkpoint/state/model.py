@@ -127,6 +127,10 @@ def plan_model(
         elif code.runs or not (isinstance(target, (PieceShard, DTensor)) or identity_of(shown) in own):
             plan.handed[full] = shown  # if only because a hook put a copy into the state dict
         plan.fill(target, value, reads)
+    if code.runs:  # of a tensor without elements nothing was saved
+        for name, value in present.items():
+            if name not in saved and isinstance(value, Tensor) and not value.size().numel():
+                plan.handed[full_names[name]] = state[full_names[name]]
     return plan
 
 
@@ -153,7 +157,7 @@ def finish_model(plan: ModelPlan, module: nn.Module, progress: Progress | None =
                 raise
             found = " ".join(str(error).split())
             raise RuntimeError(
-                f"the checkpoint {plan.path} does not fit the model, of which a part may be loaded already: {found[:600]}. {_ADVICE}"
+                f"the checkpoint {plan.path} does not fit the model, of which a part may be loaded already: {found[:300]}. {_ADVICE}"
             ) from error
         settle(module)
     refresh(module)
