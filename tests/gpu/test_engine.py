@@ -20,6 +20,7 @@ MODULES = (
         "recompute",
         "refusals",
         "schedule",
+        "side_doors",
         "grouped_modules",
         "sharded_arithmetic",
         "state_dicts",
