@@ -12,7 +12,7 @@ import torch
 from tests.fuzzing.comparing import BFLOAT16, TOLERANCES, differences, problems, tolerance_of
 from tests.fuzzing.description import Description
 from tests.fuzzing.plain import run_plainly
-from tests.fuzzing.refusals import refusal_of
+from tests.fuzzing.refusals import UNSEEN, is_loud_by_nan, refusal_of
 from tests.fuzzing.running import Event
 from tests.fuzzing.workers import Outcome, Workers
 
@@ -119,4 +119,6 @@ def _judged(
     if refused:
         return Verdict([f"plain PyTorch raises, the engine does not: {refused}"], kind="did not raise")
     found = problems(case, expected, outcome, slack)
+    if found and is_loud_by_nan(case, found):
+        return Verdict(refusal=UNSEEN)
     return Verdict(found, kind=f"differs: {re.sub(r'rank [0-9]+: |[0-9]+| .event.*', '', found[0])}" if found else "")

@@ -78,7 +78,7 @@ def _of_rank(
         return
     tolerance = tolerance_of(case)
     for number, (event, reference) in enumerate(zip(events, expected, strict=True)):
-        by_rank = event.tag.endswith(("loss", "evaluation", "input gradient"))
+        by_rank = event.tag.endswith(("loss", "evaluation", "input gradient", "weight gradient", "tangent"))
         if not by_rank and not event.tag.endswith("gradients") and event.tag not in ("weights", "optimizer state"):
             missing = reference.values.keys() ^ event.values.keys()
             if missing:

@@ -25,6 +25,9 @@ class Block:
         tied_to: Its first weight is that of block `tied_to`.
         dtype: "float32" inside a float64 model; "" for that of the model.
         clamps: Its forward clamps its own weight before it is used.
+        keeps: What it keeps for a loss besides its result: "hook": what a forward hook on its layer sees; "map": what its layer returned;
+            "branch": what its layer makes of the result; "penalty" on its weight; "sum": one that saves no weight for its backward;
+            "function": a map, by a function that keeps the weight as an attribute of its ctx.
     """
 
     kind: str = "linear"
@@ -39,6 +42,7 @@ class Block:
     tied_to: int = -1
     dtype: str = ""
     clamps: bool = False
+    keeps: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,10 @@ class Model:
         frozen: The first layer is frozen.
         tied: The head has the weight of the first layer.
         hidden: The root returns an object that nobody can look into.
+        before: What a step calls before the root: "": nothing; "layer" of the root; "block": that and the first block; "parameter": it
+            calls nothing, and uses one.
+        judge: A frozen network is called with what the root returned, and the loss is of its "result", or of a "feature" that a hook in it
+            keeps. Without a Trainer it is a root of its own.
     """
 
     blocks: tuple[Block, ...] = (Block(),)
@@ -64,6 +72,8 @@ class Model:
     frozen: bool = False
     tied: bool = False
     hidden: bool = False
+    before: str = ""
+    judge: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,12 +83,15 @@ class Micro:
     Attributes:
         kind: "plain"; "retained": backward twice through one graph; "two_losses": two losses of one forward, a backward each;
             "two_forwards": their losses added up; "interleaved": two forwards, then their backwards; "two_backwards": forward, backward,
-            twice; "input_grad": autograd.grad of the input before the backward; "no_backward"; "stale": the backward of the first of two
-            losses comes after the optimizer's step.
+            twice; "input_grad": autograd.grad of the input before the backward; "weight_grad": of weights that hooks saw in the forward;
+            "rest_grad": of weights that are looked up after it; "jvp": torch.func.jvp before the backward; "no_backward"; "stale": the
+            backward of the first of two losses comes after the optimizer's step.
         sync: "all", "no_sync" or "keep_sharded".
         evaluates: "", "before", "between" (forward and backward) or "after": a forward without gradients.
         inference: That forward runs under inference_mode.
         poisoned: Its loss is NaN.
+        side: What the loss has of what blocks keep: "": nothing; "beside" the loss of the result; "alone"; "exit": alone, and the forward
+            ends at the last block that keeps something; "first": a backward of its own before that of the result, or "last" after it.
     """
 
     kind: str = "plain"
@@ -86,6 +99,7 @@ class Micro:
     evaluates: str = ""
     inference: bool = False
     poisoned: bool = False
+    side: str = ""
 
 
 @dataclass(frozen=True)
@@ -238,6 +252,9 @@ def features(case: Description) -> set[str]:
     for name in ("scale", "row", "empty", "unused", "frozen", "tied", "hidden"):
         if getattr(model, name):
             found.add(f"root: {name}")
+    for name in ("before", "judge"):
+        if getattr(model, name):
+            found.add(f"{name}: {getattr(model, name)}")
     for block in model.blocks:
         found |= _block_features(block)
     steps = program.steps
@@ -248,6 +265,8 @@ def features(case: Description) -> set[str]:
         found.add("loop does: method")
     for micro in micros:
         found.add(f"micro: {micro.kind}")
+        if micro.side:
+            found.add(f"side: {micro.side}")
         if micro.sync != "all":
             found.add(f"sync: {micro.sync}")
         if micro.evaluates:
@@ -288,6 +307,8 @@ def _block_features(block: Block) -> set[str]:
         found.add("block: tied")
     if block.dtype:
         found.add("block: other dtype")
+    if block.keeps:
+        found.add(f"keeps: {block.keeps}")
     return found
 
 

@@ -27,6 +27,9 @@ AUTOMATIC_KINDS = (
     "input_grad",
 )  # Lightning runs the one backward itself, and wants one on several ranks
 EDITS = ("in_place", "out_of_place", "data", "drop_one", "clip_norm", "clip_value", "torch_clip_norm", "view")
+KEEPS = ("hook", "map", "branch", "penalty", "sum", "function")
+SIDES = ("beside", "beside", "alone", "exit", "first", "last")
+BEFORE = ("layer", "block", "parameter")
 WRITES = ("in_place", "copy", "load_state_dict", "unshard", "data", "view")
 
 
@@ -50,7 +53,27 @@ def drawn(draw: Random, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> Description:
     """A model, a program and a configuration that fit each other."""
     loop = draw.choice(("raw", "raw", "automatic", "manual"))
     configuration = _configuration(draw, ranks, loop)
-    return settled(Description(_model(draw), _program(draw, loop), configuration))
+    case = Description(_model(draw), _program(draw, loop), configuration)
+    # Last, so that a seed draws the rest as it did before there was this.
+    return settled(_with_side_doors(draw, case))
+
+
+def _with_side_doors(draw: Random, case: Description) -> Description:
+    """What blocks keep, losses of it, and what a step does around the root's forward."""
+    model, steps = case.model, case.program.steps
+    model = replace(model, before=_one_of(draw, BEFORE, 24), judge=_one_of(draw, ("result", "feature"), 16))
+    if _chance(draw, 60):
+        blocks = tuple(replace(block, keeps=_one_of(draw, KEEPS, 40)) for block in model.blocks)
+        model = replace(model, blocks=blocks)
+    steps = tuple(replace(step, micros=tuple(_beside(draw, micro) for micro in step.micros)) for step in steps)
+    return replace(case, model=model, program=replace(case.program, steps=steps))
+
+
+def _beside(draw: Random, micro: Micro) -> Micro:
+    kind = micro.kind
+    if kind == "plain":
+        kind = _one_of(draw, ("weight_grad", "rest_grad", "jvp"), 12) or kind
+    return replace(micro, kind=kind, side=_one_of(draw, SIDES, 40))
 
 
 def _configuration(draw: Random, allowed: tuple[int, ...], loop: str) -> Configuration:
@@ -181,7 +204,8 @@ def settled(case: Description) -> Description:
     """The nearest case that plain PyTorch can run and that says nothing without effect."""
     configuration, program = case.configuration, case.program
     low = configuration.precision in ("mixed", "bfloat16")
-    asks_for_inputs = any(micro.kind == "input_grad" for step in program.steps for micro in step.micros)
+    kinds = {micro.kind for step in program.steps for micro in step.micros}
+    asks = bool(kinds & {"input_grad", "weight_grad", "rest_grad", "jvp"})
     blocks: list[Block] = []
     for block in case.model.blocks:
         if block.same_as >= 0:
@@ -189,8 +213,15 @@ def settled(case: Description) -> Description:
                 block = replace(block, same_as=blocks[block.same_as].same_as)
             owner = blocks[block.same_as]
             block = replace(owner, same_as=block.same_as, calls=block.calls, dropped=block.dropped)
-        if block.checkpoint == "reentrant" and (block.result or asks_for_inputs):
-            block = replace(block, result="") if block.result and not asks_for_inputs else replace(block, checkpoint="")
+        if block.checkpoint == "reentrant" and (block.result or asks):
+            block = replace(block, result="") if block.result and not asks else replace(block, checkpoint="")
+        # What a reentrant checkpoint computes has no graph; a function of this form knows no tangents, and nothing of autocast.
+        if block.checkpoint == "reentrant" or (
+            block.keeps == "function" and ("jvp" in kinds or configuration.precision == "mixed")
+        ):
+            block = replace(block, keeps="")
+        if block.dropped == "by rank":  # backwards of some ranks alone hang under DDP as well
+            block = replace(block, keeps="")
         if block.tied_to >= 0:
             other = blocks[block.tied_to]
             wide = ("mlp", "narrow")
@@ -227,7 +258,12 @@ def settled(case: Description) -> Description:
     model = replace(case.model, blocks=tuple(blocks))
     if model.tied:
         model = replace(model, frozen=False)
-    steps = tuple(_settled_step(step, program.loop) for step in program.steps)
+    if model.before == "parameter" and (program.loop == "raw" or configuration.precision == "mixed"):
+        model = replace(
+            model, before="layer"
+        )  # outside of a training_step parameters are shards; in one they may be float32
+    keeps = any(block.keeps for block in blocks)
+    steps = tuple(_settled_step(_settled_sides(step, program.loop, keeps, low), program.loop) for step in program.steps)
     if program.loop == "automatic":  # what follows the last microbatch comes after the step
         before = {"after": "before"}
         last = [
@@ -241,6 +277,22 @@ def settled(case: Description) -> Description:
     if low or program.loop != "raw" or not any(block.unit for block in blocks):
         configuration = replace(configuration, late_root=False)
     return Description(model, replace(program, steps=steps), configuration)
+
+
+def _settled_sides(step: Step, loop: str, keeps: bool, low: bool) -> Step:
+    micros = []
+    for micro in step.micros:
+        apart = micro.side in ("first", "last")
+        if not keeps:
+            micro = replace(micro, side="")
+        elif apart and loop == "automatic":  # of one backward
+            micro = replace(micro, side="beside")
+        elif apart and micro.kind != "plain":
+            micro = replace(micro, side="alone")
+        if low and micro.kind in ("weight_grad", "rest_grad"):  # plain PyTorch averages in hooks of weights
+            micro = replace(micro, kind="plain")
+        micros.append(micro)
+    return replace(step, micros=tuple(micros))
 
 
 def _settled_step(step: Step, loop: str) -> Step:

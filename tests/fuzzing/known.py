@@ -109,7 +109,38 @@ def _asks_for_inputs(case: Description) -> bool:
     return any(micro.kind == "input_grad" for micro in _micros(case))
 
 
-KNOWN: dict[str, Callable[[Description], bool]] = {}
+def _shows_tangents_of_what_is_hidden(case: Description) -> bool:
+    """Also of a root that hides its result."""
+    hides = case.model.hidden or _has(case, result="hidden")
+    return hides and any(micro.kind == "jvp" for micro in _micros(case))
+
+
+def _shows_tangents_of_sharded_weights(case: Description) -> bool:
+    """Also of weights that are cast for each use."""
+    is_cast = case.configuration.sharding == "optim_grads_params" and case.configuration.precision == "mixed"
+    return (_shards_weights(case) or is_cast) and any(micro.kind == "jvp" for micro in _micros(case))
+
+
+def _adds_what_came_after_the_result(case: Description) -> bool:
+    """A loss beside that of the result, of what a unit computed after it."""
+    is_cast = case.configuration.sharding == "optim_grads_params" and case.configuration.precision == "mixed"
+    adds = any(micro.side == "beside" for micro in _micros(case))
+    return (_shards_weights(case) or is_cast) and _has(case, keeps="branch") and adds
+
+
+def _clears_what_no_unit_noticed(case: Description) -> bool:
+    """An optimizer that is no PyTorch's clears the gradients of a penalty, of which nobody has heard."""
+    apart = any(micro.side not in ("", "beside") for micro in _micros(case))
+    penalty = _has(case, keeps="sum") or _has(case, keeps="penalty")
+    return case.program.optimizer == "lars" and apart and penalty
+
+
+KNOWN: dict[str, Callable[[Description], bool]] = {
+    "unnoticed": _clears_what_no_unit_noticed,
+    "jvp": _shows_tangents_of_what_is_hidden,
+    "jvp sharded": _shows_tangents_of_sharded_weights,
+    "late": _adds_what_came_after_the_result,
+}
 
 
 # What is right and costs needless communication; as long as these are known, reductions are not counted.
@@ -495,6 +526,31 @@ DEFECTS: tuple[Defect, ...] = (
         _case(
             Block(), Block(), Block(result="hidden"), steps=(Step((Micro(), Micro("input_grad"))),), loop="automatic"
         ),
+    ),
+    Defect(
+        "jvp",
+        "an AttributeError where a unit hides its result",
+        _case(Block(result="hidden"), steps=(Step((Micro("jvp"),)),), sharding="optim_grads"),
+    ),
+    Defect(
+        "jvp sharded",
+        "a segmentation fault after a step",
+        _case(Block(keeps="map"), steps=(Step(), Step((Micro("jvp"),)))),
+    ),
+    Defect(
+        "unnoticed",
+        "zero_grad of an optimizer of one's own, one process",
+        _case(
+            Block(keeps="sum"),
+            steps=(Step((Micro(side="alone"),), takes_step=False), Step()),
+            optimizer="lars",
+            ranks=1,
+        ),
+    ),
+    Defect(
+        "late",
+        "weights are not gathered for what a unit computed after its result",
+        _case(Block(keeps="branch"), steps=(Step((Micro(side="beside"),)),)),
     ),
 )
 

@@ -34,6 +34,28 @@ def shown(result: Any) -> Tensor:
     return result["value"] if isinstance(result, dict) else result
 
 
+class KeepsWeight(torch.autograd.Function):
+    """A product whose backward reads the weight from an attribute, where autograd does not see it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        of_x, of_weight = ctx.needs_input_grad
+        return gradient @ ctx.weight if of_x else None, gradient.t() @ x if of_weight else None
+
+
+def loss_of(value: Tensor) -> Tensor:
+    """A mean of squares, or the number itself."""
+    value = value.float() if value.dtype is torch.bfloat16 else value
+    return value.square().mean() if value.dim() else value
+
+
 class Inner(nn.Module):
     """A unit inside a unit."""
 
@@ -51,6 +73,7 @@ class BlockModule(nn.Module):
     def __init__(self, spec: Block) -> None:
         super().__init__()
         self.spec = spec
+        self.kept: list[Tensor] = []
         width = {"mlp": 2 * DIM, "narrow": 2}.get(spec.kind, DIM)
         if spec.kind == "norm":
             self.norm = nn.LayerNorm(DIM)
@@ -65,6 +88,9 @@ class BlockModule(nn.Module):
             self.unused = nn.Parameter(torch.randn(3))
         if spec.dtype:
             self.to(getattr(torch, spec.dtype))
+        if spec.keeps == "hook":
+            layer = self.inner.layer if spec.kind == "nested" else self.linear
+            layer.register_forward_hook(lambda _module, _inputs, output: self.kept.append(output))
 
     def forward(self, x: Tensor) -> Any:
         if self.spec.clamps:
@@ -76,15 +102,38 @@ class BlockModule(nn.Module):
             x = self.norm(x)
         if self.spec.kind == "cube":
             x = x * self.cube.sum((0, 1))
-        x = torch.tanh(self.linear(x))
+        if self.spec.keeps == "penalty":
+            self.kept.append(self.linear.weight.square().mean())
+        elif self.spec.keeps == "sum":
+            self.kept.append(self.linear.weight.sum() / 8)
+        by_function = self.spec.keeps == "function"
+        x = KeepsWeight.apply(x, self.linear.weight) + self.linear.bias if by_function else self.linear(x)  # type: ignore[no-untyped-call]
+        if self.spec.keeps in ("map", "function"):
+            self.kept.append(x)
+        x = torch.tanh(x)
         if self.spec.kind == "nested":
             x = self.inner(x)
         if self.spec.kind in ("mlp", "narrow"):
             x = self.back(x)
+        if self.spec.keeps == "branch":
+            self.kept.append(self.linear(x))
         x = x.to(given)
         if self.spec.result == "dict":
             return {"value": x, "note": None}
         return Hidden(x) if self.spec.result == "hidden" else x
+
+
+class JudgeLayer(nn.Module):
+    """A unit of the frozen network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+        self.kept: list[Tensor] = []
+        self.layer.register_forward_hook(lambda _module, _inputs, output: self.kept.append(output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
 
 
 class Parts:
@@ -119,6 +168,50 @@ class Parts:
             self.inputs.bias.requires_grad_(False)
             if not model.tied:
                 self.inputs.weight.requires_grad_(False)
+        if model.before in ("layer", "block"):
+            self.stem = nn.Linear(DIM, DIM)
+        elif model.before:
+            self.gain = nn.Parameter(torch.linspace(0.8, 1.2, DIM))
+        if model.judge:
+            judges = [nn.Sequential(*(JudgeLayer() for _ in range(3))).requires_grad_(False)]
+            # The module of a Trainer has it as a part; a list does not show it to the root.
+            self.judges = judges if case.program.loop == "raw" else nn.ModuleList(judges)
+
+    def before(self: Any, x: Tensor, inside: bool) -> Tensor:
+        """What a step does with its batch before it calls the root. `inside`: in a training_step, where the root's parameters are shown."""
+        how = self.case.model.before
+        if how in ("layer", "block"):
+            x = self.stem(x)
+        if how == "block":
+            x = x + shown(self.blocks[0](x))
+        return x * self.gain if how == "parameter" and inside else x
+
+    def exit_early(self: Any, x: Tensor, skipped: tuple[int, ...]) -> Tensor:
+        """Layer by layer, up to the last block that keeps something."""
+        last = max((index for index, block in enumerate(self.blocks) if block.spec.keeps), default=len(self.blocks))
+        x = self.inputs(x)
+        for index, block in enumerate(self.blocks[: last + 1]):
+            if index not in skipped:
+                x = x + shown(block(x))
+        return x
+
+    def judged(self: Any, x: Tensor) -> Tensor:
+        """What the frozen network makes of a result."""
+        judge = self.judges[0]
+        for layer in judge:
+            layer.kept.clear()
+        result = judge(x)
+        return judge[1].kept[0] if self.case.model.judge == "feature" else result
+
+    def begin_to_keep(self: Any) -> None:
+        """Forget what blocks kept."""
+        for block in self.blocks:
+            block.kept.clear()
+
+    def side_loss(self: Any) -> Tensor | None:
+        """Of all that blocks keep with a graph, if there is any."""
+        found = [loss_of(value) for block in dict.fromkeys(self.blocks) for value in block.kept if value.requires_grad]
+        return sum(found) if found else None  # type: ignore[return-value]
 
     def compute(self: Any, x: Tensor, skipped: tuple[int, ...] = ()) -> Any:
         model = self.case.model
@@ -162,7 +255,10 @@ def seeded(case: Description, make: Any = Net, seed: int = 0) -> Any:
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype_of(case))
     try:
-        return make(case).to(case.configuration.device)
+        made = make(case).to(case.configuration.device)
+        if case.model.judge:
+            made.judges[0].to(case.configuration.device)
+        return made
     finally:
         torch.set_default_dtype(default)
 

@@ -5,8 +5,9 @@ Every rank's batch goes through one model, and the loss is the mean of theirs, s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,16 +49,22 @@ class PlainRun(Run):
             self.go_back_early()
         self.start()
 
-    def forward(self, x: Tensor, skipped: tuple[int, ...]) -> Any:
+    def once(self, x: Tensor, skipped: tuple[int, ...], exits: bool = False) -> Tensor:
+        return super().once(x.bfloat16() if self._mixed else x, skipped, exits)
+
+    @contextmanager
+    def casting(self) -> Iterator[None]:
         if not self._mixed:
-            return self.model(x, skipped)
-        cast = {parameter: parameter.bfloat16() for parameter in self.model.parameters()}
-        tables = [module._parameters for module in self.model.modules()]
+            yield
+            return
+        nets = [self.model, *(self.model.judges if self.case.model.judge else ())]
+        cast = {parameter: parameter.bfloat16() for net in nets for parameter in net.parameters()}
+        tables = [module._parameters for module in dict.fromkeys(module for net in nets for module in net.modules())]
         before = [dict(table) for table in tables]
         try:
             for table in tables:  # torch.func.functional_call leaves cast weights in modules that are there twice
                 table.update({key: cast[value] for key, value in table.items() if value is not None})
-            return self.model(x.bfloat16(), skipped)
+            yield
         finally:
             for table, values in zip(tables, before, strict=True):
                 table.update(values)

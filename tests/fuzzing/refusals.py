@@ -6,10 +6,10 @@ A refusal is said on every rank. What is refused here is work for somebody as lo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tests.fuzzing.description import Description
+from tests.fuzzing.description import Description, Micro
 from tests.fuzzing.workers import Outcome
 
 MOST = 0.10  # of all draws
@@ -25,6 +25,27 @@ class Refusal(NamedTuple):
 
 def _goes_back_after_a_step(case: Description) -> bool:
     return any(micro.kind == "stale" for step in case.program.steps for micro in step.micros)
+
+
+def _shards_weights(case: Description) -> bool:
+    """Weights are gathered, or cast, for each use."""
+    configuration = case.configuration
+    several = configuration.ranks > (configuration.outer or 1)
+    return configuration.sharding == "optim_grads_params" and (several or configuration.precision == "mixed")
+
+
+def _micros(case: Description) -> list[Micro]:
+    return [micro for step in case.program.steps for micro in step.micros]
+
+
+def _goes_by_side_doors(case: Description) -> bool:
+    """A backward reaches what a unit computed and did not return, and not its result."""
+    apart = any(micro.side not in ("", "beside") for micro in _micros(case))
+    return _shards_weights(case) and (apart or case.model.judge == "feature")
+
+
+def _asks(kind: str) -> Callable[[Description], bool]:
+    return lambda case: any(micro.kind == kind for micro in _micros(case))
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -46,7 +67,34 @@ REFUSALS: tuple[Refusal, ...] = (
             and (case.model.hidden or any(b.result == "hidden" for b in case.model.blocks))
         ),
     ),
+    Refusal(
+        r"EngineStateError: [\w.]+: a backward read its weight .* after the unit was resharded",
+        "a loss of what a hook or an attribute keeps, alone: nobody hears of its backward. The message has the ways out",
+        _goes_by_side_doors,
+    ),
+    Refusal(
+        r"Cannot access (storage of TensorWrapper|data pointer of Tensor that doesn't have storage)|autograd.Function with functorch",
+        "tensors of torch.func transforms have no storage: weights cannot be gathered into them, nor compared with what is in host memory, "
+        "and parameters that a step uses itself cannot be found in its results",
+        lambda case: (
+            _asks("jvp")(case) and (_shards_weights(case) or case.configuration.offload or case.program.calls_method)
+        ),
+    ),
+    Refusal(
+        r"appears to not have been used in the graph",
+        "autograd.grad of a weight that is looked up outside of the forward: it is a shard there, and the forward used the gathered one",
+        lambda case: case.configuration.sharding == "optim_grads_params" and _asks("rest_grad")(case),
+    ),
 )
+
+# A function that keeps its weight as an attribute, where autograd does not compare versions, reads NaN by a side door (docs/features.md).
+UNSEEN = "NaN of a weight that is resharded"
+
+
+def is_loud_by_nan(case: Description, problems: Sequence[str]) -> bool:
+    """Whether all that differs is NaN, and may be."""
+    keeps = any(block.keeps == "function" for block in case.model.blocks)
+    return keeps and _goes_by_side_doors(case) and all(": is NaN in " in problem for problem in problems)
 
 
 def refusal_of(case: Description, outcome: Outcome) -> str:

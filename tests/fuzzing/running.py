@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.fuzzing.description import Description, Micro, Step
-from tests.fuzzing.model import batch, shown, skipped_blocks
+from tests.fuzzing.model import batch, loss_of, shown, skipped_blocks
 
 FACTOR = 0.9  # of weights that are written
 LIMIT = 0.05  # of clipping: it bites
@@ -51,6 +51,7 @@ class Run:
         self._stale: list[Tensor] = []
         self._held: list[Any] = []
         self._trained: list[str] = []
+        self.inside = False  # a training_step computes its loss
 
     def start(self) -> None:
         """The model is there: keep what later steps come back to."""
@@ -62,6 +63,17 @@ class Run:
 
     def forward(self, x: Tensor, skipped: tuple[int, ...]) -> Any:
         return self.model(x, skipped)
+
+    def casting(self) -> Any:
+        """Around all that computes with weights."""
+        return nullcontext()
+
+    def around_backward(self) -> Any:
+        return nullcontext()
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        with self.around_backward():
+            loss.backward(**options)  # type: ignore[no-untyped-call]
 
     def holding_back(self, sync: str) -> Any:
         return nullcontext()
@@ -98,15 +110,73 @@ class Run:
 
     # -- forwards and backwards ----------------------------------------------------------------------------------------
 
-    def losses(self, turn: tuple[int, int, int], inputs: list[Tensor] | None = None) -> list[Tensor]:
+    def losses(
+        self,
+        turn: tuple[int, int, int],
+        inputs: list[Tensor] | None = None,
+        side: str = "",
+        sides: list[Tensor] | None = None,
+        weights: list[list[Tensor]] | None = None,
+    ) -> list[Tensor]:
+        """One for each rank; see `Micro.side`.
+
+        Args:
+            turn: Of the batches.
+            inputs: Collects what gradients are asked of.
+            side: What the losses have of what blocks keep.
+            sides: Collects losses of that.
+            weights: Collects what hooks see, for each rank.
+        """
         found = []
         for rank in self.ranks:
             x = batch(self.case, turn, rank)
             if inputs is not None:
                 inputs.append(x.requires_grad_())
-            out = shown(self.forward(x, skipped_blocks(self.case, turn, rank)))
-            found.append((out.float() if out.dtype is torch.bfloat16 else out).square().mean())
+            with ExitStack() as stack:
+                stack.enter_context(self.casting())
+                if weights is not None:
+                    weights.append([])
+                    for block in dict.fromkeys(self.model.blocks):
+                        stack.callback(block.linear.register_forward_hook(_keeps_weight(weights[-1])).remove)
+                self.model.begin_to_keep()
+                out = self.once(x, skipped_blocks(self.case, turn, rank), exits=side == "exit")
+                kept = self.model.side_loss()
+            loss = loss_of(out)
+            if sides is not None:
+                sides.append(torch.zeros_like(loss) if kept is None else kept)
+            elif side and kept is not None:
+                loss = loss + kept if side == "beside" else kept
+            found.append(loss)
         return found
+
+    def once(self, x: Tensor, skipped: tuple[int, ...], exits: bool = False) -> Tensor:
+        """What a step computes from a batch."""
+        x = self.model.before(x, self.inside)
+        out: Tensor = self.model.exit_early(x, skipped) if exits else shown(self.forward(x, skipped))
+        return self.model.judged(out) if self.case.model.judge and not exits else out
+
+    def tangents(self, turn: tuple[int, int, int]) -> None:
+        """torch.func.jvp of a forward."""
+        found = {}
+        for rank in self.ranks:
+            x, skipped = batch(self.case, turn, rank), skipped_blocks(self.case, turn, rank)
+            with self.casting():
+                _, found[str(rank)] = torch.func.jvp(
+                    lambda x, skipped=skipped: self.once(x, skipped), (x,), (torch.ones_like(x),)
+                )
+        self.note("tangent", **found)
+
+    def ask_for_weights(self, losses: list[Tensor], weights: list[list[Tensor]] | None) -> None:
+        """autograd.grad of what hooks saw, or of what the model shows now."""
+        seen: dict[str, tuple[int, Tensor | None]] = {}
+        for number, (rank, loss) in enumerate(zip(self.ranks, losses, strict=True)):
+            at_rest = [block.linear.weight for block in self.model.blocks if not block.spec.dropped]
+            asked = [weight for weight in (at_rest if weights is None else weights[number]) if weight.requires_grad]
+            if asked and loss.requires_grad:
+                with self.around_backward():
+                    found = torch.autograd.grad(loss, asked, retain_graph=True, allow_unused=weights is not None)
+                seen |= {f"{rank} {n}": (0, None if one is None else _apart(one)) for n, one in enumerate(found)}
+        self.events.append(Event("weight gradient", seen))
 
     def evaluate(self, at: tuple[int, int], micro: Micro) -> None:
         with torch.inference_mode() if micro.inference else torch.no_grad():
@@ -126,17 +196,31 @@ class Run:
         between: Callable[[], None] = lambda: None,
     ) -> Tensor | None:
         """All of a microbatch but its last backward; returns the loss for that, if there is one."""
+        self.inside = True
+        try:
+            return self._loss(at, micro, share, backward, between)
+        finally:
+            self.inside = False
+
+    def _loss(
+        self, at: tuple[int, int], micro: Micro, share: float, backward: Callable[..., Any], between: Callable[[], None]
+    ) -> Tensor | None:
         if micro.evaluates == "before":
             self.evaluate(at, micro)
         inputs: list[Tensor] | None = [] if micro.kind == "input_grad" else None
-        first = self.losses((*at, 0), inputs)
+        side = micro.side if micro.side in ("beside", "alone", "exit") else ""
+        sides: list[Tensor] | None = [] if micro.side in ("first", "last") else None
+        weights: list[list[Tensor]] | None = [] if micro.kind == "weight_grad" else None
+        if micro.kind == "jvp":
+            self.tangents((*at, 0))
+        first = self.losses((*at, 0), inputs, side, sides, weights)
         self.note_losses("loss", first)
         mean = self.mean(first)
         loss = mean * share
         if micro.poisoned:
             loss = loss * float("nan")
         if micro.kind in ("two_forwards", "interleaved", "stale"):
-            second = self.losses((*at, 1))
+            second = self.losses((*at, 1), side=side)
             self.note_losses("second loss", second)
             other = self.mean(second) * share
         if micro.evaluates == "between":
@@ -157,19 +241,37 @@ class Run:
             return other
         elif micro.kind == "two_backwards":
             backward(loss)
-            second = self.losses((*at, 1))
+            second = self.losses((*at, 1), side=side)
             self.note_losses("second loss", second)
             return self.mean(second) * share
         elif micro.kind == "input_grad":
             assert inputs is not None
-            found = torch.autograd.grad(sum(first), inputs, retain_graph=True)  # type: ignore[arg-type]
+            with self.around_backward():
+                found = torch.autograd.grad(sum(first), inputs, retain_graph=True)  # type: ignore[arg-type]
             self.note(
                 "input gradient", **{str(rank): gradient for rank, gradient in zip(self.ranks, found, strict=True)}
             )
+        elif micro.kind in ("weight_grad", "rest_grad"):
+            self.ask_for_weights(first, weights)
         elif micro.kind == "stale":
             self._stale.append(loss)
             return other
+        if sides is not None:
+            return self._apart_from(loss, sides, micro, share, backward)
         return loss
+
+    def _apart_from(
+        self, loss: Tensor, sides: list[Tensor], micro: Micro, share: float, backward: Callable[..., Any]
+    ) -> Tensor:
+        """A backward of the loss, or of what blocks keep; returns the other of both."""
+        self.note_losses("side loss", sides)
+        other = self.mean(sides) * share
+        if not other.requires_grad:
+            return loss
+        first, last = (other, loss) if micro.side == "first" else (loss, other)
+        # Losses of weights have graphs of their own.
+        backward(first, retain_graph=any(block.keeps not in ("", "penalty", "sum") for block in self.case.model.blocks))
+        return last
 
     def microbatch(
         self, at: tuple[int, int], micro: Micro, share: float, backward: Callable[..., Any], between: Callable[[], None]
@@ -300,6 +402,11 @@ class Run:
         self._saved = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
 
+def _keeps_weight(kept: list[Tensor]) -> Callable[..., None]:
+    """A forward hook."""
+    return lambda module, _inputs, _output: kept.append(module.weight)
+
+
 class Lars(torch.optim.Optimizer):
     """Looks at norms of whole tensors, so it works on sharded tensors and not on their rows."""
 
@@ -333,7 +440,7 @@ def make_optimizer(case: Description, parameters: Any) -> torch.optim.Optimizer:
 def run_loop(run: Any) -> list[Event]:
     """A loop of one's own."""
     for number, step in enumerate(run.case.program.steps):
-        run.whole_step(number, step, Tensor.backward, run.optimizer)
+        run.whole_step(number, step, run.backward, run.optimizer)
         run.end(step)
     run.finish()
     return run.events

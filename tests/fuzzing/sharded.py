@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp import (
+    around_backward,
     clip_grad_norm_,
     fully_shard,
     fully_shard_optimizer,
@@ -40,11 +41,18 @@ class EngineRun(Run):
                 with no_sync(next(block for block in self.model.blocks if block.spec.unit)):
                     self.go_back_early()
             fully_shard(self.model, mesh, **sharding_options(case))
+            if case.model.judge:
+                for module in (*self.model.judges[0], self.model.judges[0]):
+                    fully_shard(module, mesh, **sharding_options(case))
             made = make_optimizer(case, self.model.parameters())
             self.optimizer = fully_shard_optimizer(
                 made, elementwise=False if case.configuration.keeps_dtensors else None
             )
             self.start()
+
+    def around_backward(self) -> Any:
+        judges = self.model.judges if self.case.model.judge and self.case.program.loop == "raw" else ()
+        return around_backward(self.model, *judges)
 
     def holding_back(self, sync: str) -> Any:
         return nullcontext() if sync == "all" else no_sync(self.model, keep_sharded=sync == "keep_sharded")
@@ -69,7 +77,12 @@ class EngineRun(Run):
         }
 
     def _look(self) -> None:
-        """What is held back shows as a gradient until somebody looks: whether any rank used the parameter is known after that."""
+        """What is held back shows as a gradient until somebody looks: whether any rank used the parameter is known after that.
+
+        And what a backward left of which no unit heard is reduced when a program reads it.
+        """
+        for parameter in self.model.parameters():
+            parameter.grad  # noqa: B018
         for view in sharded_parameters(self.model):
             if view.grad is not None:
                 view.grad.detach()
@@ -134,8 +147,10 @@ def most_reductions(case: Description, group: ParameterGroup) -> int:
     for step in case.program.steps:
         stale = 0
         for micro in step.micros:
-            backwards = {"no_backward": 0, "plain": 1, "two_forwards": 1, "stale": 1, "input_grad": 1}.get(
-                micro.kind, 2
+            apart = micro.side in ("first", "last")
+            backwards = {"no_backward": 0, "plain": 1, "two_forwards": 1, "stale": 1}.get(micro.kind, 2)
+            backwards = (
+                1 + apart if micro.kind in ("input_grad", "weight_grad", "rest_grad", "jvp", "plain") else backwards
             )
             stale += micro.kind == "stale"
             if micro.sync == "all" or (micro.sync == "keep_sharded" and reduces_early):

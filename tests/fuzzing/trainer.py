@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_mfsdp import MFSDPStrategy
 from tests.fuzzing.description import Description, Step
-from tests.fuzzing.model import BlockModule, Inner, Parts, seeded
+from tests.fuzzing.model import BlockModule, Inner, JudgeLayer, Parts, seeded
 from tests.fuzzing.running import Event, make_optimizer
 from tests.fuzzing.sharded import EngineRun, sharding_options
 from tests.helpers.gpus import nodes_and_devices
@@ -89,19 +89,10 @@ class TrainerRun(EngineRun):
         inside = self.case.program.calls_method and self.inside
         return self.model.compute(x, skipped) if inside else self.model(x, skipped)
 
-    inside = False
-
-    def loss(self, *args: Any, **kwargs: Any) -> Any:
-        self.inside = True
-        try:
-            return super().loss(*args, **kwargs)
-        finally:
-            self.inside = False
-
 
 def is_unit(module: nn.Module) -> bool:
     """For the strategy's `units`."""
-    return isinstance(module, Inner) or (isinstance(module, BlockModule) and module.spec.unit)
+    return isinstance(module, (Inner, JudgeLayer)) or (isinstance(module, BlockModule) and module.spec.unit)
 
 
 def run_trainer(case: Description, rank: int, mesh: Any) -> list[Event]:

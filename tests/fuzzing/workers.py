@@ -228,7 +228,10 @@ def _tensors() -> dict[int, int]:
     return {
         id(found): found.untyped_storage().nbytes()
         for found in gc.get_objects()
-        if issubclass(type(found), torch.Tensor) and type(found) in _PLAIN
+        if issubclass(type(found), torch.Tensor)
+        and type(found) in _PLAIN
+        # A jvp that raised leaves tensors without storage in its traceback.
+        and not torch._C._functorch.is_functorch_wrapped_tensor(found)
     }
 
 
