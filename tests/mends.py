@@ -92,7 +92,7 @@ MENDS = (
         "A1 versions",
         "params/versions.py",
         "        self._as_set = (self.resharded,) * self._count\n",
-        "        pass\n",
+        "        self._as_set = tuple(map(compat.version_of, self._parameters))\n        return\n",
     ),
     Mend(
         "A1 empty",

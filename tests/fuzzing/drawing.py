@@ -28,8 +28,9 @@ AUTOMATIC_KINDS = (
 )  # Lightning runs the one backward itself, and wants one on several ranks
 EDITS = ("in_place", "out_of_place", "data", "drop_one", "clip_norm", "clip_value", "torch_clip_norm", "view")
 KEEPS = ("hook", "map", "branch", "penalty", "sum", "function")
-SIDES = ("beside", "beside", "alone", "exit", "first", "last")
-BEFORE = ("layer", "block", "parameter")
+SIDES = ("beside", "alone", "exit")
+APART = ("first", "last")
+BEFORE = ("layer", "block", "parameter", "parameter")
 WRITES = ("in_place", "copy", "load_state_dict", "unshard", "data", "view")
 
 
@@ -61,8 +62,8 @@ def drawn(draw: Random, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> Description:
 def _with_side_doors(draw: Random, case: Description) -> Description:
     """What blocks keep, losses of it, and what a step does around the root's forward."""
     model, steps = case.model, case.program.steps
-    model = replace(model, before=_one_of(draw, BEFORE, 24), judge=_one_of(draw, ("result", "feature"), 16))
-    if _chance(draw, 60):
+    model = replace(model, before=_one_of(draw, BEFORE, 32), judge=_one_of(draw, ("result", "feature"), 16))
+    if _chance(draw, 70):
         blocks = tuple(replace(block, keeps=_one_of(draw, KEEPS, 40)) for block in model.blocks)
         model = replace(model, blocks=blocks)
     steps = tuple(replace(step, micros=tuple(_beside(draw, micro) for micro in step.micros)) for step in steps)
@@ -72,8 +73,8 @@ def _with_side_doors(draw: Random, case: Description) -> Description:
 def _beside(draw: Random, micro: Micro) -> Micro:
     kind = micro.kind
     if kind == "plain":
-        kind = _one_of(draw, ("weight_grad", "rest_grad", "jvp"), 12) or kind
-    return replace(micro, kind=kind, side=_one_of(draw, SIDES, 40))
+        kind = _one_of(draw, ("weight_grad", "rest_grad", "jvp"), 15) or kind
+    return replace(micro, kind=kind, side=_one_of(draw, (*SIDES, *APART * 3) if kind == "plain" else SIDES, 52))
 
 
 def _configuration(draw: Random, allowed: tuple[int, ...], loop: str) -> Configuration:
@@ -282,7 +283,7 @@ def settled(case: Description) -> Description:
 def _settled_sides(step: Step, loop: str, keeps: bool, low: bool) -> Step:
     micros = []
     for micro in step.micros:
-        apart = micro.side in ("first", "last")
+        apart = micro.side in APART
         if not keeps:
             micro = replace(micro, side="")
         elif apart and loop == "automatic":  # of one backward

@@ -76,9 +76,7 @@ REFUSALS: tuple[Refusal, ...] = (
         r"Cannot access (storage of TensorWrapper|data pointer of Tensor that doesn't have storage)|autograd.Function with functorch",
         "tensors of torch.func transforms have no storage: weights cannot be gathered into them, nor compared with what is in host memory, "
         "and parameters that a step uses itself cannot be found in its results",
-        lambda case: (
-            _asks("jvp")(case) and (_shards_weights(case) or case.configuration.offload or case.program.calls_method)
-        ),
+        _asks("jvp"),
     ),
     Refusal(
         r"appears to not have been used in the graph",
