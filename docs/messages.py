@@ -128,7 +128,7 @@ READ_MORE: Mapping[str, str] = {
     "needs whole vectors or matrices": "strategies.md#other-optimizers",
     "calls it in its step on parameter": "strategies.md#other-optimizers",
     "traces the sharded rows of parameter": "strategies.md#other-optimizers",
-    "gives each rank, because it was made of": "strategies.md#other-optimizers",
+    "gives each rank, or may have": "strategies.md#other-optimizers",
     "did not call the closure that fully_shard_optimizer": "strategies.md#other-optimizers",
     "chunk by chunk from inside its closure": "performance.md#optimizer-state-in-host-memory",
     "did not call the closure it was given": "performance.md#optimizer-state-in-host-memory",

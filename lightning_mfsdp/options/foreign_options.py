@@ -92,6 +92,9 @@ _SAME_ANSWER: dict[tuple[str, ...], str] = {
         "leave it out: gradients of a unit are reduced from one flat buffer, by the collective that fits the sharding"
     ),
     ("allgather_bucket_size", "reduce_bucket_size", "bucket_cap_mb", "bucket_cap_mb_list"): _BUCKETS,
+    ("lazy_bucket_allocation",): (
+        "leave it out: memory for gradients is allocated in the first backward, and with free_gradients=True again in every one"
+    ),
     ("zero_allow_untested_optimizer",): (
         "leave it out: other optimizers than the known ones keep sharded tensors; for one that treats every number by itself call "
         "fully_shard_optimizer(optimizer, elementwise=True)"

@@ -198,9 +198,22 @@ def dtensors_of_a_users_own_meet_parameters_where_they_are_of_equal_parts(rank, 
     optimizer.step()
     for name, value in weights(model).items():
         assert torch.equal(value, before[name] - 1), name
-    optimizer.placements = [Shard(0)]
-    with pytest.raises(EngineStateError, match=r"in the step of Remade has other rows than DTensor gives each rank"):
-        optimizer.step()
+    optimizer.placements = [
+        Shard(0)
+    ]  # as results of DTensor have them: sizes tell where rows lie that are not of equal parts
+    optimizer.step()
+    for name, value in weights(model).items():
+        assert torch.equal(value, before[name] - 1 - 1), name
+
+
+def dtensors_that_no_parameter_of_the_operation_explains_are_refused(rank, world):
+    model = sharded_chain()
+    weight = model.layers[0].weight
+    rows = torch.ones(2 * rank + 1, *weight.shape[1:])
+    place = {"shape": weight.shape, "stride": weight.stride(), "run_check": False}
+    strange = DTensor.from_local(rows, weight.device_mesh, [Shard(0)], **place)
+    with torch.no_grad(), pytest.raises(EngineStateError, match=r"has other rows than DTensor gives each rank"):
+        weight.add_(strange)
 
 
 class Compiled(torch.optim.SGD):
@@ -432,6 +445,7 @@ TWO = (
     an_operation_that_mixes_rows_up_names_the_optimizer_and_the_ways_out,
     an_operation_in_a_closure_is_not_said_to_be_the_optimizers,
     dtensors_of_a_users_own_meet_parameters_where_they_are_of_equal_parts,
+    dtensors_that_no_parameter_of_the_operation_explains_are_refused,
     a_compiled_step_works_on_rows_and_says_so_where_it_meets_dtensors,
 )
 WORLDS = {

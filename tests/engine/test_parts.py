@@ -476,31 +476,40 @@ class Remade(torch.optim.SGD):
             parameter.add_(made * 0.5 if self.computes else made)
 
 
+def is_refused(problems: Problems, step: Callable[[], Any]) -> bool:
+    """Whether a step says that DTensor cannot compute with rows that lie as they do."""
+    try:
+        step()
+    except RuntimeError as error:
+        said = ("has other rows than DTensor gives", "has strips of several sections")
+        problems.expect(any(one in str(error) for one in said), str(error))
+        return True
+    return False
+
+
 def dtensors_of_a_users_own_meet_parts(rank: int, world: int) -> None:
-    """Results of DTensor do not know where they lie: they are right, or refused."""
+    """Results of DTensor do not know where they lie: they are right, or refused; with zeros_like they are right."""
     problems, mesh = Problems(), two_axes()
     for sharding, tells in product(SHARDINGS, (True, False)):
         model, plain = sharded(mesh, sharding=sharding), Net()
         for one in (model, plain):
             one(torch.tensor(0.5)).backward()
-        optimizer = fully_shard_optimizer(Remade(model.parameters(), lr=0.1))
-        optimizer.tells_shape = tells
-        attempt(problems, f"{sharding} {tells}", optimizer.step)
         for name, parameter in model.named_parameters():
-            grad = plain.get_parameter(name).grad
-            compare(problems, parameter, values()[name] - 1 + grad, f"{sharding} {name} {tells}")
-            alone = fully_shard_optimizer(Remade([parameter], lr=0.1))
-            if not isinstance(alone.param_groups[0]["params"][0], DTensor):
+            grad, what = plain.get_parameter(name).grad, f"{sharding} {name} {tells}"
+            optimizer = fully_shard_optimizer(Remade([parameter], lr=0.1))
+            if not isinstance(optimizer.param_groups[0]["params"][0], DTensor):
                 continue  # whole on every rank, and plain
-            alone.computes, before = True, whole(parameter).clone()
-            try:
-                alone.step()
-            except RuntimeError as error:
-                said = ("has other rows than DTensor gives", "has strips of several sections")
-                problems.expect(any(one in str(error) for one in said), str(error))
-                compare(problems, parameter, before - 1, f"{sharding} {name} refused")
-            else:
-                compare(problems, parameter, before - 1 + grad * 0.5, f"{sharding} {name} computed")
+            optimizer.tells_shape = tells
+            # From torch 2.14 on, DTensor asks where rows lie that two axes divide, even for zeros_like.
+            asked = name == "packed_rows" and sharding != "no_shard"
+            if not (asked and is_refused(problems, optimizer.step)):
+                _ = asked or attempt(problems, what, optimizer.step)
+                compare(problems, parameter, values()[name] - 1 + grad, what)
+            optimizer.computes, before = True, whole(parameter).clone()
+            if not is_refused(problems, optimizer.step):
+                compare(problems, parameter, before - 1 + grad * 0.5, f"{what} computed")
+            elif not torch.equal(whole(parameter), before):
+                compare(problems, parameter, before - 1, f"{what} refused")
     model = sharded(mesh, sharding="no_shard")
     for name in ("rows", "columns"):
         own = distribute_tensor(values(3)[name], mesh, [Replicate(), Shard(SHAPES[name][1])])

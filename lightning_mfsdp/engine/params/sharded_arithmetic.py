@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeGuard, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.base import compat
@@ -137,6 +138,8 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     meeting: dict[int | None, dict[_Place, Tensor]] = {}
     for place, tensor in found.items():
         meeting.setdefault(place[1], {})[place] = tensor
+    for tensors in meeting.values():
+        _settle(tensors, written)
     numbers = meeting.pop(None) if len(meeting) > 1 and None in meeting else {}
     models = {at: _model(name, tensors, written) for at, tensors in meeting.items()}
     here = {place: _whole(tensor) for place, tensor in numbers.items()}
@@ -156,7 +159,7 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
                 if _is_divided(tensor) and (tensor.shape == like.shape or _has_rows_of(tensor, like, shape)):
                     away[place] = tensor, like
                 else:
-                    here[place] = _cut(_whole(tensor, like), like, shape)
+                    here[place] = _cut(_whole(tensor), like, shape)
     here.update(zip(away, rows_where(list(away.values())), strict=True))
     result = func(
         *(_replaced(value, key, here) for key, value in enumerate(args)),
@@ -198,6 +201,82 @@ def _placed(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _is_foreign(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor that is not ours, and is not whole on every rank."""
+    return (
+        isinstance(tensor, DTensor)
+        and not isinstance(tensor, PlacedTensor)
+        and not all(placement.is_replicate() for placement in tensor.placements)
+    )
+
+
+def _settle(tensors: dict[_Place, Tensor], written: Sequence[int | str]) -> None:
+    """Find out where the DTensors that are not ours lie, of the operands that meet. Collective if there are any."""
+    for place, tensor in tensors.items():
+        if _is_foreign(tensor):
+            partners = (one for one in tensors.values() if _is_divided(one) and one.dim() == tensor.dim())
+            like = next((one for one in partners if one.device_mesh == tensor.device_mesh), None)
+            tensors[place] = _settled(tensor, like, is_written=place[0] in written)
+
+
+def _settled(tensor: DTensor, like: PlacedTensor | None, *, is_written: bool = False) -> DTensor:
+    """A DTensor that is not ours: one of ours if its parts must be those of `like`, and as it is if DTensor distributed it.
+
+    What DTensor computes with rows of a parameter does not tell that they are such rows (from torch 2.14 on, not even `zeros_like` does),
+    but their sizes do where DTensor would have made other parts. Tensors of one number are right wherever they lie. Collective.
+
+    Args:
+        tensor: The DTensor. Where its maker did not tell DTensor the shape, it differs between ranks.
+        like: The operand that it meets, divided, of its mesh and number of dims, if there is one.
+        is_written: The operation writes to it.
+
+    Raises:
+        LayoutError: On all ranks. Its parts are neither, or, in the step of an optimizer, may be either.
+    """
+    mesh, local = tensor.device_mesh, tensor._local_tensor
+    shape, offset = compat.equal_part(tensor)
+    flags = [local.shape != shape, True, False, False, False]
+    if like is not None:
+        places = [box.offsets for box in like.lies.piece.boxes]
+        flags[1:] = [
+            (local.shape, tensor.placements) != (like._local_tensor.shape, like._spec.placements),
+            tensor.shape != like.shape,
+            len(places) > 1,  # of several sections: they do not follow those of the rank before
+            local.numel() > 0 and places != [offset],
+        ]
+    found = torch.tensor(flags, dtype=torch.int32, device=mesh.device_type)
+    for dim in range(mesh.ndim):
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    is_unequal, does_not_fit, is_untold, is_strips, lies_elsewhere = map(bool, found.tolist())
+    optimizer, is_refused = stepping_optimizer(), is_unequal
+    if like is not None and not does_not_fit:
+        is_of_rows = is_unequal or is_untold
+        is_refused = is_of_rows or (lies_elsewhere and optimizer is not None)
+        if (is_of_rows and not is_strips) or (is_refused and not is_written and _is_one_number(local, mesh)):
+            made: PlacedTensor = _rows(local, like)
+            return made
+    if is_refused:
+        where = f" in the step of {type(optimizer).__name__}" if optimizer is not None else ""
+        raise LayoutError(
+            f"a DTensor of shape {tuple(tensor.shape)}{where} has other rows than DTensor gives each rank, or may have; make it by "
+            f"torch.zeros_like(parameter). {OPTIMIZER_ADVICE}"
+        )
+    return tensor
+
+
+def _is_one_number(local: Tensor, mesh: DeviceMesh) -> bool:
+    """Whether a DTensor, of which this rank has `local`, has the same number everywhere, as `zeros_like` makes it. Collective."""
+    if local.is_complex():
+        return False
+    ends = torch.full((2,), -torch.inf, dtype=torch.float64, device=mesh.device_type)
+    if local.numel():
+        numbers = local.detach().to(ends)
+        ends = torch.stack((numbers.max(), -numbers.min())).nan_to_num(torch.inf, torch.inf, -torch.inf)
+    for dim in range(mesh.ndim):
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return bool(ends[0] == -ends[1])
+
+
 def _replaced(value: Any, key: int | str, here: dict[_Place, Tensor]) -> Any:
     if isinstance(value, Tensor):
         return here[key, None]
@@ -219,7 +298,7 @@ def _model(
                 if rows and tensor.dim():
                     refuse_layout(name, rows[0])
                 return None, tensor.shape
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors.values()))  # type: ignore[no-untyped-call]
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors.values()))
     fit = [
         tensor
         for tensor in tensors.values()
@@ -238,14 +317,13 @@ def _has_rows_of(tensor: Tensor, like: PlacedTensor, shape: torch.Size) -> bool:
     return like.lies.piece.has_whole_rows and 0 < tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
 
 
-def _whole(tensor: Tensor, like: PlacedTensor | None = None) -> Tensor:
-    """All rows, plain; collective where they are distributed. `like` is what they shall meet."""
+def _whole(tensor: Tensor) -> Tensor:
+    """All rows, plain; collective where they are distributed."""
     if not isinstance(tensor, DTensor):
         return tensor
     if all(placement.is_replicate() for placement in tensor.placements):
         return tensor._local_tensor
     if not isinstance(tensor, PlacedTensor):
-        _refuse_other_parts(tensor, like)
         # Torch 2.11 would detach what needs a gradient in place, which DTensor does not support.
         return cast("DTensor", tensor.detach()).full_tensor()
     return tensor.full_tensor()
@@ -319,6 +397,9 @@ def _by_dtensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[PlacedTensor]) -> Any:
     """An operation on tensors that are whole on every rank."""
+    for tensor in tensors_in((args, kwargs)):
+        if _is_foreign(tensor):
+            _settled(tensor, None)
     result = func(*map_tensors(_whole, args), **map_tensors(_whole, kwargs))
     if func._schema.is_mutable:
         given = _arguments(args, kwargs)
@@ -339,7 +420,7 @@ def _as_plain(tensor: Tensor) -> Tensor:
     """As DTensor itself sees it; the same memory."""
     if not isinstance(tensor, PlacedTensor):
         return tensor
-    return DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)
 
 
 def _rows(local: Tensor, like: PlacedTensor) -> Any:
@@ -363,31 +444,6 @@ def _shared_out(value: Tensor, like: PlacedTensor | None, *, shows_weight: bool 
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
-
-
-def _refuse_other_parts(tensor: DTensor, like: PlacedTensor | None) -> None:
-    """Raise on all ranks if a DTensor that is not ours has other rows on any rank than DTensor would place there: it cannot be gathered.
-
-    If its parts have the shapes of equal ones, and those of `like`, which lie elsewhere, it may be either. An optimizer that has DTensor
-    compute with rows makes one, which does not know any more where they lie; others were distributed by DTensor.
-    """
-    mesh, local = tensor.device_mesh, tensor._local_tensor
-    shape, offset = compat.equal_part(tensor)
-    flags = [local.shape != shape, True, False]
-    if like is not None and (like.shape, like.device_mesh) == (tensor.shape, mesh):
-        places = [box.offsets for box in like.lies.piece.boxes]
-        flags[1:] = [local.shape != like._local_tensor.shape, local.numel() > 0 and places != [offset]]
-    found = torch.tensor(flags, dtype=torch.int32, device=mesh.device_type)
-    for dim in range(mesh.ndim):
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    differs, is_no_part_of_like, lies_elsewhere = map(bool, found.tolist())
-    optimizer = stepping_optimizer()
-    if differs or (optimizer is not None and lies_elsewhere and not is_no_part_of_like):
-        where = f" in the step of {type(optimizer).__name__}" if optimizer is not None else ""
-        raise LayoutError(
-            f"a DTensor of shape {tuple(tensor.shape)}{where} has other rows than DTensor gives each rank, because it was made of a "
-            f"parameter's; use zeros_like. {OPTIMIZER_ADVICE}"
-        )
 
 
 def _refuse_written(name: str, tensor: Tensor, like: PlacedTensor) -> None:

@@ -129,12 +129,16 @@ class Rows(PlacedTensor):
         """For callers that flatten subclasses; torch.compile would reassemble a DTensor of equal parts."""
         if compat.is_traced():
             optimizer = stepping_optimizer()
-            where = f", in the step of {type(optimizer).__name__}" if optimizer is not None else ""
+            if optimizer is None:
+                raise EngineStateError(
+                    f"torch.export or torch.compile traces the sharded rows of parameter {self.described}, and its code would assume equal "
+                    "parts; call unshard_model(module) before an export, and give compiled functions value.to_local()"
+                )
             raise EngineStateError(
-                f"torch.compile traces the sharded rows of parameter {self.described}{where}, and its code would assume equal parts. "
-                f"{OPTIMIZER_ADVICE}"
+                f"torch.compile traces the sharded rows of parameter {self.described}, in the step of {type(optimizer).__name__}, and its "
+                f"code would assume equal parts. {OPTIMIZER_ADVICE}"
             )
-        return super().__tensor_flatten__()  # type: ignore[no-untyped-call]
+        return super().__tensor_flatten__()
 
     # -- arithmetic ----------------------------------------------------------------------------------------------------
 
@@ -172,7 +176,7 @@ class Rows(PlacedTensor):
             if not in_place and needs_whole(tensors_in((args, kwargs))):
                 return use_whole(func, args, kwargs)
         try:
-            with compat.without_torch_function(), _Checked():  # type: ignore[no-untyped-call]
+            with compat.without_torch_function(), _Checked():
                 result = func(*args, **kwargs)
         except LayoutError:
             if writes_in_place(func, args, kwargs) or stepping_optimizer() is not None:
@@ -184,11 +188,11 @@ class Rows(PlacedTensor):
             result.copied = Copied(parameter, result.grad_fn)
         if isinstance(result, Number) and result.requires_grad:
             described = next(one.described for one in tensors_in((args, kwargs)) if isinstance(one, Rows))
-            result.register_hook(lambda _: refuse_gradient(described))  # type: ignore[no-untyped-call]
+            result.register_hook(lambda _: refuse_gradient(described))
         return result
 
 
-class _Checked(compat.DispatchMode):  # type: ignore[no-untyped-call]
+class _Checked(compat.DispatchMode):
     """Inside, every operation on rows is ours, including those that a composite function calls.
 
     A mode and not `Rows.__torch_dispatch__`, which DTensor's own dispatch in torch 2.11 bypasses.
