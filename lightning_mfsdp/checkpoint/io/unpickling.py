@@ -17,7 +17,7 @@ from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from typing_extensions import override
 
 __all__ = [
@@ -145,7 +145,7 @@ def read_table(file: IO[bytes], what: str, *, trusted: bool, trusting: str = WEI
         RefusedError: It holds such a class.
         ValueError: It is something else, or names files outside of the directory.
     """
-    reader = pickle.Unpickler(file) if trusted else _TableUnpickler(file, what, trusting)
+    reader = _TrustingUnpickler(file) if trusted else _TableUnpickler(file, what, trusting)
     table = reader.load()
     if not isinstance(table, Metadata):
         raise ValueError(
@@ -159,6 +159,28 @@ def read_table(file: IO[bytes], what: str, *, trusted: bool, trusting: str = WEI
     return table
 
 
+class _Properties(TensorProperties):
+    """Reads what any version of PyTorch wrote: fields are only ever added at the end (`strides` in 2.15), and none of those is needed."""
+
+    @override
+    def __setstate__(self, state: Any) -> None:
+        """Become what this version of PyTorch has, with the fields that it knows."""
+        known = len(TensorProperties().__getstate__())
+        super().__setstate__(tuple(state)[:known])
+        object.__setattr__(self, "__class__", TensorProperties)  # so that it is written as one again
+
+
+_PROPERTIES = f"{_PIECES}metadata.TensorProperties"
+
+
+class _TrustingUnpickler(pickle.Unpickler):
+    """Accepts anything."""
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        return _Properties if f"{module}.{name}" == _PROPERTIES else super().find_class(module, name)
+
+
 class _TableUnpickler(pickle.Unpickler):
     """Accepts only plain data and the records of a table of contents."""
 
@@ -169,6 +191,8 @@ class _TableUnpickler(pickle.Unpickler):
     @override
     def find_class(self, module: str, name: str) -> Any:
         path = f"{module}.{name}"
+        if path == _PROPERTIES:
+            return _maker(_Properties)
         if path in _RECORDS:
             return _maker(super().find_class(module, name))
         if path in _CHOICES:
