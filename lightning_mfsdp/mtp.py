@@ -85,7 +85,7 @@ class PredictorLayer(nn.Module):
         return {**self.__dict__, "_region": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self._make_region()
 
     @property

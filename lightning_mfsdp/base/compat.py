@@ -1,6 +1,6 @@
 """Every private or version-dependent PyTorch API the package uses, in one place.
 
-Tested with torch 2.10, 2.11, 2.13 and 2.14. `tests/engine/test_compat.py` fails when one of them disappears.
+Those that differ say from which version on. `tests/engine/test_compat.py` fails when one of them disappears.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -80,6 +80,7 @@ __all__ = [
     "is_transformed",
     "keeps_graph",
     "load_code",
+    "new_group",
     "no_symmetric_memory_because",
     "on_backward_end",
     "overloads_of",
@@ -100,9 +101,9 @@ __all__ = [
 ]
 
 TensorT = TypeVar("TensorT", bound=Tensor)
-OpOverload = operators.OpOverload  # one operator with its types (torch 2.10 to 2.14)
-BatchNorm = _BatchNorm  # the class that all layers of this kind derive from (torch 2.10 to 2.14)
-DispatchMode = TorchDispatchMode  # sees every operation before it runs, of subclasses too (torch 2.10 to 2.14)
+OpOverload = operators.OpOverload  # one operator with its types (torch 2.11 to 2.15)
+BatchNorm = _BatchNorm  # the class that all layers of this kind derive from (torch 2.11 to 2.15)
+DispatchMode = TorchDispatchMode  # sees every operation before it runs, of subclasses too (torch 2.11 to 2.15)
 
 # torch.distributed exports them too, but type checkers do not see them there.
 Store = distributed_types.Store
@@ -113,7 +114,7 @@ def overloads_of(packet: object) -> list[OpOverload]:
     """All overloads of an operator that have a kernel; none if it is no operator. Some of PyTorch's scripted operators have none."""
     if not isinstance(packet, operators.OpOverloadPacket):
         return []
-    overloads = (getattr(packet, name) for name in packet.overloads())  # type: ignore[no-untyped-call]
+    overloads = (getattr(packet, name) for name in packet.overloads())
     return [overload for overload in overloads if torch._C._dispatch_has_kernel(overload.name())]
 
 
@@ -122,7 +123,7 @@ def is_composite(operator: OpOverload) -> bool:
     return bool(operator.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
 
 
-# Identity of the backward now running in this thread, or -1 (torch 2.10 to 2.14). Called several times for each unit, so not wrapped.
+# Identity of the backward now running in this thread, or -1 (torch 2.11 to 2.15). Called several times for each unit, so not wrapped.
 backward_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -132,14 +133,14 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 
 
 def keeps_graph() -> bool:
-    """Whether the backward now running was asked to retain the graph (torch 2.10 to 2.14: `_get_current_graph_task_keep_graph`)."""
+    """Whether the backward now running was asked to retain the graph (torch 2.11 to 2.15: `_get_current_graph_task_keep_graph`)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def in_function_forward() -> bool:
     """Whether the forward of an autograd function written in Python runs: it, and inference mode, turn forward-mode gradients off as well.
 
-    torch 2.10 to 2.14: `_is_fwd_grad_enabled`.
+    torch 2.11 to 2.15: `_is_fwd_grad_enabled`.
     """
     return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
@@ -152,7 +153,7 @@ def accumulates(leaf: Tensor) -> bool:
 def leaves_gradients_out() -> bool:
     """Whether the backward now running computes only selected gradients (`autograd.grad`, `inputs=`) and skips others of its graph.
 
-    `_current_autograd_node`, torch 2.10 to 2.14. It walks the graph from there to the first leaf that is left out, or whose gradient is
+    `_current_autograd_node`, torch 2.11 to 2.15. It walks the graph from there to the first leaf that is left out, or whose gradient is
     returned.
     """
     seen: set[Node] = set()
@@ -177,17 +178,17 @@ def _brings(leaf: Node) -> bool:
 
 
 def is_due(node: Node) -> bool:
-    """Whether the backward now running reaches, or has reached, a node (torch 2.10 to 2.14: `_will_engine_execute_node`)."""
+    """Whether the backward now running reaches, or has reached, a node (torch 2.11 to 2.15: `_will_engine_execute_node`)."""
     return bool(torch._C._will_engine_execute_node(node))
 
 
 def has_accumulation_hooks(leaf: Tensor) -> bool:
-    """Whether something runs after a gradient was added to `leaf.grad` (torch 2.10 to 2.14: `_post_accumulate_grad_hooks`)."""
+    """Whether something runs after a gradient was added to `leaf.grad` (torch 2.11 to 2.15: `_post_accumulate_grad_hooks`)."""
     return bool(leaf._post_accumulate_grad_hooks)
 
 
 def is_transformed() -> bool:
-    """Whether functorch or forward-mode differentiation is active (torch 2.10 to 2.14)."""
+    """Whether functorch or forward-mode differentiation is active (torch 2.11 to 2.15)."""
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
@@ -252,7 +253,7 @@ def address_of(tensor: Tensor) -> int | None:
 
 
 def as_kind(kind: type[TensorT], tensor: Tensor) -> TensorT:
-    """A tensor of a subclass of `Tensor` over the memory of another one, without history (torch 2.10 to 2.14: `_make_subclass`)."""
+    """A tensor of a subclass of `Tensor` over the memory of another one, without history (torch 2.11 to 2.15: `_make_subclass`)."""
     return torch.Tensor._make_subclass(kind, tensor)
 
 
@@ -334,7 +335,7 @@ def carries_data(group: dist.ProcessGroup) -> bool:
 
 
 def default_store() -> Store:
-    """The store of the default process group (torch 2.10 to 2.14: `_get_default_store`)."""
+    """The store of the default process group (torch 2.11 to 2.15: `_get_default_store`)."""
     return c10d._get_default_store()
 
 
@@ -347,8 +348,8 @@ _OLDEST_NCCL_WITH_COPY_ENGINES = (2, 28)
 
 
 def no_symmetric_memory_because(device: torch.device) -> str:
-    """Why gathers cannot use symmetric memory here; empty if they can (torch 2.10 to 2.14: `_symmetric_memory`)."""
-    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    """Why gathers cannot use symmetric memory here; empty if they can (torch 2.11 to 2.15: `_symmetric_memory`)."""
+    version = torch.cuda.nccl.version()
     if version < _OLDEST_NCCL_WITH_COPY_ENGINES:
         return f"copy-engine gathers came with NCCL 2.28, this is {'.'.join(map(str, version))}"
     if not hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO"):
@@ -366,8 +367,12 @@ def zero_cta_group(ranks: list[int]) -> dist.ProcessGroup:
     """
     options = dist.ProcessGroupNCCL.Options()
     options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
-    made: dist.ProcessGroup = dist.new_group(ranks, pg_options=options, use_local_synchronization=True)
-    return made
+    return new_group(ranks, pg_options=options)
+
+
+def new_group(ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
+    """`dist.new_group` with this rank in it. Collective over `ranks`, or over all. From torch 2.15 on its type has what others get, too."""
+    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=ranks is not None, **options))
 
 
 def symmetric_memory(size_bytes: int, device: torch.device, group: dist.ProcessGroup) -> Tensor:
@@ -380,7 +385,7 @@ def symmetric_memory(size_bytes: int, device: torch.device, group: dist.ProcessG
 
 
 class _Abort:
-    """Aborts what runs in all process groups, and forgets them, without waiting (torch 2.10 to 2.14: `_abort_process_group`).
+    """Aborts what runs in all process groups, and forgets them, without waiting (torch 2.11 to 2.15: `_abort_process_group`).
 
     NCCL may hang in this where ranks are connected by sockets and another one has closed its end (seen with torch 2.11). Where it lets
     other threads run meanwhile, callers go on after half a second; where it does not, the process ends after two seconds, with exit
@@ -436,7 +441,7 @@ def is_lost_connection(error: BaseException) -> bool:
 def undecorated_step(kind: type[Optimizer]) -> Callable[..., Any] | None:
     """What `step` of an optimizer's class does between its hooks; `None` if PyTorch did not wrap it with hooks.
 
-    torch 2.10 to 2.14: `profile_hook_step` wraps the class's `step` and marks it `hooked`.
+    torch 2.11 to 2.15: `profile_hook_step` wraps the class's `step` and marks it `hooked`.
     """
     step = kind.step
     return getattr(step, "__wrapped__", None) if getattr(step, "hooked", False) else None
@@ -449,30 +454,30 @@ def takes_closure(optimizer: Optimizer) -> bool:
 
 
 def step_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """What runs before each step of an optimizer (torch 2.10 to 2.14: `_optimizer_step_pre_hooks`, an ordered dictionary)."""
+    """What runs before each step of an optimizer (torch 2.11 to 2.15: `_optimizer_step_pre_hooks`, an ordered dictionary)."""
     return list(optimizer._optimizer_step_pre_hooks.values())
 
 
 def before_other_hooks(handle: RemovableHandle) -> None:
-    """Let a hook run before those that were registered earlier (torch 2.10 to 2.14: `hooks_dict_ref`, an ordered dictionary)."""
+    """Let a hook run before those that were registered earlier (torch 2.11 to 2.15: `hooks_dict_ref`, an ordered dictionary)."""
     hooks = handle.hooks_dict_ref()
     assert hooks is not None, "the hooked object is alive"
     hooks.move_to_end(handle.id, last=False)
 
 
 def equal_part(tensor: DTensor) -> tuple[torch.Size, tuple[int, ...]]:
-    """Shape and offset of this rank's part of a DTensor (torch 2.10 to 2.14: `compute_local_shape_and_global_offset`)."""
+    """Shape and offset of this rank's part of a DTensor (torch 2.11 to 2.15: `compute_local_shape_and_global_offset`)."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return torch.Size(shape), tuple(offset)
 
 
 def is_traced() -> bool:
-    """Whether torch.compile is active here (torch 2.10 to 2.14: `CompileContext`)."""
+    """Whether torch.compile is active here (torch 2.11 to 2.15: `CompileContext`)."""
     return CompileContext.try_get() is not None
 
 
 def ddp_ignores(module: torch.nn.Module) -> frozenset[str]:
-    """Names that DistributedDataParallel was set to ignore (torch 2.10 to 2.14: `_set_params_and_buffers_to_ignore_for_model`)."""
+    """Names that DistributedDataParallel was set to ignore (torch 2.11 to 2.15: `_set_params_and_buffers_to_ignore_for_model`)."""
     found = getattr(module, IGNORED_BY_DDP, ())
     return frozenset(
         found if isinstance(found, Collection) else getattr(found, "names", ())
@@ -480,13 +485,13 @@ def ddp_ignores(module: torch.nn.Module) -> frozenset[str]:
 
 
 def storage_users(tensor: Tensor) -> int:
-    """How many tensors share a tensor's memory, itself included (torch 2.10 to 2.14: `_storage_Use_Count`)."""
+    """How many tensors share a tensor's memory, itself included (torch 2.11 to 2.15: `_storage_Use_Count`)."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def has_global_hooks() -> bool:
-    """Whether hooks are registered for all modules (torch 2.10 to 2.14: `_has_any_global_hook`)."""
-    return bool(module_hooks._has_any_global_hook())  # type: ignore[no-untyped-call]
+    """Whether hooks are registered for all modules (torch 2.11 to 2.15: `_has_any_global_hook`)."""
+    return bool(module_hooks._has_any_global_hook())
 
 
 def premul_sum(factor: float) -> Any:

@@ -52,7 +52,7 @@ def environment() -> dict[str, str]:
         **{name: _version(name) for name in _DISTRIBUTIONS},
         "CUDA of torch": torch.version.cuda or _MISSING,
         "ROCm of torch": torch.version.hip or _MISSING,
-        "cuDNN": str(torch.backends.cudnn.version() or _MISSING),  # type: ignore[no-untyped-call]
+        "cuDNN": str(torch.backends.cudnn.version() or _MISSING),
         "NCCL": _nccl(),
         "NVIDIA driver": _driver(),
         "GPUs": str(torch.cuda.device_count()),
@@ -79,7 +79,7 @@ def _version(distribution: str) -> str:
 def _nccl() -> str:
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return _MISSING
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _driver() -> str:

@@ -73,7 +73,7 @@ class Comparisons:
         if extremes.is_cuda:
             there = torch.empty(2, dtype=torch.int64, pin_memory=True, device="cpu")
             extremes = there.copy_(extremes, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived = torch.cuda.Event()
             arrived.record()
         self._pending.append(_Pending(extremes=extremes, arrived=arrived, error=error))
 
@@ -85,7 +85,7 @@ class Comparisons:
         """
         while self._pending:
             first = self._pending[0]
-            if first.arrived is not None and not first.arrived.query():  # type: ignore[no-untyped-call]
+            if first.arrived is not None and not first.arrived.query():
                 if not wait:
                     return
                 first.arrived.synchronize()

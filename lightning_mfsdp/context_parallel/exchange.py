@@ -73,7 +73,7 @@ def gather_sequence(tensors: Sequence[Tensor], parallel: ContextParallel, *, seq
     """
     if len({tensor.dtype for tensor in tensors}) > 1:
         return tuple(whole for tensor in tensors for whole in gather_sequence((tensor,), parallel, sequence=sequence))
-    return tuple(_Gather.apply(parallel, sequence, *tensors))  # type: ignore[no-untyped-call]
+    return tuple(_Gather.apply(parallel, sequence, *tensors))
 
 
 def _together(
@@ -102,14 +102,14 @@ class _ToHeads(torch.autograd.Function):
         ranks = dist.get_world_size(group)
         order, at = _order(tensors[0], heads, sequence)
         # [c, S/c, B, H/c, D], for the rank that gets the heads
-        pieces = [tensor.permute(order).unflatten(at, (ranks, -1)).movedim(at, 0) for tensor in tensors]  # type: ignore[no-untyped-call]
+        pieces = [tensor.permute(order).unflatten(at, (ranks, -1)).movedim(at, 0) for tensor in tensors]
         whole = _exchanged(pieces, at + 1, group).flatten(0, 1)
         # Autograd would refuse to change views in place; columns of other tensors do not change with one's own.
         return tuple(place.permute(_inverse(order)).data for place in _columns(whole, pieces, at + 1))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *_ToSequence.apply(*ctx.arguments, *gradients)  # type: ignore[no-untyped-call]
+        return None, None, None, *_ToSequence.apply(*ctx.arguments, *gradients)
 
 
 class _ToSequence(torch.autograd.Function):
@@ -121,7 +121,7 @@ class _ToSequence(torch.autograd.Function):
         ranks = dist.get_world_size(group)
         order, at = _order(tensors[0], heads, sequence)
         # [c, S/c, B, H/c, D], for the rank that gets the tokens
-        pieces = [tensor.permute(order).unflatten(0, (ranks, -1)) for tensor in tensors]  # type: ignore[no-untyped-call]
+        pieces = [tensor.permute(order).unflatten(0, (ranks, -1)) for tensor in tensors]
         received = _exchanged(pieces, at + 1, group)
         results = []
         for place in _columns(received, pieces, at + 1):
@@ -133,7 +133,7 @@ class _ToSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *_ToHeads.apply(*ctx.arguments, *gradients)  # type: ignore[no-untyped-call]
+        return None, None, None, *_ToHeads.apply(*ctx.arguments, *gradients)
 
 
 def _order(tensor: Tensor, heads: int, sequence: int) -> tuple[list[int], int]:
@@ -163,7 +163,7 @@ def _exchanged(pieces: Sequence[Tensor], lead: int, group: dist.ProcessGroup) ->
 def _columns(buffer: Tensor, pieces: Sequence[Tensor], lead: int) -> list[Tensor]:
     """Where the pieces lie in a buffer `[..., F]`: `[..., H/c, D]` of each."""
     shapes = [piece.shape[lead:] for piece in pieces]
-    parts = buffer.split([math.prod(shape) for shape in shapes], dim=-1)  # type: ignore[no-untyped-call]
+    parts = buffer.split([math.prod(shape) for shape in shapes], dim=-1)
     return [part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
@@ -206,7 +206,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, *_Scatter.apply(ctx.parallel, ctx.sequence, *gradients)  # type: ignore[no-untyped-call]
+        return None, None, *_Scatter.apply(ctx.parallel, ctx.sequence, *gradients)
 
 
 class _Scatter(torch.autograd.Function):
@@ -228,7 +228,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, *_Gather.apply(ctx.parallel, ctx.sequence, *gradients)  # type: ignore[no-untyped-call]
+        return None, None, *_Gather.apply(ctx.parallel, ctx.sequence, *gradients)
 
 
 def _buffer(pieces: Sequence[Tensor]) -> Tensor:

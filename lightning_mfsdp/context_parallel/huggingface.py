@@ -389,7 +389,7 @@ def _check_contents(
         if cut.document is not None:
             starts = starts != _starts(parallel.part_of(cut.document.to(device), 1), parallel)
         if real is not None:
-            chunks = real.unflatten(1, (len(parallel.chunks()), -1))  # type: ignore[no-untyped-call]
+            chunks = real.unflatten(1, (len(parallel.chunks()), -1))
             starts = starts & chunks[..., 1:] & chunks[..., :-1]
         wrong.append(starts.any())
     if bool(torch.stack(wrong).any()):
@@ -415,7 +415,7 @@ def _refuse_unread_documents(parallel: ContextParallel, document: Tensor, model:
 
 def _starts(documents: Tensor, parallel: ContextParallel) -> Tensor:
     """Where another document begins inside of a chunk, `[batch, chunks, tokens of a chunk - 1]`."""
-    chunks: Tensor = documents.unflatten(1, (len(parallel.chunks()), -1))  # type: ignore[no-untyped-call]
+    chunks: Tensor = documents.unflatten(1, (len(parallel.chunks()), -1))
     return chunks[..., 1:] != chunks[..., :-1]
 
 

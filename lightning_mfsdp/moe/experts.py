@@ -290,7 +290,7 @@ def _call(dispatcher: Dispatcher, *arguments: Any) -> Tensor:
 
 
 # Compilers do not trace communication.
-uncompiled: Callable[..., Tensor] = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
+uncompiled: Callable[..., Tensor] = torch.compiler.disable(_call)
 
 
 def _check_sizes(**sizes: Any) -> None:

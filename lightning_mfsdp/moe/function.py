@@ -136,4 +136,4 @@ def _saved(ctx: Any, kept: Sequence[Tensor]) -> Iterator[tuple[Tensor | None, Te
 
 
 # Compilers do not trace it: savers are Python, and kernels are compiled already.
-_apply: Callable[..., Tensor] = torch.compiler.disable(_ExpertsMLP.apply)  # type: ignore[no-untyped-call]
+_apply: Callable[..., Tensor] = torch.compiler.disable(_ExpertsMLP.apply)

@@ -25,7 +25,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not tensors:
             return results
         anchor = tensors[0].new_empty(0).requires_grad_()
-        marked = iter(_Refusal.apply(anchor, *tensors))  # type: ignore[no-untyped-call]
+        marked = iter(_Refusal.apply(anchor, *tensors))
         return tuple(next(marked) if isinstance(one, Tensor) else one for one in results)
 
     return wrapped

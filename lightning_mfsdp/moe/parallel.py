@@ -213,7 +213,7 @@ def _exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], axis:
 
 def _moved(tensor: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply `there`; in backward, apply `back` to the gradient of the result."""
-    result: Tensor = _Moved.apply(tensor, there, back)  # type: ignore[no-untyped-call]
+    result: Tensor = _Moved.apply(tensor, there, back)
     return result
 
 

@@ -134,7 +134,7 @@ class TopKRouter(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
         """The bias moves with the module, but stays in float32: its steps would be lost in 16 bits."""
         bias = self.bias
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         if self.bias.dtype is not torch.float32:
             self.bias = bias.to(self.bias.device)
         return self

@@ -133,7 +133,7 @@ def linear_cross_entropy(
         total = each.sum()
     else:
         with torch.autocast(hidden.device.type, enabled=False):
-            total = _SumOfLosses.apply(tokens, weight, bias, ids, loss)  # type: ignore[no-untyped-call]
+            total = _SumOfLosses.apply(tokens, weight, bias, ids, loss)
     if reduction == "sum":
         return total
     return total / (ids != ignore_index).sum().clamp(min=1)

@@ -167,7 +167,7 @@ def compute_dtype(hidden: Tensor) -> torch.dtype:
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     """Have `torch.compile` call a function without tracing it: it would unroll the loop over tiles."""
-    return torch.compiler.disable(function)  # type: ignore[no-untyped-call,no-any-return]
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 def _has_autocast(hidden: Tensor) -> bool:

@@ -31,12 +31,12 @@ def describe_linear(
 ) -> Tensor:
     """Statistics `[4, T]` of logits that are never all in memory. `hidden` is `[T, H]` in the compute dtype, the others in any."""
     with torch.autocast(hidden.device.type, enabled=False):
-        return _Linear.apply(hidden, weight, bias, target, options)  # type: ignore[no-any-return,no-untyped-call]
+        return _Linear.apply(hidden, weight, bias, target, options)  # type: ignore[no-any-return]
 
 
 def describe_logits(logits: Tensor, target: Tensor, options: SoftmaxOptions) -> Tensor:
     """Statistics `[4, T]` of existing logits `[..., V]`."""
-    return _Logits.apply(logits, target, options)  # type: ignore[no-any-return,no-untyped-call]
+    return _Logits.apply(logits, target, options)  # type: ignore[no-any-return]
 
 
 def is_token(target: Tensor, num_ids: int, options: SoftmaxOptions) -> Tensor:

@@ -9,6 +9,7 @@ Everything travels in bfloat16. An exchange is started and waited for separately
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -76,8 +77,8 @@ class BatchExchange:
         return torch.empty(sum(counts), dtype=WIRE_DTYPE, device=self._device)
 
     def _start(self, received: Tensor, inwards: list[int], sent: Tensor, outwards: list[int]) -> dist.Work:
-        work: dist.Work = dist.all_to_all_single(received, sent, inwards, outwards, group=self._group, async_op=True)
-        return work
+        work = dist.all_to_all_single(received, sent, inwards, outwards, group=self._group, async_op=True)
+        return cast(dist.Work, work)  # none is for ranks that are not in the group
 
     def _pieces_here(self, flat: Tensor) -> list[Tensor]:
         """Rows on this rank of every member; owners follow each other in both buffers."""

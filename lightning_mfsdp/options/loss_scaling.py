@@ -21,7 +21,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
     Each rank sees only its own rows of a gradient, so an overflow may show on one rank alone. The flag is reduced over the whole
     world; ranks that own no element of an optimizer's parameters join it as well. Overrides `GradScaler._unscale_grads_`, whose
-    signature is the same in torch 2.10 to 2.14.
+    signature is the same in torch 2.11 to 2.15.
     """
 
     def _unscale_grads_(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine.comm.mesh import CONTEXT, DATA, EXPERT, OUTER, SHARD, TENSOR, role_of
 from lightning_mfsdp.engine.comm.process_groups import kept
 
@@ -260,5 +261,4 @@ def _made(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
 def _group_of(rows: Tensor) -> dist.ProcessGroup:
     """The process group of the row of ranks that this rank is in. Collective over them."""
     own = sorted(next(row for row in rows.tolist() if dist.get_rank() in row))
-    group: dist.ProcessGroup = kept(("ranks", *own), lambda: dist.new_group(own, use_local_synchronization=True))
-    return group
+    return kept(("ranks", *own), lambda: compat.new_group(own))

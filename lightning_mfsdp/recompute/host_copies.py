@@ -32,7 +32,7 @@ class HostCopies:
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """The side stream."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device)
             join_when_gone(self, self._stream)
         return self._stream
 

@@ -107,7 +107,7 @@ class StepRecorder:
                 self._parts.backward_begins(name)
 
         with_grad = [tensor for tensor in outputs if tensor.requires_grad]
-        self._hooks += [tensor.register_hook(begins) for tensor in with_grad]  # type: ignore[no-untyped-call]
+        self._hooks += [tensor.register_hook(begins) for tensor in with_grad]
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Hook of `saved_tensors_hooks`: autograd keeps a tensor."""
@@ -129,7 +129,7 @@ class StepRecorder:
         found: dict[int, int] = {}
         for storage in storages:
             if storage.nbytes() and storage.data_ptr() not in self._weights:
-                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                reference = StorageWeakRef(storage)
                 self._seen[reference.cdata] = reference  # while it exists, that identity is not reused
                 found[reference.cdata] = storage.nbytes()
         return found
@@ -232,7 +232,7 @@ class _Clock:
     def now(self) -> Any:
         if self.device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 

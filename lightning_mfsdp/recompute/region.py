@@ -372,7 +372,7 @@ class RegionCall:
         self._routers = region.routers
         self._choices = KeptChoices(len(self._routers))
         save_ops = region.config.save_ops
-        self._modes = create_selective_checkpoint_contexts(keeping(save_ops)) if save_ops else None  # type: ignore[no-untyped-call]
+        self._modes = create_selective_checkpoint_contexts(keeping(save_ops)) if save_ops else None
         tensors: list[Tensor] = []
         self._outline = outlined((args, kwargs), tensors)
         self._link, places = region.placed(tensors)

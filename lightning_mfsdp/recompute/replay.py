@@ -208,13 +208,13 @@ class KeptDraws:
             _cuda_generator(self._device).set_offset(position)
 
 
-class _AfterEach(compat.DispatchMode):  # type: ignore[no-untyped-call]
+class _AfterEach(compat.DispatchMode):
     """Calls `then` after each operator that `draws`."""
 
     supports_higher_order_operators = True  # they pass through
 
     def __init__(self, draws: Callable[[Any], bool], then: Callable[[], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._draws, self._then = draws, then
 
     @classmethod

@@ -72,7 +72,7 @@ class SavedPiece:
 
     def __init__(self, piece: Tensor) -> None:
         leaf = torch.empty(0, requires_grad=True, device="cpu")
-        self._handle: Tensor = _Save.apply(leaf, piece.detach())  # type: ignore[no-untyped-call]
+        self._handle: Tensor = _Save.apply(leaf, piece.detach())
         self._needs_grad = piece.requires_grad
 
     def take(self) -> Tensor:

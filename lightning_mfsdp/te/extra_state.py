@@ -30,8 +30,8 @@ def keep_apart(root: nn.Module, replaced: list[nn.Module]) -> None:
     """
     new = {id(module) for module in replaced}
     for module in _owners(root):
-        module.register_state_dict_post_hook(_leave_out if id(module) in new else _empty)  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(_empty)  # type: ignore[no-untyped-call]
+        module.register_state_dict_post_hook(_leave_out if id(module) in new else _empty)
+        module.register_load_state_dict_pre_hook(_empty)
 
 
 def check_savable(root: nn.Module) -> None:

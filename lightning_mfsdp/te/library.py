@@ -128,7 +128,7 @@ def keep_scales_in_backward(outputs: Sequence[Tensor]) -> None:
 
     for output in outputs:
         if output.requires_grad:
-            output.register_hook(enter_around_the_backward)  # type: ignore[no-untyped-call]
+            output.register_hook(enter_around_the_backward)
 
 
 _HELD = set[int]()  # backwards with such a context around them

@@ -123,7 +123,7 @@ def sum_gradient(parameter: nn.Parameter, group: TensorGroup) -> None:
     mark_summed(parameter)
     is_trained = parameter.requires_grad
     parameter.requires_grad_()  # else it takes no hook, and may be trained later
-    parameter.register_hook(partial(_over_ranks, group))  # type: ignore[no-untyped-call]
+    parameter.register_hook(partial(_over_ranks, group))
     parameter.requires_grad_(is_trained)
 
 

@@ -121,7 +121,7 @@ def sequence_summed(tensor: Tensor, group: TensorGroup, dim: int = 1) -> Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    result: Tensor = function.apply(*arguments)
     return result
 
 
@@ -141,7 +141,7 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return _Summed.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]
+        return _Summed.apply(gradients[0], ctx.group), None
 
 
 class _CopiedEnd(torch.autograd.Function):
@@ -166,7 +166,7 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return _Copied.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]
+        return _Copied.apply(gradients[0], ctx.group), None
 
 
 class _Gathered(torch.autograd.Function):
@@ -177,7 +177,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return _OwnPart.apply(gradients[0], ctx.group, ctx.dim), None, None  # type: ignore[no-untyped-call]
+        return _OwnPart.apply(gradients[0], ctx.group, ctx.dim), None, None
 
 
 class _OwnPart(torch.autograd.Function):
@@ -188,7 +188,7 @@ class _OwnPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return _Gathered.apply(gradients[0], ctx.group, ctx.dim), None, None  # type: ignore[no-untyped-call]
+        return _Gathered.apply(gradients[0], ctx.group, ctx.dim), None, None
 
 
 class _SequenceGathered(torch.autograd.Function):
@@ -199,7 +199,7 @@ class _SequenceGathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return _SequenceSummed.apply(gradients[0], ctx.group, ctx.dim), None, None  # type: ignore[no-untyped-call]
+        return _SequenceSummed.apply(gradients[0], ctx.group, ctx.dim), None, None
 
 
 class _SequenceSummed(torch.autograd.Function):
@@ -213,7 +213,7 @@ class _SequenceSummed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return _SequenceGathered.apply(gradients[0], ctx.group, ctx.dim), None, None  # type: ignore[no-untyped-call]
+        return _SequenceGathered.apply(gradients[0], ctx.group, ctx.dim), None, None
 
 
 def _all_gather(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:

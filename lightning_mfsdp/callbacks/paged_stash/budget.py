@@ -40,7 +40,7 @@ class BudgetWatch:
             self._factors = torch.zeros(found.shape, dtype=found.dtype, device="cpu", pin_memory=found.is_cuda)
         self._factors.copy_(found, non_blocking=True)
         if found.is_cuda:
-            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._ready = torch.cuda.Event()
             self._ready.record()
 
     def seen(self, *, wait: bool = False) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine.comm.process_groups import kept
 
 __all__ = ["SEEN_WITHIN", "Ranks", "on_all_ranks", "on_hosts", "root_of", "same_on_all"]
@@ -91,7 +92,7 @@ class Ranks:
         """
         if not dist.is_initialized():
             return cls(sees_within=sees_within)
-        return cls(kept("saves", lambda: dist.new_group(backend="gloo", timeout=_PATIENCE)), sees_within)
+        return cls(kept("saves", lambda: compat.new_group(backend="gloo", timeout=_PATIENCE)), sees_within)
 
     def gather(self, item: T) -> list[T]:
         """What every rank has, by rank."""

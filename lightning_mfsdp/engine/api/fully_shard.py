@@ -287,7 +287,7 @@ def _encode(
     for old, new in encoded:
         copy_marks(old, new)
         for hook in (old._backward_hooks or {}).values():
-            new.register_hook(hook)  # type: ignore[no-untyped-call]
+            new.register_hook(hook)
     taken = dict.fromkeys(names[id(old)] for old, _ in encoded if id(old) in ignored)
     if taken:
         raise ShardingError(

@@ -45,7 +45,7 @@ class Channels:
             return axis
         ranks = dist.get_process_group_ranks(axis.group)
         over = axis.name, *ranks
-        reduce_group = kept(("reduce", *over), lambda: dist.new_group(ranks, use_local_synchronization=True))
+        reduce_group = kept(("reduce", *over), lambda: compat.new_group(ranks))
         gather_group = kept(("gather", *over), lambda: compat.zero_cta_group(ranks)) if self.symmetric else None
         return replace(axis, reduce_group=reduce_group, gather_group=gather_group)
 
@@ -58,10 +58,7 @@ class Channels:
     def over_both_axes(self, mesh: Mesh) -> dist.ProcessGroup:
         """All ranks of a mesh in one group. Collective over them, the first time."""
         ranks = sorted(int(rank) for rank in mesh.data_ranks.flatten())
-        joint: dist.ProcessGroup = kept(
-            ("both axes", *ranks), lambda: dist.new_group(ranks, use_local_synchronization=True)
-        )
-        return joint
+        return kept(("both axes", *ranks), lambda: compat.new_group(ranks))
 
     def allocator(self, axis: Axis) -> Callable[[int], Tensor] | None:
         """Makes symmetric memory of a number of bytes, collectively; `None` for ordinary memory."""

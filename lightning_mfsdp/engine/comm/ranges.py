@@ -50,7 +50,7 @@ class Ranges:
     def __enter__(self) -> None:
         if self.enabled:
             recorded = record_function("mfsdp " + " ".join(self._latest))
-            recorded.__enter__()  # type: ignore[no-untyped-call]
+            recorded.__enter__()
             self._around.append(recorded)
 
     def __exit__(
@@ -72,7 +72,7 @@ class Ranges:
         """Open a range that another hook ends."""
         if self.enabled:
             opened = record_function(f"mfsdp {what} {name}")
-            opened.__enter__()  # type: ignore[no-untyped-call]
+            opened.__enter__()
             self.open.setdefault((what, name), []).append(opened)
 
     def end(self, what: str, name: str) -> None:

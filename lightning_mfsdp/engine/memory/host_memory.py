@@ -71,7 +71,7 @@ class _PageLocked:
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         pages = _pages(size_bytes)
         with torch.cuda.device(device):  # the device that the memory is attributed to
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime = torch.cuda.cudart()
             torch.cuda.check_error(runtime.cudaHostRegister(pages.data_ptr(), pages.numel(), 0))
         self.memory = pages[:size_bytes]
         self.__cuda_array_interface__ = {
@@ -97,5 +97,5 @@ def _pages(size_bytes: int) -> Tensor:
 
 def _unlock(pages: Tensor, device: torch.device) -> None:
     torch.cuda.synchronize(device)  # copies may be under way
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostUnregister(pages.data_ptr()))

@@ -43,4 +43,4 @@ class Number(Tensor):
         return copy.deepcopy(self.full_tensor(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.full_tensor().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.full_tensor().__reduce_ex__(protocol)

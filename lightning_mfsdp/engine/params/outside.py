@@ -144,12 +144,12 @@ def _whole(tensor: PlacedTensor) -> tuple[Tensor, ManagedGroup | None]:
             "forward of the module that owns it, or under torch.no_grad()"
         )
     if copied is not None:
-        return _Whole.apply(_anchor(), [copied.parameter, tensor.full_tensor()]), group  # type: ignore[no-untyped-call]
+        return _Whole.apply(_anchor(), [copied.parameter, tensor.full_tensor()]), group
     unsharded = group.use_outside(index)
     if unsharded is not None:
         return unsharded, group
     _advise(tensor, group)
-    return _Whole.apply(_anchor(), [tensor, tensor.full_tensor()]), group  # type: ignore[no-untyped-call]
+    return _Whole.apply(_anchor(), [tensor, tensor.full_tensor()]), group
 
 
 def _anchor() -> Tensor:
@@ -160,7 +160,7 @@ def _again(source: PlacedTensor, groups: dict[int, ManagedGroup], *, recorded: b
     """All of a sharded tensor, gathered again, in memory of its own; with history if it had one and a graph is recorded. Collective."""
     if not (recorded and torch.is_grad_enabled()):
         return source.full_tensor()
-    made: Tensor = _Whole.apply(_anchor(), [source, source.full_tensor()]).clone()  # type: ignore[no-untyped-call]
+    made: Tensor = _Whole.apply(_anchor(), [source, source.full_tensor()]).clone()
     for group in groups.values():
         made.grad_fn.register_prehook(_beginning(group))  # type: ignore[union-attr]
     return made

@@ -68,7 +68,7 @@ class ShardedParameter(Rows):
         made.gradient_rows, made._shown_gradient = None, _nothing
         made._unswappable = weakref.ref(made)
         if full.requires_grad:
-            Tensor.register_hook(made, partial(_refuse_gradient, made._unswappable))  # type: ignore[no-untyped-call]
+            Tensor.register_hook(made, partial(_refuse_gradient, made._unswappable))
         return made
 
     def __hash__(self) -> int:

@@ -444,9 +444,9 @@ def _attach_one(
             pre_forward, with_kwargs=True, prepend=True
         ),  # other hooks may read the weights
         module.register_forward_hook(post_forward, always_call=True),
-        module.register_state_dict_pre_hook(rest),  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(rest),  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_post_hook(weights_changed),  # type: ignore[no-untyped-call]
+        module.register_state_dict_pre_hook(rest),
+        module.register_load_state_dict_pre_hook(rest),
+        module.register_load_state_dict_post_hook(weights_changed),
     )
 
 
@@ -711,7 +711,7 @@ def watch_result(unit: HookedUnit, call: Call | None, output: Any) -> list[Tenso
         if node is not None:  # a tenth of the host time of a tensor's own hook
             node.register_prehook(begin if inputs is None else inputs.held_by(begin, node))
         else:
-            unit.leaf_hooks.append(tensor.register_hook(begin))  # type: ignore[no-untyped-call]
+            unit.leaf_hooks.append(tensor.register_hook(begin))
         base = tensor._base  # an in-place write to a view removes the view's own node from the graph
         if base is not None and base.grad_fn is not None and id(base) not in call.given:
             base.grad_fn.register_prehook(begin if inputs is None else inputs.held_by(begin, base.grad_fn))

@@ -182,7 +182,7 @@ def watch_backward(module: nn.Module, loss: Tensor) -> None:
     """
     unit = _unit(module, "watch_backward")
     if loss.requires_grad:
-        loss.register_hook(lambda _: unit.context.begin_backward())  # type: ignore[no-untyped-call]
+        loss.register_hook(lambda _: unit.context.begin_backward())
 
 
 @contextmanager

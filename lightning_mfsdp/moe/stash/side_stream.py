@@ -36,7 +36,7 @@ class SideStream:
             yield
             return
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(self._device)
             join_when_gone(self, self._stream)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -46,7 +46,7 @@ class SideStream:
         """An event after the work issued on the side stream so far."""
         if self._device.type == "cpu" or (self._is_own and self._stream is None):
             return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record(self._stream if self._is_own else torch.cuda.current_stream(self._device))
         return event
 

@@ -102,7 +102,7 @@ class CapturedLoss(Recording):
         self._awaited = token = object()
 
         def fresh(static: Tensor) -> Tensor:
-            return _Replay.apply(static, self._anchor, self, token) if static is self._loss else static.clone()  # type: ignore[no-untyped-call]
+            return _Replay.apply(static, self._anchor, self, token) if static is self._loss else static.clone()
 
         return map_tensors(fresh, self._outputs)
 

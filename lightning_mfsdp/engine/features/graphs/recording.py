@@ -60,7 +60,7 @@ class Recording:
         self._remaining = warmup
         self._module = module
         self._modules = list(module.modules())
-        self._stream = torch.cuda.Stream(self._context.device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self._context.device)
         self._inputs: Any = None
         self._state: list[bool] = []
         self._last: list[str] = []
