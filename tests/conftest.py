@@ -2,6 +2,7 @@
 
 Workers that share a run take the longest files first, by `durations.json`, so that they end together. `DURATIONS=some/file` writes
 such a file of the run: `.ci/run` does, and what it wrote becomes the new `tests/durations.json` when files have come or grown.
+`RECORD=.ci/runs.tsv` writes there with which versions all tests ran, and how many passed.
 
 REQUIRE=gpus2 (or gpu, gpus4): a test that is skipped for want of GPUs, and needs no more than so many, fails.
 """
@@ -20,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch.distributed as dist
 
+from tests.helpers import runs
 from tests.helpers.gpus import REQUIRED, should_have_run
 
 SECONDS = json.loads(Path(__file__).with_name("durations.json").read_text())
@@ -63,11 +65,22 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     measured[file_of(report.nodeid)] += report.duration
 
 
+def pytest_report_header() -> str:
+    return "with " + ", ".join(f"{name} {version}" for name, version in runs.versions().items())
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    path = os.environ.get("DURATIONS")
-    if path and "PYTEST_XDIST_WORKER" not in os.environ:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    if path := os.environ.get("DURATIONS"):
         rounded = {name: round(seconds, 1) for name, seconds in measured.most_common()}
         Path(path).write_text(json.dumps(rounded, indent=1) + "\n")
+    if path := os.environ.get("RECORD"):
+        stats = session.config.pluginmanager.getplugin("terminalreporter").stats
+        counts = {name: len(stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
+        runs.record(
+            Path(path), counts | {"failed": counts["failed"] + counts["error"]}, os.environ.get("RECORD_AS", "pytest")
+        )
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -16,6 +16,8 @@ check() {
 check tests env MFSDP_NIGHTLY=1 "$python" -m pytest tests -q --no-header -n 2 --dist loadfile --no-loadscope-reorder
 check fuzzer "$python" tests/fuzz.py --minutes "${MINUTES:-20}"
 check clients env CLIENTS=all "$python" -m pytest tests/clients -q --no-header
+# The bounds of pyproject.toml, installed and run.
+check versions bash .ci/matrix
 
 if ((${#failed[@]})); then
     echo "FAILED: ${failed[*]}" >&2

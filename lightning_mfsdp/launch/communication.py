@@ -163,8 +163,8 @@ def _end_process() -> NoReturn:
 
 def barrier(device: torch.device) -> None:
     """Wait for all ranks."""
-    if dist.is_initialized():
-        dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
+    if (everyone := dist.group.WORLD) is not None:
+        dist.barrier(device_ids=[device.index] if compat.uses_nccl(everyone, device) else None)
 
 
 def broadcast(obj: T, src: int = 0) -> T:

@@ -441,6 +441,18 @@ def gloo_is_not_nccl(rank: int, world: int) -> None:
     assert not compat.averages(dist.group.WORLD, "cpu"), "gloo refuses ReduceOp.AVG"
 
 
+def every_name_of_nccl_is_nccl(rank: int, world: int) -> None:
+    for name, expected in (
+        ("nccl", True),
+        ("nccl2", True),
+        ("nccl-legacy", True),
+        ("cpu:gloo,cuda:nccl", True),
+        ("gloo", False),
+    ):
+        with mock.patch.object(dist, "get_backend", return_value=name):
+            assert compat.uses_nccl(dist.group.WORLD, torch.device("cuda")) is expected, name
+
+
 def equal_parts(rank: int, world: int) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
     own = DTensor.from_local(torch.zeros(5 - rank, 2), mesh, [Shard(0)], run_check=False, shape=(9, 2), stride=(2, 1))
@@ -449,6 +461,7 @@ def equal_parts(rank: int, world: int) -> None:
 
 CASES = {
     "equal parts": equal_parts,
+    "every name of NCCL is NCCL": every_name_of_nccl_is_nccl,
     "gloo is not taken for NCCL": gloo_is_not_nccl,
     "flat collectives": partial(collectives, 1),
     "coalesced collectives, also where the backend has none": partial(collectives, 3),

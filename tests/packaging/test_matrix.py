@@ -15,7 +15,7 @@ case "$*" in
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     *torch==1.0*) echo "ERROR: No matching distribution found for torch==1.0" >&2; exit 1 ;;
     "-m pip "*) ;;
-    *) case "$0" in *2.0-*) echo "1 failed, 2 passed in 3s"; exit 1 ;; *) echo "3 passed, given $*" ;; esac ;;
+    *) case "$0" in *2.0-*) echo "1 failed, 2 passed in 3s"; exit 1 ;; *) echo "3 passed, given $* recorded ${RECORD:-nowhere}" ;; esac ;;
 esac
 """
 
@@ -49,4 +49,8 @@ def test_what_cannot_be_installed_is_no_failure(tmp_path, pairs, code):
 def test_other_arguments_reach_pytest(tmp_path):
     result = matrix(tmp_path, "3.0:2.6", TESTS="tests/engine -x", WORKERS="4")
     assert " -n 4 " in result.stdout
-    assert result.stdout.endswith("tests/engine -x\n")
+    assert result.stdout.endswith("tests/engine -x recorded nowhere\n")
+
+
+def test_a_run_of_all_tests_is_recorded(tmp_path):
+    assert matrix(tmp_path, "3.0:2.6").stdout.endswith(f" recorded {ROOT}/.ci/runs.tsv\n")
