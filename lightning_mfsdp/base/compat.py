@@ -243,7 +243,7 @@ set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: 
 
 # The version counter of a tensor, which its views share; and the way to set those of several (torch 2.10 to 2.14).
 version_of: Callable[[Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
-set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
+set_versions: Callable[..., None] = torch._C._autograd._unsafe_set_version_counter
 
 
 def address_of(tensor: Tensor) -> int | None:

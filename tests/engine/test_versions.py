@@ -76,12 +76,61 @@ def test_a_write_while_resharded_is_noticed():
     assert versions.written() == [0]
 
 
+def test_what_was_saved_before_a_write_is_out_of_date_wherever_it_was_saved():
+    for second in (False, True):
+        parameters, versions, here, there = two()
+        losses = []
+        for place in (here, there):
+            versions.lie_in(place)
+            losses.append(parameters[0].square().sum())
+            versions.leave()
+        place = there if second else here
+        versions.lie_in(place)
+        write(parameters[0])
+        versions.take_over(versions.written())
+        for place in (here, there):
+            versions.leave()
+            versions.lie_in(place)
+            for loss in losses:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss.backward(retain_graph=True)
+
+
+def test_a_write_to_main_weights_after_one_by_the_program_outdates_what_was_saved_in_between():
+    parameters, versions, here, _ = two()
+    versions.lie_in(here)
+    write(parameters[0])
+    loss = parameters[0].square().sum()
+    versions.outdate([0])
+    assert versions.are_as_set()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_write_to_one_main_weight_hides_no_write_of_the_program_to_another():
+    parameters, versions, here, _ = two()
+    versions.lie_in(here)
+    write(parameters[0])
+    versions.outdate([1])
+    versions.outdate([])
+    assert versions.written() == [0]
+
+
+def test_places_are_freed_with_their_slots():
+    parameters, versions, here, _ = two()
+    versions.lie_in(here)
+    for _ in range(5):
+        versions.outdate([0])
+        versions.lie_in(Place([], parameters, []))
+    assert len(versions._places) <= 3  # `here`, where they lie, and the one before
+
+
 @pytest.mark.parametrize("indices", [[0], [0, 1]])
 def test_a_write_to_main_weights_outdates_what_was_saved_of_these_alone(indices):
     parameters, versions, here, _ = two()
     versions.lie_in(here)
     losses = [parameter.square().sum() for parameter in parameters]
-    versions.outdate_all() if len(indices) == 2 else versions.outdate(indices)
+    versions.outdate(indices)
     assert versions.are_as_set()
     for round_trip in (False, True):
         if round_trip:
@@ -109,21 +158,22 @@ def test_raw_data_have_the_versions_of_their_parameters():
 
 
 def test_numbers_begin_again_below_those_of_resharded_parameters(monkeypatch):
-    monkeypatch.setattr(versions_module, "_LAST", 20)
+    monkeypatch.setattr(versions_module, "_STEP", RESHARDED // 21)
     parameters, versions, here, _ = two()
     seen = set()
     versions.lie_in(here)
     for _ in range(30):
         before = counters(parameters)
         loss = parameters[0].square().sum()
-        versions.outdate_all()
+        versions.outdate([0, 1])
         assert counters(parameters) != before
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
         seen.update(counters(parameters))
         versions.leave()
         versions.lie_in(here)
-    assert 1 <= min(seen) <= max(seen) <= 20
+    assert 1 <= min(seen) <= max(seen) < RESHARDED
+    assert len(seen) == 20
 
 
 def test_counters_have_32_bits():

@@ -419,9 +419,7 @@ def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:
     by_root: dict[Root, list[ParameterGroup]] = {}
     for group, indices in stepped:
         entries = group.entries
-        written = [index for index in indices if entries[index].local.grad is not None]
-        versions = group.weights.versions
-        versions.outdate_all() if len(written) == len(entries) else versions.outdate(written)
+        group.weights.versions.outdate([index for index in indices if entries[index].local.grad is not None])
         if (root := group.root()) is not None:
             by_root.setdefault(root, []).append(group)
     for root, groups in by_root.items():

@@ -305,9 +305,9 @@ class ParameterGroup:
         self.weights.versions.outdate([index])
 
     def reduce_held_back(self) -> None:
-        """As `Root.reduce_held_back`, if there is anything. Collective; all ranks know whether there is."""
+        """As `Root.reduce_held_back`, if anything of this group waits. Collective if so."""
         has_any = self.gradients.held_back is not Sync.ALL
-        for entry in self.entries:  # what else is news can wait for the step
+        for entry in self.entries:
             if entry.full.grad is not None:
                 has_any = True
         if has_any and (context := self.root()) is not None:

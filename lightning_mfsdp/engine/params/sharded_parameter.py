@@ -94,7 +94,7 @@ class ShardedParameter(Rows):
     def grad(self) -> DTensor | None:
         """The reduced gradient of these rows; `None` until a synchronized backward. Empty, and not `None`, on a rank without rows."""
         full = self._unsharded()
-        if full is not None and full.grad is not None:
+        if full is not None and full.grad is not None:  # not in a function: every `zero_grad` comes here
             self._take_unnoticed()
         grad = self._local.grad
         if grad is None:
@@ -121,7 +121,7 @@ class ShardedParameter(Rows):
         self.gradient_rows = value if isinstance(value, Rows) and value is not self._shown_gradient() else None
 
     def _take_unnoticed(self) -> None:
-        """Reduce what a backward left of which no unit was notified. Collective, as that backward."""
+        """Reduce what a backward left of which no unit was notified. Collective: ranks on which it left nothing do not join."""
         group = self._owner[0]()
         if group is not None:
             group.reduce_held_back()

@@ -17,6 +17,7 @@ Source: `_unsafe_set_version_counter`, which `torch.autograd._unsafe_preserve_ve
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -27,8 +28,8 @@ from lightning_mfsdp.engine.memory.buffer import FlatBuffer
 __all__ = ["RESHARDED", "Place", "Versions"]
 
 RESHARDED = 1 << 31  # counters have 32 bits
+_STEP = 1 << 10  # between two numbers: what a program adds to one by writing does not come to the next
 _groups = itertools.count()
-_LAST = RESHARDED - (1 << 24)  # what a program may add to a number stays below
 
 
 class Place:
@@ -41,12 +42,12 @@ class Place:
         versions: One for each of them; empty until values lay here.
     """
 
-    __slots__ = ("buffers", "raw", "tensors", "versions")
+    __slots__ = ("__weakref__", "buffers", "raw", "tensors", "versions")
 
     def __init__(self, buffers: Sequence[FlatBuffer], parameters: Sequence[Tensor], raw: Sequence[Tensor]) -> None:
         self.buffers, self.raw = buffers, raw
         self.tensors = (*parameters, *raw)
-        self.versions: tuple[int, ...] = ()
+        self.versions: list[int] = []
 
 
 class Versions:
@@ -59,38 +60,35 @@ class Versions:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.place: Place | None = None
-        self.resharded = RESHARDED + next(_groups)
+        self.resharded = RESHARDED + next(_groups) * _STEP
         self._parameters, self._count = tuple(parameters), len(parameters)
-        self._places: list[Place] = []
-        self._as_set = tuple(map(compat.version_of, self._parameters))  # of the parameters alone
-        self._last = max(self._as_set, default=0)
+        self._places: list[weakref.ref[Place]] = []  # where values lay since all were written
+        self._as_set = list(map(compat.version_of, self._parameters))  # of the parameters alone
+        self._last = max(self._as_set, default=0) // _STEP
 
     def _next(self) -> int:
-        self._last = self._last + 1 if self._last < _LAST else 1
-        return self._last
+        self._last = self._last + 1 if self._last + 1 < RESHARDED // _STEP else 1
+        return self._last * _STEP
 
     def lie_in(self, place: Place) -> None:
         """The present values are in a place, or will be when the all-gather has ended."""
         if not place.versions:
-            self._last = self._last + 1 if self._last < _LAST else 1
-            place.versions = (self._last,) * len(place.tensors)
-            self._places.append(place)
+            place.versions = [self._next()] * len(place.tensors)
+            self._places.append(weakref.ref(place))
         self.place = place
         compat.set_versions(place.tensors, place.versions)
         self._as_set = place.versions[: self._count]
 
     def leave(self) -> None:
         """The parameters are resharded."""
-        place, self.place = self.place, None
-        self._as_set = (self.resharded,) * self._count
-        if place is None or not place.raw:
-            compat.set_versions(self._parameters, self._as_set)
-        else:
-            compat.set_versions(place.tensors, (self.resharded,) * len(place.tensors))
+        tensors = self._parameters if self.place is None else self.place.tensors
+        self.place = None
+        self._as_set = [self.resharded] * self._count
+        compat.set_versions(tensors, [self.resharded] * len(tensors))
 
     def are_as_set(self) -> bool:
         """Whether the program has written to no parameter since versions were set, or since `take_over`."""
-        return tuple(map(compat.version_of, self._parameters)) == self._as_set
+        return list(map(compat.version_of, self._parameters)) == self._as_set
 
     def written(self) -> list[int]:
         """Which parameters it has written to, by index."""
@@ -99,30 +97,38 @@ class Versions:
 
     def take_over(self, indices: Sequence[int]) -> None:
         """What the program wrote is their value now. What a graph saved before is out of date, and what it has saved since is not."""
-        now = {index: compat.version_of(self._parameters[index]) for index in indices}
-        self._last = max(self._last, *now.values())
-        for place in self._places:
-            self._change(place, now if place is self.place else {index: self._next() for index in indices})
-        if self.place is not None:
-            self._as_set = self.place.versions[: self._count]
+        for index in indices:
+            now = compat.version_of(self._parameters[index])
+            self._last = max(self._last, now // _STEP)
+            self._number_anew(index)
+            if self.place is not None:
+                self.place.versions[index] = now
+            self._as_set[index] = now
 
     def outdate(self, indices: Sequence[int]) -> None:
         """Main weights of some parameters were written: graphs that saved these are out of date, as if they had been written in place."""
-        for place in self._places:
-            self._change(place, dict.fromkeys(indices, self._next()))
-        if self.place is not None:
-            self.lie_in(self.place)
+        if len(indices) == self._count:
+            for reference in self._places:
+                if (place := reference()) is not None:
+                    place.versions = []
+            self._places.clear()
+            if self.place is not None:
+                self.lie_in(self.place)
+            return
+        for index in indices:  # and no others: a forward that is running may have written to these
+            self._number_anew(index)
+            if self.place is not None:
+                one = slice(index, None, self._count)
+                compat.set_versions(self.place.tensors[one], self.place.versions[one])
+                self._as_set[index] = self.place.versions[index]
 
-    def outdate_all(self) -> None:
-        """Main weights of all parameters were written."""
-        for place in self._places:
-            place.versions = ()
-        self._places.clear()
-        if self.place is not None:
-            self.lie_in(self.place)
-
-    def _change(self, place: Place, versions: dict[int, int]) -> None:
-        # Raw data of a parameter follow in the order of the parameters, once for each form.
-        place.versions = tuple(
-            versions.get(index % self._count, version) for index, version in enumerate(place.versions)
-        )
+    def _number_anew(self, index: int) -> None:
+        """Give a parameter, and its raw data, another number in each place."""
+        self._places = [reference for reference in self._places if reference() is not None]
+        for reference in self._places:
+            place = reference()
+            if place is not None:
+                one = slice(
+                    index, None, self._count
+                )  # raw data follow in the order of the parameters, once for each form
+                place.versions[one] = [self._next()] * len(place.versions[one])

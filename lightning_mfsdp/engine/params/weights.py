@@ -389,7 +389,7 @@ class Weights:
     def _refuse_late_write(self, index: int) -> NoReturn:
         """Raise: the program wrote to an unsharded parameter, which it kept, while the weights were sharded."""
         self._entries[index].full.data_was_asked_for = False
-        self._nothing = self._stand_ins()  # `zero_` writes to it
+        self._nothing = self._stand_ins()  # this one may have been written
         self.versions.leave()
         self.reshard()
         raise EngineStateError(
@@ -405,8 +405,10 @@ class Weights:
         dtype = self._spec.storage_dtype
         value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
         with torch.inference_mode(False):
-            one = torch.full((), value, dtype=dtype, device=self._device)
-            return [one.expand(entry.piece.part_shape) for entry in self._entries]
+            each = torch.full(
+                (len(self._entries),), value, dtype=dtype, device=self._device
+            )  # as `zero_` writes even to these
+            return [one.expand(entry.piece.part_shape) for one, entry in zip(each, self._entries, strict=True)]
 
     def wait(self) -> None:
         """Let the work that follows on this stream wait for the all-gather."""

@@ -184,8 +184,8 @@ class Context:
     def reduce_held_back(self) -> None:
         """Reduce what `no_sync` holds back, and what a backward left without notice, before gradients are read or cleared.
 
-        Collective; all ranks know whether there is any. A backward that reached no result of a unit, but something else that its forward
-        computed, notified none.
+        A backward that reached no result of a unit, but something else that its forward computed, notified none. Collective if there is
+        anything: what is held back is so on all ranks, and such a backward has to have run on all of them.
         """
         if self._in_backward and self._at_end is None:
             self.recover()  # the last backward raised

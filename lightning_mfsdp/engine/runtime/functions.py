@@ -19,7 +19,7 @@ from lightning_mfsdp.engine.params.versions import RESHARDED
 from lightning_mfsdp.engine.runtime.context import context_of_unit
 from lightning_mfsdp.engine.runtime.conversion import refuse_moved
 from lightning_mfsdp.engine.runtime.inspect import context_of, units_in, units_of_own
-from lightning_mfsdp.engine.runtime.unit import Unit, unit_of
+from lightning_mfsdp.engine.runtime.unit import Unit, owner_of_group, unit_of
 
 __all__ = [
     "around_backward",
@@ -55,9 +55,7 @@ def reduce_pending(module: nn.Module) -> None:
 
     Later backwards add to it. Trainable parameters that had no gradient get zero, as in a backward that communicates.
     """
-    context = context_of(module)
-    context.reduce_held_back()
-    context.reductions.reduce_pending(context.units)
+    context_of(module).reduce_held_back()
 
 
 @contextmanager
@@ -233,14 +231,23 @@ def _explain_resharded(error: BaseException, groups: Iterable[ParameterGroup]) -
     found = _MOVED_ON.search(str(error)) if isinstance(error, RuntimeError) else None
     if found is None or int(found[2]) < RESHARDED:
         return
-    shape = sorted(map(int, re.findall(r"\d+", found[1])))
+    shape = tuple(map(int, re.findall(r"\d+", found[1])))
     for group in groups:
         if group.weights.versions.resharded == int(found[2]):
-            alike = [entry.name for entry in group.entries if sorted(entry.piece.part_shape) == shape]
+            named = {entry.name: tuple(entry.piece.part_shape) for entry in group.entries}
+            alike = [name for name, one in named.items() if one in (shape, shape[::-1])]
+            unit = owner_of_group(group)
+            if unit is None or unit.reshard_after_forward:
+                advice = "Pass reshard_after_forward=False, recompute the unit (Recompute), or return that tensor"
+            else:
+                advice = (
+                    "Weights stay until the next backward, evaluation or state dict, one of which came first: call backward before it, "
+                    "recompute the unit (Recompute), or return that tensor"
+                )
             raise EngineStateError(
-                f"{group.unit_name}: a backward read its weight {' or '.join(alike) or 'of shape [' + found[1] + ']'} after the unit was "
-                "resharded. It differentiates something that the unit's forward computed and did not return, such as a tensor kept by a "
-                "hook or in an attribute. Pass reshard_after_forward=False, recompute the unit (Recompute), or return that tensor"
+                f"{group.unit_name}: a backward read its weight {' or '.join(alike) or f'(a view of shape {list(shape)})'} after the unit "
+                "was resharded. It differentiates something that the unit's forward computed and did not return, such as a tensor kept "
+                f"by a hook or in an attribute. {advice}"
             ) from error
 
 
