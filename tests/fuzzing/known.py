@@ -135,7 +135,14 @@ def _clears_what_no_unit_noticed(case: Description) -> bool:
     return case.program.optimizer == "lars" and apart and penalty
 
 
+def _says_it_in_words_of_pytorch(case: Description) -> bool:
+    """A unit gathered ahead elsewhere, because the one before it ran twice, is read by a side door: an error, but not the engine's."""
+    apart = any(micro.side not in ("", "beside") for micro in _micros(case))
+    return _shards_weights(case) and apart and any(block.same_as >= 0 for block in case.model.blocks)
+
+
 KNOWN: dict[str, Callable[[Description], bool]] = {
+    "words": _says_it_in_words_of_pytorch,
     "unnoticed": _clears_what_no_unit_noticed,
     "jvp": _shows_tangents_of_what_is_hidden,
     "jvp sharded": _shows_tangents_of_sharded_weights,
@@ -546,6 +553,11 @@ DEFECTS: tuple[Defect, ...] = (
             optimizer="lars",
             ranks=1,
         ),
+    ),
+    Defect(
+        "words",
+        "a unit that was gathered ahead elsewhere",
+        _case(Block(), Block(keeps="penalty"), Block(same_as=0), steps=(Step(), Step((Micro(side="alone"),)))),
     ),
     Defect(
         "late",

@@ -105,7 +105,7 @@ class BlockModule(nn.Module):
         if self.spec.keeps == "penalty":
             self.kept.append(self.linear.weight.square().mean())
         elif self.spec.keeps == "sum":
-            self.kept.append(self.linear.weight.sum() / 8)
+            self.kept.append(1 + self.linear.weight.sum() / 8)  # no digits are lost where the sum is nearly zero
         by_function = self.spec.keeps == "function"
         x = KeepsWeight.apply(x, self.linear.weight) + self.linear.bias if by_function else self.linear(x)  # type: ignore[no-untyped-call]
         if self.spec.keeps in ("map", "function"):
