@@ -537,7 +537,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "jvp",
         "an AttributeError where a unit hides its result",
-        _case(Block(result="hidden"), steps=(Step((Micro("jvp"),)),), sharding="optim_grads"),
+        _case(Block(result="hidden"), steps=(Step((Micro("jvp"),)),), ranks=1),
     ),
     Defect(
         "jvp sharded",
