@@ -100,7 +100,7 @@ def materialize_module(
     for key, parameter in meta.items():
         replaced[id(parameter)] = (parameter, _settled(module, key, replaced[id(parameter)][1]))
     owned = {**module._parameters, **module._buffers}
-    unset = [key for key in (*fresh, *buffers) if _is_unset(owned[key])]
+    unset = [key for key in (*fresh, *buffers) if _is_unset(owned.get(key))]
     if unset:
         raise ShardingError(_left_unset(name, module, unset, reset, model))
 
@@ -164,12 +164,18 @@ def _is_unset(tensor: Tensor | None) -> bool:
     """
     if tensor is None or tensor.is_meta or tensor.numel() == 0:
         return tensor is not None and tensor.is_meta
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return False  # without bits of its own: quantized parameters, which the module's method has made
+    if not _has_bits(tensor):
+        return False  # the module's method has made it
     bits, pattern = _bits_of(tensor.detach())
     untouched = bits == pattern
     is_certain = tensor.dtype == torch.bool or tensor.itemsize >= (2 if _has_nan(tensor) else 4)
     return bool(untouched.any() if is_certain else untouched.all())
+
+
+def _has_bits(tensor: Tensor) -> bool:
+    """Whether its elements lie in memory one by one, unlike those of sparse and quantized tensors, or of a class with tensors inside."""
+    is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return is_plain and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _bits_of(tensor: Tensor) -> tuple[Tensor, int]:

@@ -245,6 +245,29 @@ def test_layers_that_set_all_they_own_raise_no_false_alarm(case: str) -> None:
             torch.testing.assert_close(value, expected[name], rtol=0, atol=0, equal_nan=True, check_dtype=True)
 
 
+class Graph(nn.Linear):
+    """Its adjacency is sparse, and a buffer of its constructor is not there once it was reset."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("adjacency", torch.empty(4, 4))
+        self.register_buffer("scratch", torch.empty(4))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "scratch"):
+            self.adjacency = torch.eye(4).to_sparse()
+            del self.scratch
+
+
+def test_what_a_reset_makes_or_deletes_needs_no_bits_of_its_own() -> None:
+    with torch.device("meta"):
+        model = Graph()
+    materialize(model, torch.device("cpu"))
+    assert model.adjacency.layout == torch.sparse_coo
+    assert [name for name, _ in model.named_buffers()] == ["adjacency"]
+
+
 class OfDtype(nn.Module):
     def __init__(self, dtype: torch.dtype, write: Callable[[Tensor], object], shape: tuple[int, ...]) -> None:
         super().__init__()
