@@ -113,6 +113,37 @@ def test_a_late_view_is_a_warning_and_a_missing_one_the_error() -> None:
         seen(View("node1", "", 0.0), View("node1", "", 0.0), names=())
 
 
+class HttpError(Exception):
+    """As object stores raise: no OSError."""
+
+
+def test_whatever_a_listing_raises_is_told_to_all_ranks() -> None:
+    """Raised on one rank alone, the others would wait for it."""
+
+    def names() -> list[str]:
+        raise HttpError("403, forbidden")
+
+    with pytest.raises(NotSharedError, match=r"rank 0 on .* did not see .* \(HttpError: 403, forbidden\)\."):
+        see_on_all("gs://run", "token", names, Others(View("node1", "", 0.0)), what="last.ckpt was not saved")
+
+
+def test_a_folder_is_seen_inside_one_that_must_not_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parents of home and scratch folders often permit no listing."""
+    listdir = os.listdir
+
+    def permitted(path: Path | str) -> list[str]:
+        if Path(path) == tmp_path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", permitted)
+    location = locate(tmp_path / "mine")
+    location.write(f"{location.make_folder()}/token", b"")
+    assert location.names(str(tmp_path / "mine")) == ["token"]
+    with pytest.raises(FileNotFoundError):
+        location.names(str(tmp_path / "other"))
+
+
 def trees(folder: Path) -> dict[str, str]:
     """Everything in a folder, hidden names too."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())

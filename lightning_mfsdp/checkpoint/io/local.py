@@ -6,7 +6,7 @@ import ctypes
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -104,8 +104,9 @@ class LocalLocation(Location):
 
     @override
     def names(self, folder: str) -> list[str]:
-        # A listing is what asks the server of a network file system; the first one asks for the folder's own name.
-        os.listdir(Path(folder).parent)
+        # A listing is what asks the server of a network file system; the first one asks for the folder's own name, where it is permitted.
+        with suppress(OSError):
+            os.listdir(Path(folder).parent)
         return os.listdir(folder)
 
     @override

@@ -128,8 +128,8 @@ def see_on_all(folder: str, token: str, names: Callable[[], Collection[str]], ra
     def look() -> str:
         try:
             return "" if token in names() else "its listing has no such file"
-        except OSError as error:
-            return str(error)
+        except Exception as error:  # of whatever class an object store has; raised here, the others would wait
+            return f"{type(error).__name__}: {error}"
 
     problem, waited_s = see_until(look, ranks.sees_within.total_seconds())
     views = ranks.gather(View(socket.gethostname(), problem, waited_s))
