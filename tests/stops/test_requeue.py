@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import signal
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -85,18 +86,34 @@ MOMENTS: dict[str, tuple[str, Moment, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", MOMENTS)
+# Others come to the same claims by another way.
+ON_A_PUSH = [
+    "in an optimizer's step, several",
+    "between epochs",
+    "in a sanity check",
+    "in a validation",
+    "at the end",
+    "on one rank",
+    "on one rank in the last batch",
+]
+ALONE = ["in a validation", "in the last batch"]
+
+
+def nightly_but(some: list[str], names: Iterable[str]) -> list[Any]:
+    return [name if name in some else pytest.param(name, marks=pytest.mark.nightly) for name in names]
+
+
+@pytest.mark.parametrize("name", nightly_but(ON_A_PUSH, MOMENTS))
 def test_a_requeued_job_comes_to_what_an_undisturbed_one_does(name: str, undisturbed: Any, tmp_path: Path) -> None:
     options, moment, batches = MOMENTS[name]
     job = Job(tmp_path / "job", trainer=OPTIONS[options])
     assert_goes_on(job, job.start(moment), undisturbed(2, options), batches=batches)
 
 
-ALONE = ["in a forward", "in a validation", "between epochs", "in the last batch"]
-OTHERS = [name for name, (_, moment, _) in MOMENTS.items() if moment.ranks is None and name not in ALONE]
+OF_ALL_RANKS = [name for name, (_, moment, _) in MOMENTS.items() if moment.ranks is None]
 
 
-@pytest.mark.parametrize("name", [*ALONE, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
+@pytest.mark.parametrize("name", nightly_but(ALONE, OF_ALL_RANKS))
 def test_a_rank_alone_does_so_as_well(name: str, undisturbed: Any, tmp_path: Path) -> None:
     options, moment, _ = MOMENTS[name]
     job = Job(tmp_path / "job", 1, trainer=OPTIONS[options])
@@ -110,7 +127,7 @@ def random_moments(seed: int, number: int) -> list[Moment]:
     return [Moment("on_train_batch_start", draws.randrange(batches), draws.uniform(1e-4, 2e-2)) for _ in range(number)]
 
 
-@pytest.mark.parametrize("moment", random_moments(3, 4))
+@pytest.mark.parametrize("moment", random_moments(3, 2))
 def test_no_moment_is_a_bad_one(moment: Moment, undisturbed: Any, tmp_path: Path) -> None:
     job = Job(tmp_path / "job")
     assert_goes_on(job, job.start(moment), undisturbed(2, ""))
@@ -190,7 +207,15 @@ def savers(folder: Path) -> list[Callback]:
     return [ModelCheckpoint(folder / "own", every_n_train_steps=2, save_last=True)]
 
 
-@pytest.mark.parametrize("strategy", [{}, {"async_save": True}, {"state_dict_type": "full"}], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"async_save": True},
+        pytest.param({}, marks=pytest.mark.nightly),
+        pytest.param({"state_dict_type": "full"}, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_in_a_save(strategy: dict[str, Any], undisturbed: Any, tmp_path: Path) -> None:
     """That save is completed. What "last" finds is of the step that was stopped after as well."""
     job = Job(tmp_path / "job", savers=savers, strategy=strategy)
