@@ -91,8 +91,8 @@ MENDS = (
     Mend(
         "A1 versions",
         "params/versions.py",
-        "        self._as_set = (self.resharded,) * self._count\n",
-        "        self._as_set = tuple(map(compat.version_of, self._parameters))\n        return\n",
+        "        self._as_set = [self.resharded] * self._count\n",
+        "        self._as_set = list(map(compat.version_of, self._parameters))\n        return\n",
     ),
     Mend(
         "A1 empty",
