@@ -362,9 +362,10 @@ def _kind(value: Any) -> Any:
 
 def _add_states(content: dict[str, Any], directory: Directory, known: Callable[[str], bool]) -> None:
     """Add to what `meta.pt` holds what the other files hold, in the form of one file."""
-    content.pop(TIED_WEIGHTS, None)
+    tied = content.pop(TIED_WEIGHTS, {})
     keys = directory.parts()
     state = StoredState.of(directory, "model" if "model" in keys else "state_dict", known)
+    state.update({name: state[first] for name, first in tied.items() if name in state and first in state})
     versions = content.pop(MODULE_VERSIONS, {})
     if "model" in versions:
         state._metadata = versions["model"]

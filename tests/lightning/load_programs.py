@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -508,9 +509,96 @@ def order(side: Side) -> dict[str, Any]:
     return {**whole(model), **adam(trainer), **callback.seen}
 
 
+def rename_and_resume(side: Side) -> dict[str, Any]:
+    """With the optimizer, whose state goes by name in a directory."""
+
+    def change(model: Any, checkpoint: dict[str, Any]) -> None:
+        new = {name: name.replace("classifier.", "head.") for name in checkpoint["state_dict"]}
+        checkpoint["state_dict"] = {new[name]: value for name, value in checkpoint["state_dict"].items()}
+        for optimizer in checkpoint["optimizer_states"]:
+            optimizer["state"] = {new.get(name, name): value for name, value in optimizer["state"].items()}
+            for group in optimizer["param_groups"]:
+                group["params"] = [new.get(name, name) for name in group["params"]]
+
+    path = side.saved(seeded(Renamed, name="classifier"))
+    model = fresh(Loading, change=change)
+    return {**adam(side.fit(model, path=path, max_steps=2 * STEPS)), **whole(model)}
+
+
+class Written(nn.Module):
+    """Its weight was `w` in former versions."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.register_parameter(name, nn.Parameter(torch.arange(DIM * DIM).view(DIM, DIM) / 50))
+        self.register_load_state_dict_pre_hook(self.rename)
+
+    @staticmethod
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if module.name == "weight" and prefix + "w" in state:
+            state[prefix + "weight"] = state.pop(prefix + "w")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ getattr(self, self.name)
+
+
+class Compiled(Base):
+    """With a module of that kind, whose wrapper is in names."""
+
+    def __init__(self, name: str = "weight") -> None:
+        super().__init__()
+        self.written = torch.compile(Written(name), backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.head(self.written(self.inputs(x)))
+
+
+def former_names_in_compiled_modules(side: Side) -> dict[str, Any]:
+    return side.validated(fresh(Compiled), side.saved(seeded(Compiled, name="w")))
+
+
+def dictionaries(side: Side) -> dict[str, Any]:
+    """Ways to make another dictionary of one."""
+
+    def change(model: Any, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"].copy()
+        state = state | {"scale": state["scale"] * 2}
+        checkpoint["state_dict"] = {"shift": torch.zeros(())} | copy.copy(state)
+        for optimizer in checkpoint["optimizer_states"]:
+            optimizer["state"] = optimizer["state"].copy()
+
+    return resumed(side, change, strict=False)
+
+
+class Tied(Loading):
+    """Two layers with one weight."""
+
+    def __init__(self, change: Callable[[Any, dict[str, Any]], None]) -> None:
+        super().__init__(change)
+        self.blocks[1].linear.weight = self.blocks[0].linear.weight
+
+
+def tied(side: Side) -> dict[str, Any]:
+    """Write into an entry of a weight with two names, or replace it: then the last one counts."""
+    first, second = (f"blocks.{number}.linear.weight" for number in range(2))
+    changes: dict[str, Callable[[Any], Any]] = {
+        "write": lambda state: (state[first].mul_(2), state[second].add_(1)),
+        "replace first": lambda state: state.update({first: state[first] * 2}),
+        "replace second": lambda state: state.update({second: state[second] * 2}),
+    }
+    path = side.saved(seeded(Tied, change=lambda model, checkpoint: None))
+    found: dict[str, Any] = {}
+    for name, change in changes.items():
+        model = fresh(Tied, change=lambda model, checkpoint, change=change: change(checkpoint["state_dict"]))
+        found[name] = side.validated(model, path)
+    return found
+
+
 PROGRAMS: tuple[Callable[[Side], dict[str, Any]], ...] = (
     *(teacher, mixing, counting, conversion, versions, renamed_by_hooks, other_state),
     *(empty_optimizer, other_rate, zero_averages, drop_head, rename, compute, queues, snippet, order),
+    *(rename_and_resume, former_names_in_compiled_modules, dictionaries, tied),
 )
 # ModelParallelStrategy calls the same code. What it cannot do there is left out: drop what is read in place, other names and shapes,
 # metrics and extra states, on_load_checkpoint.

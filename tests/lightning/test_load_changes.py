@@ -283,6 +283,49 @@ def test_other_programs_load_what_they_leave_of_a_checkpoint() -> None:
     in_world(more_programs)
 
 
+class Drawn(Base):
+    """Has random numbers of each rank's own in place of some weights."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.strict_loading = False
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        torch.manual_seed(self.global_rank)
+        if self.where == "checkpoint":
+            checkpoint["state_dict"]["head.weight"] = torch.randn(5, DIM)
+        elif self.where == "model":
+            self.head.reset_parameters()
+            del checkpoint["state_dict"]["head.weight"]
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
+        state = {**state_dict, "head.weight": torch.randn(5, DIM)} if self.where == "load" else state_dict
+        return super().load_state_dict(state, *args, **options)
+
+
+def replicas(rank: int, world: int, folder: str) -> dict[str, tuple[Tensor, Tensor]]:
+    warnings.simplefilter("ignore")  # Lightning's advice
+    own, found = Path(folder), {}
+    for sharding in ("no_shard sharded", "no_shard full"):
+        side = Side(name=sharding, rank=rank, world_size=world, folder=own)
+        path = side.saved(seeded(Base))
+        for where in ("checkpoint", "load", "model"):
+            model = fresh(Drawn, where=where)
+            read = side.validated(model, path)["head.weight"]
+            torch.manual_seed(rank)
+            found[f"{sharding} {where}"] = read, torch.randn(5, DIM)
+    return found
+
+
+def test_replicas_take_the_weights_of_the_first_where_code_of_the_program_draws_random_numbers_as_under_ddp() -> None:
+    first, second = in_world(replicas)
+    for where, (read, drawn) in first.items():
+        assert torch.equal(second[where][0], read), where
+        assert torch.equal(read, drawn) or where.endswith("model"), where
+        assert not torch.equal(second[where][1], drawn), "ranks draw other numbers"
+
+
 def versions_in(rank: int, world: int, folder: str) -> dict[str, Any]:
     return {kind: str(side.saved(seeded(Versioned))) for kind, side in sides(rank, world, folder)}
 

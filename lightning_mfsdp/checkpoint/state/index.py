@@ -5,6 +5,7 @@ A parameter is identified by its memory, never by its name: names in a state dic
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
 from lightning_mfsdp.engine import ParameterView, sharded_parameters
 from lightning_mfsdp.engine.params.piece import Piece
 
-__all__ = ["ParameterIndex", "plain_name"]
+__all__ = ["FullNames", "ParameterIndex", "plain_name"]
 
 # Modules of these names wrap another one and have no state of their own: activation checkpointing and torch.compile.
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -24,6 +25,32 @@ _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 def plain_name(name: str) -> str:
     """The name a parameter has without wrappers around its modules."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+class FullNames:
+    """Names of a state dict with the wrappers that they have there, by the plain ones."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._full: dict[str, str] = {}
+        self._parents: dict[str, str] = {}
+        for name in names:
+            self._full[plain_name(name)] = name
+            parent = name.rpartition(".")[0]
+            while parent:
+                self._parents.setdefault(plain_name(parent), parent)
+                parent = parent.rpartition(".")[0]
+
+    def __getitem__(self, name: str) -> str:
+        """That of a plain name; of one that is not there, such as a former one, with the wrappers of the modules that are."""
+        if name in self._full:
+            return self._full[name]
+        parent, rest = name, ""
+        while parent:
+            parent, _, last = parent.rpartition(".")
+            rest = f".{last}{rest}"
+            if parent in self._parents:
+                return self._parents[parent] + rest
+        return name
 
 
 class ParameterIndex:

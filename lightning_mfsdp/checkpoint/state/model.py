@@ -23,7 +23,7 @@ from lightning_mfsdp.base.progress import Progress
 from lightning_mfsdp.base.stand_in import StandIn
 from lightning_mfsdp.checkpoint.io.location import Location
 from lightning_mfsdp.checkpoint.io.progress import CountingReads
-from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
+from lightning_mfsdp.checkpoint.state.index import FullNames, ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.load_code import LoadCode
 from lightning_mfsdp.checkpoint.state.on_disk import Reads, UnreadObject
 from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
@@ -98,7 +98,7 @@ def plan_model(
     settle(module)
     code, state = LoadCode.of(module), module.state_dict()
     rows = rows_by_name(state, index, f"loading {path}")
-    full_names = {plain_name(name): name for name in state}
+    full_names = FullNames(state)
     present = {plain_name(name): value for name, value in rows.items()}
     saved = {plain_name(name): value for name, value in entries.items()}
     saved = {name: value for name, value in saved.items() if not drops_extra_state(name, present)}
@@ -114,8 +114,9 @@ def plan_model(
             name: versions[plain_name(name)] for name in names if plain_name(name) in versions
         }
     own = {identity_of(one) for one in (*module.parameters(), *module.buffers())}
-    for name, value in saved.items():
-        target, full = present.get(name), full_names.get(name, name)
+    fills: dict[Any, tuple[Tensor, Tensor]] = {}
+    for name, value in ((name, saved[name]) for name in dict.fromkeys((*present, *saved)) if name in saved):
+        target, full = present.get(name), full_names[name]
         if not isinstance(value, Tensor) or not isinstance(target, Tensor) or value.shape != target.size():
             if code.runs or name in present:
                 plan.handed[full] = value
@@ -126,6 +127,8 @@ def plan_model(
             plan.handed[full] = shown
         elif code.runs or not (isinstance(target, (PieceShard, DTensor)) or identity_of(shown) in own):
             plan.handed[full] = shown  # if only because a hook put a copy into the state dict
+        fills[identity_of(shown) or name] = target, value  # of a weight's names the last one counts, as in PyTorch
+    for target, value in fills.values():
         plan.fill(target, value, reads)
     if code.runs:  # of a tensor without elements nothing was saved
         for name, value in present.items():

@@ -184,8 +184,8 @@ class StoredState(OrderedDict[str, Any]):
 
     _metadata: dict[str, Any]
 
-    def __init__(self, where: str, items: Sequence[tuple[str, Any]] = ()) -> None:
-        super().__init__(items)
+    def __init__(self, items: Any = (), /, *, where: str = "the checkpoint") -> None:
+        super().__init__(items)  # as other dictionaries take them: `copy` and `|` call it
         self._where = where
 
     @classmethod
@@ -200,7 +200,7 @@ class StoredState(OrderedDict[str, Any]):
         by_name: dict[str, dict[str, tuple[Any, ...]]] = {}
         for flat, path in directory.paths(key).items():
             by_name.setdefault(str(path[0]), {})[flat] = path[1:]
-        made = cls(f"{directory.location}: its {key}")
+        made = cls(where=f"{directory.location}: its {key}")
         for name, parts in by_name.items():
             first = next(iter(parts))
             tensor = directory.tensor(first) if not parts[first] else None
@@ -212,7 +212,8 @@ class StoredState(OrderedDict[str, Any]):
         return made
 
     def __reduce__(self) -> Any:
-        return OrderedDict, (list(self.items()),)
+        versions = {key: value for key, value in vars(self).items() if key == "_metadata"}
+        return OrderedDict, (list(self.items()),), versions
 
     def __missing__(self, name: Any) -> NoReturn:
         raise KeyError(self._missing(name))
@@ -270,7 +271,7 @@ class StoredOptimizer(MutableMapping[str, Any]):
         paths = directory.paths(self._key)
         tensors = {flat: directory.tensor(flat) for flat, path in paths.items() if path[0] == "state"}
         now = directory.values([flat for flat in paths if tensors.get(flat) is None])
-        content: dict[str, Any] = {"state": StoredState(f"{directory.location}: the state of {self._key}")}
+        content: dict[str, Any] = {"state": StoredState(where=f"{directory.location}: the state of {self._key}")}
         groups: dict[int, dict[str, Any]] = {}
         for flat, path in paths.items():
             value = now[flat] if flat in now else tensors[flat]

@@ -28,7 +28,7 @@ from lightning_mfsdp.checkpoint.io.location import Location
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
-from lightning_mfsdp.engine import is_sharded, refresh_weights
+from lightning_mfsdp.engine import is_sharded, make_replicas_equal
 from lightning_mfsdp.engine.params.group import place_of
 
 __all__ = [
@@ -109,9 +109,12 @@ def identity_of(value: Any) -> tuple[Any, ...] | None:
 
 
 def refresh(module: nn.Module) -> None:
-    """Note that main weights were written, if any part of `module` is sharded."""
+    """Note that main weights were written, if any part of `module` is sharded; collective then.
+
+    Code of the program may have written other values on each rank, such as random numbers. Replicas would train apart.
+    """
     if any(is_sharded(part) for part in module.modules()):
-        refresh_weights(module)
+        make_replicas_equal(module)
 
 
 def check_restored(

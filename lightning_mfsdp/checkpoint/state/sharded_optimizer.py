@@ -230,6 +230,6 @@ def _check_groups(path: Location, key: str, saved: list[list[str]], present: lis
             only_saved, only_here = sorted(set(theirs) - set(ours)), sorted(set(ours) - set(theirs))
             raise RuntimeError(
                 f"{key} in {path}: parameter group {number} differs: only in the checkpoint {only_saved[:8]}, only here {only_here[:8]}. "
-                "Configure the optimizers as they were when the checkpoint was saved, or begin with a new optimizer: "
-                'checkpoint["optimizer_states"] = [] in on_load_checkpoint'
+                "Configure the optimizers as they were; in on_load_checkpoint, give changed names to "
+                'checkpoint["optimizer_states"] too, in "state" and "params" of "param_groups", or set it to [] to begin a new optimizer'
             )

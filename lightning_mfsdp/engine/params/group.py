@@ -35,7 +35,7 @@ from lightning_mfsdp.engine.params.parameter import OWNER, Entry, UnshardedParam
 from lightning_mfsdp.engine.params.part import Part
 from lightning_mfsdp.engine.params.piece import Piece
 from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
-from lightning_mfsdp.engine.params.rows import divisions
+from lightning_mfsdp.engine.params.rows import divisions, sharded_axes
 from lightning_mfsdp.engine.params.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.params.weights import GatherLane, Weights
 
@@ -248,6 +248,17 @@ class ParameterGroup:
         if local.numel():
             local.copy_(self.weights.rows_of(value, index, self.main_extent))
         self.weights.stale = True
+
+    def make_replicas_equal(self) -> None:
+        """Take the main weights of the first rank of those that have the same rows. Collective if there are several."""
+        with torch.no_grad():
+            for index, entry in enumerate(self.entries):
+                divided = sharded_axes(self, index)
+                same = [axis for axis in self.mesh.replicated_axes if axis not in divided]
+                if same and entry.local.numel():
+                    value = entry.local.detach().to(self.device).contiguous()
+                    broadcast_from_first(value, same)
+                    entry.local.copy_(value)
 
     def attach(self, unit: OwningUnit, root: Root, number: int) -> None:
         """Join a unit and its root, as one of several groups: buffers come from the root's pool, and work runs on its streams."""

@@ -25,6 +25,7 @@ __all__ = [
     "around_backward",
     "gather_again",
     "gather_root",
+    "make_replicas_equal",
     "no_sync",
     "record_ranges",
     "reduce_pending",
@@ -202,6 +203,14 @@ def around_backward(*modules: nn.Module) -> Iterator[None]:
             context.backward_raised()
         _explain_resharded(error, [group for context in contexts for group in context.groups])
         raise
+
+
+def make_replicas_equal(module: nn.Module) -> None:
+    """Have all ranks with the same rows of a main weight take those of the first of them, as when `module` was sharded. Collective."""
+    context = context_of(module)
+    for group in context.groups:
+        group.make_replicas_equal()
+    refresh_weights(module)
 
 
 def refresh_weights(module: nn.Module) -> None:
