@@ -108,6 +108,7 @@ def test_pytest_records_a_run(tmp_path: Path):
     path.write_text("\t".join(runs.Run._fields) + "\n")
     command = [
         "env",
+        *("-u", "PYTEST_XDIST_WORKER", "-u", "DURATIONS"),  # a run of its own, not a part of this one
         f"RECORD={path}",
         "RECORD_AS=by hand",
         sys.executable,

@@ -81,10 +81,11 @@ class Versions:
 
     def leave(self) -> None:
         """The parameters are resharded."""
-        tensors = self._parameters if self.place is None else self.place.tensors
-        self.place = None
+        place, self.place = self.place, None
         self._as_set = [self.resharded] * self._count
-        compat.set_versions(tensors, [self.resharded] * len(tensors))
+        compat.set_versions(self._parameters, self._as_set)
+        if place is not None and place.raw:
+            compat.set_versions(place.raw, [self.resharded] * len(place.raw))
 
     def are_as_set(self) -> bool:
         """Whether the program has written to no parameter since versions were set, or since `take_over`."""
