@@ -317,11 +317,8 @@ class ParameterGroup:
 
     def reduce_held_back(self) -> None:
         """As `Root.reduce_held_back`, if anything of this group waits. Collective if so."""
-        has_any = self.gradients.held_back is not Sync.ALL
-        for entry in self.entries:
-            if entry.full.grad is not None:
-                has_any = True
-        if has_any and (context := self.root()) is not None:
+        gradients = self.gradients
+        if (gradients.held_back is not Sync.ALL or gradients.has_news) and (context := self.root()) is not None:
             context.reduce_held_back()
 
     def zero_held_back(self, index: int) -> None:

@@ -129,7 +129,5 @@ class Versions:
         for reference in self._places:
             place = reference()
             if place is not None:
-                one = slice(
-                    index, None, self._count
-                )  # raw data follow in the order of the parameters, once for each form
+                one = slice(index, None, self._count)  # raw data follow in the same order, once for each form
                 place.versions[one] = [self._next()] * len(place.versions[one])

@@ -405,9 +405,8 @@ class Weights:
         dtype = self._spec.storage_dtype
         value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
         with torch.inference_mode(False):
-            each = torch.full(
-                (len(self._entries),), value, dtype=dtype, device=self._device
-            )  # as `zero_` writes even to these
+            # One for each parameter, since `zero_` writes even to these.
+            each = torch.full((len(self._entries),), value, dtype=dtype, device=self._device)
             return [one.expand(entry.piece.part_shape) for one, entry in zip(each, self._entries, strict=True)]
 
     def wait(self) -> None:
