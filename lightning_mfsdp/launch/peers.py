@@ -8,8 +8,12 @@ told:
     failed    a rank has an exception. If all ranks have one, in the same place, they are in step and may save. Otherwise those that
               have none are told which rank failed, and communicators are aborted: no rank waits for collectives that never end
     gone      a connection ended in the middle of work: that process was killed
-    leaving   the program of rank 0 ends without an error, and with it all connections: no rank was killed. Others may be destroying their
-              process groups, which must not be aborted at the same time (PyTorch frees memory twice)
+    at work   rank 0 has begun or ended an entry point of the Trainer: all connections end with its process, so others judge by this
+              whether it was killed
+    leaving   the program of rank 0 ends without an error. Not every program tells that: `os._exit` runs no handlers
+
+Where rank 0 is gone without having been at work, others may be destroying their process groups, which must not be aborted at the same time
+(PyTorch frees memory twice). So they have time for that; those that are still there afterwards may be waiting for rank 0.
 """
 
 from __future__ import annotations
@@ -34,9 +38,7 @@ __all__ = ["Peers"]
 _log = logging.getLogger(__name__)
 
 GRACE_S = 1.5  # for other ranks to fail as well, in the same place
-LEAVING_S = (
-    30.0  # for ranks to end their work once the program of rank 0 has ended; those that wait for it would wait forever
-)
+LEAVING_S = 30.0  # for ranks to end what they do, and their process groups, once rank 0 has ended; then what waits for it is aborted
 ENDING_S = 1.5  # for a process that is told of a failure to detect it by itself, or to report its own
 
 
@@ -176,7 +178,8 @@ class Peers:
         self.rank, self.world_size = rank, world_size
         self._hub = hub
         self._has_entered = False  # an entry point of the Trainer, which tells when work begins and ends
-        self._first_leaves = self._first_is_gone = False  # rank 0 has said so; its connection has ended
+        # What rank 0 has told, and whether its connection has ended.
+        self._first_at_work = self._first_leaves = self._first_is_gone = False
         self.abort: Callable[[], bool] | None = None
         self._line = line
         self._outgoing: list[dict[str, Any]] = []
@@ -254,13 +257,18 @@ class Peers:
                 self._verdict, self._failures = None, []
             if self._first_is_gone:
                 self._miss_first()
-        self._send({"at work": True})
+        self._tell_at_work(True)
 
     def work_ends(self) -> None:
         """Failures of others no longer end this process, and its own end is no longer a failure."""
         with self._changed:
             self._at_work = False
-        self._send({"at work": False})
+        self._tell_at_work(False)
+
+    def _tell_at_work(self, is_at_work: bool) -> None:
+        self._send({"at work": is_at_work})
+        if self._hub is not None:
+            self._hub.tell_others({"at work": is_at_work})
 
     def program_ends(self) -> None:
         """Without an error: the end of this process is no failure."""
@@ -330,19 +338,19 @@ class Peers:
         """The connection to rank 0 has."""
         with self._changed:
             self._first_is_gone = True
-            if not self._first_leaves:
+            if self._first_at_work:
                 self._miss_first()
             elif self._may_wait:
-                timer = threading.Timer(LEAVING_S, self._miss_first_if_at_work)
+                timer = threading.Timer(LEAVING_S, self._miss_first_if_it_may_wait)
                 timer.daemon = True
                 timer.start()
 
     @property
     def _may_wait(self) -> bool:
-        """Whether this rank may be waiting for others. In your own loop no message says when all is done."""
-        return self._at_work or not self._has_entered
+        """Whether this rank may be waiting for rank 0, which is gone. In your own loop no message says when all is done."""
+        return self._at_work or not self._has_entered or not self._first_leaves
 
-    def _miss_first_if_at_work(self) -> None:
+    def _miss_first_if_it_may_wait(self) -> None:
         with self._changed:
             if self._may_wait:
                 self._miss_first()
@@ -355,7 +363,9 @@ class Peers:
     def _hear(self, message: Mapping[str, Any]) -> None:
         with self._changed:
             if "leaving" in message:
-                self._first_leaves = True
+                self._first_at_work, self._first_leaves = False, True
+            elif "at work" in message:
+                self._first_at_work = message["at work"]
             elif "where" in message:
                 self._held = True
                 self._line.send({"begun": self._begun})

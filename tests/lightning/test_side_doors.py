@@ -145,7 +145,8 @@ class Comparison:
     def check(self, **options: Any) -> None:
         case = self.kind.__name__, options, self.optimizer
         off = distance(fit(self.kind, MFSDPStrategy(**options), "32-true", self.optimizer, *self.place), self.exact)
-        assert off <= 1e-5, f"{case}: off by {off:.1e}"
+        _, world = self.place
+        assert off <= (0 if world == 2 else 1e-5), f"{case}: off by {off:.1e}"  # a sum of two has no order
         off = apart(fit(self.kind, MFSDPStrategy(**options), "bf16-mixed", self.optimizer, *self.place), self.exact)
         assert off <= 1.5 * self.mixed, f"{case}: {off:.1e} from a run in float32, DDP {self.mixed:.1e}"
 

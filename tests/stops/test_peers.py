@@ -74,13 +74,11 @@ def test_the_end_of_the_program_of_rank_0_is_no_failure_for_a_rank_that_is_done(
 
 
 @pytest.mark.parametrize("entries", [0, 1, 2])
-@pytest.mark.parametrize("is_at_work", [True, False])
-def test_a_killed_rank_0_is_missed_wherever_others_are(ranks: Ranks, entries: int, is_at_work: bool) -> None:
+def test_a_killed_rank_0_is_missed_at_once_where_it_was_at_work(ranks: Ranks, entries: int) -> None:
     for _ in range(entries):
         enter(ranks.first, ranks.second)
         leave(ranks.first, ranks.second)
-    if is_at_work:
-        enter(ranks.first, ranks.second)
+    enter(ranks.first, ranks.second)
     ranks.first_is_gone()
     assert ranks.aborted.wait(10)
     assert ranks.second.failure_of_another == "rank 0 failed: its process ended, perhaps killed"
@@ -121,3 +119,24 @@ def test_others_have_time_to_end_after_rank_0(ranks: Ranks, monkeypatch: pytest.
     Timer.ends.set()
     assert ranks.aborted.wait(10)
     assert ranks.second.failure_of_another == "rank 0 failed: its program has ended"
+
+
+@pytest.mark.parametrize("entries", [0, 1, 2])
+@pytest.mark.parametrize("second", ["is done", "is at work"])
+def test_others_have_time_to_end_where_rank_0_ended_without_a_word(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, entries: int, second: str
+) -> None:
+    """`os._exit`: the others may be destroying their process groups, or wait for a rank that was killed."""
+    monkeypatch.setattr(of_peers.threading, "Timer", Timer)
+    Timer.ends.clear()
+    for entry in range(entries):
+        enter(ranks.first, ranks.second)
+        leave(ranks.first)
+        if second == "is done" or entry < entries - 1:
+            leave(ranks.second)
+    ranks.first_is_gone()
+    assert not ranks.second.has_failed
+    assert not ranks.aborted.is_set(), "an abort beside a destruction of process groups frees memory twice"
+    Timer.ends.set()
+    assert ranks.aborted.wait(10)
+    assert ranks.second.failure_of_another == "rank 0 failed: its process ended, perhaps killed"
