@@ -58,7 +58,9 @@ def versions() -> dict[str, str]:
 
 
 def read(path: Path = ROOT / ".ci/runs.tsv") -> list[Run]:
-    """From the lowest version of PyTorch to the newest."""
+    """From the lowest version of PyTorch to the newest; none before the first run is recorded."""
+    if not path.exists():
+        return []
     first, *lines = path.read_text().splitlines()
     assert first.split("\t") == list(Run._fields), f"{path} begins with {first!r}"
     return [Run(*line.split("\t")) for line in lines]
