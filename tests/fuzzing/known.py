@@ -135,6 +135,13 @@ def _clears_what_no_unit_noticed(case: Description) -> bool:
     return case.program.optimizer == "lars" and apart and penalty
 
 
+def _is_noticed_by_some_ranks(case: Description) -> bool:
+    """A backward that touches no unit's result on some ranks, reduced there later, and one on others, with no optimizer's step after it."""
+    apart = any(micro.side not in ("", "beside") for micro in _micros(case))
+    without = any(not step.takes_step for step in case.program.steps)
+    return apart and without and _has(case, dropped="by rank")
+
+
 def _says_it_in_words_of_pytorch(case: Description) -> bool:
     """A unit gathered ahead elsewhere, because the one before it ran twice, is read by a side door: an error, but not the engine's."""
     apart = any(micro.side not in ("", "beside") for micro in _micros(case))
@@ -144,6 +151,7 @@ def _says_it_in_words_of_pytorch(case: Description) -> bool:
 KNOWN: dict[str, Callable[[Description], bool]] = {
     "words": _says_it_in_words_of_pytorch,
     "unnoticed": _clears_what_no_unit_noticed,
+    "unnoticed by rank": _is_noticed_by_some_ranks,
     "jvp": _shows_tangents_of_what_is_hidden,
     "jvp sharded": _shows_tangents_of_sharded_weights,
     "late": _adds_what_came_after_the_result,
@@ -552,6 +560,17 @@ DEFECTS: tuple[Defect, ...] = (
             steps=(Step((Micro(side="alone"),), takes_step=False), Step()),
             optimizer="lars",
             ranks=1,
+        ),
+    ),
+    Defect(
+        "unnoticed by rank",
+        "an older graph without a unit's result, on one rank",
+        _case(
+            Block(unit=False, keeps="branch"),
+            Block(),
+            Block(unit=False, same_as=0, dropped="by rank", keeps="branch"),
+            steps=(Step((Micro("stale", side="alone"),), takes_step=False),),
+            sharding="optim",
         ),
     ),
     Defect(
