@@ -500,8 +500,8 @@ def dtensors_of_a_users_own_meet_parts(rank: int, world: int) -> None:
             if not isinstance(optimizer.param_groups[0]["params"][0], DTensor):
                 continue  # whole on every rank, and plain
             optimizer.tells_shape = tells
-            # From torch 2.14 on, DTensor asks where rows lie that two axes divide, even for zeros_like.
-            asked = name == "packed_rows" and sharding != "no_shard"
+            # From torch 2.14 on, and in 2.15 for vectors, DTensor asks where rows lie that two axes divide, even for zeros_like.
+            asked = name in ("packed_rows", "bias") and sharding != "no_shard"
             if not (asked and is_refused(problems, optimizer.step)):
                 _ = asked or attempt(problems, what, optimizer.step)
                 compare(problems, parameter, values()[name] - 1 + grad, what)
