@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -49,6 +50,8 @@ def leaves_in(value: Any, path: str = "") -> list[tuple[str, Any]]:
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """`value` with every tensor replaced by `function(tensor)`. Containers in which something changed are rebuilt, never written to."""
+    if isinstance(value, Tensor):
+        return function(value)
     return _mapped(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value, renews=False)
 
 
@@ -66,13 +69,12 @@ def _mapped(function: Callable[[Any], Any], value: Any, *, renews: bool) -> Any:
         return function(value)
     if isinstance(value, (tuple, list)):
         items = [_mapped(function, item, renews=renews) for item in value]
-        may_reuse = not renews or isinstance(value, tuple)
-        if may_reuse and all(new is old for new, old in zip(items, value, strict=True)):
+        if (not renews or isinstance(value, tuple)) and _is_same(items, value):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict if renews else Mapping):
         changed = {key: _mapped(function, item, renews=renews) for key, item in value.items()}
-        if not renews and all(changed[key] is item for key, item in value.items()):
+        if not renews and _is_same(changed.values(), value.values()):
             return value
         if type(value) is dict:
             return changed
@@ -83,7 +85,7 @@ def _mapped(function: Callable[[Any], Any], value: Any, *, renews: bool) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module)):
         fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
         mapped = {name: _mapped(function, item, renews=renews) for name, item in fields.items()}
-        if not renews and all(mapped[name] is item for name, item in fields.items()):
+        if not renews and _is_same(mapped.values(), fields.values()):
             return value
         again = copy.copy(value)
         for name, item in mapped.items():
@@ -91,3 +93,8 @@ def _mapped(function: Callable[[Any], Any], value: Any, *, renews: bool) -> Any:
                 object.__setattr__(again, name, item)  # frozen dataclasses too
         return again
     return function(value)
+
+
+def _is_same(items: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Whether they are the same objects, of two containers of equal length."""
+    return all(map(operator.is_, items, others))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -16,8 +15,9 @@ from lightning_mfsdp._lightning_api import (
     MisconfigurationException,
     Precision,
 )
-from lightning_mfsdp.engine import MixedPrecisionPolicy, clip_grad_value_, grad_norm
-from lightning_mfsdp.engine.optimizer.norm import scale_gradients_
+from lightning_mfsdp.engine import MixedPrecisionPolicy, clip_grad_value_
+from lightning_mfsdp.engine.optimizer.adopt import gradient_places
+from lightning_mfsdp.engine.optimizer.norm import clip_finite_
 from lightning_mfsdp.options.dtypes import (
     ShardedPrecision,
     translate,
@@ -119,10 +119,7 @@ class MFSDPPrecision(ShardedPrecision, Precision):
         Where the norm is NaN or infinite, gradients are unchanged (`torch.nn.utils.clip_grad_norm_` would make all of them NaN), so
         that a callback still finds the parameters it came from. Decided on the device, without waiting.
         """
-        parameters = list(self.main_params(optimizer))
-        norm = grad_norm(parameters)
-        scale = torch.clamp(float(clip_val) / (norm + 1e-6), max=1.0)
-        scale_gradients_(parameters, torch.where(torch.isfinite(norm), scale, torch.ones_like(scale)))
+        clip_finite_(gradient_places(optimizer), float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clamp every gradient element to `[-clip_val, clip_val]`."""

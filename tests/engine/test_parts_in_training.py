@@ -31,7 +31,6 @@ from lightning_mfsdp.engine import (
     grad_norm,
     no_sync,
 )
-from lightning_mfsdp.engine.optimizer.norm import scale_gradients_
 from lightning_mfsdp.options.loss_scaling import DistributedGradScaler
 from tests.engine.cases import Problems
 from tests.engine.parts import (
@@ -122,10 +121,6 @@ CLIPS: dict[str, tuple[Callable[[Net], Any], Callable[[Net], Any]]] = {
     "value": (
         lambda model: clip_grad_value_(model, 0.1),
         lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.1),
-    ),
-    "scaled": (
-        lambda model: scale_gradients_(model, torch.tensor(0.25)),
-        lambda model: torch._foreach_mul_([parameter.grad for parameter in model.parameters()], 0.25),
     ),
 }
 # How microbatches of one step are added up.

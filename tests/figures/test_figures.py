@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.figures import code, gpu_rows, walked
+from tests.figures import code, gpu_rows, trainer_calls, walked
 
 SMALL = {
     "__init__.py": '"""A package."""\n',
@@ -113,6 +113,14 @@ def test_a_unit_goes_through_few_files_in_few_calls(span: str, counted: dict[str
     one = counted["mfsdp"][span]
     found = {**one, "files": len([file for file in one["files"] if "/base/" not in file])}
     assert {key: found[key] for key in MOST[span] if found[key] > MOST[span][key]} == {}
+
+
+def test_a_step_of_the_trainer_makes_few_calls_for_each_parameter_and_unit() -> None:
+    """Of the package alone: what the model, PyTorch and the Trainer call is theirs."""
+    calls = trainer_calls.count("mfsdp")
+    assert min(calls["torch.optim"], calls["model"], calls["lightning"], calls["engine/runtime/unit"]) > 100
+    ours = {concern: number for concern, number in calls.items() if concern not in ("torch.optim", "model", "lightning")}
+    assert sum(ours.values()) <= 9_300, ours
 
 
 def test_calls_are_counted_for_every_engine(counted: dict[str, Any]) -> None:

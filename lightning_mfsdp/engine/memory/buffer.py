@@ -47,6 +47,7 @@ class FlatBuffer:
         self.dtype = self.segments[0].dtype
         self.zeros_for_gaps: dict[torch.dtype, list[Tensor]] = {}
         self._parts: dict[range, FlatBuffer] = {}
+        self._base, self._addresses = -1, list[int]()
 
     @classmethod
     def over(cls, layout: Layout, extent: range, memory: Tensor) -> FlatBuffer:
@@ -104,6 +105,13 @@ class FlatBuffer:
         """`view` of every tensor of the layout, in its order."""
         with torch.inference_mode(False):
             return [self.view(tensor) for tensor in range(len(self.layout.shapes))]
+
+    def addresses(self) -> list[int]:
+        """Where each view begins. Asked for in every step, so it is only computed again where the memory is another."""
+        base = self.segments[0].data_ptr()
+        if base != self._base:
+            self._base, self._addresses = base, [view.data_ptr() for view in self.views]
+        return self._addresses
 
     @cached_property
     def gaps(self) -> list[Tensor]:

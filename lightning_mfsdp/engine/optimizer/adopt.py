@@ -37,6 +37,7 @@ from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.optimizer.driver import OptimizerDriver, OptimizerSupport
 from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer
+from lightning_mfsdp.engine.optimizer.norm import GradientPlaces
 from lightning_mfsdp.engine.optimizer.state import as_shown, refuse_left_behind, show_state, take_state, taken
 from lightning_mfsdp.engine.params.group import ParameterGroup, Root, as_local, owner_of
 from lightning_mfsdp.engine.params.parameter import Entry
@@ -46,7 +47,7 @@ from lightning_mfsdp.engine.params.stepping import call_closure
 from lightning_mfsdp.engine.runtime.context import context_of_group
 from lightning_mfsdp.engine.runtime.conversion import refuse_moved
 
-__all__ = ["ELEMENTWISE_OPTIMIZERS", "adopt_optimizer", "prepare_state", "steps_rows"]
+__all__ = ["ELEMENTWISE_OPTIMIZERS", "adopt_optimizer", "gradient_places", "prepare_state", "steps_rows"]
 
 ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -93,6 +94,13 @@ def steps_rows(optimizer: Optimizer) -> bool:
     return any(isinstance(hook, _ShardedStep) and hook.steps_rows for hook in compat.step_pre_hooks(optimizer))
 
 
+def gradient_places(optimizer: Optimizer) -> GradientPlaces:
+    """Where the gradients of an optimizer's parameters are; for one that was adopted, as it was known in the last step."""
+    held = _parameters(optimizer)
+    step = next((hook for hook in compat.step_pre_hooks(optimizer) if isinstance(hook, _ShardedStep)), None)
+    return GradientPlaces(held) if step is None else step.gradient_places(held)
+
+
 def prepare_state(optimizer: Optimizer) -> None:
     """Show the state of an adopted optimizer as `state_dict()` does, for code that reads `optimizer.state`."""
     for hook in compat.step_pre_hooks(optimizer):
@@ -103,8 +111,8 @@ def prepare_state(optimizer: Optimizer) -> None:
 class _Representations:
     """What one optimizer holds: local rows and state of them while its own code runs, and what the module shows at all other times.
 
-    Where both are the same nothing happens here. State of local rows is a table of its own, over the same memory. It is rebuilt for each
-    step, at half a microsecond a parameter, so moving or clearing state between two steps frees its memory.
+    Where both are the same nothing happens here. State of local rows is a table of its own, over the same memory: its inner tables are
+    filled when the optimizer's own code begins and emptied when it has run, so moving or clearing state between two steps frees its memory.
 
     Attributes:
         stepped: What `param_groups` hold while the optimizer's own code runs, in order.
@@ -115,12 +123,12 @@ class _Representations:
     def __init__(self, stepped: list[Tensor], shown: list[Tensor]) -> None:
         self.stepped, self.shown = stepped, shown
         self.is_running = False
-        self._shown_of = {id(rows): parameter for rows, parameter in zip(stepped, shown, strict=True)}
-        self._rows_of = {id(parameter): rows for rows, parameter in zip(stepped, shown, strict=True)}
-        self._lies = {id(one): one.lies for one in shown if isinstance(one, Rows)}
         self._shown_state: _State = {}
+        self._stepped_state: _State = defaultdict(dict)
+        # Of the last step, where all state is of sharded parameters: what it was shown under, and its emptied inner tables in that order.
+        self._keys: list[object] = []
+        self._emptied: list[tuple[_Values, Any]] = []
         self._begun_with: list[object] = []
-        self._is_new = False  # something was put into the shown state
 
     @property
     def differ(self) -> bool:
@@ -132,61 +140,78 @@ class _Representations:
         if self.is_running or not self.differ:
             return
         self.is_running = True
-        _replace(optimizer, self._rows_of)
+        _exchange(optimizer, self.shown, self.stepped)
         self._shown_state = optimizer.state
-        optimizer.state = self._by_rows(optimizer.state)
-        self._begun_with = _content(optimizer.state)
+        is_known = self._fill()
+        if not is_known:
+            self._build()
+        optimizer.state = self._stepped_state  # type: ignore[assignment]
+        self._begun_with = _content(self._stepped_state) if is_known else []
 
     def end(self, optimizer: Optimizer) -> None:
         """Called when it has run."""
         if not self.is_running:
             return
         self.is_running = False
-        _replace(optimizer, self._shown_of)
-        content, shown = _content(optimizer.state), self._shown_state
-        if self._is_new or not _is_same(content, self._begun_with):
-            self._is_new = False
-            now = dict(map(self._by_parameter, optimizer.state.items()))
-            shown.clear()  # references to it see the new content
-            shown.update(now)
-        optimizer.state = shown  # type: ignore[assignment]
+        _exchange(optimizer, self.stepped, self.shown)
+        stepped = optimizer.state
+        if stepped is not self._stepped_state or not _is_same(_content(stepped), self._begun_with):
+            self._show(stepped)
+        for plain, _ in self._emptied:
+            plain.clear()
+        optimizer.state = self._shown_state  # type: ignore[assignment]
         self._shown_state, self._begun_with = {}, []
 
-    def _by_rows(self, state: _State) -> defaultdict[Any, _Values]:
-        found: defaultdict[Any, _Values] = defaultdict(dict)
-        for key, values in state.items():
-            lies = self._lies.get(id(key))
-            rows: Any = self._rows_of.get(id(key), key)
-            if lies is None and owner_of(key) is None:
-                found[rows] = values
-                continue
-            plain = found[rows] = {}
-            for name, one in values.items():
+    def _fill(self) -> bool:
+        """Fill the inner tables of the last step; `False` where the shown state is of other parameters since, or holds something new."""
+        state = self._shown_state
+        if not _is_same([*state], self._keys):
+            return False
+        for (plain, lies), shown in zip(self._emptied, state.values(), strict=True):
+            for name, one in shown.items():
                 kind = type(one)
-                if kind is Rows and one.lies is lies:  # most are as they were shown, and this is done in every step
+                if kind is Rows and one.lies is lies:
                     plain[name] = one._local_tensor
                 elif kind is Tensor and not one.ndim:
                     plain[name] = one
                 else:
-                    self._is_new = True
-                    plain[name] = (
-                        one if (owner := owner_of(key)) is None else taken(name, one, owner[1].local, owner[1])
-                    )
-        return found
+                    return False
+        return True
 
-    def _by_parameter(self, item: tuple[Tensor, _Values]) -> tuple[Tensor, _Values]:
-        key, values = item
-        if (owner := owner_of(key)) is None:
-            return self._shown_of.get(id(key), key), values
-        parameter = owner[1].sharded
-        known = self._shown_state.get(parameter, {})
-        shown = {
-            name: before if _is_over(before := known.get(name), one) else as_shown(name, one, owner[1])
-            for name, one in values.items()
-        }
-        known.clear()
-        known.update(shown)
-        return parameter, known
+    def _build(self) -> None:
+        """The state of local rows, of whatever is in the shown state."""
+        rows_of = {id(parameter): rows for rows, parameter in zip(self.stepped, self.shown, strict=True)}
+        self._stepped_state = defaultdict(dict)
+        for key, values in self._shown_state.items():
+            owner = owner_of(key)
+            if owner is not None:
+                values = {name: taken(name, one, owner[1].local, owner[1]) for name, one in values.items()}
+            self._stepped_state[rows_of.get(id(key), key)] = values
+
+    def _show(self, stepped: _State) -> None:
+        """Show what the optimizer's own code has changed, or what was put into the state before it."""
+        shown_of = {id(rows): parameter for rows, parameter in zip(self.stepped, self.shown, strict=True)}
+        now: _State = {}
+        emptied = []
+        for key, values in stepped.items():
+            if (owner := owner_of(key)) is None:
+                now[shown_of.get(id(key), key)] = values  # one inner table is in both
+                continue
+            parameter = owner[1].sharded
+            known = self._shown_state.get(parameter, {})
+            shown = {
+                name: before if _is_over(before := known.get(name), one) else as_shown(name, one, owner[1])
+                for name, one in values.items()
+            }
+            known.clear()  # references to it see the new content
+            known.update(shown)
+            now[parameter] = known
+            emptied.append((values, getattr(parameter, "lies", None)))
+        is_all_sharded = len(emptied) == len(now)
+        self._stepped_state = stepped if is_all_sharded else defaultdict(dict)
+        self._emptied, self._keys = (emptied, list(now)) if is_all_sharded else ([], [])
+        self._shown_state.clear()
+        self._shown_state.update(now)
 
 
 class _ShardedStep:
@@ -204,6 +229,7 @@ class _ShardedStep:
         self._grad_scaler: object | None = None
         self._groups: list[tuple[weakref.ref[ParameterGroup], list[int]]] = []
         self._held = _Representations([], [])
+        self._places: GradientPlaces | None = None
         self._is_watched = self._writes_elsewhere = False
         self._is_due = False  # a step has begun, and the optimizer's own code has not
         self._running_in: list[Root] = []
@@ -259,6 +285,12 @@ class _ShardedStep:
         self._held.end(optimizer)
         if not _is_same(self._held.shown, _parameters(optimizer)):
             self._take_over(optimizer)
+
+    def gradient_places(self, held: Sequence[Tensor]) -> GradientPlaces:
+        """Of what `param_groups` hold."""
+        if self._places is None or not (_is_same(self._places.parameters, held) and self._places.is_current):
+            self._places = GradientPlaces(held)
+        return self._places
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before a step."""
@@ -436,18 +468,34 @@ def _replace(optimizer: Optimizer, by_identity: Mapping[int, Tensor]) -> None:
     """Replace some entries of `param_groups`. The lists stay the same objects, so references to them see the change."""
     for group in optimizer.param_groups:
         held = group["params"]
-        now = [by_identity.get(id(one), one) for one in held]
-        if isinstance(held, list):
-            held[:] = now
-        else:
-            group["params"] = now
+        _hold(group, [by_identity.get(id(one), one) for one in held])
+
+
+def _exchange(optimizer: Optimizer, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+    """Replace all entries of `param_groups` by others in the same order; those that someone has exchanged meanwhile stay."""
+    if not _is_same(_parameters(optimizer), before):
+        _replace(optimizer, {id(one): other for one, other in zip(before, after, strict=True)})
+        return
+    start = 0
+    for group in optimizer.param_groups:
+        stop = start + len(group["params"])
+        _hold(group, after[start:stop])
+        start = stop
+
+
+def _hold(group: _Values, parameters: Sequence[Tensor]) -> None:
+    if isinstance(group["params"], list):
+        group["params"][:] = parameters
+    else:
+        group["params"] = list(parameters)
 
 
 def _content(state: _State) -> list[object]:
     """Every object in it: keys, names and values."""
-    values = list(state.values())
-    tables = [one for one in values if isinstance(one, dict)]  # users may store anything under keys of their own
-    return [*state, *values, *chain.from_iterable(tables), *chain.from_iterable([one.values() for one in tables])]
+    # Users may store anything under keys of their own.
+    tables = [one for one in state.values() if type(one) is dict or isinstance(one, dict)]
+    names, values = chain.from_iterable(tables), chain.from_iterable(map(dict.values, tables))
+    return [*state, *state.values(), *names, *values]
 
 
 def _is_over(shown: object, value: object) -> bool:

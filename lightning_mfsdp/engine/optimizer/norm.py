@@ -8,6 +8,7 @@ anything.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -20,9 +21,9 @@ from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.params.group import ParameterGroup, place_of
 from lightning_mfsdp.engine.params.rows import sharded_axes
-from lightning_mfsdp.engine.runtime.inspect import local_gradients
+from lightning_mfsdp.engine.runtime.inspect import gradients_at_hand
 
-__all__ = ["clip_grad_norm_", "clip_grad_value_", "grad_norm", "scale_gradients_"]
+__all__ = ["GradientPlaces", "clip_finite_", "clip_grad_norm_", "clip_grad_value_", "grad_norm"]
 
 
 @dataclass(eq=False)
@@ -33,6 +34,68 @@ class _Owned:
     tensors: list[Tensor] = field(default_factory=list)
     device: torch.device | None = None
     dtype: torch.dtype = torch.float32
+
+
+class GradientPlaces:
+    """Where the gradients of some parameters are, in an order that all ranks share: looked up once, and read in every step.
+
+    Keeps no group alive.
+
+    Attributes:
+        parameters: Those that were asked about, in order, whichever representation.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.parameters = list(parameters)
+        # Where every rank has the whole gradient, in the order of parameters: parameters of others, and rows of ours.
+        self._whole: list[Tensor] = []
+        groups: dict[ParameterGroup, dict[tuple[Axis, ...], list[int]]] = {}
+        seen: set[int] = set()
+        for parameter in self.parameters:
+            place = place_of(parameter)
+            local = parameter if place is None else place[0].entries[place[1]].local
+            if id(local) in seen:
+                continue
+            seen.add(id(local))
+            if place is not None:
+                by_axes = groups.setdefault(place[0], {})
+                if axes := sharded_axes(*place):
+                    by_axes.setdefault(axes, []).append(place[1])
+                    continue
+            self._whole.append(local)
+        self._groups = [
+            (weakref.ref(group), group.axes.shard, [(axes, sorted(indices)) for axes, indices in by_axes.items()])
+            for group, by_axes in groups.items()
+        ]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all groups still exist, and communicate as they did: the first backward gives reductions communicators of their own."""
+        for reference, shard, _ in self._groups:
+            group = reference()
+            if group is None or group.axes.shard is not shard:
+                return False
+        return True
+
+    def owned(self) -> list[_Owned]:
+        """This rank's gradients by the axes they are sharded over. Reduces what is held back, which is collective."""
+        groups = [(group, by_axes) for reference, _, by_axes in self._groups if (group := reference()) is not None]
+        for group, _ in groups:
+            group.reduce_held_back()
+        whole = _Owned(tensors=[gradient for local in self._whole if (gradient := local.grad) is not None])
+        if whole.tensors:
+            whole.device = whole.tensors[-1].device
+            if torch.float64 in {gradient.dtype for gradient in whole.tensors}:
+                whole.dtype = torch.float64
+        found: dict[tuple[dist.ProcessGroup, ...], _Owned] = {(): whole}
+        for group, by_axes in groups:
+            for axes, indices in by_axes:
+                part = found.setdefault(tuple([axis.group for axis in axes]), _Owned(axes=axes))
+                part.device = group.device
+                if group.spec.main_dtype is torch.float64:
+                    part.dtype = torch.float64  # from what is known to all ranks: a rank may own no gradient here
+                part.tensors += gradients_at_hand(group, indices)
+        return list(found.values())
 
 
 def clip_grad_norm_(
@@ -68,9 +131,15 @@ def clip_grad_norm_(
     return norm
 
 
-def scale_gradients_(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor, scale: Tensor) -> None:
-    """Multiply every gradient by a device scalar (0-D), in place."""
-    _scale(_owned_gradients(module_or_parameters), scale)
+def clip_finite_(places: GradientPlaces, max_norm: float) -> None:
+    """Scale gradients in place so that their global norm is at most `max_norm`; where it is NaN or infinite, leave them as they are.
+
+    Decided on the device, without waiting. Collective.
+    """
+    owned = places.owned()
+    norm = _norm(owned, 2.0)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    _scale(owned, torch.where(torch.isfinite(norm), scale, torch.ones_like(scale)))
 
 
 def _scale(parts: list[_Owned], scale: Tensor) -> None:
@@ -94,45 +163,15 @@ def clip_grad_value_(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
 
 
 def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor) -> list[_Owned]:
-    """This rank's gradients by the axes they are sharded over, in an order that all ranks share."""
+    """This rank's gradients by the axes they are sharded over."""
+    parameters: Iterable[Tensor]
     if isinstance(module_or_parameters, nn.Module):
         # In the order of `parameters()`, at a fraction of its host time, as it builds no names.
         tables = [module._parameters for module in module_or_parameters.modules() if module._parameters]
-        parameters: list[Tensor] = [one for table in tables for one in table.values() if one is not None]
-    elif isinstance(module_or_parameters, Tensor):
-        parameters = [module_or_parameters]
+        parameters = [one for table in tables for one in table.values() if one is not None]
     else:
-        parameters = list(module_or_parameters)
-    plain = _Owned()
-    seen: set[int] = set()
-    wanted: dict[ParameterGroup, dict[tuple[Axis, ...], list[int]]] = {}
-    for parameter in parameters:
-        place = place_of(parameter)
-        local = parameter if place is None else place[0].entries[place[1]].local
-        if id(local) in seen:
-            continue
-        seen.add(id(local))
-        if place is not None:
-            group, index = place
-            if group not in wanted:
-                wanted[group] = {}
-                group.reduce_held_back()
-            if axes := sharded_axes(group, index):
-                wanted[group].setdefault(axes, []).append(index)
-                continue
-        if (grad := local.grad) is not None:
-            plain.tensors.append(grad)
-            plain.device = grad.device
-            if grad.dtype is torch.float64:
-                plain.dtype = torch.float64
-    parts: dict[tuple[dist.ProcessGroup, ...], _Owned] = {(): plain}
-    for group, axes, indices in ((group, *found) for group, by_axes in wanted.items() for found in by_axes.items()):
-        part = parts.setdefault(tuple(axis.group for axis in axes), _Owned(axes=axes))
-        part.device = group.device
-        if group.spec.main_dtype is torch.float64:
-            part.dtype = torch.float64  # from what is known to all ranks: a rank may own no gradient here
-        part.tensors += local_gradients(group, sorted(indices))
-    return list(parts.values())
+        parameters = [module_or_parameters] if isinstance(module_or_parameters, Tensor) else module_or_parameters
+    return GradientPlaces(parameters).owned()
 
 
 def _norm(parts: list[_Owned], norm_type: float) -> Tensor:

@@ -7,9 +7,9 @@ from fnmatch import fnmatch
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_mfsdp.base.containers import map_tensors, tensors_in
+from lightning_mfsdp.base.containers import map_tensors
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.params.group import owner_of
 from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
@@ -50,13 +50,23 @@ def _compute_in_fp32(module: nn.Module, outside: torch.dtype | None) -> None:
     entered: list[torch.dtype | None] = []
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        floats = [tensor.dtype for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
-        entered.append(outside or next(iter(floats), None))
-        return map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, (args, kwargs))
+        came: list[torch.dtype] = []
+
+        def cast(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            came.append(tensor.dtype)
+            return tensor.float()
+
+        cast_arguments = map_tensors(cast, args), map_tensors(cast, kwargs) if kwargs else kwargs
+        entered.append(outside or (came[0] if came else None))
+        return cast_arguments
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
         dtype = entered.pop()
-        return map_tensors(lambda tensor: tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor, output)
+        if dtype is None:
+            return output
+        return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, output)
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, always_call=True)

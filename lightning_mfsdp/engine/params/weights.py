@@ -187,11 +187,12 @@ class Weights:
 
         A tensor that was assigned to the `data` of local rows is copied to where the rows belong.
         """
-        for entry, rows in zip(self._entries, self._main.views, strict=True):
-            if entry.local.data_ptr() != rows.data_ptr():
-                with torch.no_grad():
-                    rows.copy_(entry.local)
-                compat.set_data(entry.local, rows)
+        if [entry.local.data_ptr() for entry in self._entries] != self._main.addresses():
+            for entry, rows in zip(self._entries, self._main.views, strict=True):
+                if entry.local.data_ptr() != rows.data_ptr():
+                    with torch.no_grad():
+                        rows.copy_(entry.local)
+                    compat.set_data(entry.local, rows)
         before = self.known_writes
         self.forget_writes()
         return self.known_writes != before
@@ -478,7 +479,7 @@ class Weights:
         for entry in self._entries:
             sites = entry.sites
             table, key = sites[0]
-            if table.get(key) is not entry.at_rest:
+            if key not in table or table[key] is not entry.at_rest:
                 self._refuse_replaced(entry, table.get(key))
             for table, key in sites:
                 table[key] = entry.full

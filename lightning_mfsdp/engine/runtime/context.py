@@ -326,7 +326,7 @@ class Context:
             for group in groups
             if (
                 group.main.segments[0]._version != group.weights.known_writes
-                or [entry.local.data_ptr() for entry in group.entries] != [rows.data_ptr() for rows in group.main.views]
+                or [entry.local.data_ptr() for entry in group.entries] != group.main.addresses()
             )
             and group.weights.note_writes()
         ]

@@ -21,6 +21,7 @@ __all__ = [
     "collectives_begun",
     "context_of",
     "flat_gradients",
+    "gradients_at_hand",
     "is_sharded",
     "local_gradients",
     "refuse_unsharded",
@@ -202,23 +203,31 @@ def flat_gradients(module: nn.Module) -> list[FlatGradient]:
 
 
 def local_gradients(group: ParameterGroup, entries: list[int] | None = None) -> list[Tensor]:
-    """What this rank holds of the gradients of a group.
+    """What this rank holds of the gradients of a group. Reduces what is held back, which is collective.
 
-    Whole flat segments if every parameter is requested and has a gradient, otherwise one tensor for each.
-    Cells between parameters are zero in the segments, so norms and finite checks may read them.
+    Args:
+        group: Of a sharded module.
+        entries: Which parameters, in order; `None`: all.
+
+    Returns:
+        Whole flat segments if every parameter is requested and has a gradient, otherwise one tensor for each.
+        Cells between parameters are zero in the segments, so norms and finite checks may read them.
     """
     group.reduce_held_back()
-    grads = [entry.local.grad for entry in group.entries]
-    if entries is None:
-        entries = list(range(len(grads)))
-    present = [grad for index in entries if (grad := grads[index]) is not None and grad.numel()]
-    if present and len(entries) == len(grads) and group.gradients.is_open:
+    return gradients_at_hand(group, list(range(len(group.entries))) if entries is None else entries)
+
+
+def gradients_at_hand(group: ParameterGroup, entries: list[int]) -> list[Tensor]:
+    """`local_gradients` of what is reduced already."""
+    all_entries = group.entries
+    if len(entries) == len(all_entries) and group.gradients.is_open:
         main = group.gradients.main
-        for grad, view in zip(grads, main.views, strict=True):  # a generator costs host time, in every step
-            if grad is not view:
-                return present
-        return main.of_optimizer.segments
-    return present
+        for entry, view in zip(all_entries, main.views, strict=True):  # a generator costs host time, in every step
+            if entry.local.grad is not view:
+                break
+        else:
+            return [segment for segment in main.of_optimizer.segments if segment.numel()]
+    return [grad for index in entries if (grad := all_entries[index].local.grad) is not None and grad.numel()]
 
 
 def units_in(module: nn.Module) -> list[Unit]:
