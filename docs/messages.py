@@ -30,7 +30,7 @@ SECTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "precision.md",
         (
             *("options/dtypes.py", "options/policy_and_precision.py", "trainer/precision.py"),
-            *("engine/params/policy.py", "engine/params/fp32_modules.py"),
+            *("engine/core/policy.py", "engine/core/fp32_modules.py"),
         ),
     ),
     "Sharding a model": (
@@ -42,7 +42,7 @@ SECTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "strategies.md#other-optimizers",
         (
             *("optim", "engine/optimizer", "engine/api/optimizer.py", "engine/features/fused_adam.py"),
-            *("engine/features/decoupled.py", "engine/features/offload", "engine/memory/host_memory.py"),
+            *("engine/features/decoupled.py", "engine/features/offload", "engine/core/host_memory.py"),
         ),
     ),
     "CUDA graphs": (

@@ -41,68 +41,68 @@ class Mend:
 
 
 MENDS = (
-    Mend("1", "runtime/functions.py", "    unit.enter(shows=False)\n", "    unit.enter()\n"),
+    Mend("1", "core/functions.py", "    unit.enter(shows=False)\n", "    unit.enter()\n"),
     Mend(
         "1 in forward",
-        "params/weights.py",
+        "core/weights.py",
         "                if takes_over and self._codec is None:\n",
         "                if False:\n",
     ),
     Mend(
         "2",
-        "params/gradients.py",
+        "core/gradients.py",
         "        if self._behind is None:\n            return reached\n",
         "        return reached\n",
     ),
     Mend(
         "4",
-        "runtime/reduction_schedule.py",
+        "core/reduction_schedule.py",
         "                if is_done and not zeros_unused:\n",
         "                if is_done and False:\n",
     ),
     Mend(
         "5",
-        "runtime/unit.py",
+        "core/unit.py",
         "that have gradients and accept writes.\n            self.unregister()\n",
         "that have gradients and accept writes.\n",
     ),
-    Mend("8", "runtime/call.py", "self.calls or self.spent or self._runs or self._forgotten_came", "self.calls"),
+    Mend("8", "core/call.py", "self.calls or self.spent or self._runs or self._forgotten_came", "self.calls"),
     Mend(
         "11b",
-        "params/gradients.py",
+        "core/gradients.py",
         "            if local.grad is not shown and (",
         "            if local.numel() and local.grad is not shown and (",
     ),
-    Mend("11b frozen", "runtime/reduction_schedule.py", " or group.gradients.frozen_since", ""),
+    Mend("11b frozen", "core/reduction_schedule.py", " or group.gradients.frozen_since", ""),
     Mend(
         "11c",
-        "runtime/call.py",
+        "core/call.py",
         "        return next((call.slots for call",
         "        return None and next((call.slots for call",
     ),
-    Mend("11d", "runtime/call.py", "            self._runs += 1\n", "            pass\n"),
+    Mend("11d", "core/call.py", "            self._runs += 1\n", "            pass\n"),
     Mend(
         "11e",
-        "params/versions.py",
+        "core/versions.py",
         "    def outdate(self, indices: Sequence[int]) -> None:\n",
         "    def outdate(self, indices: Sequence[int]) -> None:\n        return\n",
     ),
     # Issue "side doors": reads of resharded weights, layers called before the root, backwards that nobody noticed.
     Mend(
         "A1 versions",
-        "params/versions.py",
+        "core/versions.py",
         "        self._as_set = [self.resharded] * self._count\n",
         "        self._as_set = list(map(compat.version_of, self._parameters))\n        return\n",
     ),
     Mend(
         "A1 empty",
-        "params/weights.py",
+        "core/weights.py",
         "            for entry, nothing in zip(",
         "            for entry, nothing in () and zip(",
     ),
-    Mend("A2", "runtime/unit.py", "begin_call(self, None if self.pinned else call,", "begin_call(self, call,"),
-    Mend("A3", "runtime/context.py", "            if group.gradients.has_news:\n", "            if False:\n"),
-    Mend("12", "runtime/functions.py", "            if any(inside):\n", "            if all(inside):\n"),
+    Mend("A2", "core/unit.py", "begin_call(self, None if self.pinned else call,", "begin_call(self, call,"),
+    Mend("A3", "core/context.py", "            if group.gradients.has_news:\n", "            if False:\n"),
+    Mend("12", "core/functions.py", "            if any(inside):\n", "            if all(inside):\n"),
 )
 
 

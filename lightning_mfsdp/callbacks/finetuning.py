@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_mfsdp._lightning_api import BackboneFinetuning, BaseFinetuning, LightningModule, Trainer
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
-from lightning_mfsdp.engine.params.group import owner_of
+from lightning_mfsdp.engine.core.group import owner_of
 from lightning_mfsdp.trainer.callback_hooks import PreparesOptimizers
 
 __all__ = ["ShardedBackboneFinetuning", "ShardedFinetuning"]

@@ -18,7 +18,7 @@ from lightning_mfsdp._lightning_api import (
     get_human_readable_count,
 )
 from lightning_mfsdp.engine import units
-from lightning_mfsdp.engine.params.group import owner_of
+from lightning_mfsdp.engine.core.group import owner_of
 from lightning_mfsdp.trainer.strategy import MFSDPStrategy
 
 __all__ = ["ShardedModelSummary", "ShardedSummary"]

@@ -2,40 +2,30 @@
 
 Terms, and where they are defined:
 
-    unit                   what is unsharded and reduced together: a sharded module, or several that run one after the other (runtime/unit)
-    root, group            the units of one outermost module; the parameters of a unit with one dtype (runtime/context, params/group)
+    unit                   what is unsharded and reduced together: a sharded module, or several that run one after the other (core/unit)
+    root, group            the units of one outermost module; the parameters of a unit with one dtype (core/context, core/group)
     main weight            what the optimizer steps, in the main dtype: this rank's rows
     compute shard          the same rows in the compute dtype, where they are kept in addition to it
-    unsharded weight       all rows in the compute dtype, which forward and backward read (params/weights)
-    main gradient          what the optimizer reads: this rank's rows, reduced; the bucket is what is in flight (params/gradients)
+    unsharded weight       all rows in the compute dtype, which forward and backward read (core/weights)
+    main gradient          what the optimizer reads: this rank's rows, reduced; the bucket is what is in flight (core/gradients)
     representation         of a parameter: unsharded (the module's own), sharded (a DTensor) or local (plain rows)
     unshard, reshard       all-gather a weight; free the gathered memory. Prefetch: unshard before it is needed
     register               have modules show one representation or another
-    pooled buffer, slot    memory for an unsharded weight that units take in turn (memory/storage)
+    pooled buffer, slot    memory for an unsharded weight that units take in turn (core/storage)
     layout, segment, gap   addresses of a group's parameters; one flat address space; cells that belong to no parameter (layout/layout)
     axis, dim              of a mesh; of a tensor
     call, pass             one forward of a unit and its backward; the forwards between two backwards
     grouped modules        several modules that are one unit and run one after the other
     held back              gradients that `no_sync` keeps, not reduced
-    codec                  how quantized weights are stored (params/codec)
+    codec                  how quantized weights are stored (core/codec)
 """
 
 from lightning_mfsdp.base.errors import CollectiveError, EngineStateError, ShardingError
 from lightning_mfsdp.engine.api.fully_shard import fully_shard
 from lightning_mfsdp.engine.api.optimizer import fully_shard_optimizer
 from lightning_mfsdp.engine.api.units import fully_shard_units
-from lightning_mfsdp.engine.features.ema import AveragedWeights
-from lightning_mfsdp.engine.features.graphs.capture import CapturedStep, capture_step
-from lightning_mfsdp.engine.features.graphs.captured_loss import CapturedLoss, capture_loss
-from lightning_mfsdp.engine.features.memory_timeline import MemorySample, MemoryTimeline
-from lightning_mfsdp.engine.features.step_trace import note_collective, traced_step
-from lightning_mfsdp.engine.optimizer.adopt import ELEMENTWISE_OPTIMIZERS
-from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer, RowPlacement, has_gradient, row_placement
-from lightning_mfsdp.engine.optimizer.norm import clip_grad_norm_, clip_grad_value_, grad_norm
-from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
-from lightning_mfsdp.engine.runtime.buffers import broadcast_buffers
-from lightning_mfsdp.engine.runtime.conversion import bring_home, unshard_model
-from lightning_mfsdp.engine.runtime.functions import (
+from lightning_mfsdp.engine.core.conversion import bring_home, unshard_model
+from lightning_mfsdp.engine.core.functions import (
     around_backward,
     gather_again,
     gather_root,
@@ -47,8 +37,7 @@ from lightning_mfsdp.engine.runtime.functions import (
     unshard,
     watch_backward,
 )
-from lightning_mfsdp.engine.runtime.gradient_watch import GradientWatch, NonFiniteGradients, NonFiniteParameter
-from lightning_mfsdp.engine.runtime.inspect import (
+from lightning_mfsdp.engine.core.inspect import (
     FlatGradient,
     ParameterView,
     UnitView,
@@ -59,7 +48,18 @@ from lightning_mfsdp.engine.runtime.inspect import (
     sharded_parameters,
     units,
 )
-from lightning_mfsdp.engine.runtime.lerp import lerp_
+from lightning_mfsdp.engine.core.policy import MixedPrecisionPolicy
+from lightning_mfsdp.engine.features.buffers import broadcast_buffers
+from lightning_mfsdp.engine.features.ema import AveragedWeights
+from lightning_mfsdp.engine.features.gradient_watch import GradientWatch, NonFiniteGradients, NonFiniteParameter
+from lightning_mfsdp.engine.features.graphs.capture import CapturedStep, capture_step
+from lightning_mfsdp.engine.features.graphs.captured_loss import CapturedLoss, capture_loss
+from lightning_mfsdp.engine.features.lerp import lerp_
+from lightning_mfsdp.engine.features.memory_timeline import MemorySample, MemoryTimeline
+from lightning_mfsdp.engine.features.step_trace import note_collective, traced_step
+from lightning_mfsdp.engine.optimizer.adopt import ELEMENTWISE_OPTIMIZERS
+from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer, RowPlacement, has_gradient, row_placement
+from lightning_mfsdp.engine.optimizer.norm import clip_grad_norm_, clip_grad_value_, grad_norm
 
 __all__ = [
     "ELEMENTWISE_OPTIMIZERS",

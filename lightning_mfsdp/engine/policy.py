@@ -1,5 +1,5 @@
 """Where `MixedPrecisionPolicy` was: checkpoints of modules that have one among their hyperparameters name this file."""
 
-from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
+from lightning_mfsdp.engine.core.policy import MixedPrecisionPolicy
 
 __all__ = ["MixedPrecisionPolicy"]

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine import MixedPrecisionPolicy
+from lightning_mfsdp.engine.core.unit import Unit, unit_of
 from lightning_mfsdp.engine.layout.placement import resolve_placement
-from lightning_mfsdp.engine.runtime.context import context_of_unit
-from lightning_mfsdp.engine.runtime.unit import Unit, unit_of
 from lightning_mfsdp.recompute import Recompute
 
 __all__ = [
@@ -235,7 +234,7 @@ def warn_of_other_options(
             f"{name} is already sharded, but not with offload={offload!r}; its main weights are not moved. Use one strategy "
             "for one model, or build the model again"
         )
-    if context_of_unit(root).reductions.zeros_unused != (unused_parameters == "zero"):
+    if root.context.reductions.zeros_unused != (unused_parameters == "zero"):
         rank_zero_warn(
             f"{name} is already sharded, but not with unused_parameters={unused_parameters!r}; this does not change. Use one "
             "strategy for one model, or build the model again"

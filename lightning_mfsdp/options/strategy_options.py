@@ -26,8 +26,8 @@ from lightning_mfsdp.engine import (
     sharded_parameters,
     units,
 )
+from lightning_mfsdp.engine.core.unit import unit_of
 from lightning_mfsdp.engine.layout.placement import resolve_placement
-from lightning_mfsdp.engine.runtime.unit import unit_of
 from lightning_mfsdp.options.arguments import (
     check_adapters,
     check_blocks_per_unit,

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import lightning_mfsdp.te as te
 from lightning_mfsdp.base.containers import tensors_in
-from lightning_mfsdp.engine.runtime.unit import unit_of
+from lightning_mfsdp.engine.core.unit import unit_of
 from lightning_mfsdp.recompute.apply import find_stacks, recomputed
 from lightning_mfsdp.recompute.planner import LayerRecord, Part, StepRecord
 from lightning_mfsdp.recompute.region import can_stop_early

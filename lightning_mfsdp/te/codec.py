@@ -1,4 +1,4 @@
-"""Transformer Engine's quantized weights, as the sharding engine stores and gathers them (`engine.params.codec.WeightCodec`).
+"""Transformer Engine's quantized weights, as the sharding engine stores and gathers them (`engine.core.codec.WeightCodec`).
 
     Float8Tensor              one scale a tensor, delayed or current; bytes row by row, a transpose is derived from them on Hopper
     Float8BlockwiseQTensor    a scale for each 128 x 128 block; the same
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mfsdp.engine.params.codec import Fragment, WeightCodec
+from lightning_mfsdp.engine.core.codec import Fragment, WeightCodec
 from lightning_mfsdp.te.library import is_a, load
 from lightning_mfsdp.te.quantized_weights import quantize_late
 

@@ -22,8 +22,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
+from lightning_mfsdp.engine.core.group import owner_of
 from lightning_mfsdp.engine.features.direct_gradients import gradient_memory
-from lightning_mfsdp.engine.params.group import owner_of
 
 __all__ = ["fuse_weight_gradients"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_mfsdp._lightning_api import Trainer, TrainerFn, collect_rng_states, set_rng_states
 from lightning_mfsdp.engine import has_gradient, reduce_pending, sharded_parameters
-from lightning_mfsdp.engine.params.sharded_tensor import Rows
+from lightning_mfsdp.engine.core.sharded_tensor import Rows
 
 __all__ = [
     "GRADIENTS",

@@ -22,7 +22,7 @@ from torch.distributed.fsdp.api import (
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
-from lightning_mfsdp.engine.params.piece import Piece
+from lightning_mfsdp.engine.core.piece import Piece
 from tests.lightning.models import Classifier, loader, make_trainer, seeded
 
 STEPS = 2

@@ -28,8 +28,8 @@ from lightning_mfsdp.checkpoint.state.parameter_state import (
 )
 from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 from lightning_mfsdp.engine import ParameterView
+from lightning_mfsdp.engine.core.sharded_tensor import Rows
 from lightning_mfsdp.engine.features.ema import AveragedWeights
-from lightning_mfsdp.engine.params.sharded_tensor import Rows
 from lightning_mfsdp.tensor_parallel import apply_plan
 from lightning_mfsdp.trainer.continuation import GRADIENTS, PendingGradients
 

@@ -26,8 +26,8 @@ from lightning_mfsdp.checkpoint.state.staging import Staging
 from lightning_mfsdp.checkpoint.state.whole import whole_model_state
 from lightning_mfsdp.checkpoint.tools.convert import consolidate_checkpoint
 from lightning_mfsdp.checkpoint.tools.verify import cover_problems, verify
-from lightning_mfsdp.engine.params.part import Part
-from lightning_mfsdp.engine.params.piece import Piece
+from lightning_mfsdp.engine.core.part import Part
+from lightning_mfsdp.engine.core.piece import Piece
 from lightning_mfsdp.fabric import checkpoints
 from tests.checkpoint.meshes import LAYOUTS, Sharded, filled_in_one_process, pattern
 from tests.engine.test_piece import cut_rows, divided

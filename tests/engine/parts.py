@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_mfsdp.engine import fully_shard, fully_shard_optimizer, is_sharded
-from lightning_mfsdp.engine.params.part import Part, mark_part
+from lightning_mfsdp.engine.core.part import Part, mark_part
 from tests.engine.cases import Problems
 
 # The shape of each parameter, and along which dim and in which sections it is divided; no sections: every rank has all of it.

@@ -92,7 +92,7 @@ def every_kind_follows_in_one_broadcast_and_its_memory_stays(rank, world):
 def much_memory_goes_in_several_broadcasts(rank, world):
     model = filled(rank)
     patch = pytest.MonkeyPatch()
-    patch.setattr("lightning_mfsdp.engine.runtime.buffers._TOGETHER_BYTES", 16)
+    patch.setattr("lightning_mfsdp.engine.features.buffers._TOGETHER_BYTES", 16)
     with Counted() as found:
         broadcast_buffers(model)
     patch.undo()

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mfsdp.engine import fully_shard
-from lightning_mfsdp.engine.runtime.call import Call
-from lightning_mfsdp.engine.runtime.unit import unit_of
+from lightning_mfsdp.engine.core.call import Call
+from lightning_mfsdp.engine.core.unit import unit_of
 from tests.helpers.chain import context
 
 

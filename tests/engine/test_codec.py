@@ -31,8 +31,8 @@ from lightning_mfsdp.engine import (
     sharded_parameters,
     unshard,
 )
-from lightning_mfsdp.engine.params.codec import WeightCodec
-from lightning_mfsdp.engine.runtime.inspect import context_of, units
+from lightning_mfsdp.engine.core.codec import WeightCodec
+from lightning_mfsdp.engine.core.inspect import context_of, units
 from tests.engine.cases import device_type
 from tests.engine.int8_codec import (
     MASK,

@@ -24,7 +24,7 @@ from lightning_mfsdp.engine import (
     sharded_parameters,
     unshard,
 )
-from lightning_mfsdp.engine.runtime.unit import unit_of
+from lightning_mfsdp.engine.core.unit import unit_of
 from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context

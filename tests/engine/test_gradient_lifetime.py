@@ -26,7 +26,7 @@ from lightning_mfsdp.engine import (
     units,
     unshard,
 )
-from lightning_mfsdp.engine.params import gradients as reduced
+from lightning_mfsdp.engine.core import gradients as reduced
 from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, plain_chain, sharded_chain, train

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_mfsdp.engine import fully_shard, no_sync
-from lightning_mfsdp.engine.params.gradients import Sync
+from lightning_mfsdp.engine.core.gradients import Sync
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, context
 

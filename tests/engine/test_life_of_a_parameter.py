@@ -83,7 +83,7 @@ def named() -> tuple[set[str], set[str], set[str]]:
 
 def test_five_files_change_a_parameter() -> None:
     changes, _, _ = named()
-    assert changes == {"params/group", "layout/layout", "params/weights", "params/gradients", "optimizer/adopt"}
+    assert changes == {"core/group", "layout/layout", "core/weights", "core/gradients", "optimizer/adopt"}
 
 
 def test_every_file_that_a_step_visits_is_named_and_no_other(visited: tuple[set[str], set[str]]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy, sharded_parameters, units
-from lightning_mfsdp.engine.runtime.unit import unit_of
+from lightning_mfsdp.engine.core.unit import unit_of
 from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, sharded_chain, train

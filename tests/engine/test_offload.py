@@ -31,11 +31,11 @@ from lightning_mfsdp.engine import (
     sharded_parameters,
     unshard,
 )
+from lightning_mfsdp.engine.core import host_memory
+from lightning_mfsdp.engine.core.inspect import context_of
 from lightning_mfsdp.engine.features.offload import staging
 from lightning_mfsdp.engine.features.offload import streamed_step as streaming
 from lightning_mfsdp.engine.features.offload.offloaded_state import state_of
-from lightning_mfsdp.engine.memory import host_memory
-from lightning_mfsdp.engine.runtime.inspect import context_of
 from lightning_mfsdp.optim import Muon
 from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check

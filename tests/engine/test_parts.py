@@ -29,7 +29,7 @@ from lightning_mfsdp.engine import (
     unshard,
     unshard_model,
 )
-from lightning_mfsdp.engine.params.part import mark_summed
+from lightning_mfsdp.engine.core.part import mark_summed
 from lightning_mfsdp.moe import GroupedExperts, expert_parallel
 from lightning_mfsdp.optim import Muon
 from tests.engine.cases import Problems

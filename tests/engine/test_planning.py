@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from lightning_mfsdp.engine import units
 from lightning_mfsdp.engine.comm.communicators import Channels
-from lightning_mfsdp.engine.runtime import planning
-from lightning_mfsdp.engine.runtime.planning import spare_bytes, those_that_fit
+from lightning_mfsdp.engine.core import planning
+from lightning_mfsdp.engine.core.planning import spare_bytes, those_that_fit
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import adamw, assert_same_weights, context, inputs, loss_of, sharded_chain, train
 

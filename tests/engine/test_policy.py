@@ -30,7 +30,7 @@ from lightning_mfsdp.engine import (
     unshard,
 )
 from lightning_mfsdp.engine.comm.collectives import Axis
-from lightning_mfsdp.engine.params.gradients import Gradients
+from lightning_mfsdp.engine.core.gradients import Gradients
 from tests.engine.cases import Problems, device_type, run_cases
 from tests.engine.int8_codec import Int8Codec, parameter_of
 from tests.helpers.optimizer_state import state_of_rows

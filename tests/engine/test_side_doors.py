@@ -27,7 +27,7 @@ from lightning_mfsdp.engine import (
     gather_root,
     watch_backward,
 )
-from lightning_mfsdp.engine.params.versions import RESHARDED
+from lightning_mfsdp.engine.core.versions import RESHARDED
 from tests.engine.worlds import by_world, check, in_turns
 from tests.helpers.chain import context
 

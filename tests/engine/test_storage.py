@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard, no_sync
-from lightning_mfsdp.engine.memory.storage import color
-from lightning_mfsdp.engine.runtime.unit import unit_of
+from lightning_mfsdp.engine.core.storage import color
+from lightning_mfsdp.engine.core.unit import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import (
     DIM,

@@ -29,8 +29,8 @@ from lightning_mfsdp.engine import (
     units,
     unshard,
 )
+from lightning_mfsdp.engine.core.parameter import ShardedParameter
 from lightning_mfsdp.engine.layout.layout import plan_layout
-from lightning_mfsdp.engine.params.parameter import ShardedParameter
 from tests.engine.cases import Problems, device_type, run_cases
 from tests.helpers.models import Decoder, batch, build, loss_of
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.engine.params import versions as versions_module
-from lightning_mfsdp.engine.params.versions import RESHARDED, Place, Versions
+from lightning_mfsdp.engine.core import versions as versions_module
+from lightning_mfsdp.engine.core.versions import RESHARDED, Place, Versions
 
 
 def two() -> tuple[list[nn.Parameter], Versions, Place, Place]:

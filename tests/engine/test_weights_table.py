@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_mfsdp.engine import EngineStateError, fully_shard
-from lightning_mfsdp.engine.memory.storage import Slot
-from lightning_mfsdp.engine.params.sharded_parameter import ShardedParameter
-from lightning_mfsdp.engine.params.weights import Weights
+from lightning_mfsdp.engine.core.sharded_parameter import ShardedParameter
+from lightning_mfsdp.engine.core.storage import Slot
+from lightning_mfsdp.engine.core.weights import Weights
 from tests.helpers.chain import context
 
 PRIVATE, SHARED = "private", "shared"

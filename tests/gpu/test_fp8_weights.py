@@ -24,7 +24,7 @@ from lightning_mfsdp import (
     sharded_parameters,
     unshard,
 )
-from lightning_mfsdp.engine.runtime.inspect import context_of
+from lightning_mfsdp.engine.core.inspect import context_of
 from lightning_mfsdp.te import fuse_weight_gradients, weight_codecs
 from lightning_mfsdp.te.quantized_weights import quantize_again
 from tests.engine.cases import run_cases

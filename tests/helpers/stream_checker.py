@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mfsdp.base.streams import Streams
 from lightning_mfsdp.engine.comm.ranges import Ranges
-from lightning_mfsdp.engine.runtime import context as context_module
+from lightning_mfsdp.engine.core import context as context_module
 
 COMPUTE = "compute"
 STEP = "step"

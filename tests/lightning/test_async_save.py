@@ -17,7 +17,7 @@ from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.checkpoint.io.background import BackgroundSaver
 from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
 from lightning_mfsdp.checkpoint.state.staging import Staging
-from lightning_mfsdp.engine.params.piece import Piece
+from lightning_mfsdp.engine.core.piece import Piece
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import FOREIGN_WARNINGS, loader, make_trainer, seeded, strict_warnings
 from tests.lightning.test_checkpoint import Scheduled, assert_same, local_state

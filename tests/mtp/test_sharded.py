@@ -15,7 +15,7 @@ from lightning_mfsdp import (
     units,
     unshard,
 )
-from lightning_mfsdp.engine.runtime.inspect import context_of
+from lightning_mfsdp.engine.core.inspect import context_of
 from lightning_mfsdp.options.unit_selection import join_blocks, select_units
 from tests.engine.worlds import by_world, check
 from tests.helpers.pairwise import in_turn

@@ -17,10 +17,10 @@ KINDS = ("drop", "double", "swap", "divisor", "dtype", "comparison", "boundary",
 # Functions, or single ones of a class, that do their work only where there is CUDA; tests of the short suite skip or replace them.
 NEEDS_GPU = {
     "features/graphs/recording.py:Recording._graph": "records a CUDA graph; tests/engine/test_recording.py replaces it",
-    "memory/host_memory.py:_PageLocked.__init__": "registers pages with the CUDA driver",
-    "memory/host_memory.py:_unlock": "takes them back from the driver",
-    "params/gradients.py:_has_wide_product": "is false on a CPU, whatever its other conditions say",
-    "runtime/planning.py:spare_bytes": "is 0 on a CPU; asks the driver how much memory is free",
+    "core/host_memory.py:_PageLocked.__init__": "registers pages with the CUDA driver",
+    "core/host_memory.py:_unlock": "takes them back from the driver",
+    "core/gradients.py:_has_wide_product": "is false on a CPU, whatever its other conditions say",
+    "core/planning.py:spare_bytes": "is 0 on a CPU; asks the driver how much memory is free",
 }
 
 # What is done twice: collectives and what adds up. Most other calls may be made twice by right.

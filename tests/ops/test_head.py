@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, unshard
-from lightning_mfsdp.engine.runtime.inspect import context_of
+from lightning_mfsdp.engine.core.inspect import context_of
 from lightning_mfsdp.ops import LinearLossHead, linear_logprobs
 from tests.engine.test_collective_counts import Dispatched
 from tests.engine.worlds import by_world, check

@@ -13,8 +13,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy, MixedPrecisionPolicy, ShardingError
-from lightning_mfsdp.engine.params.group import owner_of
-from lightning_mfsdp.engine.runtime.inspect import context_of
+from lightning_mfsdp.engine.core.group import owner_of
+from lightning_mfsdp.engine.core.inspect import context_of
 from lightning_mfsdp.fabric import MFSDPFabricPrecision, MFSDPFabricStrategy
 from lightning_mfsdp.te import Fp8Compute, Fp8Options, checks, weight_codecs
 from lightning_mfsdp.te.quantized_weights import is_quantized

@@ -31,8 +31,8 @@ from lightning_mfsdp.checkpoint.safetensors.files import (
 )
 from lightning_mfsdp.checkpoint.state.index import plain_name
 from lightning_mfsdp.checkpoint.state.sharded import paths_of, tied_names
-from lightning_mfsdp.engine.params.group import owner_of
-from lightning_mfsdp.engine.params.parameter import Entry
+from lightning_mfsdp.engine.core.group import owner_of
+from lightning_mfsdp.engine.core.parameter import Entry
 
 __all__ = ["export_checkpoint", "export_model"]
 

@@ -36,7 +36,7 @@ from lightning_mfsdp.checkpoint.state.sharded import (
     refresh,
     rows_by_name,
 )
-from lightning_mfsdp.engine.params.sharded_tensor import Rows
+from lightning_mfsdp.engine.core.sharded_tensor import Rows
 
 __all__ = ["ModelPlan", "finish_model", "known_names", "load_model", "plan_model", "settle"]
 

@@ -17,7 +17,7 @@ from lightning_mfsdp.checkpoint.io.location import Location
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.on_disk import Reads
 from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
-from lightning_mfsdp.engine.params.sharded_tensor import Rows
+from lightning_mfsdp.engine.core.sharded_tensor import Rows
 
 __all__ = [
     "PARAMETER_STATES",

@@ -29,7 +29,7 @@ from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
 from lightning_mfsdp.engine import is_sharded, make_replicas_equal
-from lightning_mfsdp.engine.params.group import place_of
+from lightning_mfsdp.engine.core.group import place_of
 
 __all__ = [
     "check_names",

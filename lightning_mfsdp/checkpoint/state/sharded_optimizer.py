@@ -19,10 +19,10 @@ from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.on_disk import Reads
 from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
 from lightning_mfsdp.engine import ParameterView
+from lightning_mfsdp.engine.core.group import as_local, owner_of
+from lightning_mfsdp.engine.core.rows import sharded_axes
 from lightning_mfsdp.engine.features.offload.offloaded_state import empty_at_rest, put_to_rest
 from lightning_mfsdp.engine.optimizer.adopt import prepare_state, steps_rows
-from lightning_mfsdp.engine.params.group import as_local, owner_of
-from lightning_mfsdp.engine.params.rows import sharded_axes
 
 __all__ = [
     "OptimizerPlan",

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.base.containers import map_tensors
 from lightning_mfsdp.checkpoint.state.sharded_optimizer import is_packed
+from lightning_mfsdp.engine.core.group import ParameterGroup, place_of
+from lightning_mfsdp.engine.core.rows import gather_rows, sharded_axes
 from lightning_mfsdp.engine.optimizer.adopt import prepare_state
-from lightning_mfsdp.engine.params.group import ParameterGroup, place_of
-from lightning_mfsdp.engine.params.rows import gather_rows, sharded_axes
 
 __all__ = ["full_state_dict", "whole_model_state", "whole_optimizer_state"]
 

@@ -26,20 +26,20 @@ from lightning_mfsdp.engine.api.validate import (
 )
 from lightning_mfsdp.engine.comm.communicators import check_symmetric_memory
 from lightning_mfsdp.engine.comm.mesh import Mesh, resolve_mesh
+from lightning_mfsdp.engine.core.context import Context
+from lightning_mfsdp.engine.core.conversion import follow_conversions
+from lightning_mfsdp.engine.core.fp32_modules import casts_alike, fp32_parameters
+from lightning_mfsdp.engine.core.group import ParameterGroup, owner_of, place_of
+from lightning_mfsdp.engine.core.group_spec import GroupSpec
+from lightning_mfsdp.engine.core.parameter import mark_owner
+from lightning_mfsdp.engine.core.part import copy_marks
+from lightning_mfsdp.engine.core.policy import MixedPrecisionPolicy
+from lightning_mfsdp.engine.core.sharded_parameter import ShardedParameter
+from lightning_mfsdp.engine.core.unit import Unit, unit_of
+from lightning_mfsdp.engine.features.buffers import share_from_first
 from lightning_mfsdp.engine.features.direct_gradients import write_directly
 from lightning_mfsdp.engine.layout.layout import padding_advice
 from lightning_mfsdp.engine.layout.placement import resolve_placement
-from lightning_mfsdp.engine.params.fp32_modules import casts_alike, fp32_parameters
-from lightning_mfsdp.engine.params.group import ParameterGroup, owner_of, place_of
-from lightning_mfsdp.engine.params.group_spec import GroupSpec
-from lightning_mfsdp.engine.params.parameter import mark_owner
-from lightning_mfsdp.engine.params.part import copy_marks
-from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
-from lightning_mfsdp.engine.params.sharded_parameter import ShardedParameter
-from lightning_mfsdp.engine.runtime.buffers import share_from_first
-from lightning_mfsdp.engine.runtime.context import Context
-from lightning_mfsdp.engine.runtime.conversion import follow_conversions
-from lightning_mfsdp.engine.runtime.unit import Unit, owner_of_group, unit_of
 
 __all__ = ["fully_shard", "mesh_device"]
 
@@ -345,7 +345,7 @@ def _borrow(unit: Unit, shared: Sequence[Named]) -> None:
         found = owner_of(parameter)
         assert found is not None, "only owned parameters are shared"
         group, entry = found
-        owner = owner_of_group(group)
+        owner = group.unit()
         if owner is None or group.mesh.device_mesh != unit.context.mesh.device_mesh:
             raise ShardingError(
                 f"fully_shard: parameter {name} is shared with {entry.name} of another unit on another mesh, so they "

@@ -8,13 +8,13 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.engine.core.group import ParameterGroup
+from lightning_mfsdp.engine.core.parameter import Entry
 from lightning_mfsdp.engine.features.decoupled import reads_decoupled_gradients, show_gradients
 from lightning_mfsdp.engine.features.fused_adam import Remainders, is_fused_adam, keeps_remainders, refuse_unfit_options
 from lightning_mfsdp.engine.features.offload.streamed_step import StreamedStep
 from lightning_mfsdp.engine.optimizer.adopt import adopt_optimizer
 from lightning_mfsdp.engine.optimizer.driver import OptimizerDriver
-from lightning_mfsdp.engine.params.group import ParameterGroup
-from lightning_mfsdp.engine.params.parameter import Entry
 
 __all__ = ["fully_shard_optimizer"]
 

@@ -15,13 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.comm.mesh import Mesh
-from lightning_mfsdp.engine.params.codec import WeightCodec
-from lightning_mfsdp.engine.params.part import part_of
-from lightning_mfsdp.engine.params.policy import MixedPrecisionPolicy
+from lightning_mfsdp.engine.core.codec import WeightCodec
+from lightning_mfsdp.engine.core.part import part_of
+from lightning_mfsdp.engine.core.policy import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
-    from lightning_mfsdp.engine.runtime.context import Context
-    from lightning_mfsdp.engine.runtime.unit import Unit
+    from lightning_mfsdp.engine.core.context import Context
+    from lightning_mfsdp.engine.core.unit import Unit
 
 __all__ = ["Named", "check_same_model", "refuse_ignored_parts", "refuse_other_mesh", "refuse_parts", "refuse_unfit"]
 

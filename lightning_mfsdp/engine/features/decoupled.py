@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.params.gradients import gradient_dtype
-from lightning_mfsdp.engine.params.group import ParameterGroup
-from lightning_mfsdp.engine.params.parameter import Entry
+from lightning_mfsdp.engine.core.gradients import gradient_dtype
+from lightning_mfsdp.engine.core.group import ParameterGroup
+from lightning_mfsdp.engine.core.parameter import Entry
 
 __all__ = ["reads_decoupled_gradients", "show_gradients"]
 

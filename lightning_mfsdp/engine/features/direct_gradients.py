@@ -25,9 +25,8 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError
-from lightning_mfsdp.engine.params.group import ParameterGroup, place_of
-from lightning_mfsdp.engine.params.parameter import UnshardedParameter
-from lightning_mfsdp.engine.runtime.context import context_of_group
+from lightning_mfsdp.engine.core.group import ParameterGroup, place_of
+from lightning_mfsdp.engine.core.parameter import UnshardedParameter
 
 __all__ = ["gradient_memory", "write_directly"]
 
@@ -132,7 +131,7 @@ class _Linear(torch.autograd.Function):
 def _write(weight: Tensor | None, left: Tensor, right: Tensor) -> bool:
     """Write `left @ right` as the gradient of an unsharded weight, if this backward accumulates it."""
     place = place_of(weight) if weight is not None else None
-    context = context_of_group(place[0]) if place is not None else None
+    context = place[0].root() if place is not None else None
     if weight is None or place is None or context is None or torch.is_grad_enabled() or not compat.accumulates(weight):
         return False
     group, index = place
@@ -160,7 +159,7 @@ def gradient_memory(weight: Tensor, *, overwrites: bool) -> tuple[Tensor, bool]:
         EngineStateError: The weight belongs to no sharded module.
     """
     place = place_of(weight)
-    context = context_of_group(place[0]) if place is not None else None
+    context = place[0].root() if place is not None else None
     if place is None or context is None:
         raise EngineStateError(
             f"a layer asked where to write the gradient of a weight of shape {tuple(weight.shape)}, which no sharded module has; keep the "

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError
-from lightning_mfsdp.engine.params.group import owner_of, place_of
-from lightning_mfsdp.engine.params.parameter import is_left_behind
-from lightning_mfsdp.engine.params.sharded_tensor import Rows
-from lightning_mfsdp.engine.runtime.conversion import refuse_moved
-from lightning_mfsdp.engine.runtime.inspect import context_of, sharded_parameters
+from lightning_mfsdp.engine.core.conversion import refuse_moved
+from lightning_mfsdp.engine.core.group import owner_of, place_of
+from lightning_mfsdp.engine.core.inspect import context_of, sharded_parameters
+from lightning_mfsdp.engine.core.parameter import is_left_behind
+from lightning_mfsdp.engine.core.sharded_tensor import Rows
 
 __all__ = ["AveragedWeights"]
 

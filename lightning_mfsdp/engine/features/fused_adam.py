@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.params.group import ParameterGroup
+from lightning_mfsdp.engine.core.group import ParameterGroup
 
 __all__ = ["Remainders", "is_fused_adam", "keeps_remainders", "refuse_unfit_options"]
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.engine.runtime.inspect import context_of, units_in
-from lightning_mfsdp.engine.runtime.unit import Unit, unit_of
+from lightning_mfsdp.engine.core.inspect import context_of, units_in
+from lightning_mfsdp.engine.core.unit import Unit, unit_of
 
 __all__ = ["MemorySample", "MemoryTimeline"]
 

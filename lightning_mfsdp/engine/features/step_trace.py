@@ -11,9 +11,8 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from lightning_mfsdp.engine.params.group import owner_of
-from lightning_mfsdp.engine.runtime.context import context_of_group
-from lightning_mfsdp.engine.runtime.inspect import context_of
+from lightning_mfsdp.engine.core.group import owner_of
+from lightning_mfsdp.engine.core.inspect import context_of
 
 __all__ = ["StepTrace", "note_collective", "traced_step"]
 
@@ -38,7 +37,7 @@ def note_collective(parameter: Tensor, again: Callable[[], object]) -> None:
         again: Runs the same collective with the other ranks, and computes nothing.
     """
     owned = owner_of(parameter)
-    context = context_of_group(owned[0]) if owned is not None else None
+    context = owned[0].root() if owned is not None else None
     if context is not None and context.trace is not None:
         context.trace.append(again)
 

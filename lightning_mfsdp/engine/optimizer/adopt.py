@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,17 +35,19 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.engine.core.conversion import refuse_moved
+from lightning_mfsdp.engine.core.group import ParameterGroup, as_local, owner_of
+from lightning_mfsdp.engine.core.parameter import Entry
+from lightning_mfsdp.engine.core.rows import sharded_axes
+from lightning_mfsdp.engine.core.sharded_tensor import Rows
+from lightning_mfsdp.engine.core.stepping import call_closure
 from lightning_mfsdp.engine.optimizer.driver import OptimizerDriver, OptimizerSupport
 from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.optimizer.norm import GradientPlaces
 from lightning_mfsdp.engine.optimizer.state import as_shown, refuse_left_behind, show_state, take_state, taken
-from lightning_mfsdp.engine.params.group import ParameterGroup, Root, as_local, owner_of
-from lightning_mfsdp.engine.params.parameter import Entry
-from lightning_mfsdp.engine.params.rows import sharded_axes
-from lightning_mfsdp.engine.params.sharded_tensor import Rows
-from lightning_mfsdp.engine.params.stepping import call_closure
-from lightning_mfsdp.engine.runtime.context import context_of_group
-from lightning_mfsdp.engine.runtime.conversion import refuse_moved
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.core.context import Context
 
 __all__ = ["ELEMENTWISE_OPTIMIZERS", "adopt_optimizer", "gradient_places", "prepare_state", "steps_rows"]
 
@@ -232,7 +234,7 @@ class _ShardedStep:
         self._places: GradientPlaces | None = None
         self._is_watched = self._writes_elsewhere = False
         self._is_due = False  # a step has begun, and the optimizer's own code has not
-        self._running_in: list[Root] = []
+        self._running_in: list[Context] = []
         self._optimizer: Callable[[], Optimizer | None] = lambda: None
 
     def adopt(self, optimizer: Optimizer, elementwise: bool | None, grad_scaler: object | None) -> None:
@@ -272,7 +274,7 @@ class _ShardedStep:
         # DTensors record writes to them; local rows do not.
         self._is_watched, self._writes_elsewhere = local, not writes_in_steps_alone
         for group, entries in found.items():
-            if (context := context_of_group(group)) is not None:
+            if (context := group.root()) is not None:
                 context.track(entries)
                 if self._is_watched:
                     context.watch([group])
@@ -295,7 +297,7 @@ class _ShardedStep:
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before a step."""
         self._take_over_new(optimizer)
-        roots: dict[Root, None] = {}
+        roots: dict[Context, None] = {}
         for reference, _ in self._groups:
             group = reference()
             if group is None or (root := group.root()) is None or root.root() is None:  # deleted, or plain again
@@ -367,7 +369,7 @@ class _ShardedStep:
         return [group for reference, _ in self._groups if (group := reference()) is not None]
 
     def _evaluating(
-        self, optimizer: Optimizer, closure: Callable[..., Any], roots: Sequence[Root]
+        self, optimizer: Optimizer, closure: Callable[..., Any], roots: Sequence[Context]
     ) -> Callable[..., Any]:
         """A closure that sees writes since its last call (LBFGS), or since the step began (SAM), and runs with nothing held back."""
         was_called = False
@@ -386,7 +388,7 @@ class _ShardedStep:
 
         return evaluate
 
-    def _begin(self, optimizer: Optimizer, roots: Sequence[Root]) -> None:
+    def _begin(self, optimizer: Optimizer, roots: Sequence[Context]) -> None:
         """Runs right before the optimizer's own code. Part of its closure, since hooks of the user may run after ours."""
         self._is_due = False
         self._take_over_new(optimizer)
@@ -408,7 +410,7 @@ class _ShardedStep:
         return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
 
 
-def _reduce_held_back(roots: Iterable[Root]) -> None:
+def _reduce_held_back(roots: Iterable[Context]) -> None:
     """A step comes after backwards under `no_sync` alone. What no rank used has no gradient then. Collective, as the step is."""
     for root in roots:
         root.reduce_held_back()
@@ -448,7 +450,7 @@ def _is_whole(group: ParameterGroup) -> bool:
 
 def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:
     """After a step: these groups are out of date, and so are graphs that saved parameters which had a gradient."""
-    by_root: dict[Root, list[ParameterGroup]] = {}
+    by_root: dict[Context, list[ParameterGroup]] = {}
     for group, indices in stepped:
         entries = group.entries
         group.weights.versions.outdate([index for index in indices if entries[index].local.grad is not None])

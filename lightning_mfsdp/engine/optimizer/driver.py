@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from lightning_mfsdp.engine.params.group import ParameterGroup
-from lightning_mfsdp.engine.params.parameter import Entry
+from lightning_mfsdp.engine.core.group import ParameterGroup
+from lightning_mfsdp.engine.core.parameter import Entry
 
 __all__ = ["OptimizerDriver", "OptimizerSupport"]
 

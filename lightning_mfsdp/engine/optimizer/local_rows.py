@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mfsdp.engine.params.group import owner_of
-from lightning_mfsdp.engine.params.rows import holders
+from lightning_mfsdp.engine.core.group import owner_of
+from lightning_mfsdp.engine.core.rows import holders
 
 __all__ = ["LocalRowsOptimizer", "RowPlacement", "has_gradient", "row_placement"]
 

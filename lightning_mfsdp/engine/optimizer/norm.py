@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.comm.collectives import Axis
-from lightning_mfsdp.engine.params.group import ParameterGroup, place_of
-from lightning_mfsdp.engine.params.rows import sharded_axes
-from lightning_mfsdp.engine.runtime.inspect import gradients_at_hand
+from lightning_mfsdp.engine.core.group import ParameterGroup, place_of
+from lightning_mfsdp.engine.core.inspect import gradients_at_hand
+from lightning_mfsdp.engine.core.rows import sharded_axes
 
 __all__ = ["GradientPlaces", "clip_finite_", "clip_grad_norm_", "clip_grad_value_", "grad_norm"]
 

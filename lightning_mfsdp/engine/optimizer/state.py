@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.params.group import owner_of
-from lightning_mfsdp.engine.params.parameter import Entry, is_left_behind
-from lightning_mfsdp.engine.params.placed_tensor import PlacedTensor
-from lightning_mfsdp.engine.params.rows_exchange import lie_alike
-from lightning_mfsdp.engine.params.sharded_tensor import Rows
+from lightning_mfsdp.engine.core.group import owner_of
+from lightning_mfsdp.engine.core.parameter import Entry, is_left_behind
+from lightning_mfsdp.engine.core.placed_tensor import PlacedTensor
+from lightning_mfsdp.engine.core.rows_exchange import lie_alike
+from lightning_mfsdp.engine.core.sharded_tensor import Rows
 
 __all__ = ["as_shown", "refuse_left_behind", "show_state", "take_state", "taken"]
 

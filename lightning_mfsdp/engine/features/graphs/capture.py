@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.base.containers import map_tensors
 from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.engine.core.gradients import MainGradient
 from lightning_mfsdp.engine.features.graphs.recording import Recording
-from lightning_mfsdp.engine.params.gradients import MainGradient
 
 __all__ = ["CapturedStep", "capture_step"]
 

@@ -23,9 +23,9 @@ from torch.autograd.function import once_differentiable
 
 from lightning_mfsdp.base.containers import map_tensors, tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.engine.core.functions import watch_backward
+from lightning_mfsdp.engine.core.gradients import Sync
 from lightning_mfsdp.engine.features.graphs.recording import Recording
-from lightning_mfsdp.engine.params.gradients import Sync
-from lightning_mfsdp.engine.runtime.functions import watch_backward
 
 __all__ = ["CapturedLoss", "capture_loss", "loss_in"]
 

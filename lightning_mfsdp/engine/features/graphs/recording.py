@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base.containers import leaves_in, map_tensors, tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
-from lightning_mfsdp.engine.params.gradient_hooks import has_gradient_hooks
-from lightning_mfsdp.engine.params.group import owner_of
-from lightning_mfsdp.engine.runtime.context import Context
-from lightning_mfsdp.engine.runtime.inspect import context_of
+from lightning_mfsdp.engine.core.context import Context
+from lightning_mfsdp.engine.core.gradient_hooks import has_gradient_hooks
+from lightning_mfsdp.engine.core.group import owner_of
+from lightning_mfsdp.engine.core.inspect import context_of
 
 __all__ = ["Recording"]
 

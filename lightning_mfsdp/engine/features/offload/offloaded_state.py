@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mfsdp.engine.memory.host_memory import HostMemory, aligned
-from lightning_mfsdp.engine.params.group import ParameterGroup, place_of
+from lightning_mfsdp.engine.core.group import ParameterGroup, place_of
+from lightning_mfsdp.engine.core.host_memory import HostMemory, aligned
 
 __all__ = ["OffloadedState", "StateTensor", "empty_at_rest", "put_to_rest", "state_of"]
 

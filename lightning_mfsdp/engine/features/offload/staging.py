@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mfsdp.base.streams import Event
+from lightning_mfsdp.engine.core.buffer import FlatBuffer
+from lightning_mfsdp.engine.core.group import ParameterGroup
+from lightning_mfsdp.engine.core.host_memory import aligned
+from lightning_mfsdp.engine.core.storage import Slot
 from lightning_mfsdp.engine.features.offload.offloaded_state import OffloadedState, StateTensor, state_of
-from lightning_mfsdp.engine.memory.buffer import FlatBuffer
-from lightning_mfsdp.engine.memory.host_memory import aligned
-from lightning_mfsdp.engine.memory.storage import Slot
-from lightning_mfsdp.engine.params.group import ParameterGroup
 
 __all__ = ["Area", "Chunk", "StagedGroup"]
 

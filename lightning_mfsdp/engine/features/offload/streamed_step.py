@@ -31,11 +31,11 @@ from torch.optim import Optimizer
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError, ShardingError
 from lightning_mfsdp.base.streams import Streams
+from lightning_mfsdp.engine.core.group import ParameterGroup, place_of
+from lightning_mfsdp.engine.core.stepping import call_closure
 from lightning_mfsdp.engine.features.offload.offloaded_state import OffloadedState, StateTensor, state_of
 from lightning_mfsdp.engine.features.offload.own_step import OwnStep
 from lightning_mfsdp.engine.features.offload.staging import Chunk, StagedGroup
-from lightning_mfsdp.engine.params.group import ParameterGroup, place_of
-from lightning_mfsdp.engine.params.stepping import call_closure
 
 __all__ = ["StreamedStep"]
 

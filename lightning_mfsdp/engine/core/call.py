@@ -1,0 +1,655 @@
+"""Calls: a call is one forward of a unit and its backward. How a unit detects when they begin and end, and which calls it awaits.
+
+    the module is called                       the call opens
+    it has returned                            the call waits for its backward, if a result can have one
+    a gradient of a result has arrived         the call's backward begins
+    the gradients of all inputs have arrived   it has ended; a call without inputs that need gradients ends with the whole backward
+
+A unit is reduced once in a backward, so no gradient may arrive afterwards. It is therefore better to wait unnecessarily, until the
+backward ends, than not to wait. Calls are counted by the order of the program and not by which graphs are alive, which differs between
+ranks. A unit awaits
+
+    a call of this pass                        until the gradients of its inputs have arrived
+    a call of an earlier backward              the same: the graph may have been retained, or have had another result
+    a module that ran in the forward of an     until it was recomputed with gradients (reentrant checkpointing), and that call has ended
+    autograd function
+    a call that was dropped, yet arrives       until the backward ends
+
+No hook keeps the unit alive, and none is put on a weight: the modules' references to their unit are the only strong ones, so deleting the
+modules frees everything.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.containers import map_tensors, tensors_in
+from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.engine.core.storage import Slot
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.core.unit import Unit
+
+__all__ = [
+    "UNIT",
+    "Awaited",
+    "Call",
+    "GroupedModules",
+    "Hook",
+    "Inputs",
+    "Shown",
+    "attach",
+    "attach_inside",
+    "begin_call",
+    "is_plain_lookup",
+    "is_unit",
+    "refuse_forgotten",
+    "watch_result",
+]
+
+Hook = Callable[[Any], None]
+
+
+class Call:
+    """One forward in grad mode, until its backward.
+
+    Attributes:
+        slots: Where its saved tensors expect the weights, by group.
+        has_end: Some input needs a gradient, so the end of its backward can be detected.
+        begun_in: The backward in which its own has begun and not ended, by `Context.backwards_finished`.
+        ended_in: The last backward in which the gradients of all its inputs arrived.
+        reads_weights: Its backward needs the weights.
+        hides: A result had no tensors to hook.
+        is_recomputed: Its forward ran inside a backward.
+        notifies_root: The root around its unit, in whose forward or step it ran, detects when a backward begins.
+        is_doubtful: It cannot be determined whether its graph counts (`Awaited`), so it is not waited for.
+        missed: Backwards that have ended without reaching it since one did.
+        outlasts_pass: Its backward may come after further forwards.
+        given: What its inputs are views of, by identity.
+        inputs: Several that need gradients, until there are results.
+    """
+
+    __slots__ = (
+        *(
+            "begun_in",
+            "ended_in",
+            "given",
+            "has_end",
+            "hides",
+            "inputs",
+            "is_doubtful",
+            "notifies_root",
+            "is_recomputed",
+        ),
+        *("missed", "outlasts_pass", "reads_weights", "slots"),
+    )
+
+    def __init__(self) -> None:
+        self.slots: list[Slot | None] = []
+        self.has_end = False
+        self.begun_in = self.ended_in = -1
+        self.reads_weights = True
+        self.hides = self.is_recomputed = self.is_doubtful = self.notifies_root = False
+        self.missed, self.outlasts_pass = 0, True
+        self.given: set[int] = set()
+        self.inputs: Inputs | None = None
+
+
+class Inputs:
+    """Where the graph of a call begins, if it begins in several places.
+
+    Hooks of these nodes have a weak reference to it and hooks of the results hold it. With `register_multi_grad_hook` the nodes' own
+    hooks hold the nodes: a reference cycle that keeps the whole graph before them alive for an unknown time, and no CUDA graph can be
+    recorded meanwhile.
+    """
+
+    __slots__ = ("__weakref__", "_backward", "_lock", "_missing", "_nodes")
+
+    def __init__(self, nodes: list[Any]) -> None:
+        self._nodes = nodes
+        self._backward, self._missing = -1, 0
+        self._lock = threading.Lock()  # each device has a thread
+
+    def has_all(self) -> bool:
+        """Note one more gradient; returns whether it is the last one in the current backward."""
+        with self._lock:
+            running = compat.backward_task()
+            if running != self._backward:
+                self._backward, self._missing = running, sum(map(compat.is_due, self._nodes))
+            self._missing -= 1
+            return self._missing == 0
+
+    def held_by(self, hook: Hook, result: Node) -> Hook:
+        """A hook for the node of a result that keeps this alive, unless the graph begins there: the unit returned an input unchanged."""
+        if result in self._nodes:
+            return hook
+
+        def holding(gradient: Any, _held: Inputs = self) -> None:
+            hook(gradient)
+
+        return holding
+
+
+class Awaited:
+    """What one unit waits for.
+
+    Attributes:
+        calls: Those that no backward has reached.
+        spent: Those of earlier backwards that may be reached again: of this pass, or kept by `retain_graph=True`, or not reached then.
+        hides_calls: A result of one of `calls` had no tensors to hook.
+        hooks: Hooks by which gradients of weights show that a backward is running.
+    """
+
+    __slots__ = ("_again", "_ended", "_forgotten_came", "_new_runs", "_runs", "calls", "hides_calls", "hooks", "spent")
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.spent: list[Call] = []
+        self.hides_calls = False
+        self.hooks: list[RemovableHandle] = []
+        self._ended: list[Call] = []
+        self._runs = 0  # in forwards of autograd functions, and not recomputed
+        self._new_runs = 0  # since the last backward
+        self._again = 0  # recomputed in this backward
+        self._forgotten_came = False  # and others may follow
+
+    def is_over(self) -> bool:
+        """Whether no further gradient will arrive in this backward."""
+        return not (self.calls or self.spent or self._runs or self._forgotten_came)
+
+    @property
+    def will_be_recomputed(self) -> bool:
+        """Whether a module ran without gradients, to be recomputed with them in a backward."""
+        return self._runs > 0
+
+    def note_run(self) -> None:
+        """A module runs in the forward of an autograd function. One that does so inside a backward did so before it, too."""
+        if compat.backward_task() == -1:
+            self._runs += 1
+            self._new_runs += 1
+
+    def new_call(self) -> Call | None:
+        """For a forward in grad mode that begins; `None` where its graph will be thrown away, so that no hook may be put on it.
+
+        Inside a backward a forward is recomputed. Under reentrant checkpointing the first one ran without gradients and the new graph
+        counts; otherwise a call waits. Where both are true this is undecidable: the call is hooked and not waited for.
+        """
+        if compat.backward_task() == -1:
+            return Call()
+        if not self._runs and (self.calls or self.spent):
+            return None
+        if not (self._runs or self.calls):
+            self._forgotten_came = True
+        call = Call()
+        call.is_recomputed = True
+        call.is_doubtful = bool(self.spent) or any(not waiting.is_recomputed for waiting in self.calls)
+        if not call.is_doubtful:
+            self._recomputed()
+        return call
+
+    def _recomputed(self) -> None:
+        if self._runs:
+            self._runs -= 1
+            self._again += 1
+
+    def add(self, call: Call) -> None:
+        """A call has results whose gradients may arrive."""
+        if not call.is_doubtful and call not in self.calls:
+            self.calls.append(call)
+
+    def came(self, call: Call) -> None:
+        """A gradient of a result has arrived, the first of this backward."""
+        if not (call.is_doubtful or call in self.calls or call in self.spent):
+            self._forgotten_came = True
+
+    def ended(self, call: Call) -> bool:
+        """The gradients of all inputs have arrived. Returns whether no further gradient will arrive in this backward."""
+        if call.is_doubtful:
+            self._recomputed()
+        else:
+            for waiting in (self.calls, self.spent):
+                if call in waiting:
+                    waiting.remove(call)
+                    self._ended.append(call)
+        return self.is_over()
+
+    def hidden_slots(self) -> list[Slot | None] | None:
+        """Where weights must stay, or be gathered again, because the moment at which a backward reads them cannot be detected."""
+        if not (self.hides_calls or self.spent):
+            return None
+        return next((call.slots for call in (*self.calls, *self.spent) if call.hides), None)
+
+    def begin_hidden(self, number: int) -> int:
+        """A backward begins: how many calls whose results were hidden may be part of it; each of them has begun."""
+        hidden = [call for call in (*self.calls, *self.spent) if call.hides and call.begun_in != number]
+        for call in hidden:
+            call.begun_in = number
+        return len(hidden)
+
+    def end_backward(self, number: int, *, keeps_graph: bool) -> None:
+        """Stop waiting. Calls that may be reached again are kept for the next backward.
+
+        Args:
+            number: Of the backward, as in `Call.begun_in`.
+            keeps_graph: It ran with `retain_graph=True`.
+        """
+        if self.calls or self._ended or self.spent:
+            kept = []
+            for call in (*self.spent, *self.calls, *self._ended):
+                reached = call in self._ended or (call.begun_in == number and not call.hides)
+                call.missed = 0 if reached else call.missed + 1
+                call.outlasts_pass = keeps_graph or not reached
+                if call.missed < 2 and not call.is_recomputed:
+                    kept.append(call)
+            self.spent = kept
+            self.calls.clear()
+            self._ended.clear()
+        if self._runs or self._again:
+            self._runs = min(self._runs, self._new_runs) + (self._again if keeps_graph else 0)
+        self._new_runs = self._again = 0
+        self._forgotten_came = self.hides_calls = False
+
+    def begin_pass(self) -> None:
+        """A forward begins after a backward: of the earlier graphs, only those that are certain to be complete are waited for."""
+        if self.spent:
+            self.spent = [call for call in self.spent if call.outlasts_pass]
+
+
+# -- what hooks use of a unit and of its root --------------------------------------------------------------------------
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+UNIT = "_mfsdp_unit"  # where a module stores its unit
+
+
+class Shown:
+    """Whether modules show the unsharded parameters of their unit now, and which module inside it made them.
+
+    Attributes:
+        now: They do.
+        by: The module inside whose forward they do so; `None` in the unit's own forward and in a backward.
+        depth: How often that module is running.
+    """
+
+    __slots__ = ("by", "depth", "now")
+
+    def __init__(self) -> None:
+        self.now = False
+        self.by: nn.Module | None = None
+        self.depth = 0
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+def attach(unit: Unit, modules: Sequence[nn.Module]) -> list[RemovableHandle]:
+    """Register the unit's hooks on its modules, and return what removes them.
+
+    A compiler that traces a module stops at them and goes on inside.
+    """
+    grouped = GroupedModules(unit, len(modules)) if len(modules) > 1 else None
+    hooks: list[RemovableHandle] = []
+    for index, module in enumerate(modules):
+        hooks += _attach_one(weakref.ref(unit), module, index, grouped)
+    return hooks
+
+
+def _attach_one(
+    this: weakref.ref[Unit], module: nn.Module, index: int, grouped: GroupedModules | None
+) -> tuple[RemovableHandle, ...]:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unit = this()
+        if unit is None:
+            return None
+        if grouped is not None:
+            return grouped.pre_forward(unit, index, module, args, kwargs)
+        return unit.pre_forward(module, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        unit = this()
+        if unit is None:
+            return
+        if grouped is not None:
+            grouped.post_forward(unit, index, module, args, output)
+        else:
+            unit.post_forward(module, args, output)
+
+    def rest(*_: Any) -> None:
+        unit = this()
+        if unit is not None:
+            unit.reshard()
+            unit.context.note_writes()
+
+    def weights_changed(*_: Any) -> None:
+        unit = this()
+        if unit is not None:
+            unit.context.weights_changed()
+
+    return (
+        module.register_forward_pre_hook(
+            pre_forward, with_kwargs=True, prepend=True
+        ),  # other hooks may read the weights
+        module.register_forward_hook(post_forward, always_call=True),
+        module.register_state_dict_pre_hook(rest),
+        module.register_load_state_dict_pre_hook(rest),
+        module.register_load_state_dict_post_hook(weights_changed),
+    )
+
+
+def attach_inside(unit: Unit, shown: Shown, tables: Sequence[dict[str, Any]], root: nn.Module) -> list[RemovableHandle]:
+    """Register hooks on modules inside the outermost unit that have parameters of it: called by themselves, they show those.
+
+    A training step calls such modules while its own unit has no forward: outside of theirs it sees sharded parameters, so what it writes
+    lasts. Nested units have hooks of their own, and so does `root`.
+
+    Args:
+        unit: The outermost one.
+        shown: Whether its modules show unsharded parameters.
+        tables: The `_parameters` of modules that show its parameters.
+        root: Its module.
+
+    Returns:
+        What removes the hooks.
+    """
+    this = weakref.ref(unit)
+    handles: list[RemovableHandle] = []
+    for module in _modules_inside(root, {id(table) for table in tables}):
+        handles += _attach_inside_one(this, shown, module)
+    return handles
+
+
+def _modules_inside(module: nn.Module, tables: set[int]) -> list[nn.Module]:
+    """Modules below `module` and outside of nested units that hold parameters in one of the tables, or contain such a module."""
+    found: dict[nn.Module, bool] = {}
+    _find_inside(module, tables, found)
+    del found[module]
+    return [child for child, has_some in found.items() if has_some and not isinstance(child, torch.jit.ScriptModule)]
+
+
+def _find_inside(module: nn.Module, tables: set[int], found: dict[nn.Module, bool]) -> bool:
+    if module not in found:
+        found[module] = False  # in case it contains itself
+        below = [_find_inside(child, tables, found) for child in module.children() if not is_unit(child)]
+        found[module] = id(module._parameters) in tables or any(below)
+    return found[module]
+
+
+def _attach_inside_one(this: weakref.ref[Unit], shown: Shown, module: nn.Module) -> list[RemovableHandle]:
+    # A compiler traces only the two early returns; inside the unit's own forward nothing else happens.
+    def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not shown.now:
+            return enter(module, args, kwargs)
+        if shown.by is module:
+            shown.depth += 1
+        return None
+
+    def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if shown.by is not module:
+            return
+        shown.depth -= 1
+        if not shown.depth:
+            leave(module, args, output)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unit = this()
+        return None if unit is None else unit.enter_inside(module, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        unit = this()
+        if unit is not None:
+            unit.leave_inside(module, args, output)
+
+    return [
+        module.register_forward_pre_hook(pre_forward, with_kwargs=True, prepend=True),
+        module.register_forward_hook(post_forward, always_call=True),
+    ]
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on exactly this module."""
+    return UNIT in module.__dict__
+
+
+def is_plain_lookup(module: nn.Embedding) -> bool:
+    """Whether this is a plain embedding: its backward needs the indices alone, so no weight is gathered for it."""
+    return (
+        type(module).forward is nn.Embedding.forward
+        and len(module._parameters) == 1
+        and not module._modules
+        and "forward" not in vars(module)
+        and len(module._forward_hooks) == len(module._forward_pre_hooks) == 1  # the unit's own
+        and not compat.has_global_hooks()
+    )
+
+
+class GroupedModules:
+    """State of a unit of several modules that run one after the other: unsharded once before the first, resharded after the last.
+
+    For small blocks, the fixed costs of a gather and a reduction exceed the cost of their bytes. As one unit, several blocks pay these
+    once. Their number in a unit is the user's choice; the following holds for any program that calls them:
+
+        the next module of the group is called      the unit stays unsharded
+        anything else                               what was running is resharded, and the call begins a run of its own
+
+    so a skipped module, another order, a change of grad mode or a recomputation are never wrong, they only cost more gathers. Every
+    module's result is hooked: a backward may begin at any of them. Called by themselves, outside of the root's forward, modules run
+    one by one, so that nothing stays gathered afterwards.
+
+    Source: `torch.distributed.fsdp.fully_shard` also takes a list of modules; its pre-forward runs before the first and its post-forward
+    once all have run.
+
+    Attributes:
+        busy: One of its modules is running at the moment.
+    """
+
+    def __init__(self, unit: Unit, length: int) -> None:
+        self._unit = weakref.ref(unit)
+        self._last = length - 1
+        self._next = 0
+        self._with_grad = True
+        self.busy = False
+
+    def pre_forward(
+        self, unit: Unit, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments:
+        """Before module `index`: continue the run, or begin one."""
+        expected = 0 < index == self._next and unit.uses_weights and compat.backward_task() == -1
+        going_on = expected and self._with_grad == torch.is_grad_enabled()
+        if going_on:
+            unit.register()
+            args, kwargs = begin_call(unit, None, args, kwargs)
+            unit.note_run()
+        else:
+            self.stop()
+            args, kwargs = unit.pre_forward(module, args, kwargs)
+            self._with_grad = torch.is_grad_enabled()
+        self.busy = True
+        unit.context.note_grouped_modules(self)
+        return args, kwargs
+
+    def post_forward(self, unit: Unit, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """After module `index`; also runs when its forward raised, with `output` None."""
+        self.busy = False
+        failed = output is None and sys.exc_info()[0] is not None
+        if failed or index == self._last or compat.backward_task() != -1 or not unit.is_inside_root:
+            self._next = 0
+            unit.context.note_grouped_modules(None)
+            unit.post_forward(module, args, output)
+        else:
+            self._next = index + 1
+            unit.context.note_grouped_modules(self)
+            watch_result(unit, unit.open_call, output)
+            if not unit.is_inside_forward_of_root:  # the code of a step follows, which sees sharded weights
+                unit.unregister()
+
+    def stop(self) -> None:
+        """The run ends here, before the last module, if there is one."""
+        unit = self._unit()
+        if self._next and unit is not None:
+            self._next = 0
+            unit.context.note_grouped_modules(None)
+            unit.close()
+
+
+# -- autograd ---------------------------------------------------------------------------------------------------------
+
+
+def begin_call(unit: Unit, call: Call | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Cast a module's inputs, if the policy requires it, and have the call end when the gradients of all inputs have arrived."""
+    policy = unit.policy
+    dtype = policy.compute_dtype if policy.cast_forward_inputs else None
+    if call is None and dtype is None:
+        return args, kwargs
+    tensors = tensors_in((args, kwargs) if kwargs else args)
+    if dtype is not None and _differs(dtype, tensors):
+        args, kwargs = map_tensors(lambda tensor: _cast(tensor, dtype), (args, kwargs))
+        tensors = tensors_in((args, kwargs))
+    watched = [tensor for tensor in tensors if tensor.requires_grad]
+    if call is None or not watched:
+        return args, kwargs
+    this = weakref.ref(unit)
+    call.has_end = unit.notices_end = True
+
+    def end(_: Any) -> None:
+        unit = this()
+        if unit is not None:
+            unit.post_backward(call)
+
+    if len(watched) == 1 and args and args[0] is watched[0]:  # nearly all calls, at a third of the host time
+        view = watched[0].view_as(watched[0])
+        call.given = {id(view._base)}
+        view.grad_fn.register_prehook(end)
+        return (view, *args[1:]), kwargs
+    # Views of its own: an input shared by many units (an encoder's memory) is finished for each of them separately.
+    views = {id(tensor): tensor.view_as(tensor) for tensor in watched}
+    call.given = {id(view._base) for view in views.values()}
+    if len(views) == 1:
+        next(iter(views.values())).grad_fn.register_prehook(end)  # type: ignore[union-attr]
+    else:
+        _when_all_computed(call, list(views.values()), end)
+    return map_tensors(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
+
+
+def _differs(dtype: torch.dtype, tensors: list[Tensor]) -> bool:
+    for tensor in tensors:  # noqa: SIM110 - a generator costs host time, in every unit
+        if tensor.dtype is not dtype and tensor.is_floating_point():
+            return True
+    return False
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _when_all_computed(call: Call, views: list[Tensor], hook: Hook) -> None:
+    call.inputs = Inputs([view.grad_fn for view in views])
+    these = weakref.ref(call.inputs)
+
+    def one(gradient: Any) -> None:
+        inputs = these()
+        if inputs is not None and inputs.has_all():
+            hook(gradient)
+
+    for view in views:
+        view.grad_fn.register_prehook(one)  # type: ignore[union-attr]
+
+
+def watch_result(unit: Unit, call: Call | None, output: Any) -> list[Tensor]:
+    """Have the backward of a call begin with the first gradient of what its module returned.
+
+    Returns:
+        The tensors in it; none if it hides them.
+
+    Raises:
+        EngineStateError: The module returned its own weights.
+    """
+    outputs = tensors_in(output)
+    for tensor in outputs:
+        if tensor.is_leaf or tensor._is_view():  # otherwise it was computed, so it has memory of its own
+            _refuse_own_weights(unit, outputs)
+            break
+    if call is None:
+        return outputs
+    inputs, call.inputs = call.inputs, None  # hooks of the inputs hold the call
+    watched = [tensor for tensor in outputs if tensor.requires_grad]
+    if outputs and not watched:
+        return outputs
+    call.slots = [weights.client.slot if weights.is_sharded else None for weights in unit.weights]
+    unit.awaited.add(call)
+    if not outputs:
+        call.hides = unit.awaited.hides_calls = True
+        unit.share_no_memory()
+        _watch_parameters(unit)
+        return outputs
+    this = weakref.ref(unit)
+
+    def begin(_: Any) -> None:
+        unit = this()
+        if unit is not None:
+            unit.pre_backward(call)
+
+    for tensor in watched:
+        node = tensor.grad_fn
+        if node is not None:  # a tenth of the host time of a tensor's own hook
+            node.register_prehook(begin if inputs is None else inputs.held_by(begin, node))
+        else:
+            unit.leaf_hooks.append(tensor.register_hook(begin))
+        base = tensor._base  # an in-place write to a view removes the view's own node from the graph
+        if base is not None and base.grad_fn is not None and id(base) not in call.given:
+            base.grad_fn.register_prehook(begin if inputs is None else inputs.held_by(begin, base.grad_fn))
+    return outputs
+
+
+def _watch_parameters(unit: Unit) -> None:
+    """Detect a backward by the gradients it leaves, where a result hides its tensors.
+
+    Hooks are on the nodes where the graphs end, and are freed with them. Hooks on the weights would stay, and layers check for those.
+    """
+    this = weakref.ref(unit)
+
+    def begin(_: Any) -> None:
+        unit = this()
+        if unit is not None:
+            unit.context.begin_backward()
+
+    while unit.awaited.hooks:
+        unit.awaited.hooks.pop().remove()  # a weight has one such node at a time
+    for group in unit.all_groups:
+        for entry in group.entries:
+            if entry.full.requires_grad:
+                unit.awaited.hooks.append(get_gradient_edge(entry.full).node.register_prehook(begin))
+
+
+def refuse_forgotten(unit: Unit) -> NoReturn:
+    """Raise: the backward of hidden results was no longer expected, so the weights it read may already have been resharded."""
+    raise EngineStateError(
+        f"{unit.name}: its forward returned an object whose tensors the engine cannot see, and the backward of that came after "
+        "two other backwards, when its weights were gone; return tensors, or containers of them, or call backward earlier"
+    )
+
+
+def _refuse_own_weights(unit: Unit, outputs: list[Tensor]) -> None:
+    """Refuse a result that lies in gathered memory: it would change or vanish once that memory is reused."""
+    places = {one.client.slot.address for one in unit.weights if one.is_sharded and one.present}
+    strided = [tensor for tensor in outputs if tensor.layout is torch.strided] if places else []
+    if any(compat.address_of(tensor) in places for tensor in strided):
+        raise EngineStateError(
+            f"{unit.name}: its forward returned one of its own parameters, or a view of one, whose memory is freed "
+            "after forward; return a copy (parameter.clone()), or keep that parameter in the module around the unit"
+        )

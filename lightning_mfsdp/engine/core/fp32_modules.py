@@ -1,0 +1,72 @@
+"""Modules that the policy keeps in float32 (`fp32_modules`): which parameters they have, and the casts around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mfsdp.base.containers import map_tensors
+from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.engine.core.group import owner_of
+from lightning_mfsdp.engine.core.policy import MixedPrecisionPolicy
+
+__all__ = ["casts_alike", "fp32_parameters"]
+
+
+def casts_alike(members: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> bool:
+    """Whether the unit casts what its modules are called with; False: they are kept in float32 and cast for themselves."""
+    kept = [_matches("", member, policy.fp32_modules) for member in members]
+    if any(kept) and not all(kept):
+        raise ShardingError(
+            f"fully_shard: policy.fp32_modules keeps some of {[type(member).__name__ for member in members]} in float32 and not all, "
+            "but all inputs of a unit are cast to one dtype; make them separate units"
+        )
+    return not any(kept)
+
+
+def fp32_parameters(module: nn.Module, policy: MixedPrecisionPolicy) -> set[int]:
+    """Parameters of modules that the policy keeps in float32; hooks cast around those modules."""
+    kept: set[int] = set()
+    if not policy.fp32_modules:
+        return kept
+    for name, child in module.named_modules():
+        own = list(child.parameters(recurse=False))
+        if own and _matches(name, child, policy.fp32_modules) and not any(owner_of(parameter) for parameter in own):
+            kept.update(id(parameter) for parameter in own)
+            _compute_in_fp32(child, policy.compute_dtype)
+    return kept
+
+
+def _matches(name: str, module: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> bool:
+    return any(fnmatch(name, item) if isinstance(item, str) else isinstance(module, item) for item in wanted)
+
+
+def _compute_in_fp32(module: nn.Module, outside: torch.dtype | None) -> None:
+    """Cast a module's inputs to float32, and its outputs back to `outside` or to the dtype the inputs came in."""
+    entered: list[torch.dtype | None] = []
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        came: list[torch.dtype] = []
+
+        def cast(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            came.append(tensor.dtype)
+            return tensor.float()
+
+        cast_arguments = map_tensors(cast, args), map_tensors(cast, kwargs) if kwargs else kwargs
+        entered.append(outside or (came[0] if came else None))
+        return cast_arguments
+
+    def after(_: nn.Module, args: Any, output: Any) -> Any:
+        dtype = entered.pop()
+        if dtype is None:
+            return output
+        return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, output)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, always_call=True)

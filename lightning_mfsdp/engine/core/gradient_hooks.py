@@ -1,0 +1,48 @@
+"""Hooks on sharded parameters that run once their gradients are reduced, after the backward: `register_post_accumulate_grad_hook`.
+
+They run at the end of the backward, when nothing is unsharded, in the order in which gradients are reduced, so that hooks which communicate
+match on all ranks. A hook may step an optimizer, and may clear the gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.core.group import ParameterGroup
+
+__all__ = ["add_gradient_hook", "has_gradient_hooks", "run_gradient_hooks"]
+
+_Hooks = OrderedDict[int, Callable[[Any], None]]
+# Hooks of each group's parameters, by index. Empty for most programs, at no cost.
+_HOOKS: weakref.WeakKeyDictionary[ParameterGroup, dict[int, _Hooks]] = weakref.WeakKeyDictionary()
+
+
+def add_gradient_hook(group: ParameterGroup, index: int, hook: Callable[[Any], None]) -> RemovableHandle:
+    """Call `hook(parameter)` with the sharded parameter whenever a reduced gradient was added to its `.grad`."""
+    hooks = _HOOKS.setdefault(group, {}).setdefault(index, OrderedDict())
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def has_gradient_hooks(group: ParameterGroup | None = None) -> bool:
+    """Whether there are any hooks, for a group or at all."""
+    if group is None:
+        return bool(_HOOKS)
+    return any(_HOOKS.get(group, {}).values())
+
+
+def run_gradient_hooks(groups: Sequence[ParameterGroup]) -> None:
+    """Run the hooks of parameters that have a gradient. Collective if the hooks are."""
+    for group in groups:
+        for index, hooks in sorted(_HOOKS.get(group, {}).items()):
+            parameter = group.entries[index].sharded
+            if parameter.grad is not None:
+                for hook in list(hooks.values()):
+                    hook(parameter)

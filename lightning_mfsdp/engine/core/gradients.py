@@ -1,0 +1,912 @@
+"""Gradients: those of one group, from what autograd left to what the optimizer steps with.
+
+    cell      extent and dtype                                      full while
+    local     everything; main gradient dtype                       `no_sync` keeps microbatches that were not reduced
+    bucket    everything; communication dtype                       a reduction is under way
+    partial   the inner shard; main gradient dtype                  the outer axis waits for the last microbatch
+    main      this rank's rows; main gradient dtype                 some `.grad` is set: what that is made of
+
+A backward moves gradients from autograd, and from layers that write them directly (`DirectWrites`), into the cells:
+
+    synchronized     from                                  to
+    nothing          autograd                              local
+    shard axis       autograd + local                      bucket, reduced and added to partial
+    both axes        autograd + local                      bucket, reduced, with partial reduced over the outer axis, and added to main
+    one rank         autograd                              main, without a bucket
+
+All four may be full at once. A cell is copied to where it was empty and added to otherwise, and `.grad` alone says whether `main` is empty:
+so nothing is added to itself, and nothing is reduced twice. What the user cleared, replaced or wrote is read back from `.grad` before
+anything is added. `local` and `partial` may lie in the memory of `main` while that is empty; they leave it before it is filled.
+
+Memory exists only while it is needed, that of `main` from backward until all `.grad` were cleared and the next forward begins. All of it is
+allocated on the compute stream, where activations have just made room: memory allocated on the reduce stream would be reserved for that
+stream alone.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import weakref
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.engine.comm.collectives import Axis
+from lightning_mfsdp.engine.core.buffer import FlatBuffer, transient
+from lightning_mfsdp.engine.core.held_back import HeldBackGradient, stand_in
+from lightning_mfsdp.engine.core.storage import Slot
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.core.group import ParameterGroup
+
+__all__ = ["DirectWrites", "Filling", "Gradients", "MainGradient", "Sync", "gradient_dtype"]
+
+
+class Sync(Enum):
+    """How far gradients of a backward are reduced."""
+
+    NONE = "none"
+    SHARD = "shard"
+    ALL = "all"
+
+
+class MainGradient:
+    """The cell `main`: the reduced gradient, and `.grad` of local rows, which is a view of it.
+
+    Attributes:
+        buffer: Main gradient dtype, extent and position as the main weight. Cells that belong to no parameter are zero.
+        of_optimizer: What `.grad` shows: `buffer`, or a copy of it in the dtype that the optimizer requires where that differs.
+        is_news: A gradient was reduced into it since `convert`.
+
+    It keeps the DTensors that `parameters()` show as gradients, since `zero_grad` reads every one, and creating one takes 3 µs.
+
+    Alternatives considered: buffers and views created for each backward, so that no references are counted (8 more calls of C code for a
+    unit of four parameters, which makes 48 in its backward); the getter of `ShardedParameter.grad` recording each read (what
+    optimizers step are plain parameters, whose `grad` has no getter).
+    """
+
+    def __init__(self, owner: ParameterGroup, dtype: torch.dtype) -> None:
+        layout, extent, device = owner.layout, owner.main_extent, owner.device
+        self._entries = owner.entries
+        self._locals = [entry.local for entry in owner.entries]
+        memory, self.buffer = transient(layout, extent, dtype, device)
+        self._slots = [memory]
+        self.of_optimizer = self.buffer
+        if dtype != (wanted := gradient_dtype(owner)):
+            memory, self.of_optimizer = transient(layout, extent, wanted, device)
+            self._slots.append(memory)
+        self.views = self.of_optimizer.views
+        self.is_news = False
+        self._shown = [entry.sharded.show_gradient(view) for entry, view in zip(self._entries, self.views, strict=True)]
+        self._own_references = self._references()
+        self._own_counts = self._counts()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its memory is allocated."""
+        return self._slots[0].is_allocated
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether any parameter has a reduced gradient that was not cleared."""
+        for local in self._locals:  # noqa: SIM110 - a generator costs host time, in every unit
+            if local.grad is not None:
+                return True
+        return False
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether its memory stays where it is."""
+        return self._slots[0].fixed
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Its memory at the moment."""
+        return sum(slot.allocated_bytes for slot in self._slots)
+
+    def open(self) -> FlatBuffer:
+        """Allocate its memory if necessary; new memory is not initialized."""
+        if not self.is_open:
+            for slot in self._slots:
+                slot.materialize()
+        return self.buffer
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a cleared gradient is still referenced elsewhere, so that its memory must not be overwritten."""
+        for entry in self._entries:
+            if entry.sharded.gradient_rows is not None:
+                entry.sharded.forget_cleared_gradient()
+        return not self.is_pinned and self._references() != self._own_references
+
+    def close(self) -> None:
+        """Free the memory."""
+        for slot in self._slots:
+            slot.discard()
+
+    def pin(self, pinned: bool) -> None:
+        """Keep the memory where it is, or stop doing so."""
+        if pinned:
+            self.open()
+        for slot in self._slots:
+            slot.fixed = pinned
+
+    def _leave_kept(self) -> None:
+        """If only some gradients were cleared or replaced: move those of them that are still referenced to memory of their own.
+
+        Views of them stay in this one.
+        """
+        for index, count in enumerate(self._counts()):
+            kept = self.views[index]
+            if count != self._own_counts[index] and self._locals[index].grad is not kept:
+                with torch.inference_mode(False), torch.no_grad():
+                    self.views[index] = self.of_optimizer.view(index)  # the list is that of the buffer
+                    compat.set_data(kept, kept.clone())
+                self._shown[index] = self._entries[index].sharded.show_gradient(self.views[index])
+
+    def read_back(self) -> None:
+        """Update the buffer from every `.grad`: zero where cleared, the user's value where replaced or written."""
+        if self.is_kept:
+            self._leave_kept()
+        if (
+            self.of_optimizer is not self.buffer and not self.is_news
+        ):  # else what the optimizer sees is not converted yet
+            for main, seen in zip(self.buffer.segments, self.of_optimizer.segments, strict=True):
+                # Where it still equals our rounded copy, keep the unrounded value; elsewhere the user wrote into it.
+                torch.where(seen == main.to(seen.dtype), main, seen.to(main.dtype), out=main)
+        if gaps := self.buffer.gaps:  # scaling by a NaN norm writes them, clearing in place does not
+            compat.foreach_zero_(gaps)
+        for local, ours, view in zip(self._locals, self.views, self.buffer.views, strict=True):
+            grad = local.grad
+            if grad is ours:
+                continue
+            if grad is None:
+                view.zero_()
+            else:
+                view.copy_(grad)
+                local.grad = ours
+
+    def convert(self) -> None:
+        """After the last reduction of a backward, on the compute stream: convert to the optimizer's dtype."""
+        if self.of_optimizer is not self.buffer and self.is_news:
+            compat.foreach_copy_(self.of_optimizer.segments, self.buffer.segments)
+        self.is_news = False
+
+    def show(self, indices: Sequence[int]) -> None:
+        """Set `.grad` of some parameters to views of it."""
+        for index in indices:
+            self._locals[index].grad = self.views[index]
+
+    def _references(self) -> int:
+        """How many references there are to what `.grad` shows: Python objects, and tensors that share their memory."""
+        return sum(self._counts()) + compat.storage_users(self.of_optimizer.segments[0])
+
+    def _counts(self) -> list[int]:
+        """How many Python references there are to what `.grad` of each parameter shows, as local rows or as a DTensor."""
+        return list(map(operator.add, map(sys.getrefcount, self.views), map(sys.getrefcount, self._shown)))
+
+
+class Gradients:
+    """Accumulates and reduces the gradients of one group.
+
+    Attributes:
+        name: Of the group.
+        mesh: Of the group.
+        axes: Of the group.
+        device: Of the group.
+        num_parameters: Of the group.
+        is_alone: There is no other rank: nothing to communicate.
+        held_back: How far the gradients of earlier backwards were reduced; `Sync.ALL` where none is held back. The same on all ranks.
+        frozen_since: Parameters of which a gradient was held back before they were frozen; it is still reduced. The same on all ranks.
+        undecided: Parameters that were reduced and that this rank did not use: other ranks decide whether they have a gradient (usage.py).
+        zeroed: Parameters that this rank did not use and that got zeros in the last reduction, whatever other ranks did.
+        writes: Gradients that layers write themselves.
+        outside: Whole gradients, by index, of parameters that were used outside of a forward (outside.py).
+    """
+
+    def __init__(self, owner: ParameterGroup) -> None:
+        main_dtype, policy = owner.spec.main_dtype, owner.policy
+        self.name, self.device = owner.name, owner.device
+        self.mesh, self.axes = owner.mesh, owner.axes
+        self.is_alone = not owner.mesh.axes
+        self.held_back = Sync.ALL
+        self.frozen_since: set[int] = set()
+        self.undecided: list[int] = []
+        self.zeroed: frozenset[int] = frozenset()
+        self.writes = DirectWrites()
+        self.outside: dict[int, Tensor] = {}
+        self._owner = weakref.ref(owner)
+        self._entries, self.num_parameters = owner.entries, len(owner.entries)
+        self._layout, self._placement = owner.layout, owner.placement
+        self._full, self._inner, self._own = owner.full_extent, owner.inner_extent, owner.main_extent
+        self._comm_dtype, self._dtype = policy.wire_dtype(main_dtype), policy.sum_dtype(main_dtype)
+        self._factor = policy.reduction_factor(owner.mesh.num_ranks)
+        self._precise = policy.high_precision_reduce
+        self._local: FlatBuffer | None = None
+        self._partial: FlatBuffer | None = None
+        self._main: MainGradient | None = None
+        self._bucket: tuple[Slot, FlatBuffer] | None = None
+        self._memory_of_local: FlatBuffer | None = None  # stays where gradients are placed whole
+        self._stand_ins: list[HeldBackGradient] = []
+        self._behind: dict[int, Tensor | None] | None = None  # `.grad` from before a stand-in was shown
+        self._unused: set[int] | None = None  # by this rank since the last reduction; `None`: no backward has come
+
+    @property
+    def main(self) -> MainGradient:
+        """Created when the first gradient arrives."""
+        if self._main is None:
+            owner = self._owner()
+            assert owner is not None, "gradients are those of a group"
+            self._main = MainGradient(owner, self._dtype)
+        return self._main
+
+    @property
+    def was_needed(self) -> bool:
+        """Whether a gradient was ever computed."""
+        return self._main is not None or self.is_accumulating
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the main gradient's memory is allocated."""
+        return self._main is not None and self._main.is_open
+
+    @property
+    def has_news(self) -> bool:
+        """Whether autograd, code outside of forwards or a layer left gradients that were not taken yet."""
+        for entry in self._entries:  # a generator costs host time, in every unit
+            if entry.full.grad is not None:
+                return True
+        return bool(self.outside) or self.writes.target is not None
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether there are gradients that were not reduced over all axes."""
+        return self._local is not None or self._partial is not None
+
+    @property
+    def holds_bucket(self) -> bool:
+        """Whether the bucket's memory is allocated."""
+        return self._bucket is not None and self._bucket[0].is_allocated
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Memory of the bucket at the moment."""
+        return self._bucket[0].allocated_bytes if self._bucket is not None else 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Memory of all cells at the moment."""
+        main = self._main
+        buffers = {id(one): one for one in (self._memory_of_local, self._local, self._partial) if one is not None}
+        others = sum(one.size_bytes for one in buffers.values() if main is None or one is not main.buffer)
+        return self.bucket_bytes + others + (main.allocated_bytes if main is not None else 0)
+
+    @property
+    def _reduces_over_outer_axis(self) -> bool:
+        outer = self.axes.outer
+        return outer is not None and outer.size > 1
+
+    def communicates(self, sync: Sync) -> bool:
+        """Whether a backward that synchronizes to this extent reduces these gradients over ranks."""
+        return not self.is_alone and (sync is Sync.ALL or (sync is Sync.SHARD and self._placement.gradient))
+
+    def begin_anew(self) -> bool:
+        """Recreate `main` when the next gradient arrives, perhaps in another dtype. `False`: gradients are held back, so it stays."""
+        if (
+            self.held_back is not Sync.ALL
+            or self.is_accumulating
+            or self.holds_bucket
+            or self.writes.target is not None
+        ):
+            return False
+        self._main = None
+        return True
+
+    # -- held back, between backwards ----------------------------------------------------------------------------------
+
+    def hold_back(self, sync: Sync) -> None:
+        """A backward has ended that reduced only so far: `.grad` becomes a stand-in for the rest, to detect clearing (held_back.py)."""
+        communicates = self.is_alone or self.communicates(sync)
+        if communicates and not self._reduces_over_outer_axis:
+            self.held_back = Sync.ALL
+            return
+        self.held_back = Sync.SHARD if communicates else Sync.NONE
+        owner = self._owner()
+        if self.is_alone or self._behind is not None or owner is None:
+            return
+        if not self._stand_ins:
+            self._stand_ins = [stand_in(owner, index) for index in range(len(self._entries))]
+        self._behind = {index: self._entries[index].local.grad for index in sorted(self._wanted())}
+        for index in self._behind:
+            self._entries[index].local.grad = self._stand_ins[index]
+
+    def take_back(self) -> Sync:
+        """Before anything is added: drop the held-back gradients of parameters whose `.grad` was cleared or replaced meanwhile.
+
+        Returns:
+            How far the rest was reduced.
+        """
+        reached, self.held_back = self.held_back, Sync.ALL
+        if self._behind is None:
+            return reached
+        behind, self._behind = self._behind, None
+        changed: list[int] = []
+        self.frozen_since.clear()
+        for index, before in behind.items():
+            entry = self._entries[index]
+            if entry.local.grad is not self._stand_ins[index]:
+                changed.append(index)
+                continue
+            entry.local.grad = before
+            if not entry.is_trained:
+                self.frozen_since.add(index)
+        if len(changed) == len(behind):
+            self._local = self._partial = self._unused = None
+        elif self._unused is not None:
+            self._unused.update(changed)
+        for cell in (self._local, self._partial):
+            if cell is not None and changed:
+                compat.foreach_zero_([cell.views[index] for index in changed])
+        return reached
+
+    def is_behind(self, index: int, gradient: Tensor) -> bool:
+        """Whether a gradient is what the `.grad` of a parameter was before it became a stand-in for what is held back."""
+        return self._behind is not None and self._behind.get(index) is gradient
+
+    def zero_held_back(self, index: int) -> None:
+        """Zero what is held back of a parameter, and what its `.grad` was before. A rank that used nothing holds nothing."""
+        before = self._behind[index] if self._behind is not None else None
+        for cell in (self._local, self._partial):
+            if cell is not None:
+                cell.views[index].zero_()
+        if before is not None:
+            before.zero_()
+
+    # -- from autograd, on the compute stream --------------------------------------------------------------------------
+
+    def add_outside(self, index: int, gradient: Tensor) -> None:
+        """Add to the whole gradient of a parameter, in the main weight's dtype, in addition to what autograd leaves."""
+        if self._entries[index].is_trained:
+            known = self.outside.get(index)
+            self.outside[index] = gradient if known is None else known + gradient
+
+    def drop_news(self) -> None:
+        """Forget what autograd left: the backward failed, or it is not needed."""
+        for entry in self._entries:
+            entry.full.grad = None
+        self.outside.clear()
+
+    def drop(self) -> None:
+        """Forget everything that is not in `main`: the backward it belongs to failed. What was not taken yet stays, see `drop_news`."""
+        self.release_bucket()
+        self.take_back()
+        self.frozen_since.clear()
+        self._local = self._partial = self._unused = None
+        self.undecided = []
+        self.writes.end()
+
+    def begin_writes(self, sync: Sync, *, wanted: bool) -> None:
+        """Choose where layers write in this backward, if none has written yet: `local`, or the bucket if that is reduced as it is.
+
+        Gradients that are not needed go to memory of their own.
+        """
+        if self.writes.target is not None:
+            return
+        if not wanted:
+            self.writes.begin(self._full_size(), is_new=True)
+        elif self.is_alone:
+            self.writes.begin(self._empty_main() or self._full_size(), is_new=True)
+        elif self._local is None and self.communicates(sync):
+            self.writes.begin(self._open_bucket(), is_new=True)
+        else:
+            is_new = self._local is None
+            if self._local is None:
+                self._local = self._open_local()
+            self.writes.begin(self._local, is_new=is_new)
+
+    def accumulate(self) -> None:
+        """Add the gradients of this backward to `local`."""
+        grads = self._take()
+        assert self.writes.target in (None, self._local), "layers write where this backward keeps its gradients"
+        first = self._local is None or self.writes.is_new
+        self._note_use(grads)
+        written = self.writes.end()
+        if self._local is None:
+            if all(grad is None for grad in grads):
+                return
+            self._local = self._open_local()
+        copy_or_add(self._local, grads, overwrite=first, written=written)
+
+    def collect_alone(self, *, zeros_unused: bool) -> None:
+        """One rank: no bucket and no communication. A parameter without a gradient keeps none, as in plain PyTorch, or gets zeros."""
+        target = self.writes.target
+        grads = self.writes.with_those_of_autograd(self._take())
+        adds = self._open_main(target)
+        main = self.main
+        main.is_news = True
+        if not adds and (gaps := main.buffer.gaps):
+            compat.foreach_zero_(gaps)
+        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
+        added: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for entry, grad, view, shown in zip(self._entries, grads, main.buffer.views, main.views, strict=True):
+            if grad is None:
+                if zeros_unused and entry.is_trained and entry.local.grad is None:
+                    view.zero_()
+                    entry.local.grad = shown
+                continue
+            targets, sources = fresh if entry.local.grad is None else added
+            if grad is not view or self._factor != 1.0:
+                targets.append(view)
+                sources.append(grad if self._factor == 1.0 else grad * self._factor)
+            entry.local.grad = shown
+        if fresh[0]:
+            compat.foreach_copy_(*fresh)
+        if added[0]:
+            compat.foreach_add_(*added)
+
+    def prepare(self) -> Filling:
+        """Take all gradients not yet reduced, and allocate the memory they will be reduced in."""
+        grads = self._take()
+        adds = self._open_main()
+        local, self._local = self._local, None
+        self._note_use(grads)
+        target, written = self.writes.target, self.writes.end()
+        if local is None and target is not None:
+            return Filling(grads, None, target, adds, written)
+        if local is not None and local.dtype == self._comm_dtype:
+            return Filling(grads, local, local, adds)
+        in_place = local is None and self._own == self._full and self._comm_dtype == self._dtype
+        if in_place and (main := self._empty_main()) is not None:
+            return Filling(grads, None, main, adds)
+        return Filling(grads, local, self._open_bucket(), adds)
+
+    def prepare_partial(self) -> bool:
+        """Allocate the memory for `reduce_partial`. What was cleared since counts as zero: the other ranks reduce it as well.
+
+        Returns:
+            Whether it is added to what is in `main`.
+        """
+        adds = self._open_main()
+        if self._partial is None:
+            self._unused = self._wanted()
+            with torch.inference_mode(False):
+                self._partial = FlatBuffer.zeros(self._layout, self._inner, self._dtype, self.device)
+        return adds
+
+    def release_bucket(self) -> None:
+        """Free the bucket's memory; the compute stream has waited for the reduction."""
+        if self._bucket is not None:
+            self._bucket[0].discard()
+
+    def _take(self) -> list[Tensor | None]:
+        taken: list[Tensor | None] = []
+        for entry in self._entries:
+            full = entry.full
+            grad = full.grad
+            if grad is not None:
+                full.grad = None
+                if not (full.requires_grad and entry.local.requires_grad):
+                    grad = None
+                elif grad.is_sparse:
+                    grad = grad.to_dense()
+            taken.append(grad)
+        if self.outside:
+            for index, outside in self.outside.items():
+                grad = taken[index]
+                taken[index] = outside if grad is None else outside + grad
+            self.outside.clear()
+        return taken
+
+    def _wanted(self) -> set[int]:
+        """Parameters whose gradients are reduced: those that are trainable, and those that were when a gradient was held back."""
+        return {index for index, entry in enumerate(self._entries) if entry.is_trained} | self.frozen_since
+
+    def _note_use(self, grads: list[Tensor | None]) -> None:
+        """Remember which parameters this rank has not used since the last reduction."""
+        missing = {index for index, grad in enumerate(grads) if grad is None}
+        if missing:
+            missing &= self._wanted()
+            missing -= self.writes.written
+        self._unused = missing if self._unused is None else self._unused & missing
+
+    # -- memory of the cells -------------------------------------------------------------------------------------------
+
+    def _main_is_free(self) -> bool:
+        """Whether nothing in the memory of `main` is still needed."""
+        main = self.main
+        return not main.is_shown and self._partial is not main.buffer and self._local is not main.buffer
+
+    def _empty_main(self, written: FlatBuffer | None = None) -> FlatBuffer | None:
+        """The memory of `main` if nothing in it is still needed; `None` otherwise.
+
+        If a cleared gradient is still referenced, it keeps its memory and `main` gets new memory, unless it is `written` already.
+        """
+        if not self._main_is_free():
+            return None
+        if self.main.is_open and self.main.buffer is not written and self.main.is_kept:
+            self._main = None
+        return self.main.open()
+
+    def _open_main(self, written: FlatBuffer | None = None) -> bool:
+        """Allocate `main` and fill it from the parameters' `.grad`. Returns whether any of them is set."""
+        if self.is_open and self._empty_main(written) is not None:
+            return False
+        main = self.main
+        was_open = main.is_open
+        main.open()
+        adds = main.is_shown
+        if adds:
+            if not was_open:  # the user's own gradients, set where there were none
+                compat.foreach_zero_(main.buffer.segments)
+            self._local, self._partial = self._moved_out(self._local), self._moved_out(self._partial)
+            main.read_back()
+        return adds
+
+    def _moved_out(self, cell: FlatBuffer | None) -> FlatBuffer | None:
+        """Move a cell out of the memory of `main`, which it used while no `.grad` was set."""
+        if cell is not self.main.buffer:
+            return cell
+        copy = FlatBuffer.empty(self._layout, self._own, self._dtype, self.device)
+        compat.foreach_copy_(copy.segments, cell.segments)
+        return copy
+
+    def _open_local(self) -> FlatBuffer:
+        """Memory for `local`: that of `main` if it is whole and empty. Where gradients are placed whole, other memory is kept."""
+        if self._own == self._full and (main := self._empty_main()) is not None:
+            return main
+        if self._memory_of_local is not None:
+            return self._memory_of_local
+        made = self._full_size()
+        if not self._placement.gradient:
+            self._memory_of_local = made
+        return made
+
+    def _full_size(self) -> FlatBuffer:
+        with torch.inference_mode(False):
+            return FlatBuffer.empty(self._layout, self._full, self._dtype, self.device)
+
+    def _open_bucket(self) -> FlatBuffer:
+        """The bucket, allocated until `release_bucket`."""
+        if self._bucket is None:
+            self._bucket = transient(self._layout, self._full, self._comm_dtype, self.device)
+        memory, buffer = self._bucket
+        memory.materialize()
+        return buffer
+
+    def close_main(self) -> None:
+        """A pass begins: free the memory of `main` if it is empty, or leave it to the references to a cleared gradient."""
+        if self.is_open and self._main_is_free():
+            if self.main.is_kept:
+                self._main = None
+            else:
+                self.main.close()
+
+    def keep_main(self) -> list[Tensor]:
+        """A copy of `main` before a replayed graph overwrites it; nothing where it is empty."""
+        main = self.main
+        if not main.is_shown:
+            return []
+        self._local, self._partial = self._moved_out(self._local), self._moved_out(self._partial)
+        main.read_back()
+        kept = [segment.clone() for segment in main.buffer.segments]
+        compat.foreach_zero_(main.buffer.segments)  # a single rank writes only gradients that exist
+        return kept
+
+    def add_to_main(self, kept: list[Tensor]) -> None:
+        """Add what `keep_main` returned to what was written since."""
+        compat.foreach_add_(self.main.buffer.segments, kept)
+        self.main.is_news = True
+        self.main.convert()
+
+    # -- reductions, on the reduce stream ------------------------------------------------------------------------------
+
+    def reduce(self, filling: Filling, *, outer_later: bool, zeros_unused: bool) -> bool:
+        """Reduce what was prepared into `main`, or over the shard axis into `partial` with `outer_later`.
+
+        Returns:
+            Whether it is in `main`. Then `undecided` is filled, unless unused parameters get zeros.
+        """
+        result, factor, last = filling.filled(), self._factor, not self._reduces_over_outer_axis
+        if self.axes.shard.size > 1:
+            result = self._over_shard_axis(result, factor, into_main=last and not filling.adds)
+            factor = 1.0
+        if not last:
+            if outer_later:
+                self._add_to_partial(result)
+                return False
+            result = self._over_outer_axis(result, factor, into_main=not filling.adds)
+        self._to_main(result, adds=filling.adds, zeros_unused=zeros_unused)
+        return True
+
+    def reduce_partial(self, *, adds: bool, zeros_unused: bool) -> None:
+        """Reduce `partial` over the outer axis into `main`; `undecided` as for `reduce`."""
+        partial, self._partial = self._partial, None
+        assert partial is not None, "it was prepared"
+        self._to_main(self._over_outer_axis(partial, 1.0, into_main=not adds), adds=adds, zeros_unused=zeros_unused)
+
+    def _over_shard_axis(self, source: FlatBuffer, factor: float, *, into_main: bool) -> FlatBuffer:
+        extent = self._inner if self._placement.main else None
+        return self._over(self.axes.shard, source, extent, factor, into_main=into_main)
+
+    def _over_outer_axis(self, result: FlatBuffer, factor: float, *, into_main: bool) -> FlatBuffer:
+        axis = self.axes.outer
+        assert axis is not None, "there is one to reduce over"
+        if self._partial is not None:
+            accumulate_segments(self._partial, result)
+            result, self._partial = self._partial, None
+        if result.dtype != self._comm_dtype:
+            converted = FlatBuffer.empty(self._layout, result.extent, self._comm_dtype, self.device)
+            compat.foreach_copy_(converted.segments, result.segments)
+            result = converted
+        return self._over(axis, result, self._own if self._placement.outer_main else None, factor, into_main=into_main)
+
+    def _over(
+        self, axis: Axis, source: FlatBuffer, extent: range | None, factor: float, *, into_main: bool
+    ) -> FlatBuffer:
+        """Reduce over one axis: scattered, so that this rank has `extent` of it, or whole and in place with `None`."""
+        if extent is None:
+            (axis.all_reduce_high_precision if self._precise else axis.all_reduce)(source.segments, factor)
+            return source
+        output = self._output(source, extent, into_main=into_main)
+        reduce = axis.sum_scatter_high_precision if self._precise else axis.reduce_scatter
+        reduce(output.segments, source.segments, factor)
+        return output
+
+    def _output(self, source: FlatBuffer, extent: range, *, into_main: bool) -> FlatBuffer:
+        """Where a reduce-scatter writes: directly into `main` if that is permitted and has the same layout, else in place."""
+        dtype = torch.float32 if self._precise else source.dtype
+        if into_main and extent == self._own and dtype == self._dtype:
+            return self.main.buffer
+        if dtype == source.dtype:
+            return source.part(extent)
+        return FlatBuffer.empty(self._layout, extent, dtype, self.device)
+
+    def _add_to_partial(self, result: FlatBuffer) -> None:
+        """Add a gradient reduced over the shard axis alone; in the memory of `main` where that has the same extent and is empty."""
+        if self._partial is not None:
+            accumulate_segments(self._partial, result)
+            return
+        main = self.main.buffer
+        if result is main or (main.extent == result.extent and self._main_is_free()):
+            self._partial = main  # which was allocated for this reduction
+        else:
+            self._partial = FlatBuffer.empty(self._layout, result.extent, self._dtype, self.device)
+        if self._partial is not result:
+            compat.foreach_copy_(self._partial.segments, result.segments)
+
+    def _to_main(self, result: FlatBuffer, *, adds: bool, zeros_unused: bool) -> None:
+        """Copy or add a reduced gradient to `main`, and show it to the optimizer."""
+        main, frozen = self.main, self.frozen_since
+        unused, self._unused = self._unused or set(), None
+        self.zeroed = frozenset(unused) if zeros_unused else frozenset()
+        main.is_news = True
+        if result is not main.buffer:
+            if adds:
+                accumulate_segments(main.buffer, result)
+            else:
+                compat.foreach_copy_(main.buffer.segments, result.segments)
+        self.undecided = []
+        for index, (entry, shown) in enumerate(zip(self._entries, main.views, strict=True)):
+            local = entry.local
+            if local.grad is not shown and ((entry.full.requires_grad and local.requires_grad) or index in frozen):
+                if index in unused and not zeros_unused:
+                    self.undecided.append(index)
+                else:
+                    local.grad = shown
+        frozen.clear()
+
+    def decide(self, used: Sequence[int]) -> None:
+        """Show the gradients of undecided parameters that some rank has used; the others keep none.
+
+        Args:
+            used: One for each parameter, 0 where no rank has used it.
+        """
+        self.main.show([index for index in self.undecided if used[index]])
+        self.undecided = []
+
+    @property
+    def has_reduced(self) -> bool:
+        """Whether a gradient was reduced into `main` since `finish`."""
+        return self._main is not None and self._main.is_news
+
+    def finish(self) -> None:
+        """After the last reduction of a backward, on the compute stream."""
+        if self._main is not None:
+            self._main.convert()
+
+
+def gradient_dtype(owner: ParameterGroup) -> torch.dtype:
+    """Dtype of the gradients that an optimizer sees."""
+    return owner.entries[0].local.grad_dtype or owner.spec.main_dtype
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+class Filling(NamedTuple):
+    """Gradients on their way into the buffer they are reduced in.
+
+    Kept until the reduction is done: the allocator does not track the reduce stream.
+
+    Attributes:
+        grads: One for each parameter, full shapes, where there is one.
+        local: Those of earlier microbatches, full size.
+        target: Full size, in the communication dtype.
+        adds: The reduced gradient is added to what is in `main`.
+        written: Which gradients are in the target already.
+    """
+
+    grads: list[Tensor | None]
+    local: FlatBuffer | None
+    target: FlatBuffer
+    adds: bool
+    written: frozenset[int] = frozenset()
+
+    def filled(self) -> FlatBuffer:
+        """Copy everything into the target, ready to be reduced.
+
+        Parameters without a gradient count as zero, and so do gaps: every cell is defined. The copies overlap with the rest of the
+        backward, whose matrix products leave memory bandwidth unused.
+        """
+        if self.local is None:
+            copy_or_add(self.target, self.grads, overwrite=True, written=self.written)
+            return self.target
+        copy_or_add(self.local, self.grads, overwrite=False)
+        if self.target is not self.local:
+            compat.foreach_copy_(self.target.segments, self.local.segments)
+        return self.target
+
+
+def copy_or_add(
+    target: FlatBuffer, grads: Sequence[Tensor | None], *, overwrite: bool, written: frozenset[int] = frozenset()
+) -> None:
+    """Copy or add gradients (full shapes, any float dtype) to a full-size buffer; overwriting defines every cell.
+
+    Args:
+        target: Full size.
+        grads: One for each tensor of the layout.
+        overwrite: What `target` holds does not count, except
+        written: tensors that are there already.
+    """
+    views = target.views
+    if overwrite and written:
+        there = [(view, grad) for index, (view, grad) in enumerate(zip(views, grads, strict=True)) if index in written]
+        if late := [(view, grad) for view, grad in there if grad is not None]:
+            compat.foreach_add_([view for view, _ in late], [grad for _, grad in late])
+        views = [view for index, view in enumerate(views) if index not in written]
+        grads = [grad for index, grad in enumerate(grads) if index not in written]
+    targets = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
+    sources = [grad for grad in grads if grad is not None]
+    if not overwrite:
+        if sources:
+            compat.foreach_add_(targets, sources)
+        return
+    gaps = target.gaps
+    if gaps and sources and len(sources) == len(views):
+        dtype = sources[0].dtype
+        zeros = target.zeros_for_gaps.get(dtype)
+        if zeros is None:
+            zeros = target.make_zeros_for_gaps(dtype)
+        if zeros:
+            targets, sources, gaps = targets + gaps, sources + zeros, []
+    undefined = gaps + [view for view, grad in zip(views, grads, strict=True) if grad is None]
+    if undefined:
+        compat.foreach_zero_(undefined)
+    if sources:
+        compat.foreach_copy_(targets, sources)
+
+
+def accumulate_segments(target: FlatBuffer, addend: FlatBuffer) -> None:
+    """Add a buffer of the same extent, keeping the target's dtype."""
+    for total, piece in zip(target.segments, addend.segments, strict=True):
+        total.add_(piece)
+
+
+# -- what layers write -------------------------------------------------------------------------------------------------
+
+
+class DirectWrites:
+    """What layers wrote into a full-size buffer since the last reduction.
+
+    Attributes:
+        target: The buffer; `None` if nothing was written.
+        is_new: Its other cells are undefined.
+        written: Which tensors of the layout were written.
+    """
+
+    def __init__(self) -> None:
+        self.target: FlatBuffer | None = None
+        self.is_new = False
+        self.written: set[int] = set()
+        self._beside: list[tuple[Tensor, Tensor]] = []
+
+    def begin(self, target: FlatBuffer, *, is_new: bool) -> None:
+        """Gradients go to `target` from now on; with `is_new` it holds nothing yet."""
+        self.target, self.is_new = target, is_new
+
+    def add(self, index: int, left: Tensor, right: Tensor) -> None:
+        """Write, or add, the product `left @ right` as the gradient of a tensor of the layout."""
+        assert self.target is not None, "begin() comes first"
+        view = self.target.views[index]
+        if self.is_new and index not in self.written:
+            _product_into(view, left, right)
+        else:
+            _add_product(view, left, right)
+        self.written.add(index)
+
+    def memory(self, index: int, *, overwrites: bool) -> tuple[Tensor, bool]:
+        """Where a layer is to write the gradient of a tensor of the layout, and whether that is memory outside the buffer.
+
+        What is outside is added later, so overwriting never destroys earlier gradients.
+        """
+        assert self.target is not None, "begin() comes first"
+        self._add_beside()
+        view = self.target.views[index]
+        is_first = self.is_new and index not in self.written
+        self.written.add(index)
+        if overwrites and not is_first:
+            self._beside.append((view, torch.empty_like(view)))
+            return self._beside[-1][1], True
+        if is_first and not overwrites:
+            view.zero_()
+        return view, False
+
+    def pieces(self) -> dict[int, Tensor]:
+        """What was written and is not reduced yet, by tensor of the layout."""
+        if self.target is None:
+            return {}
+        self._add_beside()
+        views = self.target.views
+        return {index: views[index] for index in sorted(self.written)}
+
+    def _add_beside(self) -> None:
+        """Add what layers wrote outside the buffer since."""
+        for view, piece in self._beside:
+            view.add_(piece)
+        self._beside.clear()
+
+    def with_those_of_autograd(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Forget the buffer; returns the gradients that autograd left along with those that layers wrote, in the buffer's memory."""
+        target = self.target
+        for index in sorted(self.end()):
+            assert target is not None, "something was written"
+            late, view = grads[index], target.views[index]
+            grads[index] = view if late is None else view.add_(late)
+        return grads
+
+    def end(self) -> frozenset[int]:
+        """Forget the buffer; returns which tensors' cells of a new one are defined."""
+        if self._beside:
+            self._add_beside()
+        written = frozenset(self.written) if self.is_new else frozenset()
+        self.target, self.is_new = None, False
+        if self.written:
+            self.written.clear()
+        return written
+
+
+def _product_into(view: Tensor, left: Tensor, right: Tensor) -> None:
+    if view.dtype is left.dtype:
+        torch.mm(left, right, out=view)
+    elif _has_wide_product(view, left):
+        torch.mm(left, right, out_dtype=view.dtype, out=view)
+    else:
+        view.copy_(left @ right)
+
+
+def _add_product(view: Tensor, left: Tensor, right: Tensor) -> None:
+    if view.dtype is left.dtype:
+        view.addmm_(left, right)
+    elif _has_wide_product(view, left):
+        torch.addmm(view, left, right, out_dtype=view.dtype, out=view)
+    else:
+        view.add_(left @ right)
+
+
+def _has_wide_product(view: Tensor, left: Tensor) -> bool:
+    return view.is_cuda and view.dtype is torch.float32 and left.dtype in (torch.bfloat16, torch.float16)

@@ -1,0 +1,220 @@
+"""Sharded parameters used outside of the forward of their unit: what is computed from them, and what is written to them.
+
+    scale * x, penalty(weight)      the whole main weight takes the parameter's place, gathered for this use unless already unsharded; its
+                                    gradient joins those of the unit
+    p[rows] = value                 written in the gathered whole, of which each rank keeps its rows
+    p.copy_(value), p.data = value, p.data.mul_(0.9), p.norm() under no_grad
+                                    nothing of the whole is needed: done on rows (sharded_arithmetic.py)
+
+Using a parameter of a unit directly costs a gather each time and is correct under every sharding; a forward of the unit's module
+costs one gather for all of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_mfsdp.base.containers import map_tensors, tensors_in
+from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.engine.core.number import Number
+from lightning_mfsdp.engine.core.part import is_summed
+from lightning_mfsdp.engine.core.placed_tensor import PlacedTensor
+from lightning_mfsdp.engine.core.sharded_arithmetic import refuse_gradient
+from lightning_mfsdp.engine.core.torch_functions import is_in_place, written_argument
+from lightning_mfsdp.engine.core.whole_view import Whole, WholeView, in_memory_of
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.core.group import ParameterGroup
+
+__all__ = ["needs_whole", "use_whole", "write_in_whole", "writes_in_place"]
+
+_WORTH_SAYING_BYTES = 1 << 20
+
+
+def writes_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a torch function writes to its first argument or to `out`, a sharded tensor or a list that has some."""
+    if not is_in_place(function, kwargs):
+        return False
+    return any(isinstance(one, DTensor) for one in tensors_in(written_argument(args, kwargs)))
+
+
+def needs_whole(tensors: list[Tensor]) -> bool:
+    """Whether what is computed from these, sharded tensors among them, needs more than this rank's rows.
+
+    It does if a plain tensor such as an activation is among them, and if autograd has to lead back to a sharded parameter.
+    """
+    records = torch.is_grad_enabled()
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            if records and tensor.requires_grad:
+                return True
+        elif (tensor.dim() and not isinstance(tensor, Number)) or (records and tensor.requires_grad):
+            return True
+    return False
+
+
+def use_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a torch function with whole plain tensors in place of sharded ones. Collective, unless every rank has the whole.
+
+    Raises:
+        EngineStateError: A gradient is required of a parameter of which ranks hold different parts (experts).
+    """
+    gathered: list[tuple[PlacedTensor, Tensor]] = []
+    groups: dict[int, ParameterGroup] = {}
+
+    def whole(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if type(tensor) is DTensor:  # a number, made of rows
+            return tensor.full_tensor()
+        made, group = _whole(cast("PlacedTensor", tensor))
+        if group is not None:
+            groups[id(group)] = group
+        gathered.append((cast("PlacedTensor", tensor), made))
+        return made
+
+    args, kwargs = map_tensors(whole, (args, kwargs))
+    before = [None if made.is_inference() else made._version for _, made in gathered]
+    result = function(*args, **kwargs)
+    for (source, made), version in zip(gathered, before, strict=True):
+        if version is not None and version != made._version:  # `embedding(max_norm=...)` writes
+            with torch.no_grad():
+                source.copy_(made)
+    shown = [made for _, made in gathered if any(in_memory_of(one, made) for one in tensors_in(result))]
+    if any(
+        made.requires_grad for made in shown
+    ):  # other weights will lie in its memory, or its function forbids writes to views
+        own = {id(made): made.clone() for made in shown}
+        gathered = [(source, own.get(id(made), made)) for source, made in gathered]
+        result = function(*map_tensors(lambda one: own.get(id(one), one), args), **kwargs)
+
+    wholes = [
+        Whole(source, made, partial(_again, source, groups, recorded=made.requires_grad), source.known_writes)
+        for source, made in gathered
+    ]
+
+    def kept(tensor: Tensor) -> Tensor:
+        if tensor.grad_fn is not None:
+            for group in groups.values():
+                tensor.grad_fn.register_prehook(_beginning(group))
+        for one in wholes if shown else ():
+            if in_memory_of(tensor, one.memory):
+                return WholeView.of(tensor, one.source, one)
+        return tensor
+
+    return map_tensors(kept, result)
+
+
+def _beginning(group: ParameterGroup) -> Any:
+    """A hook that notifies the engine of a backward that may not involve any forward of a unit."""
+    this = weakref.ref(group)
+
+    def begin(_: Any) -> None:
+        group = this()
+        if group is not None:
+            group.begin_backward()
+
+    return begin
+
+
+def _whole(tensor: PlacedTensor) -> tuple[Tensor, ParameterGroup | None]:
+    """The whole of a sharded tensor, with history if it is a parameter that needs a gradient; and the group that its backward notifies."""
+    group, index = tensor.place
+    entry = group.entries[index]
+    if not (torch.is_grad_enabled() and tensor.requires_grad) or not group.unit_name:
+        return tensor.full_tensor(), None
+    copied = tensor.copied
+    if tensor is not entry.sharded and (copied is None or copied.node is not tensor.grad_fn):
+        refuse_gradient(tensor.described)
+    if is_summed(entry.full):
+        raise EngineStateError(
+            f"parameter {tensor.described}: a loss was computed from it outside of its module's forward, and its gradients are added up "
+            "over the tensor axis, so this one would count once for each of its ranks. Compute it in the forward of the module that owns "
+            "it, or under torch.no_grad()"
+        )
+    if entry.part_axes:
+        raise EngineStateError(
+            f"parameter {tensor.described}: a loss was computed from it outside of its module's forward, and along the mesh's axis "
+            f'"{entry.part_axes[0].name}" ranks compute with different parts of it, so gradients could not be added up. Compute it in the '
+            "forward of the module that owns it, or under torch.no_grad()"
+        )
+    if copied is not None:
+        return _Whole.apply(_anchor(), [copied.parameter, tensor.full_tensor()]), group
+    unsharded = group.use_outside(index)
+    if unsharded is not None:
+        return unsharded, group
+    _advise(tensor, group)
+    return _Whole.apply(_anchor(), [tensor, tensor.full_tensor()]), group
+
+
+def _anchor() -> Tensor:
+    return torch.zeros((), requires_grad=True, device="cpu")
+
+
+def _again(source: PlacedTensor, groups: dict[int, ParameterGroup], *, recorded: bool) -> Tensor:
+    """All of a sharded tensor, gathered again, in memory of its own; with history if it had one and a graph is recorded. Collective."""
+    if not (recorded and torch.is_grad_enabled()):
+        return source.full_tensor()
+    made: Tensor = _Whole.apply(_anchor(), [source, source.full_tensor()]).clone()
+    for group in groups.values():
+        made.grad_fn.register_prehook(_beginning(group))  # type: ignore[union-attr]
+    return made
+
+
+class _Whole(torch.autograd.Function):
+    """The whole of a sharded parameter or of a copy of it, in memory of its own; the gradient waits for the reduction of the unit."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, given: list[Any]) -> Tensor:
+        ctx.sharded, whole = given  # in a list: autograd shall not lead to it
+        return whole  # type: ignore[no-any-return]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        group, index = ctx.sharded.place
+        group.add_gradient(index, gradient.to(ctx.sharded.dtype))
+        return None, None
+
+
+def _advise(tensor: PlacedTensor, group: ParameterGroup) -> None:
+    """Warn once for each large parameter that using it directly costs a gather."""
+    if group.advised or tensor.numel() * tensor.element_size() < _WORTH_SAYING_BYTES or not group.mesh.axes:
+        return
+    group.advised = True
+    if torch.distributed.get_rank() == 0:
+        warnings.warn(
+            f"parameter {tensor.described} is used outside of the forward of its module, so all of it is gathered for this use, every "
+            "time, and kept until the backward. Using it in the forward of the module that owns it gathers it with its unit; to inspect "
+            "values, use torch.no_grad(); to decay weights, the optimizer's weight_decay",
+            stacklevel=2,
+        )
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write_in_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write to a sharded tensor at given positions: in the gathered whole, of which each rank keeps its rows. Collective."""
+    target = cast("PlacedTensor", args[0])
+    if torch.is_grad_enabled() and target.requires_grad:
+        raise EngineStateError(
+            f"{function.__name__} on parameter {target.described}: it needs a gradient, and autograd cannot follow a write in place; write "
+            "under torch.no_grad(), or to its data"
+        )
+
+    def whole(tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    with torch.no_grad():
+        written, *others = map_tensors(whole, list(args))
+        function(written, *others, **map_tensors(whole, kwargs))
+        target.copy_(written)
+    return target

@@ -1,0 +1,141 @@
+"""The representations of one parameter: unsharded inside its unit, sharded everywhere else.
+
+    full      the module's own `nn.Parameter` object, a view of gathered memory; forward and autograd see it
+    sharded   a `DTensor` over this rank's rows of the main weight; `parameters()`, `state_dict()` and checkpoints see
+    it
+    local     the same rows as a plain `nn.Parameter`; elementwise optimizers step it
+
+`sharded.grad` is a window on `local.grad`: there is only one gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.engine.comm.collectives import Axis
+from lightning_mfsdp.engine.core.codec import WeightCodec, marks_of
+from lightning_mfsdp.engine.core.piece import Piece
+from lightning_mfsdp.engine.core.sharded_parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.core.group import ParameterGroup
+
+__all__ = [
+    "OWNER",
+    "Entry",
+    "UnshardedParameter",
+    "is_left_behind",
+    "leave_behind",
+    "mark_owner",
+]
+
+OWNER = "_owner"  # where a parameter stores its group and its index in it
+_LEFT_BEHIND = "_left_behind"
+
+
+class UnshardedParameter(nn.Parameter):
+    """The module's own parameter, which records whether its `data` was read or replaced.
+
+    What is written through `data` leaves no trace in the version counter.
+    """
+
+    data_was_asked_for = False
+
+    @property
+    def data(self) -> Tensor:
+        """As of any parameter."""
+        self.data_was_asked_for = True
+        return compat.get_data(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.data_was_asked_for = True
+        compat.set_data(self, value)
+
+
+@dataclass(eq=False, kw_only=True)
+class Entry:
+    """One parameter of a group.
+
+    Attributes:
+        name: Inside the module given to `fully_shard`; the first one when it is tied.
+        full: The module's own parameter: the whole, or this rank's part of it.
+        sites: Every place that holds it: the `_parameters` table of a module and the key in it. Tied names are several
+            sites.
+        piece: Where the rows of the main weight lie in the whole parameter.
+        part_axes: Along which ranks compute with different parts of it, one for each of `piece.parts`.
+        sharded: Rows of the main weight as a DTensor of the global shape.
+        local: The same rows, plain.
+        at_rest: What the module shows when its unit is not running: `sharded`, or a stand-in under `unshard`.
+    """
+
+    name: str
+    full: UnshardedParameter
+    sites: list[tuple[dict[str, Any], str]]
+    piece: Piece
+    part_axes: tuple[Axis, ...]
+    sharded: ShardedParameter
+    local: nn.Parameter
+    at_rest: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.at_rest = self.sharded
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        return self.piece.shape
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a gradient is required now. What an optimizer holds may be frozen by itself (`toggle_optimizer`)."""
+        return self.full.requires_grad and self.local.requires_grad
+
+    def as_plain(self, whole: Tensor, codec: WeightCodec | None) -> nn.Parameter:
+        """`full`, over memory of its own and without traces of the engine; with a codec, an equal parameter of an ordinary dtype."""
+        with torch.inference_mode(False):
+            if codec is not None:
+                parameter = nn.Parameter(whole, requires_grad=self.full.requires_grad)
+                parameter.__dict__.update(marks_of(self.full, codec))
+                return parameter
+            full: Any = self.full
+            plain: Any = nn.Parameter
+            full.grad = None
+            compat.set_data(full, whole)
+            if type(full) is UnshardedParameter:
+                full.__class__ = plain
+            for mark in (OWNER, "data_was_asked_for"):
+                full.__dict__.pop(mark, None)
+            return cast("nn.Parameter", full)
+
+    def show(self, parameter: Any) -> None:
+        """Show `parameter` under all names."""
+        for table, key in self.sites:
+            table[key] = parameter
+
+
+def mark_owner(parameter: Tensor, group: ParameterGroup, index: int) -> None:
+    """Store which group manages a parameter and its index there, without keeping the group alive."""
+    setattr(parameter, OWNER, (weakref.ref(group), index))
+
+
+def leave_behind(entry: Entry) -> None:
+    """Mark what optimizers hold as replaced by another parameter of the module, and free its memory."""
+    nothing = entry.local.detach().new_empty(0)
+    entry.local.grad = entry.sharded.grad = None
+    entry.sharded.let_go_of_unsharded()
+    compat.set_data(entry.local, nothing)
+    entry.sharded._local_tensor = nothing
+    for one in (entry.local, entry.sharded):
+        setattr(one, _LEFT_BEHIND, True)
+
+
+def is_left_behind(parameter: Tensor) -> bool:
+    """Whether `leave_behind` marked it."""
+    return bool(getattr(parameter, _LEFT_BEHIND, False))

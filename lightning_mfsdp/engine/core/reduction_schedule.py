@@ -1,0 +1,320 @@
+"""ReductionSchedule: when the gradients of which unit are reduced, in an order that all ranks share.
+
+The order is a list that rank 0 determines at the first backward: a unit that is ready early waits for its turn, and one whose
+gradients never arrive (unused on this rank) is reduced as zeros at the end. Parameters that no rank used have no gradient (usage.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.base.streams import Event, Streams
+from lightning_mfsdp.engine.comm.gather_order import REDUCTION, GatherOrder
+from lightning_mfsdp.engine.comm.mesh import Mesh
+from lightning_mfsdp.engine.comm.ranges import Ranges
+from lightning_mfsdp.engine.core.gradient_hooks import has_gradient_hooks, run_gradient_hooks
+from lightning_mfsdp.engine.core.gradients import DirectWrites, Filling, Gradients, Sync
+from lightning_mfsdp.engine.core.group import ParameterGroup
+from lightning_mfsdp.engine.core.unit import Unit, is_trained
+from lightning_mfsdp.engine.core.usage import Usage
+
+__all__ = ["ReductionSchedule"]
+
+_MAX_BUCKETS = 2
+
+
+class _InFlight(NamedTuple):
+    """A unit's reduction that was issued. Until `done`, its buckets and the tensors that fill them are kept alive."""
+
+    gradients: list[Gradients]
+    fillings: list[Filling]
+    done: Event
+
+
+class ReductionSchedule:
+    """The gradients of one root's units.
+
+    Attributes:
+        sync: How far the gradients of the current microbatch are reduced.
+        started: Collectives issued for gradients so far, for inspection.
+        zeros_unused: Parameters that no rank used get zeros as their gradient, instead of none.
+        recordings: How many CUDA graphs include backwards, now or later. A graph cannot query whether a parameter was used: zeros then.
+        is_idle: The current backward computes no gradients of parameters.
+        hides_gradients: A forward is being recorded, and gradients are stored temporarily.
+        watches: Called with each unit whose gradients have arrived and are not reduced yet; mostly empty (gradient_watch.py).
+    """
+
+    def __init__(self, streams: Streams, ranges: Ranges, order: GatherOrder, *, zeros_unused: bool) -> None:
+        self.sync = Sync.ALL
+        self.zeros_unused = zeros_unused
+        self.recordings = 0
+        self.hides_gradients = self.is_idle = False
+        self.started = 0
+        self.watches: list[Callable[[Unit], None]] = []
+        self._streams = streams
+        self._ranges = ranges
+        self._gather_order = order
+        self._order: list[weakref.ref[Unit]] = []
+        self._turn = 0
+        self._done: set[int] = set()
+        self._with_news: list[ParameterGroup] = []  # whose hooks are to run
+        self._in_flight: deque[_InFlight] = deque()
+        self._reduced: dict[Gradients, None] = {}  # in this backward, in an order that all ranks share
+        self._usage = Usage(streams)
+
+    def writes(self, gradients: Gradients) -> DirectWrites | None:
+        """Where a layer may write gradients of a group in this backward; `None`: leave them to autograd."""
+        return None if self.is_idle or gradients.is_alone else self.required_writes(gradients)
+
+    def required_writes(self, gradients: Gradients) -> DirectWrites:
+        """Where a layer writes gradients of a group in this backward that it cannot leave to autograd."""
+        if gradients.writes.target is None:
+            while self._is_on_its_way(gradients):
+                self._retire()
+            gradients.begin_writes(self.sync, wanted=not self.is_idle)
+        return gradients.writes
+
+    def in_order(self, units: Sequence[Unit]) -> list[Unit]:
+        """A root's units in the order they are reduced."""
+        ordered = [unit for reference in self._order if (unit := reference()) is not None]
+        return ordered or list(units[::-1])
+
+    def begin(self, groups: Sequence[ParameterGroup]) -> bool:
+        """A backward of a root with these groups begins. Returns whether the order is fixed yet."""
+        self._turn = 0
+        for group in groups:
+            if group.gradients.held_back is not Sync.ALL:
+                group.gradients.take_back()
+        return bool(self._order)
+
+    def agree_on_order(self, units: Sequence[Unit], ran: Sequence[Unit], mesh: Mesh, device: torch.device) -> None:
+        """Fix the order of reductions: reverse of rank 0's first forward; then units that did not run.
+
+        Units whose parameters others share come last (weights tied between the two ends of a model are complete only at the end), and
+        so do those whose end cannot be detected because none of their inputs needs a gradient. Collective.
+
+        Args:
+            units: Of the root, in the order they were sharded.
+            ran: Those whose forward ran in this pass, in their order.
+            mesh: Whose first rank decides.
+            device: Of the message.
+        """
+        order = [units.index(unit) for unit in reversed(ran)]
+        order += [index for index in reversed(range(len(units))) if units[index] not in ran]
+        hears = {index for index in order if units[index].notices_end or units[index].awaited.will_be_recomputed}
+        order.sort(key=lambda index: len(units[index].users) > 1 or index not in hears)
+        message = [order]
+        for axis in mesh.all_axes:
+            if dist.get_backend(axis.group) != "fake":
+                dist.broadcast_object_list(message, group=axis.group, group_src=0, device=device)
+        self._order = [weakref.ref(units[index]) for index in message[0]]
+
+    def unit_done(self, unit: Unit) -> None:
+        """A unit's gradients are complete. If it is its turn, reduce it and the units that waited for it."""
+        if self.is_idle:
+            return
+        self._done.add(id(unit))
+        while self._turn < len(self._order):
+            current = self._order[self._turn]()
+            if current is not None and not (id(current) in self._done and current.is_done) and current.is_trainable:
+                return
+            self._turn += 1
+            if current is not None:
+                self._collect(current)
+
+    def _collect(self, unit: Unit) -> None:
+        """Take a unit's gradients and start their reduction."""
+        for watch in self.watches:
+            watch(unit)
+        groups = self._trained(unit.groups)
+        if not groups:
+            return
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            waiting = []
+            for group in groups:
+                gradients = group.gradients
+                if gradients.is_alone:
+                    gradients.collect_alone(zeros_unused=self.zeros_unused)
+                elif self.sync is Sync.ALL or gradients.communicates(self.sync):
+                    waiting.append(group)
+                else:
+                    gradients.accumulate()
+            if waiting:
+                self._reduce(waiting)
+
+    def _trained(self, groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
+        """Groups whose gradients are required, or were when they were held back; gradients of others are dropped."""
+        trained = []
+        for group in groups:
+            if is_trained(group) or group.gradients.frozen_since:
+                trained.append(group)
+            else:
+                group.gradients.drop_news()
+        return trained
+
+    def _make_room(self, groups: Sequence[ParameterGroup]) -> None:
+        """Free the buckets needed for the given reductions, which come next on all ranks."""
+        if self._gather_order.has_reductions and (first := groups[0]).placement.weight:
+            self._gather_order.note(first.weights.number, first.name, REDUCTION)
+        while len(self._in_flight) >= _MAX_BUCKETS or any(self._is_on_its_way(group.gradients) for group in groups):
+            self._retire()
+
+    def _is_on_its_way(self, gradients: Gradients) -> bool:
+        """Whether a bucket of theirs is in flight."""
+        return any(gradients in sent.gradients for sent in self._in_flight)
+
+    def _reduce(self, groups: Sequence[ParameterGroup]) -> None:
+        self._make_room(groups)
+        each = [group.gradients for group in groups]
+        fillings = [gradients.prepare() for gradients in each]
+        ready, zeros_unused = self._streams.record(), self.zeros_unused or self.recordings > 0
+        with self._streams.on(self._streams.reduce):
+            self._streams.wait(ready, self._streams.reduce)
+            for gradients, filling in zip(each, fillings, strict=True):
+                with self._ranges.around("reduce", gradients.name):
+                    is_done = gradients.reduce(filling, outer_later=self.sync is Sync.SHARD, zeros_unused=zeros_unused)
+                if is_done and not zeros_unused:
+                    self._reduced[gradients] = None
+                self.started += 1
+            done = self._streams.record()
+        self._in_flight.append(_InFlight(each, fillings, done))
+
+    def _reduce_over_outer_axis(self, group: ParameterGroup) -> None:
+        """Gradients that were reduced over the shard axis and wait for the other."""
+        self._make_room([group])
+        gradients = group.gradients
+        adds = gradients.prepare_partial()
+        ready, zeros_unused = self._streams.record(), self.zeros_unused or self.recordings > 0
+        with self._streams.on(self._streams.reduce):
+            self._streams.wait(ready, self._streams.reduce)
+            with self._ranges.around("reduce", gradients.name):
+                gradients.reduce_partial(adds=adds, zeros_unused=zeros_unused)
+            if not zeros_unused:
+                self._reduced[gradients] = None
+            self.started += 1
+            done = self._streams.record()
+        self._in_flight.append(_InFlight([gradients], [], done))
+
+    def _retire(self) -> None:
+        """Wait, on the compute stream, for the oldest reduction and free its buckets."""
+        oldest = self._in_flight.popleft()
+        if oldest.done is not None:
+            self._streams.wait(oldest.done)
+        for gradients in oldest.gradients:
+            gradients.release_bucket()
+
+    def finish(self, units: Sequence[Unit]) -> None:
+        """The last node of a backward has run: reduce what is missing, and wait on the compute stream."""
+        groups = [group for unit in units for group in unit.groups]
+        if self.is_idle:
+            for group in groups:
+                group.gradients.writes.end()  # gradients of layers that write in every backward
+            return
+        for reference in self._order[self._turn :]:
+            unit = reference()
+            if unit is not None:
+                self._collect(unit)
+        self._turn = len(self._order)
+        if self.sync is not Sync.NONE:
+            self._gather_order.end_backward()
+        late = [unit for unit in units if self._has_unreduced(unit)]
+        for unit in late:
+            if not self._communicates(unit):
+                self._collect(unit)
+        self._wait(groups)
+        self._done.clear()
+        if self.sync is not Sync.ALL:
+            for group in groups:
+                group.gradients.hold_back(self.sync)
+        if reduced := [unit.name for unit in late if self._communicates(unit)]:
+            raise EngineStateError(
+                f"{', '.join(reduced)}: on rank {dist.get_rank()} a gradient came after the gradients of this unit had been reduced, which "
+                "happens once in a backward. The backward ran a graph that is older than the last two backwards together with a newer "
+                "one, or a weight was used outside of its unit's forward; run such a backward under no_sync(module), and "
+                "reduce_pending(module) after it"
+            )
+
+    def reduce_pending(self, units: Sequence[Unit]) -> None:
+        """Between backwards: reduce what is held back, over the axes that it waits for."""
+        groups = [group for unit in units for group in unit.groups]
+        reached = {group: group.gradients.take_back() for group in groups}
+        with self.synchronizing(Sync.ALL), torch.no_grad():
+            for unit in self.in_order(units):
+                waiting = [group for group in unit.groups if reached[group] is not Sync.ALL]
+                if not waiting:
+                    continue
+                for watch in self.watches:
+                    watch(unit)
+                waiting = self._trained(waiting)
+                for group in waiting:
+                    if reached[group] is Sync.SHARD:
+                        self._reduce_over_outer_axis(group)
+                if whole := [group for group in waiting if reached[group] is Sync.NONE]:
+                    self._reduce(whole)
+        self._wait(groups)
+        self.run_hooks(units)
+
+    def _wait(self, groups: Sequence[ParameterGroup]) -> None:
+        """Have the compute stream wait for all reductions, and show their results."""
+        while self._in_flight:
+            self._retire()
+        if self._reduced:
+            self._usage.exchange(list(self._reduced))
+            self._reduced.clear()
+        if has_gradient_hooks():
+            self._with_news = [group for group in groups if group.gradients.has_reduced]
+        for group in groups:
+            group.gradients.finish()
+
+    def run_hooks(self, units: Sequence[Unit]) -> None:
+        """Hooks of parameters whose gradients were reduced last, in an order that all ranks share."""
+        fresh, self._with_news = {id(group) for group in self._with_news}, []
+        if fresh:
+            run_gradient_hooks([group for unit in self.in_order(units) for group in unit.groups if id(group) in fresh])
+
+    def _has_unreduced(self, unit: Unit) -> bool:
+        """Whether there are gradients of a unit that were not taken yet; those that are not required are dropped."""
+        found = False
+        for group in unit.groups:
+            if group.gradients.has_news:
+                if is_trained(group):
+                    found = True
+                else:
+                    group.gradients.drop_news()
+        return found
+
+    def _communicates(self, unit: Unit) -> bool:
+        """Whether this backward reduces the unit's gradients over ranks."""
+        return any(group.gradients.communicates(self.sync) for group in unit.groups)
+
+    def drop(self, groups: Sequence[ParameterGroup]) -> None:
+        """A backward raised: forget what it left."""
+        while self._in_flight:
+            self._retire()
+        for group in groups:
+            group.gradients.drop_news()
+            group.gradients.drop()
+            group.gradients.finish()
+        self._reduced.clear()
+        self._done.clear()
+
+    def forget_events(self) -> None:
+        """Drop the events of what was issued; see `Context.forget_events`."""
+        self._in_flight = deque(sent._replace(done=None) for sent in self._in_flight)
+
+    @contextmanager
+    def synchronizing(self, sync: Sync) -> Iterator[None]:
+        """Inside, backwards reduce gradients only as far as `sync`."""
+        previous, self.sync = self.sync, sync
+        try:
+            yield
+        finally:
+            self.sync = previous

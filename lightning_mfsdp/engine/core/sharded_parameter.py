@@ -1,0 +1,261 @@
+"""ShardedParameter: what `module.parameters()` shows of a parameter while it is sharded."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.engine.core.gradient_hooks import add_gradient_hook
+from lightning_mfsdp.engine.core.held_back import GradientRows, HeldBackGradient, HeldBackRows
+from lightning_mfsdp.engine.core.number import Number
+from lightning_mfsdp.engine.core.piece import Piece
+from lightning_mfsdp.engine.core.placed_tensor import Lies, as_dtensor
+from lightning_mfsdp.engine.core.rows_exchange import lie_alike
+from lightning_mfsdp.engine.core.sharded_arithmetic import refuse_gradient
+from lightning_mfsdp.engine.core.sharded_tensor import Rows
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.core.group import ParameterGroup
+
+__all__ = ["ShardedParameter"]
+
+# How dictionaries compare their keys.
+_EQUAL = (Tensor.__eq__, Tensor.eq)
+
+
+class ShardedParameter(Rows):
+    """This rank's rows of a main weight, in the global shape. Their number may differ between ranks or be zero.
+
+    Rows are whole, unless ranks compute with parts of them (part.py). It can be used in elementwise arithmetic and optimizers like any
+    DTensor. Mixed with plain tensors, as in a forward outside its unit, it is gathered, with a warning for large parameters.
+    """
+
+    shows_weight = True
+    _local: nn.Parameter
+    _unsharded: Callable[[], nn.Parameter | None]  # weak: an optimizer may outlive the module
+    _name: str
+    gradient_rows: Rows | None  # over a gradient that is not the engine's: assigned by the user, or held back
+    _shown_gradient: Callable[[], Rows | None]  # over the engine's, which keeps it
+    # PyTorch refuses to swap in another tensor (`module.half()`) while there is a weak reference.
+    _unswappable: weakref.ref[ShardedParameter]
+
+    @classmethod
+    def wrap(
+        cls,
+        group: ParameterGroup,
+        index: int,
+        name: str,
+        local: nn.Parameter,
+        full: nn.Parameter,
+        piece: Piece,
+        placements: Sequence[Placement],
+    ) -> ShardedParameter:
+        """Parameter `index` of a group, over `local` (rows of dim 0, main dtype), which lie where `piece` says."""
+        plain = as_dtensor(local.detach(), piece.shape, group.mesh.device_mesh, placements)
+        made = cls(local.detach(), plain._spec, requires_grad=full.requires_grad)
+        made.__dict__.update(vars(local))  # what users mark parameters with, for their optimizer's groups
+        made._is_param = True
+        made._owner = (weakref.ref(group), index)
+        split = group.placement.main, group.placement.outer_main
+        made.lies = Lies(piece, group.layout.rows_by_shard[index], group.mesh, split)
+        made._local, made._unsharded, made._name = local, weakref.ref(full), name
+        made.gradient_rows, made._shown_gradient = None, _nothing
+        made._unswappable = weakref.ref(made)
+        if full.requires_grad:
+            Tensor.register_hook(made, partial(_refuse_gradient, made._unswappable))
+        return made
+
+    def __hash__(self) -> int:
+        # Optimizers hold the local one, and others (torch.distributed.checkpoint) look up what the module shows.
+        return id(self._local)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _EQUAL and _represent_one(*args):
+            return True
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @property
+    def described(self) -> str:
+        """Name and unit, for messages."""
+        group = self._owner[0]()
+        unit_name = group.unit_name if group is not None else ""
+        return f"{self._name} of unit {unit_name}" if unit_name else self._name
+
+    @property
+    def grad(self) -> DTensor | None:
+        """The reduced gradient of these rows; `None` until a synchronized backward. Empty, and not `None`, on a rank without rows."""
+        full = self._unsharded()
+        if full is not None and full.grad is not None:  # not in a function: every `zero_grad` comes here
+            self._take_unnoticed()
+        grad = self._local.grad
+        if grad is None:
+            self._refuse_in_recording()
+            return None
+        shown = self._shown_gradient()
+        if shown is not None and shown._local_tensor is grad:
+            return shown
+        if self.gradient_rows is None or self.gradient_rows._local_tensor is not grad:
+            is_held_back = isinstance(grad, HeldBackGradient)
+            self.gradient_rows = Rows.over(grad, self, kind=HeldBackRows if is_held_back else GradientRows)
+        return self.gradient_rows
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        full = self._unsharded()
+        if full is not None and full.grad is not None:
+            self._take_unnoticed()
+        if self._local.grad is None:  # as all are while a forward is recorded
+            self._refuse_in_recording()
+        if value is not None and not (isinstance(value, Rows) and lie_alike(value, self)):
+            value = self._rows_of(value)
+        self._local.grad = None if value is None else value._local_tensor
+        self.gradient_rows = value if isinstance(value, Rows) and value is not self._shown_gradient() else None
+
+    def _take_unnoticed(self) -> None:
+        """Reduce what a backward left of which no unit was notified. Collective: ranks on which it left nothing do not join."""
+        group = self._owner[0]()
+        if group is not None:
+            group.reduce_held_back()
+
+    def show_gradient(self, rows: Tensor) -> Rows:
+        """From now on `.grad` is the result whenever the local representation's is `rows`, and lives as long as that."""
+        made: Rows = Rows.over(rows, self, kind=GradientRows)
+        self._shown_gradient = weakref.ref(made)
+        return made
+
+    def _refuse_in_recording(self) -> None:
+        """Raise while a forward is recorded: gradients are stored elsewhere meanwhile, and replays would not read them again."""
+        group = self._owner[0]()
+        if group is not None and group.hides_gradients:
+            raise EngineStateError(
+                f"{self.described}: .grad is read or set in a step whose forward is recorded as a CUDA graph; do it after backward "
+                "(on_after_backward in Lightning), or train without CUDA graphs"
+            )
+
+    def _rows_of(self, value: Tensor) -> Rows:
+        """This rank's rows of a gradient that is whole on every rank, or lies elsewhere."""
+        if isinstance(value, (DTensor, Number)):
+            value = value.full_tensor()
+        if value.shape != self.shape:
+            raise EngineStateError(
+                f"{self.described}: its gradient was set to a tensor of shape {tuple(value.shape)}; expected {tuple(self.shape)}, the "
+                "shape of the whole parameter, with the same values on every rank"
+            )
+        made: Rows = Rows.over(self.of_whole(value).detach().to(self._local).clone(), self)
+        return made
+
+    def note_write(self) -> None:
+        """Main weights were written: forward must read them, and graphs that saved the parameter are out of date, as in plain PyTorch."""
+        super().note_write()
+        group, index = self.place
+        group.outdate_graphs(index)
+
+    def forget_cleared_gradient(self) -> None:
+        """Drop the DTensor of a cleared gradient, which would keep its memory alive."""
+        if self._local.grad is None:
+            self.gradient_rows = None
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether forward and backward compute a gradient."""
+        full = self._unsharded()
+        return self._local.requires_grad if full is None else full.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
+        """Turn gradients on or off in every representation.
+
+        Raises:
+            EngineStateError: It was frozen when it was sharded, so it has no main weight of the policy's dtype.
+        """
+        group = self._owner[0]()
+        wanted = group.policy.main_params_dtype if group is not None else None
+        if (
+            requires_grad
+            and group is not None
+            and not group.spec.trainable
+            and wanted not in (None, group.spec.main_dtype)
+        ):
+            raise EngineStateError(
+                f"{self.described}: it was frozen when fully_shard was called, so its main weight is {group.spec.main_dtype} "
+                f"and not {wanted}; unfreeze it before fully_shard, and freeze it afterwards if need be"
+            )
+        if (full := self._unsharded()) is not None:
+            full.requires_grad_(requires_grad)
+        self._local.requires_grad_(requires_grad)
+        # In arithmetic on rows, autograd reads the flag of the tensor itself.
+        with compat.without_torch_function():
+            Tensor.requires_grad_(self, requires_grad)
+        return self
+
+    def let_go_of_unsharded(self) -> None:
+        """The module's own parameter is plain again. PyTorch would refuse to replace it while there is a weak reference."""
+        self._unsharded = _nothing
+
+    def take_assigned(self) -> None:
+        """Copy what was assigned to the `data` of the local representation to where the rows belong, before they are read."""
+        if self._local.data_ptr() != self._local_tensor.data_ptr() and (group := self._owner[0]()) is not None:
+            group.known_writes(weights=True)  # which checks all rows
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        raise EngineStateError(
+            f"{self._name}: a sharded parameter cannot be deep-copied, because the copy would belong to no unit. Copy "
+            "the module before fully_shard or after unshard_model, or copy values with unshard(module)"
+        )
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        """Refused: autograd never sees this tensor."""
+        raise EngineStateError(
+            f"register_hook on parameter {self.described}: it would never run, because gradients are computed for unsharded parameters and "
+            "reduced into shards. Use register_post_accumulate_grad_hook, which runs after the reduction, inspect gradients after backward "
+            "(on_after_backward in Lightning), or register the hook before fully_shard"
+        )
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
+        """Call `hook(parameter)` at the end of each backward that reduced its gradient; `.grad` is set then, and may be cleared.
+
+        Raises:
+            EngineStateError: The parameter is frozen.
+        """
+        if not self.requires_grad:
+            raise EngineStateError(
+                f"register_post_accumulate_grad_hook on parameter {self.described}: it is frozen and gets no gradient; unfreeze it first"
+            )
+        return add_gradient_hook(*self.place, hook)
+
+    def share_memory_(self) -> NoReturn:
+        """Refused: its memory is part of a buffer."""
+        raise EngineStateError(
+            f"share_memory_ on parameter {self.described}: shards lie in buffers of the engine; share the module before fully_shard or "
+            "after unshard_model"
+        )
+
+
+def _nothing() -> None:
+    return None
+
+
+def _represent_one(one: Any, other: Any) -> bool:
+    """Whether they are representations of one parameter, none of them unsharded: as keys of a dictionary they are the same."""
+    one, other = (tensor._local if isinstance(tensor, ShardedParameter) else tensor for tensor in (one, other))
+    return one is other
+
+
+def _refuse_gradient(reference: weakref.ref[ShardedParameter], _: Tensor) -> NoReturn:
+    parameter = reference()
+    described = parameter.described if parameter is not None else "of a deleted module"
+    refuse_gradient(described)

@@ -1,0 +1,566 @@
+"""Unit: what a sharded module does before and after its forward and its backward.
+
+    pre-forward     unshard (already under way if the order was known), prefetch the next unit, register unsharded parameters
+    post-forward    register sharded parameters, reshard
+    pre-backward    unshard into the same buffer, prefetch the unit that comes next in backward
+    post-backward   reshard; once no other call of the unit is awaited, its gradients are ready to be reduced
+
+Hooks detect these moments (call.py). Post-backward comes with the gradients of the unit's inputs: autograd runs what was
+recorded last first, so when they have arrived, everything inside the unit has run.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.engine.core.call import (
+    UNIT,
+    Awaited,
+    Call,
+    Shown,
+    attach,
+    attach_inside,
+    begin_call,
+    is_plain_lookup,
+    refuse_forgotten,
+    watch_result,
+)
+from lightning_mfsdp.engine.core.group import ParameterGroup
+from lightning_mfsdp.engine.core.policy import MixedPrecisionPolicy
+from lightning_mfsdp.engine.core.storage import Slot
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.core.context import Context
+
+__all__ = ["Unit", "is_trained", "unit_of"]
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit made by `fully_shard(module)`, or `None`."""
+    return module.__dict__.get(UNIT)
+
+
+def is_trained(group: ParameterGroup) -> bool:
+    """Whether a gradient of any of its parameters is required now."""
+    for entry in group.entries:  # noqa: SIM110 - a generator and `Entry.is_trained` cost host time, in every unit
+        if entry.full.requires_grad and entry.local.requires_grad:
+            return True
+    return False
+
+
+class Unit:
+    """The engine's side of one sharded module, or of several that run one after the other (`GroupedModules`).
+
+    Attributes:
+        name: Class name of the module until a root assigns its full name.
+        number: Among the units of its root.
+        groups: Parameters it owns.
+        shared_groups: Groups of other units whose parameters this module shares (tied weights).
+        all_groups: Both.
+        context: Shared by all units of a root.
+        awaited: Calls from which gradients may still come.
+        weights: Of all of these groups.
+        notices_end: Some call had an input that needs a gradient: the end of its backward is detected.
+        leaf_hooks: Hooks on results that are leaves; removed when a backward has ended.
+        uses_weights: It holds a lease on each of its weights.
+        shown: Whether its modules show unsharded parameters.
+        may_keep_unsharded: Weights stay between forward and backward if there is memory to spare (planning.py).
+        pinned: It stays unsharded through the end of a backward: code around it is still running (`gather_root`).
+        outside_for: Parameters of it were used outside of a forward that has a call: by themselves (outside.py), or by modules in a step of
+            the root. Their gradients may arrive at any time in this many backwards.
+        step_slots: Where saved tensors of such code expect the weights, by group; it has no call.
+        undo: Callbacks that undo what else `fully_shard` did to its modules.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        groups: list[ParameterGroup],
+        policy: MixedPrecisionPolicy,
+        *,
+        reshard_after_forward: bool | Literal["auto"],
+    ) -> None:
+        self.name, self.number = type(modules[0]).__name__, 0
+        self.groups = groups
+        self.shared_groups: list[ParameterGroup] = []
+        self.all_groups = list(groups)
+        self.weights = [group.weights for group in groups]
+        self.policy = policy
+        self.reshard_after_forward = bool(reshard_after_forward)
+        self.may_keep_unsharded = reshard_after_forward == "auto"
+        self.context: Context
+        self.users: list[weakref.ref[Unit]] = [weakref.ref(self)]
+        self.uses_weights = self.pinned = False
+        self.outside_for = 0
+        self.shown = Shown()
+        self.step_slots: list[Slot | None] | None = None
+        self.awaited = Awaited()
+        self._open_calls: list[Call | None] = []
+        self._running = 0
+        self._recomputed = 0  # forwards that ran inside this backward, and whose own backward has not ended
+        self._runs_without_gradients = self._is_called_inside = False
+        self._is_grouped = len(modules) > 1
+        self.leaf_hooks: list[RemovableHandle] = []
+        self.undo: list[Callable[[], None]] = []
+        self.notices_end = False
+        for module in modules:
+            module.__dict__[UNIT] = self
+        self._modules = [weakref.ref(module) for module in modules]
+        self._inside: list[RemovableHandle] = []
+        self._hooks = attach(self, modules)
+
+    def rename(self, names: Sequence[str]) -> None:
+        """Take the full name inside a root; `names` are those of its modules."""
+        self.name = name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+        for index, group in enumerate(self.groups):
+            group.rename(f"{name}[{index}]")
+
+    def share(self, group: ParameterGroup) -> None:
+        """Use a group that another unit owns."""
+        self.shared_groups.append(group)
+        self.all_groups.append(group)
+        self.weights.append(group.weights)
+
+    @property
+    def tables(self) -> list[dict[str, Any]]:
+        """The `_parameters` tables of the modules that show its parameters."""
+        return [table for group in self.all_groups for entry in group.entries for table, _ in entry.sites]
+
+    def hook_inside(self) -> None:
+        """Have modules inside the outermost unit show its parameters when they are called by themselves."""
+        self.unhook_inside()
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                self._inside += attach_inside(self, self.shown, self.tables, module)
+
+    def end(self) -> None:
+        """Its modules are no longer sharded, and hold no reference to it."""
+        self.awaited.end_backward(self.context.backwards_finished, keeps_graph=False)
+        self.rest(keeps_graph=False)
+        self.unhook_inside()
+        for handle in self._hooks:
+            handle.remove()
+        for undo in self.undo:
+            undo()
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                module.__dict__.pop(UNIT, None)
+
+    def unhook_inside(self) -> None:
+        """It is no longer an outermost unit."""
+        for handle in self._inside:
+            handle.remove()
+        self._inside.clear()
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any parameter it owns requires a gradient now."""
+        for group in self.groups:  # noqa: SIM110 - as below
+            if is_trained(group):
+                return True
+        return False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no further gradient will arrive from a call of it, or of a module that shares its parameters."""
+        if self.outside_for:
+            return False
+        if len(self.users) == 1:
+            return self.awaited.is_over()
+        return all((user := reference()) is None or user.awaited.is_over() for reference in self.users)
+
+    def use_outside(self) -> None:
+        """Parameters of it are used in grad mode outside of calls: gradients may arrive in the next two backwards, as those of calls."""
+        self.outside_for = 2
+
+    def use_shared(self) -> None:
+        """A step of the root reads, or goes on reading, what other units own, which cannot detect it."""
+        for group in self.shared_groups:
+            if (owner := group.unit()) is not None:
+                owner.use_outside()
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def unshard(
+        self, buffers: list[Slot | None] | None = None, *, ahead: bool = False, for_backward: bool = False
+    ) -> None:
+        """Start the all-gather of every group that is not gathered yet.
+
+        Args:
+            buffers: Where saved tensors expect the weights, by group.
+            ahead: They are not read yet; see `Weights.unshard`.
+            for_backward: Gather what a backward reads, not what a forward reads.
+        """
+        if self.context.needs_refresh:
+            self.context.refresh()
+        if buffers is None:
+            apart = bool(self.awaited.calls)
+            for weights in self.weights:
+                weights.unshard(apart=apart, for_backward=for_backward)
+            return
+        for weights, buffer in zip(self.weights, buffers, strict=True):
+            weights.unshard(buffer, for_backward=for_backward, ahead=ahead, reserve=self._recomputed > 0)
+
+    def register(self) -> None:
+        """Wait for the all-gathers, and have modules show unsharded parameters."""
+        for weights in self.weights:
+            weights.register()
+        self.shown.now = True
+        if not self.uses_weights:
+            self.lease()
+
+    def lease(self) -> None:
+        """Keep unsharded parameters in memory, shown or not."""
+        if not self.uses_weights:
+            self.uses_weights = True
+            for weights in self.weights:
+                weights.leases += 1
+
+    def has_at_hand(self, group: ParameterGroup) -> bool:
+        """Whether unsharded parameters of one of its groups equal the main weights and stay in place until a backward has ended."""
+        weights = group.weights
+        stays = not weights.is_sharded or (self is self.context.root() and (self.pinned or bool(self._open_calls)))
+        if not (stays and weights.follows_main):
+            return False
+        self.unshard()
+        weights.wait()
+        return True
+
+    def unregister(self) -> None:
+        """Have modules show sharded parameters; unsharded ones stay in memory."""
+        self.shown.now, self.shown.by = False, None
+        for group in self.all_groups:
+            if not self._is_shown_by_others(group):
+                group.weights.unregister()
+
+    def _is_shown_by_others(self, group: ParameterGroup) -> bool:
+        """Whether another unit that shares a group shows unsharded parameters of it."""
+        owner = group.unit()
+        if owner is None or len(owner.users) == 1:
+            return False
+        users = [user for reference in owner.users if (user := reference()) is not None]
+        return any(user.shown.now and group in user.all_groups for user in users)
+
+    def reshard(self) -> None:
+        """Show sharded parameters and free memory, unless code around it is still running or a unit that shares a group uses it."""
+        if self.pinned:
+            if self.shown.by is None:
+                self.unregister()
+            return
+        self.shown.now, self.shown.by = False, None
+        reserve = False
+        if self.uses_weights:
+            reserve = self._recomputed > 0 and bool(self.awaited.calls)
+            if self.context.trace is not None:
+                self.context.trace.append(self.reshard)
+            self._end_lease()
+        for group in self.all_groups:
+            weights = group.weights
+            if not weights.leases:
+                if weights.present:
+                    weights.reshard(reserve=reserve)
+            elif not self._is_shown_by_others(group):
+                weights.unregister()
+
+    def _end_lease(self) -> None:
+        """It no longer uses its weights. Weights that no unit uses stay in memory until that memory is needed."""
+        if self.uses_weights:
+            self.uses_weights = False
+            for weights in self.weights:
+                weights.leases -= 1
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Forward pre-hook."""
+        ranges = self.context.lane.ranges
+        if ranges.enabled:
+            ranges.begin("forward", self.name)
+        self.enter()
+        call = self._new_call()
+        self._open_calls.append(call)
+        # In a step its own layers may have computed the inputs (`self(self.pre(x))`), whose gradients come after those of the inputs.
+        return begin_call(self, None if self.pinned else call, args, kwargs)
+
+    def enter(self, *, shows: bool = True) -> None:
+        """Unshard parameters, and prefetch the next unit's.
+
+        Args:
+            shows: Modules show them; otherwise each does during its own forward (`enter_inside`).
+        """
+        self._runs_without_gradients = not (torch.is_grad_enabled() or compat.in_function_forward())
+        if self.shared_groups:
+            self._check_owners()
+        context, following = self.context, None
+        if compat.backward_task() != -1:
+            context.interrupt()
+            context.begin_backward()  # and not in a backward inside this one, which reentrant checkpointing runs
+            self._recomputed += 1
+            # If they are gathered for a backward of this unit already, what is recomputed reads the same.
+            self.unshard(None if self.uses_weights else self._latest_buffers())
+        else:
+            following = context.note_forward(self)
+            awaited = self.awaited
+            self.unshard(awaited.hidden_slots() if awaited.hides_calls or awaited.spent else None)
+        if context.trace is not None:
+            context.trace.append(self.enter)
+        if shows:
+            self.register()
+        else:
+            self.lease()
+        if following is not None:
+            following.unshard()
+
+    def enter_inside(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """A module with parameters of this unit, the outermost one, runs outside the unit's own forward: they are shown while it does."""
+        self._is_called_inside = not (self.pinned or self._open_calls)
+        if self._is_called_inside:
+            args, kwargs = self.pre_forward(module, args, kwargs)
+        else:
+            self.unshard()  # includes what was written since
+            self.register()
+        self.shown.by, self.shown.depth = module, 1
+        return args, kwargs
+
+    def leave_inside(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Its forward has ended, or raised with `output` None."""
+        self.shown.by = None
+        if self._is_called_inside:
+            self._is_called_inside = False
+            self.post_forward(module, args, output)
+        else:
+            self.unregister()
+            self.refuse_lost_writes()
+
+    def enter_again(self) -> None:
+        """Gather what a forward reads: a part of it is recomputed inside a backward, and none of its hooks runs."""
+        if not self.uses_weights:
+            self.enter()
+            return
+        for weights in self.weights:
+            weights.unshard()  # a codec may keep different bytes for forward and for backward
+            weights.register()
+
+    def _check_owners(self) -> None:
+        for group in self.shared_groups:
+            if cast("object", group.root()) is not self.context:
+                raise EngineStateError(
+                    f"{self.name}: it shares a parameter with {group.name}, a unit of another root, so their gradients cannot "
+                    "be added up; call fully_shard on the module around both"
+                )
+
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook; also runs when forward raised, with `output` None."""
+        ranges = self.context.lane.ranges
+        if ranges.open:
+            ranges.end("forward", self.name)
+        call = self._open_calls.pop() if self._open_calls else None  # none: the pre-hook itself raised
+        failed = output is None and sys.exc_info()[0] is not None
+        if failed:
+            if compat.backward_task() != -1:
+                return  # or recomputation stopped early, because it has all it needs; the backward goes on, or ends everything
+            if call is not None:
+                call.inputs = None  # hooks of the inputs hold the call, and it would hold the graph
+            self.abandon()
+            return
+        if call is not None and isinstance(module, nn.Embedding):
+            call.reads_weights = self._is_grouped or not is_plain_lookup(module)
+        outputs = watch_result(self, call, output)
+        self.leave(reshard=call is None or (bool(outputs) and not call.hides))
+
+    @property
+    def open_call(self) -> Call | None:
+        """The call that is running; `None` without gradients."""
+        return self._open_calls[-1] if self._open_calls else None
+
+    def close(self) -> None:
+        """A run of several modules ended before its last."""
+        self.context.lane.ranges.end("forward", self.name)
+        call = self._open_calls.pop()
+        self.leave(reshard=call is None or not call.hides)
+
+    def leave(self, *, reshard: bool) -> None:
+        """After forward: reshard weights, unless they are needed again at once.
+
+        Args:
+            reshard: False where a backward may come undetected: the module returned no tensor to hook.
+        """
+        if compat.backward_task() != -1 or self._open_calls:
+            return
+        context = self.context
+        is_root = self is context.root()
+        if is_root:
+            context.interrupt()
+        keeps = (
+            is_root or not (reshard and self.reshard_after_forward) or context.schedule.last_of_forward == self.number
+        )
+        unnoticed = self.reads_unnoticed
+        if not (unnoticed or (keeps and torch.is_grad_enabled())):
+            self.reshard()
+        else:
+            # Outside of forwards `parameters()` must yield those that have gradients and accept writes.
+            self.unregister()
+            if not (is_root or unnoticed):
+                self._end_lease()
+        self.refuse_lost_writes()
+
+    @property
+    def keeps_after_forward(self) -> bool:
+        """Whether its weights stay between forward and backward regardless of the option: the root's, and those backward needs first."""
+        return self is self.context.root() or self.context.schedule.last_of_forward == self.number
+
+    def refuse_lost_writes(self) -> None:
+        """Raise if a forward wrote to weights that cannot adopt it; see `Weights.unregister`."""
+        for weights in self.weights:
+            if weights.lost_writes and not sys.exc_info()[0]:
+                weights.refuse_lost_writes()
+
+    @property
+    def reads_unnoticed(self) -> bool:
+        """Whether a backward may begin with a hidden result of it, so that weights are read before the engine is notified."""
+        awaited = self.awaited
+        hidden = [call for call in awaited.spent if call.hides and call.outlasts_pass] if awaited.spent else None
+        if not hidden:
+            return awaited.hides_calls
+        root = self.context.root()
+        is_notified = root is not None and root is not self and not root.reads_unnoticed
+        return self.awaited.hides_calls or not (is_notified and all(call.notifies_root for call in hidden))
+
+    def share_no_memory(self) -> None:
+        """Keep its weights out of shared memory: it cannot be detected when they are read."""
+        for weights in self.weights:
+            if weights.is_sharded:
+                self.context.lane.pool.keep_alone(weights.client)
+
+    @property
+    def is_inside_root(self) -> bool:
+        """Whether the forward of a root around it, or a step of one, is running."""
+        root = self.context.root()
+        return root is not None and root is not self and (root.pinned or bool(root._open_calls))
+
+    @property
+    def is_inside_forward_of_root(self) -> bool:
+        """Whether the forward of a root around it is running, also in a step of one."""
+        root = self.context.root()
+        return root is not None and root is not self and bool(root._open_calls)
+
+    @property
+    def full_bytes(self) -> int:
+        """Memory of its own gathered weights."""
+        return sum(group.weights.client.size_bytes for group in self.groups if group.weights.is_sharded)
+
+    def abandon(self) -> None:
+        """Forward raised: reshard at once what it used, and at the root also what was prefetched."""
+        self.pinned = False
+        self.reshard()
+        if self is self.context.root():
+            for unit in self.context.units:
+                unit.reshard()
+
+    def _new_call(self) -> Call | None:
+        if not torch.is_grad_enabled():
+            self.note_run()
+            return None
+        call = self.awaited.new_call() if self.all_groups else None
+        if call is not None:
+            root = self.context.root()
+            # A root without parameters makes no calls, so only a step notifies it of a backward (`watch_backward`).
+            call.notifies_root = self.is_inside_root and root is not None and (root.pinned or bool(root.all_groups))
+        return call
+
+    def note_run(self) -> None:
+        """One of its modules runs; without gradients it may be recomputed with them, unless all of the root runs without."""
+        if compat.in_function_forward():
+            root = self.context.root()
+            if not (root and self.is_inside_root and root._runs_without_gradients):
+                self.awaited.note_run()
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def pre_backward(self, call: Call) -> None:
+        """A gradient of an output has arrived; the call's own nodes run next, unless it returned an input unchanged."""
+        context = self.context
+        if torch.is_grad_enabled() and any(weights.is_sharded for weights in self.weights):
+            raise EngineStateError(
+                f"{self.name}: backward with create_graph=True needs these weights again later, when they are sharded; "
+                'use sharding="optim_grads" (weights stay whole) for gradients of gradients'
+            )
+        context.begin_backward()
+        if call.begun_in == context.backwards_finished or call.ended_in == compat.backward_task():
+            return
+        if call not in self.awaited.calls:
+            self.awaited.came(call)
+        call.begun_in = context.backwards_finished
+        if context.lane.ranges.enabled:
+            context.lane.ranges.begin("backward", self.name)
+        self._running += call.has_end
+        following = context.note_backward(self)
+        if call.reads_weights:
+            self.unshard(call.slots, for_backward=True)
+            self.register()
+        if following is not None:
+            following.prefetch_for_backward()
+
+    def post_backward(self, call: Call) -> None:
+        """All gradients of the call's inputs have arrived, so its share of the parameters' gradients is complete."""
+        self.context.begin_backward()  # it may have gone undetected, if results were hidden
+        call.ended_in = compat.backward_task()
+        nothing_comes = self.awaited.ended(call)
+        if self._recomputed:
+            self._recomputed -= 1
+        if call.hides and not call.is_recomputed and call.begun_in != self.context.backwards_finished:
+            refuse_forgotten(self)
+        if call.begun_in == self.context.backwards_finished:
+            call.begun_in = -1
+            if self.context.lane.ranges.open:
+                self.context.lane.ranges.end("backward", self.name)
+            self._running -= 1
+        if self._running == 0 and not (call.hides and self.context.keeps_graph):
+            self.reshard()
+        if nothing_comes:
+            self.context.reductions.unit_done(self)
+
+    def prefetch_for_backward(self) -> None:
+        """Start the all-gather for a backward that is expected next, if its memory is free."""
+        calls = self.awaited.calls
+        if calls and calls[-1].reads_weights:
+            self.unshard(calls[-1].slots, ahead=True, for_backward=True)
+
+    def _latest_buffers(self) -> list[Slot | None] | None:
+        """Where saved tensors of the last call that waits for its backward, or else for another one, point; `None` if no call waits."""
+        waiting = self.awaited.calls or self.awaited.spent
+        return waiting[-1].slots if waiting else None
+
+    def show_for_hidden_calls(self) -> None:
+        """A backward begins: weights that calls with hidden results read stay until all of these have ended, or the backward ends."""
+        slots = self.awaited.hidden_slots()
+        if slots is not None:
+            self._running += self.awaited.begin_hidden(self.context.backwards_finished)
+            self.unshard(slots, for_backward=True)
+            self.register()
+
+    def rest(self, *, keeps_graph: bool) -> None:
+        """After a backward, or after one that failed: stop waiting for any part of it."""
+        self._running = 0
+        self._recomputed = 0
+        for handle in self.leaf_hooks:
+            handle.remove()
+        self.leaf_hooks.clear()
+        self.outside_for = max(0, self.outside_for - (not keeps_graph))
+        if not self._open_calls:  # otherwise the backward ran inside its forward, which goes on
+            self.unregister() if self.reads_unnoticed else self.reshard()

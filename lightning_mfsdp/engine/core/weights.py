@@ -1,0 +1,575 @@
+"""Weights: what forward and backward read of a group, from the main weight to the parameters that modules show.
+
+    main weight           main dtype, this rank's rows: the optimizer's
+      | cast once after each change, or quantized (codec.py); or cast by each all-gather where no compute shard is kept
+    compute shard         compute dtype, this rank's shard, or everything where weights are whole; the main weight itself if dtypes match
+      | all-gather
+    unsharded weight      compute dtype, everything: a pooled buffer, or the compute shard where weights are whole
+      | views
+    unsharded parameters  what modules show while they run
+
+Three questions are kept apart:
+
+    what is in memory     `present`, and in which pooled buffer (`buffer`)
+    how old it is         `outdated`: the compute shard is older than the main weight. `stale`: other ranks' shards are not gathered yet
+    what modules show     `registered`
+
+and memory changes by these moves alone:
+
+    state                          move                  next         what happens
+    sharded                        unshard               gathering    the pooled buffer is taken and the all-gather starts
+    sharded                        unshard ahead         sharded      if another client holds the buffer that saved tensors point into
+    gathering, unsharded           unshard               the same     another form that a codec keeps is gathered in addition
+    gathering, unsharded, in use   unshard elsewhere     gathering    resharded and gathered where saved tensors point; never ahead
+    gathering                      wait                  unsharded    the current stream waits for the all-gather
+    gathering, unsharded           reshard               sharded      modules show sharded parameters, the buffer is free again
+    gathering, unsharded, unused   give up               sharded      another group needs the buffer
+    any                            refill                the same     the main weight has changed while the unsharded one is being read
+
+A unit that computes with the weights holds a lease. Without one, what is in memory was gathered ahead or kept for a backward, and goes as
+soon as its memory is needed or the main weight changes.
+
+Alternatives considered: a lease for each call of a unit (units end the leases of all calls at once, so counting units is equivalent); two
+objects for the two forms of a codec (registration, memory and age exist once).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.base.streams import Event, Streams
+from lightning_mfsdp.engine.comm.collectives import Axis
+from lightning_mfsdp.engine.comm.gather_order import BACKWARD, FORWARD, GatherOrder
+from lightning_mfsdp.engine.comm.ranges import Ranges
+from lightning_mfsdp.engine.core.buffer import FlatBuffer, buffer_numel
+from lightning_mfsdp.engine.core.codec import Fragment, WeightCodec
+from lightning_mfsdp.engine.core.parameter import Entry
+from lightning_mfsdp.engine.core.sharded_parameter import ShardedParameter
+from lightning_mfsdp.engine.core.storage import Client, Slot, SlotPool
+from lightning_mfsdp.engine.core.versions import Place, Versions
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.core.group import ParameterGroup
+
+__all__ = ["GatherLane", "Weights"]
+
+
+@dataclass(eq=False, kw_only=True)
+class GatherLane:
+    """What the all-gathers of all groups of a root share.
+
+    Attributes:
+        weights_ready: Event after the last write to any main weight or compute shard; `None` once the gather stream has waited for it.
+        started: How many were issued, for inspection.
+    """
+
+    streams: Streams
+    pool: SlotPool
+    order: GatherOrder
+    ranges: Ranges
+    weights_ready: Event = None
+    started: int = 0
+
+
+class Weights:
+    """The compute weights of one group.
+
+    Attributes:
+        name: Of the group.
+        number: Of the group among those of its root.
+        shards: The compute shard, one buffer for each form that a codec keeps; empty where each all-gather casts.
+        present: Which forms of the unsharded weight are in memory or on their way, one bit each.
+        registered: Modules show unsharded parameters.
+        leases: How many units compute with them.
+        outdated: The main weight was written since the compute shard was brought up to date with it.
+        written_elsewhere: It was written by anything but an adopted optimizer.
+        known_writes: The main weight's version counter when it was last checked, or a step reported.
+        stale: The compute shard was brought up to date since it was last gathered.
+        lost_writes: Unsharded parameters that a forward wrote to, though main weights of another dtype cannot adopt that.
+        client: Holds pooled buffers for the unsharded weight.
+        is_sharded: It is unsharded only while it is used: gathered from other ranks, or at least cast.
+    """
+
+    def __init__(self, owner: ParameterGroup, shards: list[FlatBuffer], *, main_is_shard: bool) -> None:
+        self.name, self.number = owner.name, 0
+        self.shards = shards
+        self.present = 0
+        self.registered = False
+        self.leases = 0
+        self.outdated = self.written_elsewhere = self.stale = True
+        self.lost_writes: list[Entry] = []
+        self.is_sharded = owner.placement.weight
+        self._spec, self._layout, self._placement = owner.spec, owner.layout, owner.placement
+        self._axes, self._device = owner.axes, owner.device
+        self._full, self._inner, self._own = owner.full_extent, owner.inner_extent, owner.main_extent
+        self._entries = owner.entries
+        self._main, self._host_buffer, self._main_is_shard = owner.main, owner.host_buffer, main_is_shard
+        self._codec = owner.spec.codec
+        num_forms = len(owner.spec.planes)
+        self._read_by_forward, self._read_by_backward = 1, 1 << (num_forms - 1)
+        self._every_form = (1 << num_forms) - 1
+        self._nothing = self._stand_ins()
+        self.known_writes = 0
+        self._event: Event = None  # after the all-gather
+        self._lane: GatherLane
+        self.versions = Versions([entry.full for entry in self._entries])
+        self._bound: Place | None = None  # where a codec's parameters are pointed at
+        self._by_slot: weakref.WeakKeyDictionary[Slot, Place] = weakref.WeakKeyDictionary()
+        self._latest: tuple[Slot, Place] | None = None  # of `_by_slot`
+        size_bytes = num_forms * buffer_numel(self._layout, self._full) * self._spec.storage_dtype.itemsize
+        self.client = Client(name="", size_bytes=size_bytes, evict=_give_up(weakref.ref(self)))
+        self.rename(owner.name)
+
+    def rename(self, name: str) -> None:
+        """Update the name after the group was renamed."""
+        self.name, self.client.name = name, f"{name} weights"
+
+    def join(self, lane: GatherLane, number: int) -> None:
+        """Gather together with the other groups of a root from now on."""
+        self._lane, self.number = lane, number
+        if self.is_sharded:
+            lane.pool.add(self.client)
+
+    @property
+    def buffer(self) -> Slot | None:
+        """The pooled buffer it is in, or was in last; `None` where it needs none."""
+        return self.client.slot if self.is_sharded else None
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory of the compute shard in addition to the main weight."""
+        return sum(shard.size_bytes for shard in self.shards) - (self._main.size_bytes if self._main_is_shard else 0)
+
+    @property
+    def follows_main(self) -> bool:
+        """Whether unsharded parameters have exactly the main weight's values."""
+        return self._codec is None and self._spec.main_dtype == self._spec.compute_dtype
+
+    # -- how old -------------------------------------------------------------------------------------------------------
+
+    def outdate(self, *, by_optimizer: bool) -> None:
+        """Note that the main weight was written."""
+        self.outdated = True
+        if by_optimizer:
+            self.forget_writes()
+        else:
+            self.written_elsewhere = True
+
+    def note_writes(self) -> bool:
+        """Whether the main weight was written since the last call, by any writer. PyTorch does not count writes through `tensor.data`.
+
+        A tensor that was assigned to the `data` of local rows is copied to where the rows belong.
+        """
+        if [entry.local.data_ptr() for entry in self._entries] != self._main.addresses():
+            for entry, rows in zip(self._entries, self._main.views, strict=True):
+                if entry.local.data_ptr() != rows.data_ptr():
+                    with torch.no_grad():
+                        rows.copy_(entry.local)
+                    compat.set_data(entry.local, rows)
+        before = self.known_writes
+        self.forget_writes()
+        return self.known_writes != before
+
+    def forget_writes(self) -> None:
+        """Acknowledge what was written to the main weight until now: it is known, or the engine wrote it."""
+        self.known_writes = self._main.segments[0]._version  # all views of a buffer have one counter
+
+    def updates(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What to copy where (targets, sources) so that the own part of the compute shard equals the main weight; it counts as done.
+
+        Where the main weight is in host memory, an optimizer casts what it wrote.
+        """
+        by_optimizer = not self.written_elsewhere
+        known = self._main_is_shard or (
+            self._host_buffer is not None and not self._host_buffer.note_writes() and by_optimizer
+        )
+        self.outdated = self.written_elsewhere = False
+        self.stale = True
+        self.forget_writes()
+        if known or not self.shards or self._codec is not None:
+            return [], []
+        return self.shards[0].part(self._own).segments, self._main.segments
+
+    def fragments(self) -> list[Fragment]:
+        """What to quantize so that the own part of the compute shard equals the main weight; one for each parameter of a codec."""
+        if self._codec is None:
+            return []
+        own = [shard.part(self._own).views for shard in self.shards]
+        return [
+            Fragment(
+                parameter=entry.full,
+                main=main.view(-1),
+                start=self._layout.owned_elements(index, self._own.start)[0] - self._layout.offset_of[index],
+                outputs=tuple(views[index].view(-1) for views in own),
+            )
+            for index, (entry, main) in enumerate(zip(self._entries, self._main.views, strict=True))
+        ]
+
+    def cast_from(self, main: FlatBuffer) -> None:
+        """Bring the own part of the compute shard up to date with a copy of the main weight. A codec does that at the next refresh."""
+        if self._codec is not None:
+            return
+        if self.present and not self.registered:
+            self.reshard()  # a prefetching all-gather may still read it
+        compat.foreach_copy_(self.shards[0].part(self._own).segments, main.segments)
+
+    # -- what is in memory ---------------------------------------------------------------------------------------------
+
+    def unshard(
+        self,
+        buffer: Slot | None = None,
+        *,
+        for_backward: bool = False,
+        ahead: bool = False,
+        apart: bool = False,
+        reserve: bool = False,
+    ) -> None:
+        """Start the all-gather, unless what is read is in memory or on its way.
+
+        Args:
+            buffer: Where saved tensors of a forward point.
+            for_backward: Gather what a backward reads, not what a forward reads.
+            ahead: It is not read yet: postpone if another client is in `buffer`, or this weight is being read elsewhere.
+            apart: Keep out of shared buffers, see `SlotPool.acquire`.
+            reserve: If it is elsewhere, no other client may have that memory before the backward has ended.
+        """
+        form = self._read_by_backward if for_backward else self._read_by_forward
+        if self.present & form and (buffer is None or self.client.slot is buffer):
+            return
+        if buffer is not None:
+            if ahead and not buffer.is_free_for(self.client):
+                return
+            if self.present and self.client.slot is not buffer:
+                if ahead and self.leases:
+                    return
+                self.reshard(reserve=reserve)
+        if not self.present & form:
+            self._gather(form, buffer, BACKWARD if for_backward else FORWARD, apart=apart)
+
+    def _gather(self, form: int, buffer: Slot | None, kind: int, *, apart: bool = False) -> None:
+        outer_first = self.stale and self._placement.outer_main
+        in_place = self.stale and self._placement.main and not self.is_sharded
+        if not (self.is_sharded or outer_first or in_place):
+            self.present = self._every_form
+            return
+        lane, streams = self._lane, self._lane.streams
+        with lane.ranges.around("gather", self.name):
+            if self.is_sharded and lane.order.is_on:
+                lane.order.note(self.number, self.name, kind)
+            training = torch.is_grad_enabled() or compat.backward_task() != -1
+            with streams.on(streams.gather):
+                if lane.weights_ready is not None:
+                    streams.wait(lane.weights_ready, streams.gather)
+                self.stale = False
+                if outer_first and self._axes.outer is not None:
+                    self._gather_shards(self._axes.outer, self._inner, self._own)
+                if self.is_sharded:
+                    if not self.present:
+                        free = lane.pool.acquire(self.client, buffer, apart=apart, training=training)
+                        if free is not None:
+                            streams.wait(free, streams.gather)
+                    self.present |= form
+                    self._gather_into(self._in_slot(self.client.slot), form)
+                else:
+                    self.present = self._every_form
+                    if in_place:
+                        self._gather_shards(self._axes.shard, self._full, self._inner)
+                self._event = streams.record()
+        lane.started += 1
+        lane.weights_ready = None
+
+    def _gather_shards(self, axis: Axis, whole: range, part: range) -> None:
+        """Fill compute shards from what the ranks of an axis hold of them."""
+        outputs = [segment for shard in self.shards for segment in shard.part(whole).segments]
+        axis.gather(outputs, [segment for shard in self.shards for segment in shard.part(part).segments])
+        self.forget_writes()
+
+    def _gather_into(self, place: Place, forms: int) -> None:
+        """Fill forms of an unsharded weight, and point the parameters there."""
+        versions = self.versions
+        if versions.place is not place:
+            if not versions.are_as_set():
+                self._refuse_late_write(versions.written()[0])
+            if self._codec is not None:
+                self._bind(self._codec, place)
+            else:
+                for index, view in enumerate(place.buffers[0].views):
+                    parameter = self._entries[index].full
+                    if parameter.data_was_asked_for:
+                        if compat.get_data(parameter).data_ptr() != self._nothing[index].data_ptr():
+                            self._refuse_late_write(index)
+                        parameter.data_was_asked_for = False
+                    compat.set_data(parameter, view)
+            versions.lie_in(place)
+        for index, full in enumerate(place.buffers):
+            if forms >> index & 1:
+                if self.shards:
+                    source = self.shards[index]
+                else:  # the own part is cast into its final place, and gathered in place
+                    source = full.part(self._own)
+                    compat.foreach_copy_(source.segments, self._main.segments)
+                if self._axes.shard.size > 1:
+                    self._axes.shard.gather(full.segments, source.segments)
+
+    def _in_slot(self, slot: Slot) -> Place:
+        """The place in a slot's memory, made once for each slot."""
+        if self._latest is not None and self._latest[0] is slot:
+            return self._latest[1]
+        known = self._by_slot.get(slot)
+        if known is None:
+            with torch.inference_mode(False):
+                memory = slot.memory[: self.client.size_bytes].view(self._spec.storage_dtype)
+                known = self._by_slot[slot] = self._place_over(
+                    [
+                        FlatBuffer.over(self._layout, self._full, form)
+                        for form in memory.view(len(self._spec.planes), -1).unbind()
+                    ]
+                )
+        self._latest = slot, known
+        return known
+
+    def _place_over(self, buffers: list[FlatBuffer]) -> Place:
+        parameters = [entry.full for entry in self._entries]
+        # `data` of views: a version counter of its own, so that a gather does not disturb tensors saved for backward.
+        raw = [] if self._codec is None else [view.data for form in buffers for view in form.views]
+        return Place(buffers, parameters, raw)
+
+    def _bind(self, codec: WeightCodec, place: Place) -> None:
+        """Point a codec's parameters at their raw data, once for each place that they are moved to."""
+        if self._bound is place:
+            return
+        self._bound = place
+        with torch.inference_mode(False), torch.no_grad():
+            for index, entry in enumerate(self._entries):
+                codec.bind(entry.full, place.raw[index :: len(self._entries)])
+
+    def begin(self) -> None:
+        """Point unsharded parameters, left empty, at the compute shard where weights are whole: they lie there permanently."""
+        if self.is_sharded:
+            self.versions.leave()
+        else:
+            self._gather_into(self._place_over(self.shards), 0)
+
+    def leave_empty(self, index: int) -> None:
+        """Leave a parameter without memory of its own, and without a gradient."""
+        full = self._entries[index].full
+        full.grad = None
+        if self._codec is None:
+            compat.set_data(full, self._nothing[index])
+        else:  # its shape is that of what it reads
+            nothing = torch.empty(1, dtype=self._spec.storage_dtype, device=self._device).expand(full.shape)
+            self._codec.bind(full, [nothing] * len(self._spec.planes))
+
+    def _refuse_late_write(self, index: int) -> NoReturn:
+        """Raise: the program wrote to an unsharded parameter, which it kept, while the weights were sharded."""
+        self._entries[index].full.data_was_asked_for = False
+        self._nothing = self._stand_ins()  # this one may have been written
+        self.versions.leave()
+        self.reshard()
+        raise EngineStateError(
+            f"{self.name}: the unsharded parameter {self._entries[index].name} was written while its unit was resharded, so the write has "
+            "no effect. The program kept it from a forward; write to module.parameter outside of forwards, where it is the main weight"
+        )
+
+    def _stand_ins(self) -> list[Tensor]:
+        """What resharded parameters are pointed at: of their shape, since gradients that need no value still arrive, and NaN.
+
+        An integer has no NaN, and no gradient.
+        """
+        dtype = self._spec.storage_dtype
+        value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
+        with torch.inference_mode(False):
+            # One for each parameter, since `zero_` writes even to these.
+            each = torch.full((len(self._entries),), value, dtype=dtype, device=self._device)
+            return [one.expand(entry.piece.part_shape) for one, entry in zip(each, self._entries, strict=True)]
+
+    def wait(self) -> None:
+        """Let the work that follows on this stream wait for the all-gather."""
+        if self._event is not None:
+            self._lane.streams.wait(self._event)
+            self._event = None
+
+    def forget_event(self) -> None:
+        """No stream has to wait for the all-gather that was started."""
+        self._event = None
+
+    def reshard(self, *, reserve: bool = False) -> None:
+        """Show sharded parameters and return the buffer to the pool. Saved tensors still point into it; a gather for backward refills it.
+
+        Args:
+            reserve: No other client may use the buffer before the backward has ended.
+        """
+        if self.registered:
+            self.unregister()
+        elif self.present and not self.versions.are_as_set():
+            self._take_over_writes()
+        if self.present:
+            self.present = 0
+            if self.is_sharded:
+                if self._event is not None:
+                    self.wait()
+                self.versions.leave()
+                if self._codec is None:
+                    for entry, nothing in zip(self._entries, self._nothing, strict=True):
+                        compat.set_data(entry.full, nothing)
+                lane = self._lane
+                give_back = lane.pool.reserve if reserve else lane.pool.release
+                give_back(self.client, lane.streams.record())
+
+    def refill(self) -> None:
+        """Bring what is in memory up to date with the main weight, where saved tensors may point."""
+        forms, shown = self.present or 1, self.registered
+        buffer = self.buffer if self.present else None
+        self.unregister(takes_over=False)
+        if self.present:
+            self._take_over_writes(takes_over=False)
+        self.reshard()
+        for form, kind in ((self._read_by_forward, FORWARD), (self._read_by_backward, BACKWARD)):
+            if forms & form & ~self.present:
+                self._gather(form, buffer, kind)
+        if shown:
+            self.register()
+
+    def give_up(self) -> bool:
+        """Hand the buffer to another client if no unit computes with these weights; returns whether it may have it."""
+        if not self.present or self.registered or self.leases:
+            return False
+        self.reshard()
+        return True
+
+    # -- what modules show ---------------------------------------------------------------------------------------------
+
+    def register(self) -> None:
+        """Wait for the all-gather, and have modules show unsharded parameters."""
+        if self._event is not None:
+            self.wait()
+        if self.registered:
+            return
+        self.registered = True
+        if self._codec is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._codec.after_gather([entry.full for entry in self._entries])
+        for entry in self._entries:
+            sites = entry.sites
+            table, key = sites[0]
+            if key not in table or table[key] is not entry.at_rest:
+                self._refuse_replaced(entry, table.get(key))
+            for table, key in sites:
+                table[key] = entry.full
+
+    def _refuse_replaced(self, entry: Entry, found: object) -> NoReturn:
+        for earlier in self._entries[: self._entries.index(entry)]:
+            earlier.show(earlier.at_rest)
+        self.registered = False
+        raise EngineStateError(
+            f"{self.name}: parameter {entry.name} was replaced after fully_shard (expected its sharded DTensor, got "
+            f"{_named(found, entry)}), by load_state_dict(assign=True), functional_call, an assignment, "
+            "or a conversion such as half() or cpu(). Assign before fully_shard and copy values in place afterwards; convert it back, or "
+            "call unshard_model(module) on the root"
+        )
+
+    def unregister(self, *, takes_over: bool = True) -> None:
+        """Have modules show sharded parameters; unsharded ones stay in memory.
+
+        Args:
+            takes_over: What was written to them becomes main weights; otherwise main weights were written later.
+        """
+        if not self.registered:
+            return
+        self.registered = False
+        if self._codec is not None:
+            self._codec.before_release([entry.full for entry in self._entries])
+        data_was_asked_for = False
+        for entry in self._entries:
+            at_rest = entry.at_rest
+            for table, key in entry.sites:
+                table[key] = at_rest
+            if entry.full.data_was_asked_for:
+                data_was_asked_for = True
+        if data_was_asked_for or not self.versions.are_as_set():
+            self._take_over_writes(takes_over=takes_over)
+
+    def _take_over_writes(self, *, takes_over: bool = True) -> None:
+        """Make what the program has written, or may have, to unsharded parameters the main weights; or forget it."""
+        written = self.versions.written()
+        if written:
+            self.versions.take_over(written)
+        for index, entry in enumerate(self._entries):
+            if index in written or entry.full.data_was_asked_for:
+                entry.full.data_was_asked_for = False
+                if takes_over and self._codec is None:
+                    self._take_over(index, is_written=index in written)
+
+    def _take_over(self, index: int, *, is_written: bool) -> None:
+        """Make a parameter's unsharded values, which a forward has or may have written, those of the main weight and the compute shard.
+
+        All ranks compute the same, so each keeps its own rows and nothing is communicated: a rank may have asked for `data` alone, to log.
+        Where dtypes differ, unchanged values keep their precision, and a forward that definitely wrote is refused: what it accumulates
+        would be lost in rounding.
+        """
+        value = self._where_it_belongs(index)
+        if is_written and self._spec.main_dtype != self._spec.compute_dtype:
+            self.lost_writes.append(self._entries[index])
+            return
+        with torch.no_grad():
+            for buffer in (self._main, *self.shards):
+                rows, own = buffer.view(index), self.rows_of(value, index, buffer.extent)
+                if not rows.numel() or own.data_ptr() == rows.data_ptr():
+                    continue
+                if own.dtype == rows.dtype:
+                    rows.copy_(own)
+                else:
+                    rows.copy_(torch.where(rows.to(own.dtype) == own, rows, own.to(rows.dtype)))
+        self.forget_writes()
+        self._lane.weights_ready = self._lane.streams.record()
+
+    def _where_it_belongs(self, index: int) -> Tensor:
+        """The value that a parameter holds now, in the memory it was pointed at before its `data` was set."""
+        place = self.versions.place
+        assert place is not None, "only parameters in memory can be written"
+        full, view = self._entries[index].full, place.buffers[0].views[index]
+        with torch.inference_mode(False), torch.no_grad():
+            if full.untyped_storage().data_ptr() != view.untyped_storage().data_ptr():
+                view.copy_(full)
+                compat.set_data(full, view)
+        return view
+
+    def rows_of(self, value: Tensor, index: int, extent: range) -> Tensor:
+        """The part of a whole parameter that belongs to the shards of `extent`."""
+        rows = self._layout.owned_rows(index, extent.start, len(extent))
+        return value[rows.start : rows.stop] if value.dim() else value
+
+    def refuse_lost_writes(self) -> NoReturn:
+        """Raise an error that names the parameters whose writes would be lost."""
+        names = ", ".join(entry.name for entry in self.lost_writes)
+        self.lost_writes.clear()
+        raise EngineStateError(
+            f"{self.name}: a forward wrote to its own parameter {names}, which it sees in {self._spec.compute_dtype}, while the main "
+            f"weight is {self._spec.main_dtype}, so the write would be lost. Write outside of the module's forward (in training_step or a "
+            "hook, where parameters are main weights), keep the module in float32 (MixedPrecisionPolicy(fp32_modules=...)), or use "
+            'precision="32-true"'
+        )
+
+
+def _give_up(this: weakref.ref[Weights]) -> Callable[[], bool]:
+    def evict() -> bool:
+        weights = this()
+        return weights is not None and weights.give_up()
+
+    return evict
+
+
+def _named(found: object, entry: Entry) -> str:
+    """What is found where a module showed an entry, for messages."""
+    if isinstance(found, ShardedParameter) and found._local is entry.local:
+        return f"its rows in {str(found.dtype).removeprefix('torch.')} on {found.device}"
+    return "a foreign DTensor" if isinstance(found, DTensor) else type(found).__name__

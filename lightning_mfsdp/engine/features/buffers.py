@@ -1,0 +1,142 @@
+"""Buffers are not sharded: every rank has its own, which its forwards write. These functions copy the first rank's values to all ranks.
+
+Buffers that each rank has for itself stay: a module lists them in `buffers_of_each_rank`, and those that DistributedDataParallel was set to
+ignore stay, too. Along the mesh's expert axis buffers differ as parameters do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.engine.comm.mesh import Mesh
+from lightning_mfsdp.engine.core.unit import unit_of
+
+__all__ = ["broadcast_buffers", "share_from_first"]
+
+# More than this is not copied together: it bounds the extra memory of a broadcast.
+_TOGETHER_BYTES = 64 << 20
+
+
+def broadcast_buffers(module: nn.Module) -> None:
+    """Set the buffers of a sharded module to the values of the mesh's first rank, in place. Collective; it waits for the device.
+
+    The strategies call it before an evaluation, a checkpoint and a state dict, so that all ranks evaluate with what is saved. Those that
+    a module lists in `buffers_of_each_rank` (names of its own, such as counters of what this rank has seen) are not changed.
+
+    Args:
+        module: The outermost one that was given to `fully_shard`. Nothing happens with any other.
+
+    Raises:
+        EngineStateError: On all ranks: buffers differ between ranks in name, shape or dtype.
+    """
+    root = unit_of(module)
+    if root is None or not (mesh_of_root := root.context.mesh).all_axes:
+        return
+    ignored = compat.ddp_ignores(module)
+    found = [(name, buffer, mesh) for name, buffer, mesh in _buffers(module) if name not in ignored]
+    _check_alike([(name, buffer) for name, buffer, _ in found], mesh_of_root, root.context.device)
+    by_mesh: dict[DeviceMesh, tuple[Mesh, list[Tensor]]] = {}
+    for _, buffer, mesh in found:
+        by_mesh.setdefault(mesh.device_mesh, (mesh, []))[1].append(buffer)
+    for mesh, buffers in by_mesh.values():
+        share_from_first(buffers, mesh)
+
+
+def share_from_first(tensors: Sequence[Tensor], mesh: Mesh) -> None:
+    """Overwrite tensors of any dtype with those of the mesh's first rank, in few broadcasts of bytes. Collective."""
+    if not mesh.replicated_axes:
+        return
+    together: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        own = _own_memory(tensor.detach())
+        if not own.numel():
+            continue
+        if together and size + own.nbytes > _TOGETHER_BYTES:
+            _broadcast(together, mesh)
+            together, size = [], 0
+        together.append(own)
+        size += own.nbytes
+    if together:
+        _broadcast(together, mesh)
+
+
+def _broadcast(tensors: list[Tensor], mesh: Mesh) -> None:
+    """As bytes, because backends do not support all dtypes."""
+    with torch.no_grad(), _mode_of(tensors):
+        pieces = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+        content = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        for axis in mesh.replicated_axes:
+            dist.broadcast(content, group=axis.group, group_src=0)
+        received = torch.split(content, [len(piece) for piece in pieces])
+        for tensor, piece, value in zip(tensors, pieces, received, strict=True):
+            if piece.data_ptr() != tensor.data_ptr():  # a copy, because the tensor has gaps
+                tensor.copy_(value.clone().view(tensor.dtype).view(tensor.shape))
+            elif value.data_ptr() != piece.data_ptr():
+                piece.copy_(value)
+
+
+def _mode_of(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """The context in which they may be written: some may have been created by an evaluation, in inference mode."""
+    return torch.inference_mode(any(tensor.is_inference() for tensor in tensors))
+
+
+def _own_memory(tensor: Tensor) -> Tensor:
+    """The elements that an expanded tensor repeats."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor, Mesh]]:
+    """Each buffer that follows the first rank, once, with its full name and the mesh over which it is the same."""
+    root = unit_of(module)
+    assert root is not None, "the caller checked"
+    meshes: dict[str, Mesh] = {"": root.context.mesh}
+    seen: set[int] = set()
+    for name, part in module.named_modules():
+        parent, unit = name.rpartition(".")[0], unit_of(part)
+        mesh = next((group.mesh for group in unit.groups if group.mesh.expert is not None), None) if unit else None
+        meshes[name] = mesh or meshes.get(parent, root.context.mesh)
+        of_each_rank = getattr(part, "buffers_of_each_rank", ())
+        for key, buffer in part._buffers.items():
+            plain = isinstance(buffer, Tensor) and not isinstance(buffer, DTensor)
+            if buffer is not None and plain and key not in of_each_rank and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield (f"{name}.{key}" if name else key), buffer, meshes[name]
+
+
+def _check_alike(buffers: Sequence[tuple[str, Tensor]], mesh: Mesh, device: torch.device) -> None:
+    """Raise on all ranks unless all have the same names, shapes and dtypes; a broadcast would mix them up, or wait."""
+    described = {name: f"{tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers}
+    digest = int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:7], "big")
+    bounds = torch.tensor([digest, -digest], device=device)
+    for axis in mesh.all_axes:
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=axis.group)
+    highest, lowest = bounds.tolist()
+    if highest == -lowest:
+        return
+    everyones: list[dict[str, str]] = [described]
+    for axis in mesh.all_axes:
+        gathered: list[list[dict[str, str]]] = [[] for _ in range(axis.size)]
+        dist.all_gather_object(gathered, everyones, group=axis.group)
+        everyones = [theirs for several in gathered for theirs in several]
+    names = dict.fromkeys(name for theirs in everyones for name in theirs)
+    differing = {name: {theirs.get(name, "none") for theirs in everyones} for name in names}
+    listed = [f"{name}: {' and '.join(sorted(found))}" for name, found in differing.items() if len(found) > 1]
+    raise EngineStateError(
+        f"buffers shall follow the first rank, and ranks have different ones: {'; '.join(listed[:4]) or 'in another order'} (of "
+        f"{len(listed)}). Name buffers that each rank has for itself in buffers_of_each_rank of their module, or leave all as they are "
+        "with broadcast_buffers=False of the strategy"
+    )

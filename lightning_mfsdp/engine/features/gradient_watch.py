@@ -1,0 +1,370 @@
+"""GradientWatch: on which rank, in which unit and parameter a gradient became NaN or infinite. It checks before the reduction.
+
+    backward of a unit     the largest absolute value of each parameter's own gradient on this rank, kept on the device
+    end of a backward      which of them are not finite, with this rank and microbatch: of several the earliest microbatch counts
+    before the step        one flag for each group of the reduced gradients, one reduction of flags and findings over all ranks, one
+                           copy to the host that no call waits for
+
+The gradients that the optimizer is about to use decide whether there is anything to report; those before the reduction, which mixes ranks,
+show where it came from. Without a watch the engine does none of this.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.base.streams import Event
+from lightning_mfsdp.engine.core.group import ParameterGroup, owner_of, place_of
+from lightning_mfsdp.engine.core.inspect import local_gradients, sharded_parameters
+from lightning_mfsdp.engine.core.unit import Unit, unit_of
+
+__all__ = ["GradientWatch", "NonFiniteGradients", "NonFiniteParameter"]
+
+_MAX_LINES = 40
+_ADVICE = "Look first at the data and the forward of the unit, rank and microbatch above, then at the loss and the learning rate"
+_NOT_SHARDED = "(ignored_parameters)"
+# A finding is encoded as one number, so that the largest over all ranks is the earliest: microbatch, then rank, then whether it is NaN.
+_LAST_MICROBATCH = (1 << 31) - 1
+_LOW_BITS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFiniteParameter:
+    """One parameter whose own gradient was NaN or infinite on some rank, before the reduction.
+
+    Attributes:
+        name: Full name inside the module that is watched.
+        unit: Name of its unit.
+        kind: "NaN" or "Inf", on `first_rank`.
+        microbatch: The first in which it was, since the last check.
+        first_rank: The lowest rank on which it was.
+        last_rank: The highest rank on which it was.
+    """
+
+    name: str
+    unit: str
+    kind: str
+    microbatch: int
+    first_rank: int
+    last_rank: int
+
+    @property
+    def ranks(self) -> str:
+        """For messages."""
+        return _described(self.first_rank, self.last_rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFiniteGradients:
+    """What a check found, the same on all ranks.
+
+    Attributes:
+        step: What `submit` was given.
+        parameters: Where it came from, the earliest microbatch and the first unit of the backward first.
+        reduced_only: Units whose reduced gradient is not finite though no rank saw such a gradient before the reduction.
+    """
+
+    step: int
+    parameters: tuple[NonFiniteParameter, ...]
+    reduced_only: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.in_words()
+
+    def in_words(self) -> str:
+        """Several lines, for people to read."""
+        lines = [f"non-finite gradients in step {self.step}"]
+        if self.parameters:
+            first = self.parameters[0]
+            where = _described(
+                min(one.first_rank for one in self.parameters), max(one.last_rank for one in self.parameters)
+            )
+            lines[0] += (
+                f", microbatch {first.microbatch}: {len(self.parameters)} parameters, on {where}; first unit in backward order: "
+                f"{first.unit or '(root)'}, on {first.ranks}"
+            )
+        for one in self.parameters[:_MAX_LINES]:
+            when = f" in microbatch {one.microbatch}" if one.microbatch != self.parameters[0].microbatch else ""
+            lines.append(f"  {one.name} (unit {one.unit or '(root)'}): {one.kind} on {one.ranks}{when}")
+        if len(self.parameters) > _MAX_LINES:
+            lines.append(f"  and {len(self.parameters) - _MAX_LINES} more")
+        lines += [
+            f"  unit {unit or '(root)'}: finite on every rank before the reduction. The sum over ranks or microbatches overflowed, or "
+            "something else wrote into the gradient"
+            for unit in self.reduced_only
+        ]
+        return "\n".join([*lines, _ADVICE])
+
+
+class _Places:
+    """A place in tables for each parameter, the same on all ranks: units in the order they were sharded, then what is not sharded."""
+
+    def __init__(self, groups: Sequence[ParameterGroup], whole: Sequence[nn.Parameter]) -> None:
+        self.groups = list(groups)
+        self.whole = list(whole)
+        self.starts: dict[ParameterGroup, int] = {}
+        self.start_of_whole = 0
+        for group in groups:
+            self.starts[group] = self.start_of_whole
+            self.start_of_whole += len(group.entries)
+        self.count = self.start_of_whole + len(self.whole)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A result that is being copied to the host."""
+
+    step: int
+    places: _Places
+    table: Tensor
+    ready: Event
+
+    @property
+    def is_there(self) -> bool:
+        return self.ready is None or bool(self.ready.query())
+
+
+class GradientWatch:
+    """Checks every gradient of a sharded module, on the rank where it arises.
+
+    Create it before the backwards (and before CUDA graphs are recorded), and check once before each optimizer step, on all ranks::
+
+        watch = GradientWatch(model)
+        loss.backward()
+        found = watch.check()  # waits for the device
+        if found is None:
+            optimizer.step()
+
+    `submit` and `arrived` do the same without waiting: the result arrives a step late.
+
+    Args:
+        module: Sharded with `fully_shard`, outermost.
+
+    Raises:
+        ShardingError: `module` is not sharded, or is inside another sharded module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        unit = unit_of(module)
+        if unit is None or unit.context.root() is not unit:
+            raise ShardingError(
+                f"GradientWatch: expected the outermost module that fully_shard was called on, got {type(module).__name__}, which is "
+                f"{'not sharded' if unit is None else 'inside another one'}"
+            )
+        self._module = module
+        self._context = unit.context
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self._microbatch = self._backwards = 0
+        self._is_checked = True
+        self._pending: deque[_Pending] = deque()
+        self._free: list[Tensor] = []
+        self._places = _Places((), ())
+        self._follow_units()
+        self._context.reductions.watches.append(self._look)
+
+    def close(self) -> None:
+        """Stop watching. What was submitted can still be read."""
+        if self._look in self._context.reductions.watches:
+            self._context.reductions.watches.remove(self._look)
+
+    # -- in a step -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        """A backward, or the replay of a recorded one, is over: the next one is another microbatch. Does not wait.
+
+        `submit` and `check` call it after the last backward if it was not called.
+        """
+        if self._is_checked:
+            self._is_checked, self._microbatch = False, 0
+            self._follow_units()
+            self._first.zero_()
+        if self._places.whole:
+            self._note(self._places.start_of_whole, [_plain(parameter.grad) for parameter in self._places.whole])
+        is_bad, is_nan = torch.isfinite(self._largest).logical_not_(), torch.isnan(self._largest).long()
+        microbatch = (_LAST_MICROBATCH - self._microbatch) << _LOW_BITS
+        for first, rank in zip(self._first, (self._world - self._rank, self._rank + 1), strict=True):
+            torch.maximum(first, torch.where(is_bad, is_nan + (microbatch | rank << 1), 0), out=first)
+        self._largest.zero_()
+        self._microbatch += 1
+        self._backwards = self._context.backwards_finished
+
+    @torch.no_grad()
+    def submit(self, parameters: Iterable[Tensor] | None = None, *, step: int = 0) -> None:
+        """Check on all ranks whether a reduced gradient is not finite, and where it came from. Collective; does not wait.
+
+        Args:
+            parameters: Those that an optimizer is about to step, as it holds them. `None`: all.
+            step: For the report.
+        """
+        if self._backwards != self._context.backwards_finished:
+            self.end_backward()
+        flags = self._flags(parameters)
+        table = torch.cat([self._first.view(-1), flags.long()])
+        for axis in self._context.mesh.all_axes:
+            dist.all_reduce(table, op=dist.ReduceOp.MAX, group=axis.group)
+        host = self._host_table(table)
+        host.copy_(table, non_blocking=True)
+        self._pending.append(_Pending(step, self._places, host, self._context.streams.record()))
+        # What is held back is part of a later step, and so is what was seen of it.
+        self._is_checked = not any(gradients.is_accumulating for gradients in self._context.gradients)
+
+    def arrived(self, *, wait: bool = False) -> list[NonFiniteGradients]:
+        """What earlier calls of `submit` found, in their order; each once. Not collective.
+
+        Args:
+            wait: Wait for the results that are still under way. Otherwise a later call returns them.
+        """
+        found = []
+        while self._pending and (wait or self._pending[0].is_there):
+            if (report := self._read(self._pending.popleft())) is not None:
+                found.append(report)
+        return found
+
+    def check(self, parameters: Iterable[Tensor] | None = None, *, step: int = 0) -> NonFiniteGradients | None:
+        """`submit`, and wait for the result: `None` if all is finite. The same on all ranks; collective."""
+        self.submit(parameters, step=step)
+        return self._read(self._pending.pop())
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _follow_units(self) -> None:
+        """Enlarge the tables for the present units. What no rank has in its tables yet is detected only after its reduction."""
+        groups = [group for unit in self._context.units for group in unit.groups]
+        if groups == self._places.groups:
+            return
+        whole = [parameter for parameter in self._module.parameters() if owner_of(parameter) is None]
+        self._places = places = _Places(groups, whole)
+        device = self._context.device
+        with torch.inference_mode(False):
+            self._zero = torch.zeros((), device=device)
+            self._largest = torch.zeros(places.count, dtype=torch.float64, device=device)
+            self._first = torch.zeros(2, places.count, dtype=torch.int64, device=device)
+
+    def _look(self, unit: Unit) -> None:
+        """The gradients of a unit have arrived, and are not reduced yet."""
+        with torch.no_grad():
+            for group in unit.groups:
+                start = self._places.starts.get(group)
+                if start is None:
+                    continue
+                self._note(start, [_plain(entry.full.grad) if entry.is_trained else None for entry in group.entries])
+                if written := group.gradients.writes.pieces():
+                    self._note(start, [written.get(index) for index in range(len(group.entries))])
+
+    def _note(self, start: int, grads: Sequence[Tensor | None]) -> None:
+        """Keep the largest absolute value of each; NaN is larger than anything."""
+        present = [grad for grad in grads if grad is not None and grad.numel()]
+        if not present:
+            return
+        norms = iter(compat.foreach_norm(present, float("inf")))
+        each = [next(norms) if grad is not None and grad.numel() else self._zero for grad in grads]
+        target = self._largest[start : start + len(grads)]
+        torch.maximum(target, torch.stack(each), out=target)
+
+    def _flags(self, parameters: Iterable[Tensor] | None) -> Tensor:
+        """For each group, and for all that is not sharded, whether what this rank has of its reduced gradients is not finite: bool."""
+        groups, whole = self._places.groups, self._places.whole
+        wanted: dict[ParameterGroup, list[int] | None] = dict.fromkeys(groups)
+        if parameters is not None:
+            chosen: dict[ParameterGroup, list[int]] = {}
+            given = list(parameters)
+            for place in map(place_of, given):
+                if place is not None:
+                    chosen.setdefault(place[0], []).append(place[1])
+            wanted = {group: sorted(set(chosen.get(group, ()))) for group in groups}
+            known = {id(parameter) for parameter in given}
+            whole = [parameter for parameter in whole if id(parameter) in known]
+        parts = [local_gradients(group, wanted[group]) for group in groups]
+        parts.append([grad for parameter in whole if (grad := _plain(parameter.grad)) is not None and grad.numel()])
+        flat = [tensor for part in parts for tensor in part]
+        norms = iter(compat.foreach_norm(flat, float("inf")) if flat else ())
+        largest = []
+        for part in parts:
+            found = [next(norms) for _ in part]
+            largest.append(self._zero if not found else found[0] if len(found) == 1 else torch.stack(found).amax())
+        return torch.isfinite(torch.stack(largest)).logical_not()
+
+    def _host_table(self, like: Tensor) -> Tensor:
+        """Memory on the host for a table; page-locked memory is allocated rarely."""
+        while self._free:
+            table = self._free.pop()
+            if table.shape == like.shape:
+                return table
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+
+    # -- the report: slow, and only when something is wrong ------------------------------------------------------------
+
+    def _read(self, pending: _Pending) -> NonFiniteGradients | None:
+        if pending.ready is not None:
+            pending.ready.synchronize()
+        places = pending.places
+        found = self._report(pending) if bool(pending.table[2 * places.count :].any()) else None
+        self._free.append(pending.table)
+        return found
+
+    def _report(self, pending: _Pending) -> NonFiniteGradients:
+        places = pending.places
+        count, table = places.count, pending.table.tolist()
+        lowest, highest, flags = table[:count], table[count : 2 * count], table[2 * count :]
+        names = {id(view.local): (view.name, view.unit) for view in sharded_parameters(self._module)}
+        names_of_whole = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        order = [unit.name for unit in self._context.units_in_backward_order]
+        found: list[NonFiniteParameter] = []
+        reduced_only: list[str] = []
+        for group, is_bad in zip([*places.groups, None], flags, strict=True):
+            if not is_bad:
+                continue
+            if group is not None:
+                start = places.starts[group]
+                named = [names[id(entry.local)] for entry in group.entries]
+            else:
+                start = places.start_of_whole
+                named = [(names_of_whole[id(parameter)], _NOT_SHARDED) for parameter in places.whole]
+            seen = [
+                NonFiniteParameter(
+                    name=name,
+                    unit=unit,
+                    kind="NaN" if lowest[index] & 1 else "Inf",
+                    microbatch=_LAST_MICROBATCH - (lowest[index] >> _LOW_BITS),
+                    first_rank=self._world - _rank_in(lowest[index]),
+                    last_rank=_rank_in(highest[index]) - 1,
+                )
+                for index, (name, unit) in enumerate(named, start=start)
+                if lowest[index]
+            ]
+            found += seen
+            if not seen and named[0][1] not in reduced_only:
+                reduced_only.append(named[0][1])
+
+        def earliest(one: NonFiniteParameter) -> tuple[int, int, str]:
+            return one.microbatch, order.index(one.unit) if one.unit in order else len(order), one.name
+
+        return NonFiniteGradients(
+            step=pending.step, parameters=tuple(sorted(found, key=earliest)), reduced_only=tuple(reduced_only)
+        )
+
+
+def _described(first_rank: int, last_rank: int) -> str:
+    return f"rank {first_rank}" if first_rank == last_rank else f"ranks {first_rank} to {last_rank}"
+
+
+def _rank_in(finding: int) -> int:
+    return (finding & ((1 << _LOW_BITS) - 1)) >> 1
+
+
+def _plain(grad: Tensor | None) -> Tensor | None:
+    """The numbers of a gradient that lie here."""
+    if isinstance(grad, DTensor):
+        grad = grad.to_local()
+    return grad.coalesce().values() if grad is not None and grad.is_sparse else grad

@@ -1,1 +1,0 @@
-"""Flat buffers, and where their memory comes from."""

@@ -1,1 +1,0 @@
-"""A parameter and its group: representations, weights that are sharded and unsharded, gradients that are reduced."""
