@@ -38,8 +38,9 @@ def _adds_in_pieces(case: Description) -> bool:
     Plain PyTorch adds each of them to `.grad`. The engine adds them up and then to what earlier microbatches left: another rounding.
     """
     micros = [micro for step in case.program.steps for micro in step.micros]
-    penalties = any(block.keeps in ("penalty", "sum") for block in case.model.blocks)
-    unnoticed = penalties and any(micro.side not in ("", "beside") for micro in micros)
+    unnoticed = any(block.keeps for block in case.model.blocks) and any(
+        micro.side not in ("", "beside") for micro in micros
+    )
     return unnoticed or any(block.checkpoint == "reentrant" for block in case.model.blocks)
 
 

@@ -142,6 +142,12 @@ def _is_noticed_by_some_ranks(case: Description) -> bool:
     return apart and without and _has(case, dropped="by rank")
 
 
+def _goes_back_again_through_a_hidden_root(case: Description) -> bool:
+    """A step calls a block, then the root, which hides its result; a second backward finds its weights resharded, and raises."""
+    kinds = ("retained", "two_losses", "input_grad", "weight_grad", "rest_grad", "interleaved")
+    return case.model.hidden and case.model.before == "block" and any(micro.kind in kinds for micro in _micros(case))
+
+
 def _says_it_in_words_of_pytorch(case: Description) -> bool:
     """A unit gathered ahead elsewhere, because the one before it ran twice, is read by a side door: an error, but not the engine's."""
     apart = any(micro.side not in ("", "beside") for micro in _micros(case))
@@ -152,6 +158,7 @@ KNOWN: dict[str, Callable[[Description], bool]] = {
     "words": _says_it_in_words_of_pytorch,
     "unnoticed": _clears_what_no_unit_noticed,
     "unnoticed by rank": _is_noticed_by_some_ranks,
+    "hidden again": _goes_back_again_through_a_hidden_root,
     "jvp": _shows_tangents_of_what_is_hidden,
     "jvp sharded": _shows_tangents_of_sharded_weights,
     "late": _adds_what_came_after_the_result,
@@ -572,6 +579,11 @@ DEFECTS: tuple[Defect, ...] = (
             steps=(Step((Micro("stale", side="alone"),), takes_step=False),),
             sharding="optim",
         ),
+    ),
+    Defect(
+        "hidden again",
+        "a root that hides its result, after a block of it",
+        _case(steps=(Step((Micro("input_grad"),)),), hidden=True, before="block"),
     ),
     Defect(
         "words",
