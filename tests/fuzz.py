@@ -3,6 +3,7 @@
     python tests/fuzz.py --minutes 60                 draw until the time is over
     python tests/fuzz.py --minutes 5 --ranks 1 2      on so many ranks
     python tests/fuzz.py --replay case.json           run a case that was kept, and shrink it if it fails
+    python tests/fuzz.py --replay tests/data/corpus-2026-11-27.jsonl.xz    2,000 cases, drawn once: what a change is judged on
 
 It prints how often each feature occurred, alone and in pairs, and the smallest failing case as a script.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import lzma
 import sys
 import time
 from collections import Counter
@@ -164,12 +166,15 @@ def main(arguments: list[str] | None = None) -> int:
     began, tally = time.monotonic(), Tally()
     with Workers() as workers:
         if given_arguments.replay:
-            for line in filter(None, given_arguments.replay.read_text().splitlines()):
+            kinds: Counter[str] = Counter()
+            for line in filter(None, _text(given_arguments.replay).splitlines()):
                 case = on_device(from_json(line), given_arguments.device)
                 verdict = judge(case, workers)
+                kinds[verdict.kind or ("is refused" if verdict.refusal else "agrees")] += 1
                 print(f"{verdict.kind or 'agrees'} {verdict.refusal or verdict.raises}: {to_json(case)}")
                 if verdict.failed:
                     tally.failures.append((case, verdict))
+            print(", ".join(f"{kind}: {count}" for kind, count in kinds.most_common()))
         else:
             print(f"seed {given_arguments.seed}", flush=True)
             fuzz(
@@ -194,6 +199,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"\n# The smallest failing case, as a script:\n{as_script(case, verdict.kind.capitalize() + '.')}")
     too_many = tally.share_refused > MOST or tally.sensitive > MOST_SENSITIVE * max(tally.run, 100)
     return 1 if small or too_many else 0
+
+
+def _text(path: Path) -> str:
+    """Of a file that may be compressed."""
+    return lzma.decompress(path.read_bytes()).decode() if path.suffix == ".xz" else path.read_text()
 
 
 def _rare_pairs(tally: Tally) -> str:

@@ -52,6 +52,13 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """`value` with every tensor replaced by `function(tensor)`. Containers in which something changed are rebuilt, never written to."""
     if isinstance(value, Tensor):
         return function(value)
+    if type(value) is tuple:  # the arguments of most forwards
+        for item in value:
+            if not isinstance(item, Tensor):
+                break
+        else:
+            items = [function(item) for item in value]
+            return value if _is_same(items, value) else tuple(items)
     return _mapped(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value, renews=False)
 
 

@@ -378,7 +378,8 @@ class _ShardedStep:
 
         def evaluate(*given: Any, **named: Any) -> Any:
             nonlocal was_called
-            if self._was_written() or was_called:
+            # An optimizer that writes in its steps alone writes nothing before it first calls its closure.
+            if (was_called or self._writes_elsewhere) and (self._was_written() or was_called):
                 self._note_write()
             was_called = True
             result = call_closure(closure, *given, **named)
