@@ -174,7 +174,7 @@ class _Representations:
                 kind = type(one)
                 if kind is Rows and one.lies is lies:
                     plain[name] = one._local_tensor
-                elif kind is Tensor and not one.ndim:
+                elif (kind is Tensor and not one.ndim) or not isinstance(one, Tensor):
                     plain[name] = one
                 else:
                     return False
