@@ -454,8 +454,11 @@ def takes_closure(optimizer: Optimizer) -> bool:
 
 
 def step_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """What runs before each step of an optimizer (torch 2.11 to 2.15: `_optimizer_step_pre_hooks`, an ordered dictionary)."""
-    return list(optimizer._optimizer_step_pre_hooks.values())
+    """What runs before each step of an optimizer (torch 2.11 to 2.15: `_optimizer_step_pre_hooks`, an ordered dictionary).
+
+    Nothing for one that wraps another and has only `param_groups`.
+    """
+    return list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values())
 
 
 def before_other_hooks(handle: RemovableHandle) -> None:

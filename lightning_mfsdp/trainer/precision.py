@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -113,13 +114,17 @@ class MFSDPPrecision(ShardedPrecision, Precision):
             self.check_clipping(optimizer)
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
+    def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
+        """Those whose gradients are clipped."""
+        return chain.from_iterable([group["params"] for group in optimizer.param_groups])
+
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale gradients down to a global norm over all ranks of at most `clip_val`.
 
         Where the norm is NaN or infinite, gradients are unchanged (`torch.nn.utils.clip_grad_norm_` would make all of them NaN), so
         that a callback still finds the parameters it came from. Decided on the device, without waiting.
         """
-        clip_finite_(gradient_places(optimizer), float(clip_val))
+        clip_finite_(gradient_places(optimizer, list(self.main_params(optimizer))), float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clamp every gradient element to `[-clip_val, clip_val]`."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.checkpoint.state.whole import whole_optimizer_state
-from lightning_mfsdp.engine import ShardingError, fully_shard_optimizer, sharded_parameters
+from lightning_mfsdp.engine import ShardingError, fully_shard, fully_shard_optimizer, grad_norm, sharded_parameters
 from lightning_mfsdp.optim import Muon
+from lightning_mfsdp.trainer.precision import MFSDPPrecision
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import DOUBLE, STRATEGIES, double_chain, inputs, loss_of, plain_chain, sharded_chain, weights
 from tests.helpers.optimizer_state import state_of_rows
@@ -523,6 +528,121 @@ def parameters_that_are_no_part_of_a_sharded_module_stay(rank, world):
     assert len(optimizer.state) == 1 + len(sharded_parameters(model))
 
 
+def failing_steps() -> Any:
+    return mock.patch("torch.optim.sgd.sgd", side_effect=RuntimeError("out of memory"))
+
+
+def clear_look_and_restore(optimizer: torch.optim.Optimizer) -> None:
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.state.clear()
+    optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+
+
+def clear_step_and_restore(optimizer: torch.optim.Optimizer) -> None:
+    saved, gradients = {key: dict(values) for key, values in optimizer.state.items()}, [p.grad for p in held(optimizer)]
+    optimizer.state.clear()
+    optimizer.zero_grad()
+    optimizer.step()
+    optimizer.state.update(saved)
+    for parameter, gradient in zip(held(optimizer), gradients, strict=True):
+        parameter.grad = gradient
+
+
+def raise_and_put_the_table_back(optimizer: torch.optim.Optimizer) -> None:
+    before = optimizer.state
+    with failing_steps(), pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step()
+    optimizer.state = before
+
+
+def raise_and_restore_copies(optimizer: torch.optim.Optimizer) -> None:
+    copies = {key: dict(values) for key, values in optimizer.state.items()}
+    with failing_steps(), pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step()
+    optimizer.state = defaultdict(dict, copies)
+    optimizer.state_dict()
+    assert all(copies.values())
+
+
+def put_in_what_cannot_be_taken_over(optimizer: torch.optim.Optimizer) -> None:
+    key, values = next(iter(optimizer.state.items()))
+    optimizer.state[key] = None
+    with pytest.raises(AttributeError):
+        optimizer.step()
+    optimizer.state[key] = values
+
+
+def state_survives_what_programs_do_with_it(rank, world):
+    def trained(between: Program) -> dict[str, Tensor]:
+        model = sharded_chain()
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        for step in range(4):
+            loss_of(model, inputs(step, rank)).backward()
+            if step == 2:
+                between(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    expected = trained(lambda optimizer: None)
+    for between in (
+        clear_look_and_restore,
+        clear_step_and_restore,
+        raise_and_put_the_table_back,
+        raise_and_restore_copies,
+        put_in_what_cannot_be_taken_over,
+    ):
+        for name, value in trained(between).items():
+            assert torch.equal(value, expected[name]), between.__name__
+
+
+def state_that_is_cleared_after_a_step_that_raised_stays_cleared(rank, world):
+    model, own = sharded_chain(), nn.Parameter(torch.ones(3))
+    optimizer = fully_shard_optimizer(torch.optim.SGD([own, *model.parameters()], lr=0.1, momentum=0.9))
+    for _ in range(2):
+        (loss_of(model, inputs(0, rank)) + own.square().sum()).backward()
+        optimizer.step()
+    with failing_steps(), pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step()
+    optimizer.state.clear()
+    assert optimizer.state_dict()["state"] == {}
+
+
+def clipping_knows_what_became_of_parameters(rank, world):
+    """Where gradients are is looked up once, and again where it is no longer true."""
+    models = [sharded_chain(), plain_chain(seed=1)]
+    optimizer = fully_shard_optimizer(
+        torch.optim.SGD([parameter for model in models for parameter in model.parameters()], lr=0.1)
+    )
+    precision = MFSDPPrecision("32-true")
+
+    def norm_after_clipping() -> float:
+        sum(loss_of(model, inputs(0)) for model in models).backward()
+        precision.clip_grad_by_norm(optimizer, 0.01)
+        return float(grad_norm([parameter for model in models for parameter in model.parameters()]))
+
+    assert norm_after_clipping() == pytest.approx(0.01, rel=1e-3)
+    fully_shard(models[1])
+    assert norm_after_clipping() == pytest.approx(0.01, rel=1e-3)
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["params"] = list(models[0].parameters())
+    removed = [weakref.ref(one) for one in models[1].parameters()]
+    del models[1]
+    optimizer.step()
+    gc.collect()
+    assert all(one() is None for one in removed)
+
+
+def what_wraps_an_optimizer_is_clipped(rank, world):
+    model = sharded_chain()
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    loss_of(model, inputs(0, rank)).backward()
+    wrapper: Any = SimpleNamespace(param_groups=optimizer.param_groups)
+    MFSDPPrecision("32-true").clip_grad_by_norm(wrapper, 0.01)
+    assert float(grad_norm(model)) == pytest.approx(0.01, rel=1e-3)
+
+
 WORLDS = {
     1: (programs_over_param_groups_see_whole_parameters_and_gradients,),
     2: (
@@ -541,6 +661,10 @@ WORLDS = {
         an_optimizer_whose_own_code_raised_is_freed,
         a_step_whose_closure_was_taken_away_works_on_dtensors_and_says_so,
         own_code_that_raised_leaves_them_as_they_are_when_a_forward_begins,
+        state_survives_what_programs_do_with_it,
+        state_that_is_cleared_after_a_step_that_raised_stays_cleared,
+        clipping_knows_what_became_of_parameters,
+        what_wraps_an_optimizer_is_clipped,
     ),
     3: (programs_over_param_groups_see_whole_parameters_and_gradients,),
 }

@@ -114,6 +114,11 @@ class FlatBuffer:
         return self._addresses
 
     @cached_property
+    def holds_rows(self) -> bool:
+        """Whether any element belongs to a tensor."""
+        return any(view.numel() for view in self.views)
+
+    @cached_property
     def gaps(self) -> list[Tensor]:
         """The cells that belong to no tensor."""
         return [

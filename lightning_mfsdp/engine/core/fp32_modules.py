@@ -51,6 +51,7 @@ def _compute_in_fp32(module: nn.Module, outside: torch.dtype | None) -> None:
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         came: list[torch.dtype] = []
+        entered.append(outside)  # first, since the hook after the forward is called even if a cast raises
 
         def cast(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
@@ -59,7 +60,8 @@ def _compute_in_fp32(module: nn.Module, outside: torch.dtype | None) -> None:
             return tensor.float()
 
         cast_arguments = map_tensors(cast, args), map_tensors(cast, kwargs) if kwargs else kwargs
-        entered.append(outside or (came[0] if came else None))
+        if outside is None and came:
+            entered[-1] = came[0]
         return cast_arguments
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:

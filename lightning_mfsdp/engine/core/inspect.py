@@ -224,7 +224,7 @@ def gradients_at_hand(group: ParameterGroup, entries: list[int]) -> list[Tensor]
             if entry.local.grad is not view:
                 break
         else:
-            return [segment for segment in main.of_optimizer.segments if segment.numel()]
+            return main.of_optimizer.segments if main.of_optimizer.holds_rows else []
     return [grad for index in entries if (grad := all_entries[index].local.grad) is not None and grad.numel()]
 
 

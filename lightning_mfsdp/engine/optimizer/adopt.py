@@ -24,6 +24,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -96,9 +97,8 @@ def steps_rows(optimizer: Optimizer) -> bool:
     return any(isinstance(hook, _ShardedStep) and hook.steps_rows for hook in compat.step_pre_hooks(optimizer))
 
 
-def gradient_places(optimizer: Optimizer) -> GradientPlaces:
-    """Where the gradients of an optimizer's parameters are; for one that was adopted, as it was known in the last step."""
-    held = _parameters(optimizer)
+def gradient_places(optimizer: Optimizer, held: Sequence[Tensor]) -> GradientPlaces:
+    """Where the gradients of some of an optimizer's parameters are; for one that was adopted, as it was known in the last step."""
     step = next((hook for hook in compat.step_pre_hooks(optimizer) if isinstance(hook, _ShardedStep)), None)
     return GradientPlaces(held) if step is None else step.gradient_places(held)
 
@@ -127,10 +127,9 @@ class _Representations:
         self.is_running = False
         self._shown_state: _State = {}
         self._stepped_state: _State = defaultdict(dict)
-        # Of the last step, where all state is of sharded parameters: what it was shown under, and its emptied inner tables in that order.
-        self._keys: list[object] = []
-        self._emptied: list[tuple[_Values, Any]] = []
-        self._begun_with: list[object] = []
+        self._last: _Emptied | None = None
+        # What the stepped state held when the own code began; `None`: what is shown has to be made again afterwards.
+        self._begun_with: list[object] | None = None
 
     @property
     def differ(self) -> bool:
@@ -141,14 +140,15 @@ class _Representations:
         """Called when the optimizer's own code is about to run."""
         if self.is_running or not self.differ:
             return
+        shown, last = optimizer.state, self._last
+        is_filled = last is not None and last.fill(shown)
+        stepped = last.table if last is not None and is_filled else self._built(shown)
+        # Nothing can fail from here on.
+        self._shown_state, self._stepped_state = shown, stepped
+        self._begun_with = _content(stepped) if is_filled else None
         self.is_running = True
         _exchange(optimizer, self.shown, self.stepped)
-        self._shown_state = optimizer.state
-        is_known = self._fill()
-        if not is_known:
-            self._build()
-        optimizer.state = self._stepped_state  # type: ignore[assignment]
-        self._begun_with = _content(self._stepped_state) if is_known else []
+        optimizer.state = stepped  # type: ignore[assignment]
 
     def end(self, optimizer: Optimizer) -> None:
         """Called when it has run."""
@@ -156,45 +156,34 @@ class _Representations:
             return
         self.is_running = False
         _exchange(optimizer, self.stepped, self.shown)
-        stepped = optimizer.state
-        if stepped is not self._stepped_state or not _is_same(_content(stepped), self._begun_with):
+        stepped = optimizer.state  # perhaps another table: the own code has raised, and the user put one there
+        if (
+            stepped is not self._stepped_state
+            or self._begun_with is None
+            or not _is_same(_content(stepped), self._begun_with)
+        ):
             self._show(stepped)
-        for plain, _ in self._emptied:
-            plain.clear()
+        if self._last is not None:
+            self._last.empty()
         optimizer.state = self._shown_state  # type: ignore[assignment]
-        self._shown_state, self._begun_with = {}, []
+        self._shown_state, self._stepped_state, self._begun_with = {}, defaultdict(dict), None
 
-    def _fill(self) -> bool:
-        """Fill the inner tables of the last step; `False` where the shown state is of other parameters since, or holds something new."""
-        state = self._shown_state
-        if not _is_same([*state], self._keys):
-            return False
-        for (plain, lies), shown in zip(self._emptied, state.values(), strict=True):
-            for name, one in shown.items():
-                kind = type(one)
-                if kind is Rows and one.lies is lies:
-                    plain[name] = one._local_tensor
-                elif (kind is Tensor and not one.ndim) or not isinstance(one, Tensor):
-                    plain[name] = one
-                else:
-                    return False
-        return True
-
-    def _build(self) -> None:
+    def _built(self, shown: _State) -> _State:
         """The state of local rows, of whatever is in the shown state."""
         rows_of = {id(parameter): rows for rows, parameter in zip(self.stepped, self.shown, strict=True)}
-        self._stepped_state = defaultdict(dict)
-        for key, values in self._shown_state.items():
+        stepped: _State = defaultdict(dict)
+        for key, values in shown.items():
             owner = owner_of(key)
             if owner is not None:
                 values = {name: taken(name, one, owner[1].local, owner[1]) for name, one in values.items()}
-            self._stepped_state[rows_of.get(id(key), key)] = values
+            stepped[rows_of.get(id(key), key)] = values
+        return stepped
 
     def _show(self, stepped: _State) -> None:
         """Show what the optimizer's own code has changed, or what was put into the state before it."""
         shown_of = {id(rows): parameter for rows, parameter in zip(self.stepped, self.shown, strict=True)}
         now: _State = {}
-        emptied = []
+        inner = []
         for key, values in stepped.items():
             if (owner := owner_of(key)) is None:
                 now[shown_of.get(id(key), key)] = values  # one inner table is in both
@@ -208,12 +197,50 @@ class _Representations:
             known.clear()  # references to it see the new content
             known.update(shown)
             now[parameter] = known
-            emptied.append((values, getattr(parameter, "lies", None)))
-        is_all_sharded = len(emptied) == len(now)
-        self._stepped_state = stepped if is_all_sharded else defaultdict(dict)
-        self._emptied, self._keys = (emptied, list(now)) if is_all_sharded else ([], [])
+            inner.append((values, getattr(parameter, "lies", None)))
+        is_ours = stepped is self._stepped_state and len(inner) == len(now) == len(stepped)
+        self._last = _Emptied(stepped, list(now), inner) if is_ours else None
         self._shown_state.clear()
         self._shown_state.update(now)
+
+
+@dataclass(eq=False)
+class _Emptied:
+    """A table of plain state between two steps: its inner tables are empty, so that it keeps no memory. All state is of sharded parameters.
+
+    Attributes:
+        table: By local rows.
+        keys: What the same state is shown under.
+        inner: Its inner tables in that order, and where the rows of the parameter lie.
+    """
+
+    table: _State
+    keys: list[object]
+    inner: list[tuple[_Values, Any]]
+
+    def fill(self, shown: _State) -> bool:
+        """Fill it from what is shown; `False`, and empty, where that is of other parameters now, or holds something new."""
+        if not _is_same([*shown], self.keys):
+            return False
+        for (plain, lies), values in zip(self.inner, shown.values(), strict=True):
+            if type(values) is not dict:
+                self.empty()
+                return False
+            for name, one in values.items():
+                kind = type(one)
+                if kind is Rows and one.lies is lies:
+                    plain[name] = one._local_tensor
+                elif (kind is Tensor and not one.ndim) or not isinstance(one, Tensor):
+                    plain[name] = one
+                else:
+                    self.empty()
+                    return False
+        return True
+
+    def empty(self) -> None:
+        """Let go of all values."""
+        for plain, _ in self.inner:
+            plain.clear()
 
 
 class _ShardedStep:
@@ -264,7 +291,7 @@ class _ShardedStep:
         shown = [_as_sharded(one) for one in before] if hides_rows else stepped
         _replace(optimizer, {id(one): as_held for one, as_held in zip(before, shown, strict=True)})
         _take_over_state(optimizer, local=local, hides_rows=hides_rows)
-        self.steps_rows = local
+        self.steps_rows, self._places = local, None
         self._held = _Representations(stepped, shown)
         self._held.begin(optimizer)
         try:
@@ -289,7 +316,7 @@ class _ShardedStep:
             self._take_over(optimizer)
 
     def gradient_places(self, held: Sequence[Tensor]) -> GradientPlaces:
-        """Of what `param_groups` hold."""
+        """Of these parameters."""
         if self._places is None or not (_is_same(self._places.parameters, held) and self._places.is_current):
             self._places = GradientPlaces(held)
         return self._places

@@ -49,6 +49,7 @@ class GradientPlaces:
         self.parameters = list(parameters)
         # Where every rank has the whole gradient, in the order of parameters: parameters of others, and rows of ours.
         self._whole: list[Tensor] = []
+        self._foreign: list[Tensor] = []  # of these, those of others
         groups: dict[ParameterGroup, dict[tuple[Axis, ...], list[int]]] = {}
         seen: set[int] = set()
         for parameter in self.parameters:
@@ -62,20 +63,29 @@ class GradientPlaces:
                 if axes := sharded_axes(*place):
                     by_axes.setdefault(axes, []).append(place[1])
                     continue
+            else:
+                self._foreign.append(local)
             self._whole.append(local)
         self._groups = [
-            (weakref.ref(group), group.axes.shard, [(axes, sorted(indices)) for axes, indices in by_axes.items()])
+            (
+                weakref.ref(group),
+                (group.axes.shard, group.axes.outer),
+                [(axes, sorted(indices)) for axes, indices in by_axes.items()],
+            )
             for group, by_axes in groups.items()
         ]
 
     @property
     def is_current(self) -> bool:
-        """Whether all groups still exist, and communicate as they did: the first backward gives reductions communicators of their own."""
-        for reference, shard, _ in self._groups:
+        """Whether parameters are as they were looked up.
+
+        A group may be gone; a parameter of others may be sharded since; and the first backward gives reductions communicators of their own.
+        """
+        for reference, (shard, outer), _ in self._groups:
             group = reference()
-            if group is None or group.axes.shard is not shard:
+            if group is None or group.axes.shard is not shard or group.axes.outer is not outer:
                 return False
-        return True
+        return not any(place_of(parameter) is not None for parameter in self._foreign)
 
     def owned(self) -> list[_Owned]:
         """This rank's gradients by the axes they are sharded over. Reduces what is held back, which is collective."""
