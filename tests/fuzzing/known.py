@@ -142,14 +142,6 @@ def _is_noticed_by_some_ranks(case: Description) -> bool:
     return apart and without and _has(case, dropped="by rank")
 
 
-def _replaces_a_gradient_that_was_partly_reduced(case: Description) -> bool:
-    """With replicas of shards and rounded gradients: replaced `.grad`s that are cleared in place. The next step's gradient is wrong."""
-    steps = case.program.steps
-    partly = any(micro.sync == "keep_sharded" for micro in _micros(case)) and (case.configuration.outer or 1) > 1
-    replaces = any(step.edit in ("out_of_place", "drop_one") for step in steps)
-    return partly and replaces and _rounds_main_gradients(case) and any(step.zero.endswith("zero") for step in steps)
-
-
 def _goes_back_again_through_a_hidden_root(case: Description) -> bool:
     """A step calls a block, then the root, which hides its result; a second backward finds its weights resharded, and raises."""
     kinds = ("retained", "two_losses", "input_grad", "weight_grad", "rest_grad", "interleaved")
@@ -166,7 +158,6 @@ KNOWN: dict[str, Callable[[Description], bool]] = {
     "words": _says_it_in_words_of_pytorch,
     "unnoticed": _clears_what_no_unit_noticed,
     "unnoticed by rank": _is_noticed_by_some_ranks,
-    "replaced": _replaces_a_gradient_that_was_partly_reduced,
     "hidden again": _goes_back_again_through_a_hidden_root,
     "jvp": _shows_tangents_of_what_is_hidden,
     "jvp sharded": _shows_tangents_of_sharded_weights,

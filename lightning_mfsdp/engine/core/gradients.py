@@ -169,6 +169,8 @@ class MainGradient:
                 view.zero_()
             else:
                 view.copy_(grad)
+                if ours is not view:  # else the next call would take what it held before for the user's
+                    ours.copy_(grad)
                 local.grad = ours
 
     def convert(self) -> None:
