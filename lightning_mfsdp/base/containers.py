@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["leaves_in", "map_tensors", "renewed", "tensors_in"]
+__all__ = ["are_same", "leaves_in", "map_tensors", "renewed", "tensors_in"]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -58,7 +58,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
                 break
         else:
             items = [function(item) for item in value]
-            return value if _is_same(items, value) else tuple(items)
+            return value if are_same(items, value) else tuple(items)
     return _mapped(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value, renews=False)
 
 
@@ -76,12 +76,12 @@ def _mapped(function: Callable[[Any], Any], value: Any, *, renews: bool) -> Any:
         return function(value)
     if isinstance(value, (tuple, list)):
         items = [_mapped(function, item, renews=renews) for item in value]
-        if (not renews or isinstance(value, tuple)) and _is_same(items, value):
+        if (not renews or isinstance(value, tuple)) and are_same(items, value):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict if renews else Mapping):
         changed = {key: _mapped(function, item, renews=renews) for key, item in value.items()}
-        if not renews and _is_same(changed.values(), value.values()):
+        if not renews and are_same(changed.values(), value.values()):
             return value
         if type(value) is dict:
             return changed
@@ -92,7 +92,7 @@ def _mapped(function: Callable[[Any], Any], value: Any, *, renews: bool) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module)):
         fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
         mapped = {name: _mapped(function, item, renews=renews) for name, item in fields.items()}
-        if not renews and _is_same(mapped.values(), fields.values()):
+        if not renews and are_same(mapped.values(), fields.values()):
             return value
         again = copy.copy(value)
         for name, item in mapped.items():
@@ -102,6 +102,6 @@ def _mapped(function: Callable[[Any], Any], value: Any, *, renews: bool) -> Any:
     return function(value)
 
 
-def _is_same(items: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Whether they are the same objects, of two containers of equal length."""
-    return all(map(operator.is_, items, others))
+def are_same(items: Collection[object], others: Collection[object]) -> bool:
+    """Whether two containers hold the same objects in the same order."""
+    return len(items) == len(others) and all(map(operator.is_, items, others))

@@ -19,7 +19,6 @@ subclass may do anything. `OptimizerSupport` (driver.py) handles other optimizer
 
 from __future__ import annotations
 
-import operator
 import warnings
 import weakref
 from collections import defaultdict
@@ -35,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.containers import are_same
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.core.conversion import refuse_moved
 from lightning_mfsdp.engine.core.group import ParameterGroup, as_local, owner_of
@@ -160,7 +160,7 @@ class _Representations:
         if (
             stepped is not self._stepped_state
             or self._begun_with is None
-            or not _is_same(_content(stepped), self._begun_with)
+            or not are_same(_content(stepped), self._begun_with)
         ):
             self._show(stepped)
         if self._last is not None:
@@ -220,7 +220,7 @@ class _Emptied:
 
     def fill(self, shown: _State) -> bool:
         """Fill it from what is shown; `False`, and empty, where that is of other parameters now, or holds something new."""
-        if not _is_same([*shown], self.keys):
+        if not are_same([*shown], self.keys):
             return False
         for (plain, lies), values in zip(self.inner, shown.values(), strict=True):
             if type(values) is not dict:
@@ -312,12 +312,12 @@ class _ShardedStep:
     def _take_over_new(self, optimizer: Optimizer) -> None:
         """Adopt what was added to `param_groups` since, and put them into their state between steps, also after a step that raised."""
         self._held.end(optimizer)
-        if not _is_same(self._held.shown, _parameters(optimizer)):
+        if not are_same(self._held.shown, _parameters(optimizer)):
             self._take_over(optimizer)
 
     def gradient_places(self, held: Sequence[Tensor]) -> GradientPlaces:
         """Of these parameters."""
-        if self._places is None or not (_is_same(self._places.parameters, held) and self._places.is_current):
+        if self._places is None or not (are_same(self._places.parameters, held) and self._places.is_current):
             self._places = GradientPlaces(held)
         return self._places
 
@@ -503,7 +503,7 @@ def _replace(optimizer: Optimizer, by_identity: Mapping[int, Tensor]) -> None:
 
 def _exchange(optimizer: Optimizer, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
     """Replace all entries of `param_groups` by others in the same order; those that someone has exchanged meanwhile stay."""
-    if not _is_same(_parameters(optimizer), before):
+    if not are_same(_parameters(optimizer), before):
         _replace(optimizer, {id(one): other for one, other in zip(before, after, strict=True)})
         return
     start = 0
@@ -535,10 +535,6 @@ def _is_over(shown: object, value: object) -> bool:
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _is_same(found: Sequence[object], expected: Sequence[object]) -> bool:
-    return len(found) == len(expected) and all(map(operator.is_, found, expected))
 
 
 def _held_entries(optimizer: Optimizer, local: bool, grad_scaler: object | None) -> dict[ParameterGroup, list[Entry]]:
