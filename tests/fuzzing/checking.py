@@ -77,10 +77,16 @@ def check(
 
 
 def growth_of_a_nudge(case: Description) -> list[float]:
-    """By how much plain PyTorch differs from itself if its weights begin half a unit in the last place away, for each event."""
+    """By how much plain PyTorch differs from itself if its weights begin half a unit in the last place away, for each event.
+
+    The larger of two: weights that go up in one go down in the other.
+    """
+    nudge = _NUDGES[tolerance_of(case)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return differences(run_plainly(case), run_plainly(case, _NUDGES[tolerance_of(case)]))
+        expected = run_plainly(case)
+        found = [differences(expected, run_plainly(case, one)) for one in (nudge, -nudge)]
+    return [max(pair) for pair in zip(*found, strict=True)]
 
 
 def _checked(

@@ -129,10 +129,11 @@ def _adds_what_came_after_the_result(case: Description) -> bool:
 
 
 def _clears_what_no_unit_noticed(case: Description) -> bool:
-    """An optimizer that is no PyTorch's clears the gradients of a penalty, of which nobody has heard."""
+    """Gradients of a penalty, of which nobody has heard, are cleared by an optimizer that is no PyTorch's, or their weights are frozen."""
     apart = any(micro.side not in ("", "beside") for micro in _micros(case))
     penalty = _has(case, keeps="sum") or _has(case, keeps="penalty")
-    return case.program.optimizer == "lars" and apart and penalty
+    freezes = any(step.freezes for step in case.program.steps)
+    return (case.program.optimizer == "lars" or freezes) and apart and penalty
 
 
 def _is_noticed_by_some_ranks(case: Description) -> bool:
@@ -143,19 +144,16 @@ def _is_noticed_by_some_ranks(case: Description) -> bool:
 
 
 def _goes_back_again_through_a_hidden_root(case: Description) -> bool:
-    """A step calls a block, then the root, which hides its result; a second backward finds its weights resharded, and raises."""
+    """A step calls a block or a layer, then the root, which hides its result; a second backward finds weights resharded, and raises."""
     kinds = ("retained", "two_losses", "input_grad", "weight_grad", "rest_grad", "interleaved")
-    return case.model.hidden and case.model.before == "block" and any(micro.kind in kinds for micro in _micros(case))
-
-
-def _says_it_in_words_of_pytorch(case: Description) -> bool:
-    """A unit gathered ahead elsewhere, because the one before it ran twice, is read by a side door: an error, but not the engine's."""
-    apart = any(micro.side not in ("", "beside") for micro in _micros(case))
-    return _shards_weights(case) and apart and any(block.same_as >= 0 for block in case.model.blocks)
+    return (
+        case.model.hidden
+        and case.model.before in ("block", "layer")
+        and any(micro.kind in kinds for micro in _micros(case))
+    )
 
 
 KNOWN: dict[str, Callable[[Description], bool]] = {
-    "words": _says_it_in_words_of_pytorch,
     "unnoticed": _clears_what_no_unit_noticed,
     "unnoticed by rank": _is_noticed_by_some_ranks,
     "hidden again": _goes_back_again_through_a_hidden_root,
@@ -570,6 +568,15 @@ DEFECTS: tuple[Defect, ...] = (
         ),
     ),
     Defect(
+        "unnoticed",
+        "a weight that is frozen before the next backward",
+        _case(
+            Block(keeps="sum"),
+            steps=(Step((Micro(side="alone"),), takes_step=False, zero_at="before", freezes="freeze"), Step()),
+            ranks=1,
+        ),
+    ),
+    Defect(
         "unnoticed by rank",
         "an older graph without a unit's result, on one rank",
         _case(
@@ -600,9 +607,30 @@ DEFECTS: tuple[Defect, ...] = (
         _case(steps=(Step((Micro("input_grad"),)),), hidden=True, before="block"),
     ),
     Defect(
+        "hidden again",
+        "a root that hides its result, after a layer of it",
+        _case(steps=(Step((Micro("input_grad"),)),), hidden=True, before="layer"),
+    ),
+    Defect(
         "words",
         "a unit that was gathered ahead elsewhere",
         _case(Block(), Block(keeps="penalty"), Block(same_as=0), steps=(Step(), Step((Micro(side="alone"),)))),
+    ),
+    Defect(
+        "words",
+        "an older graph of a weight that a step wrote, beside an unused one",
+        _case(steps=(Step((Micro("stale"),)),), unused=True, loop="manual", ranks=1, precision="mixed"),
+    ),
+    Defect(
+        "words",
+        "after an evaluation between microbatches",
+        _case(
+            Block("nested", unit=False, keeps="hook"),
+            Block(),
+            steps=(Step((Micro(), Micro(evaluates="between"), Micro())), Step((Micro(side="alone"), Micro(), Micro()))),
+            loop="automatic",
+            calls_method=True,
+        ),
     ),
     Defect(
         "late",

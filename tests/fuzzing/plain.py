@@ -38,7 +38,10 @@ class PlainRun(Run):
             with torch.no_grad():
                 for parameter in self.model.parameters():
                     signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-                    parameter.mul_(1 + nudge * signs.to(parameter))
+                    changed = parameter * (1 + nudge * signs.to(parameter))
+                    if parameter.dtype == torch.bfloat16:  # half a unit is rounded away: a whole one
+                        changed = torch.nextafter(parameter, (signs * nudge * torch.inf).to(parameter))
+                    parameter.copy_(changed)
         self.optimizer = make_optimizer(case, self.model.parameters())
         self._averages = case.configuration.precision in ("mixed", "bfloat16")
         if self._averages:  # gradients, as ranks do: a third of a loss is rounded in every operation on the way

@@ -79,6 +79,15 @@ REFUSALS: tuple[Refusal, ...] = (
         _asks("jvp"),
     ),
     Refusal(
+        r"You must implement the jvp function for custom autograd.Function",
+        "checkpoints without reentrance in PyTorch before 2.13; plain PyTorch goes without checkpoints in mixed precision",
+        lambda case: (
+            case.configuration.precision == "mixed"
+            and _asks("jvp")(case)
+            and any(block.checkpoint == "non_reentrant" for block in case.model.blocks)
+        ),
+    ),
+    Refusal(
         r"appears to not have been used in the graph",
         "autograd.grad of a weight that is looked up outside of the forward: it is a shard there, and the forward used the gathered one",
         lambda case: case.configuration.sharding == "optim_grads_params" and _asks("rest_grad")(case),

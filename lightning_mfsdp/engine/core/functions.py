@@ -18,7 +18,6 @@ from lightning_mfsdp.engine.core.group import ParameterGroup
 from lightning_mfsdp.engine.core.inspect import context_of, units_in, units_of_own
 from lightning_mfsdp.engine.core.rows import gather_rows, join_parts
 from lightning_mfsdp.engine.core.unit import Unit, unit_of
-from lightning_mfsdp.engine.core.versions import RESHARDED
 
 __all__ = [
     "around_backward",
@@ -192,7 +191,7 @@ def around_backward(*modules: nn.Module) -> Iterator[None]:
 
     Raises:
         EngineStateError: The backward read weights that had been resharded. Without this function it is PyTorch's own error: "modified by
-            an inplace operation", a tensor "is at version" 2147483648 or more.
+            an inplace operation", a tensor "is at version" 2147483648 or more, or another multiple of 1024.
     """
     try:
         yield
@@ -227,7 +226,7 @@ def record_ranges(module: nn.Module, enabled: bool = True) -> None:
     context_of(module).ranges.enabled = enabled
 
 
-_MOVED_ON = re.compile(r"\[[^\[\]]*\[([\d, ]*)\]\].* is at version (\d+)")
+_MOVED_ON = re.compile(r"\[[^\[\]]*\[([\d, ]*)\]\].* is at version (\d+); expected version (\d+)")
 
 
 def _explain_resharded(error: BaseException, groups: Iterable[ParameterGroup]) -> None:
@@ -236,27 +235,36 @@ def _explain_resharded(error: BaseException, groups: Iterable[ParameterGroup]) -
     Raises:
         EngineStateError: It is. Names the unit, and the parameters that have the shape of what was saved.
     """
-    found = _MOVED_ON.search(str(error)) if isinstance(error, RuntimeError) else None
-    if found is None or int(found[2]) < RESHARDED:
+    match = _MOVED_ON.search(str(error)) if isinstance(error, RuntimeError) else None
+    if match is None:
         return
-    shape = tuple(map(int, re.findall(r"\d+", found[1])))
-    for group in groups:
-        if group.weights.versions.resharded == int(found[2]):
-            named = {entry.name: tuple(entry.piece.part_shape) for entry in group.entries}
-            alike = [name for name, one in named.items() if one in (shape, shape[::-1])]
-            unit = group.unit()
-            if unit is None or unit.reshard_after_forward:
-                advice = "Pass reshard_after_forward=False, recompute the unit (Recompute), or return that tensor"
-            else:
-                advice = (
-                    "Weights stay until the next backward, evaluation or state dict, one of which came first: call backward before it, "
-                    "recompute the unit (Recompute), or return that tensor"
-                )
-            raise EngineStateError(
-                f"{group.unit_name}: a backward read its weight {' or '.join(alike) or f'(a view of shape {list(shape)})'} after the unit "
-                "was resharded. It differentiates something that the unit's forward computed and did not return, such as a tensor kept "
-                f"by a hook or in an attribute. {advice}"
-            ) from error
+    shape = tuple(map(int, re.findall(r"\d+", match[1])))
+    found, expected = int(match[2]), int(match[3])
+    groups = [group for group in groups if group.weights.versions.were_resharded(found, expected)]
+    weights = {id(group): _weights_of_shape(group, shape) for group in groups}
+    for group in sorted(
+        groups, key=lambda group: not weights[id(group)]
+    ):  # two groups may have the same versions in memory
+        unit = group.unit()
+        if unit is None or unit.reshard_after_forward:
+            advice = "Pass reshard_after_forward=False, recompute the unit (Recompute), or return that tensor"
+        else:
+            advice = (
+                "Weights stay until the next backward, evaluation or state dict, one of which came first: call backward before it, "
+                "recompute the unit (Recompute), or return that tensor"
+            )
+        alike = " or ".join(weights[id(group)]) or f"(a view of shape {list(shape)})"
+        raise EngineStateError(
+            f"{group.unit_name}: a backward read its weight {alike} after the unit "
+            "was resharded. It differentiates something that the unit's forward computed and did not return, such as a tensor kept "
+            f"by a hook or in an attribute. {advice}"
+        ) from error
+
+
+def _weights_of_shape(group: ParameterGroup, shape: tuple[int, ...]) -> list[str]:
+    """Names of its parameters that have this shape, or are transposed to it."""
+    named = {entry.name: tuple(entry.piece.part_shape) for entry in group.entries}
+    return [name for name, one in named.items() if one in (shape, shape[::-1])]
 
 
 def _unit(module: nn.Module, function: str) -> Unit:

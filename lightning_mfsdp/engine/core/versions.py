@@ -87,6 +87,15 @@ class Versions:
         if place is not None and place.raw:
             compat.set_versions(place.raw, [self.resharded] * len(place.raw))
 
+    def were_resharded(self, found: int, expected: int) -> bool:
+        """Whether autograd's error, a tensor "is at version" `found`, not `expected`, can be about a weight that was saved and resharded.
+
+        It can be resharded still, or the same values were gathered to another place since.
+        """
+        lain = [place.versions for reference in self._places if (place := reference()) is not None]
+        pairs = (pair for here, there in itertools.permutations(lain, 2) for pair in zip(here, there, strict=True))
+        return found == self.resharded or (found, expected) in pairs
+
     def are_as_set(self) -> bool:
         """Whether the program has written to no parameter since versions were set, or since `take_over`."""
         return list(map(compat.version_of, self._parameters)) == self._as_set
