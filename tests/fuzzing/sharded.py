@@ -133,6 +133,10 @@ class EngineRun(Run):
         holds_back = any(micro.sync != "all" for step in self.case.program.steps for micro in step.micros)
         if whole and (holds_back or configuration.late_root):
             return 0
+        # Nothing ends a forward without a backward, and where that left units out, the next may begin with one of them: no pass begins.
+        leaves_out = any(block.dropped for block in self.case.model.blocks)
+        if leaves_out and self.case.program.steps[-1].micros[-1].kind == "no_backward":
+            return 0
         waiting = context_of(self.model).gradients
         return (
             0 if any(one.is_accumulating for one in waiting) else sum(unit.gradient_bytes for unit in units(self.model))
