@@ -137,10 +137,8 @@ def _clears_what_no_unit_noticed(case: Description) -> bool:
 
 
 def _is_noticed_by_some_ranks(case: Description) -> bool:
-    """A backward that touches no unit's result on some ranks, reduced there later, and one on others, with no optimizer's step after it."""
-    apart = any(micro.side not in ("", "beside") for micro in _micros(case))
-    without = any(not step.takes_step for step in case.program.steps)
-    return apart and without and _has(case, dropped="by rank")
+    """A backward that touches no unit's result on some ranks, and one on others."""
+    return any(micro.side not in ("", "beside") for micro in _micros(case)) and _has(case, dropped="by rank")
 
 
 def _goes_back_again_through_a_hidden_root(case: Description) -> bool:
@@ -584,6 +582,19 @@ DEFECTS: tuple[Defect, ...] = (
             Block(),
             Block(unit=False, same_as=0, dropped="by rank", keeps="branch"),
             steps=(Step((Micro("stale", side="alone"),), takes_step=False),),
+            sharding="optim",
+        ),
+    ),
+    Defect(
+        "unnoticed by rank",
+        "ranks wait for each other for ever: what one of them finds out in zero_grad, after autograd.grad of inputs",
+        _case(
+            Block(dropped="by rank"),
+            Block(keeps="map"),
+            steps=(
+                Step(zero=""),
+                Step((Micro("input_grad", evaluates="between", side="alone"),), zero="module zero", zero_at="between"),
+            ),
             sharding="optim",
         ),
     ),

@@ -53,8 +53,8 @@ REFUSALS: tuple[Refusal, ...] = (
         r"its data cannot be replaced, because it is part of a buffer; copy values in place",
         "`.data =` at rest: shards lie in buffers, and the message says what to do",
     ),
-    Refusal(
-        r"has been modified by an inplace operation",
+    Refusal(  # the second of a weight that is frozen, which the step did not write
+        r"has been modified by an inplace operation|EngineStateError: [\w.]+: a backward read its weight .* after the unit was resharded",
         "autocast saves copies of weights, so plain PyTorch goes back through the old ones after a step. Here the copy in the compute "
         "dtype is the gathered weight, which the step replaced; keeping old ones would take the memory that sharding saves",
         lambda case: case.configuration.precision == "mixed" and _goes_back_after_a_step(case),

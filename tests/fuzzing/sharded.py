@@ -157,7 +157,11 @@ def most_reductions(case: Description, group: ParameterGroup) -> int:
                 1 + apart if micro.kind in ("input_grad", "weight_grad", "rest_grad", "jvp", "plain") else backwards
             )
             stale += micro.kind == "stale"
-            if micro.sync == "all" or (micro.sync == "keep_sharded" and reduces_early):
+            # Where a backward of what weights alone give is found out later, its gradients are reduced then.
+            is_found_out = micro.side not in ("", "beside") and any(
+                b.keeps in ("sum", "penalty") for b in case.model.blocks
+            )
+            if micro.sync == "all" or (micro.sync == "keep_sharded" and reduces_early) or is_found_out:
                 count += backwards
             if backwards:
                 held_back = micro.sync == "no_sync" or (micro.sync == "keep_sharded" and leaves_back)
