@@ -145,9 +145,28 @@ def in_function_forward() -> bool:
     return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
+def accumulator_of(leaf: Tensor) -> Node:
+    """The node at which gradients of `leaf` arrive. No operation of a class of the leaf's own is called, as `get_gradient_edge` would."""
+    with torch.enable_grad():
+        reached = _Leading.apply(leaf)
+    return reached.grad_fn.next_functions[0][0]  # type: ignore[no-any-return]
+
+
+class _Leading(torch.autograd.Function):
+    """Something whose graph leads to a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return torch.empty(0, device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
 def accumulates(leaf: Tensor) -> bool:
     """Whether the backward now running accumulates into `leaf.grad` instead of returning the gradient."""
-    return _brings(torch.autograd.graph.get_gradient_edge(leaf).node)
+    return _brings(accumulator_of(leaf))
 
 
 def leaves_gradients_out() -> bool:

@@ -141,20 +141,9 @@ def _is_noticed_by_some_ranks(case: Description) -> bool:
     return any(micro.side not in ("", "beside") for micro in _micros(case)) and _has(case, dropped="by rank")
 
 
-def _goes_back_again_through_a_hidden_root(case: Description) -> bool:
-    """A step calls a block or a layer, then the root, which hides its result; a second backward finds weights resharded, and raises."""
-    kinds = ("retained", "two_losses", "input_grad", "weight_grad", "rest_grad", "interleaved")
-    return (
-        case.model.hidden
-        and case.model.before in ("block", "layer")
-        and any(micro.kind in kinds for micro in _micros(case))
-    )
-
-
 KNOWN: dict[str, Callable[[Description], bool]] = {
     "unnoticed": _clears_what_no_unit_noticed,
     "unnoticed by rank": _is_noticed_by_some_ranks,
-    "hidden again": _goes_back_again_through_a_hidden_root,
     "jvp": _shows_tangents_of_what_is_hidden,
     "jvp sharded": _shows_tangents_of_sharded_weights,
     "late": _adds_what_came_after_the_result,

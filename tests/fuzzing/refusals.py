@@ -60,8 +60,8 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda case: case.configuration.precision == "mixed" and _goes_back_after_a_step(case),
     ),
     Refusal(
-        r"an object whose tensors the engine cannot see, and the backward of that came after two other backwards",
-        "nobody hears of such a backward before it reads weights, and they cannot wait for it forever; the message says what to return",
+        r"EngineStateError: [\w.]+: a backward read its weight .* after the unit was resharded",
+        "a graph of an object whose tensors the engine cannot see, older than a step: weights stay for it until then",
         lambda case: (
             _goes_back_after_a_step(case)
             and (case.model.hidden or any(b.result == "hidden" for b in case.model.blocks))

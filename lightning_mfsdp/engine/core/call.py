@@ -1,19 +1,11 @@
-"""Calls: a call is one forward of a unit and its backward. How a unit detects when they begin and end, and which calls it awaits.
+"""Calls: a call is one forward of a unit and its backward. How a unit detects when they begin and end.
 
     the module is called                       the call opens
     it has returned                            the call waits for its backward, if a result can have one
     a gradient of a result has arrived         the call's backward begins
     the gradients of all inputs have arrived   it has ended; a call without inputs that need gradients ends with the whole backward
 
-A unit is reduced once in a backward, so no gradient may arrive afterwards. It is therefore better to wait unnecessarily, until the
-backward ends, than not to wait. Calls are counted by the order of the program and not by which graphs are alive, which differs between
-ranks. A unit awaits
-
-    a call of this pass                        until the gradients of its inputs have arrived
-    a call of an earlier backward              the same: the graph may have been retained, or have had another result
-    a module that ran in the forward of an     until it was recomputed with gradients (reentrant checkpointing), and that call has ended
-    autograd function
-    a call that was dropped, yet arrives       until the backward ends
+Calls say when weights are read. When gradients are complete is asked of autograd (`Gradients.are_complete`).
 
 No hook keeps the unit alive, and none is put on a weight: the modules' references to their unit are the only strong ones, so deleting the
 modules frees everything.
@@ -25,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,18 +34,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "UNIT",
-    "Awaited",
     "Call",
     "GroupedModules",
     "Hook",
     "Inputs",
+    "Recomputations",
     "Shown",
     "attach",
     "attach_inside",
     "begin_call",
     "is_plain_lookup",
     "is_unit",
-    "refuse_forgotten",
     "watch_result",
 ]
 
@@ -69,38 +60,19 @@ class Call:
         begun_in: The backward in which its own has begun and not ended, by `Context.backwards_finished`.
         ended_in: The last backward in which the gradients of all its inputs arrived.
         reads_weights: Its backward needs the weights.
-        hides: A result had no tensors to hook.
         is_recomputed: Its forward ran inside a backward.
-        notifies_root: The root around its unit, in whose forward or step it ran, detects when a backward begins.
-        is_doubtful: It cannot be determined whether its graph counts (`Awaited`), so it is not waited for.
-        missed: Backwards that have ended without reaching it since one did.
-        outlasts_pass: Its backward may come after further forwards.
         given: What its inputs are views of, by identity.
         inputs: Several that need gradients, until there are results.
     """
 
-    __slots__ = (
-        *(
-            "begun_in",
-            "ended_in",
-            "given",
-            "has_end",
-            "hides",
-            "inputs",
-            "is_doubtful",
-            "notifies_root",
-            "is_recomputed",
-        ),
-        *("missed", "outlasts_pass", "reads_weights", "slots"),
-    )
+    __slots__ = ("begun_in", "ended_in", "given", "has_end", "inputs", "is_recomputed", "reads_weights", "slots")
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_recomputed: bool = False) -> None:
         self.slots: list[Slot | None] = []
         self.has_end = False
         self.begun_in = self.ended_in = -1
         self.reads_weights = True
-        self.hides = self.is_recomputed = self.is_doubtful = self.notifies_root = False
-        self.missed, self.outlasts_pass = 0, True
+        self.is_recomputed = is_recomputed
         self.given: set[int] = set()
         self.inputs: Inputs | None = None
 
@@ -140,129 +112,40 @@ class Inputs:
         return holding
 
 
-class Awaited:
-    """What one unit waits for.
+class Recomputations:
+    """Modules of one unit that ran in the forward of an autograd function (reentrant checkpointing), to be recomputed in a backward.
+
+    Each is recomputed in a backward of its own inside the backward, which leaves gradients, and others may follow. Waiting needlessly is
+    safe, it lasts until the backward ends; so what was thrown away counts as long as that is not known.
 
     Attributes:
-        calls: Those that no backward has reached.
-        spent: Those of earlier backwards that may be reached again: of this pass, or kept by `retain_graph=True`, or not reached then.
-        hides_calls: A result of one of `calls` had no tensors to hook.
-        hooks: Hooks by which gradients of weights show that a backward is running.
+        expected: How many ran and were not recomputed.
     """
 
-    __slots__ = ("_again", "_ended", "_forgotten_came", "_new_runs", "_runs", "calls", "hides_calls", "hooks", "spent")
+    __slots__ = ("_again", "_new", "expected")
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.spent: list[Call] = []
-        self.hides_calls = False
-        self.hooks: list[RemovableHandle] = []
-        self._ended: list[Call] = []
-        self._runs = 0  # in forwards of autograd functions, and not recomputed
-        self._new_runs = 0  # since the last backward
+        self.expected = 0
+        self._new = 0  # since the last backward
         self._again = 0  # recomputed in this backward
-        self._forgotten_came = False  # and others may follow
-
-    def is_over(self) -> bool:
-        """Whether no further gradient will arrive in this backward."""
-        return not (self.calls or self.spent or self._runs or self._forgotten_came)
-
-    @property
-    def will_be_recomputed(self) -> bool:
-        """Whether a module ran without gradients, to be recomputed with them in a backward."""
-        return self._runs > 0
 
     def note_run(self) -> None:
         """A module runs in the forward of an autograd function. One that does so inside a backward did so before it, too."""
         if compat.backward_task() == -1:
-            self._runs += 1
-            self._new_runs += 1
+            self.expected += 1
+            self._new += 1
 
-    def new_call(self) -> Call | None:
-        """For a forward in grad mode that begins; `None` where its graph will be thrown away, so that no hook may be put on it.
-
-        Inside a backward a forward is recomputed. Under reentrant checkpointing the first one ran without gradients and the new graph
-        counts; otherwise a call waits. Where both are true this is undecidable: the call is hooked and not waited for.
-        """
-        if compat.backward_task() == -1:
-            return Call()
-        if not self._runs and (self.calls or self.spent):
-            return None
-        if not (self._runs or self.calls):
-            self._forgotten_came = True
-        call = Call()
-        call.is_recomputed = True
-        call.is_doubtful = bool(self.spent) or any(not waiting.is_recomputed for waiting in self.calls)
-        if not call.is_doubtful:
-            self._recomputed()
-        return call
-
-    def _recomputed(self) -> None:
-        if self._runs:
-            self._runs -= 1
+    def ended(self) -> None:
+        """One was recomputed, and the gradients of its inputs have arrived."""
+        if self.expected:
+            self.expected -= 1
             self._again += 1
 
-    def add(self, call: Call) -> None:
-        """A call has results whose gradients may arrive."""
-        if not call.is_doubtful and call not in self.calls:
-            self.calls.append(call)
-
-    def came(self, call: Call) -> None:
-        """A gradient of a result has arrived, the first of this backward."""
-        if not (call.is_doubtful or call in self.calls or call in self.spent):
-            self._forgotten_came = True
-
-    def ended(self, call: Call) -> bool:
-        """The gradients of all inputs have arrived. Returns whether no further gradient will arrive in this backward."""
-        if call.is_doubtful:
-            self._recomputed()
-        else:
-            for waiting in (self.calls, self.spent):
-                if call in waiting:
-                    waiting.remove(call)
-                    self._ended.append(call)
-        return self.is_over()
-
-    def hidden_slots(self) -> list[Slot | None] | None:
-        """Where weights must stay, or be gathered again, because the moment at which a backward reads them cannot be detected."""
-        if not (self.hides_calls or self.spent):
-            return None
-        return next((call.slots for call in (*self.calls, *self.spent) if call.hides), None)
-
-    def begin_hidden(self, number: int) -> int:
-        """A backward begins: how many calls whose results were hidden may be part of it; each of them has begun."""
-        hidden = [call for call in (*self.calls, *self.spent) if call.hides and call.begun_in != number]
-        for call in hidden:
-            call.begun_in = number
-        return len(hidden)
-
-    def end_backward(self, number: int, *, keeps_graph: bool) -> None:
-        """Stop waiting. Calls that may be reached again are kept for the next backward.
-
-        Args:
-            number: Of the backward, as in `Call.begun_in`.
-            keeps_graph: It ran with `retain_graph=True`.
-        """
-        if self.calls or self._ended or self.spent:
-            kept = []
-            for call in (*self.spent, *self.calls, *self._ended):
-                reached = call in self._ended or (call.begun_in == number and not call.hides)
-                call.missed = 0 if reached else call.missed + 1
-                call.outlasts_pass = keeps_graph or not reached
-                if call.missed < 2 and not call.is_recomputed:
-                    kept.append(call)
-            self.spent = kept
-            self.calls.clear()
-            self._ended.clear()
-        if self._runs or self._again:
-            self._runs = min(self._runs, self._new_runs) + (self._again if keeps_graph else 0)
-        self._new_runs = self._again = 0
-        self._forgotten_came = self.hides_calls = False
-
-    def begin_pass(self) -> None:
-        """A forward begins after a backward: of the earlier graphs, only those that are certain to be complete are waited for."""
-        if self.spent:
-            self.spent = [call for call in self.spent if call.outlasts_pass]
+    def end_backward(self, *, keeps_graph: bool) -> None:
+        """With `keeps_graph` those that were recomputed may be so again; what an earlier backward left out was thrown away."""
+        if self.expected or self._again:
+            self.expected = min(self.expected, self._new) + (self._again if keeps_graph else 0)
+        self._new = self._again = 0
 
 
 # -- what hooks use of a unit and of its root --------------------------------------------------------------------------
@@ -591,10 +474,9 @@ def watch_result(unit: Unit, call: Call | None, output: Any) -> list[Tensor]:
     if outputs and not watched:
         return outputs
     call.slots = [weights.client.slot if weights.is_sharded else None for weights in unit.weights]
-    unit.awaited.add(call)
+    unit.wait_for(call)
     if not outputs:
-        call.hides = unit.awaited.hides_calls = True
-        unit.share_no_memory()
+        unit.hide_result()
         _watch_parameters(unit)
         return outputs
     this = weakref.ref(unit)
@@ -628,20 +510,12 @@ def _watch_parameters(unit: Unit) -> None:
         if unit is not None:
             unit.context.begin_backward()
 
-    while unit.awaited.hooks:
-        unit.awaited.hooks.pop().remove()  # a weight has one such node at a time
+    while unit.parameter_hooks:
+        unit.parameter_hooks.pop().remove()  # a weight has one such node at a time
     for group in unit.all_groups:
         for entry in group.entries:
             if entry.full.requires_grad:
-                unit.awaited.hooks.append(get_gradient_edge(entry.full).node.register_prehook(begin))
-
-
-def refuse_forgotten(unit: Unit) -> NoReturn:
-    """Raise: the backward of hidden results was no longer expected, so the weights it read may already have been resharded."""
-    raise EngineStateError(
-        f"{unit.name}: its forward returned an object whose tensors the engine cannot see, and the backward of that came after "
-        "two other backwards, when its weights were gone; return tensors, or containers of them, or call backward earlier"
-    )
+                unit.parameter_hooks.append(get_gradient_edge(entry.full).node.register_prehook(begin))
 
 
 def _refuse_own_weights(unit: Unit, outputs: list[Tensor]) -> None:

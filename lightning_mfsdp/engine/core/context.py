@@ -302,6 +302,8 @@ class Context:
         self.gradient_writes += 1
         for group in groups:
             group.weights.outdate(by_optimizer=True)
+        for unit in self.units:
+            unit.forget_hidden()
         self.refresh_shown()
 
     def refresh_shown(self) -> None:
@@ -359,10 +361,8 @@ class Context:
         if self._in_backward:
             self.recover()
         if self.schedule.note_forward(unit.number):
-            for one in self.units:
-                one.awaited.begin_pass()
-                for group in one.groups:
-                    group.gradients.close_main()
+            for group in self.groups:
+                group.gradients.close_main()
             if self.unfinished_steps:
                 self._finish_steps()
             if not self.has_optimizer:
@@ -419,25 +419,19 @@ class Context:
 
         A rank whose step uses no unit does not detect such a backward, so it may use no collectives but gathers. Which other parameters
         a backward reaches is not checked: reentrant checkpoints run one inside of it, parameters are used outside forwards, and
-        other ranks may use others. Parameters of a codec cannot be queried: if there are any, a backward counts as reaching them.
+        other ranks may use others.
         """
-        others = False
         for unit in self.units:
             for group in unit.groups:
                 for entry in group.entries:
-                    if not entry.is_trained:
-                        continue
-                    if group.spec.codec is not None:
-                        others = True
-                    elif compat.accumulates(entry.full):
+                    if entry.is_trained and compat.accumulates(entry.full):
                         return True
-        return others or not compat.leaves_gradients_out()
+        return not compat.leaves_gradients_out()
 
     def _show_for_backward(self) -> None:
         """Modules may read weights in their backward. Units that no call of their own will unshard show theirs from now to the end."""
         for unit in self.units:
-            unit.show_for_hidden_calls()
-            if not unit.awaited.calls and (unit.uses_weights or unit.step_slots is not None):
+            if unit.uses_weights or unit.step_slots is not None:
                 # What was resharded since its step is gathered to where autograd saved it; what was kept is there already.
                 unit.unshard(None if unit.uses_weights else unit.step_slots, for_backward=True)
                 unit.register()
@@ -493,14 +487,9 @@ class Context:
     def _rest(self) -> None:
         """Release all leases and stop all waiting."""
         self.ranges.end_all("backward")
-        self.pool.end_backward()
         units = self.units
         for unit in units:
-            unit.awaited.end_backward(self.backwards_finished, keeps_graph=self.keeps_graph)
-        for unit in units:
             unit.rest(keeps_graph=self.keeps_graph)
-        if (root := self.root()) is not None and root.pinned:
-            root.use_shared()
         self.backwards_finished += 1
         self.gradient_writes += 1
         self._in_backward = False

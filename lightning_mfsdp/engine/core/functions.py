@@ -142,8 +142,6 @@ def gather_root(module: nn.Module) -> Iterator[None]:
     before = context.backwards_finished
     unit.enter(shows=False)
     unit.pinned = True
-    if torch.is_grad_enabled():
-        unit.use_shared()
     try:
         yield
     except BaseException as error:  # an interrupt, too, must not leave weights pinned; re-raised
@@ -156,7 +154,7 @@ def gather_root(module: nn.Module) -> Iterator[None]:
     if context.backwards_finished != before:
         unit.reshard()
     else:
-        unit.leave(reshard=True)
+        unit.leave()
 
 
 def gather_again(module: nn.Module) -> None:

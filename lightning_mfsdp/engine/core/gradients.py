@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine.comm.collectives import Axis
@@ -208,6 +209,7 @@ class Gradients:
         undecided: Parameters that were reduced and that this rank did not use: other ranks decide whether they have a gradient (usage.py).
         zeroed: Parameters that this rank did not use and that got zeros in the last reduction, whatever other ranks did.
         writes: Gradients that layers write themselves.
+        is_late: There were gradients before this backward was noticed, so what else it brings cannot be told from them.
         outside: Whole gradients, by index, of parameters that were used outside of a forward (outside.py).
     """
 
@@ -221,6 +223,8 @@ class Gradients:
         self.undecided: list[int] = []
         self.zeroed: frozenset[int] = frozenset()
         self.writes = DirectWrites()
+        self.is_late = False
+        self._anchor: Tensor | None = None
         self.outside: dict[int, Tensor] = {}
         self._owner = weakref.ref(owner)
         self._entries, self.num_parameters = owner.entries, len(owner.entries)
@@ -264,6 +268,34 @@ class Gradients:
             if entry.full.grad is not None:
                 return True
         return bool(self.outside) or self.writes.target is not None
+
+    def are_complete(self) -> bool:
+        """Whether the backward that is running will bring no further gradient: of what it reaches, all have come.
+
+        A node where gradients are accumulated runs once in a backward, after all that lead to it.
+        """
+        if self.is_late or (self._anchor is not None and self._awaits_outside()):
+            return False
+        for index, entry in enumerate(self._entries):
+            full = entry.full
+            if full.grad is None and full.requires_grad and index not in self.writes.ran and compat.accumulates(full):
+                return False
+        return True
+
+    @property
+    def anchor(self) -> Tensor:
+        """A leaf, `[]`, of all graphs that use parameters outside of forwards: its gradient comes after the last of theirs."""
+        if self._anchor is None:
+            with torch.inference_mode(False):
+                self._anchor = torch.zeros((), requires_grad=True, device="cpu")
+        return self._anchor
+
+    def _awaits_outside(self) -> bool:
+        return self.anchor.grad is None and compat.accumulates(self.anchor)
+
+    def are_due(self) -> bool:
+        """Whether the backward that is running reaches one of the parameters."""
+        return any(entry.full.requires_grad and compat.accumulates(entry.full) for entry in self._entries)
 
     @property
     def is_accumulating(self) -> bool:
@@ -381,7 +413,12 @@ class Gradients:
         """Forget what autograd left: the backward failed, or it is not needed."""
         for entry in self._entries:
             entry.full.grad = None
+        self._clear_outside()
+
+    def _clear_outside(self) -> None:
         self.outside.clear()
+        if self._anchor is not None:
+            self._anchor.grad = None
 
     def drop(self) -> None:
         """Forget everything that is not in `main`: the backward it belongs to failed. What was not taken yet stays, see `drop_news`."""
@@ -501,7 +538,8 @@ class Gradients:
             for index, outside in self.outside.items():
                 grad = taken[index]
                 taken[index] = outside if grad is None else outside + grad
-            self.outside.clear()
+        if self._anchor is not None:
+            self._clear_outside()
         return taken
 
     def _wanted(self) -> set[int]:
@@ -819,17 +857,24 @@ class DirectWrites:
         target: The buffer; `None` if nothing was written.
         is_new: Its other cells are undefined.
         written: Which tensors of the layout were written.
+        ran: Those of them of which this backward brings no further gradient.
     """
 
     def __init__(self) -> None:
         self.target: FlatBuffer | None = None
         self.is_new = False
         self.written: set[int] = set()
+        self.ran: set[int] = set()
         self._beside: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, target: FlatBuffer, *, is_new: bool) -> None:
         """Gradients go to `target` from now on; with `is_new` it holds nothing yet."""
         self.target, self.is_new = target, is_new
+
+    def await_last(self, index: int, accumulator: Node) -> None:
+        """Note when the node runs at which all gradients of a tensor of the layout would have been accumulated."""
+        if index not in self.written:
+            accumulator.register_hook(lambda *_: self.ran.add(index))
 
     def add(self, index: int, left: Tensor, right: Tensor) -> None:
         """Write, or add, the product `left @ right` as the gradient of a tensor of the layout."""
@@ -889,6 +934,7 @@ class DirectWrites:
         self.target, self.is_new = None, False
         if self.written:
             self.written.clear()
+            self.ran.clear()
         return written
 
 

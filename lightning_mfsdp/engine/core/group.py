@@ -285,13 +285,10 @@ class ParameterGroup:
         """Whether a gradient is what the `.grad` of a parameter was before it became a stand-in for what is held back."""
         return self.gradients.is_behind(index, gradient)
 
-    def use_outside(self, index: int) -> nn.Parameter | None:
-        """A parameter is used outside of forwards in grad mode: the unsharded one, if it exists and stays until a backward has ended."""
+    def unsharded_outside(self, index: int) -> nn.Parameter | None:
+        """A parameter that is used outside of forwards in grad mode, unsharded, if it is so and stays until a backward has ended."""
         unit = self.unit()
-        if unit is None:
-            return None
-        unit.use_outside()
-        return self.entries[index].full if unit.has_at_hand(self) else None
+        return self.entries[index].full if unit is not None and unit.has_at_hand(self) else None
 
     def begin_backward(self) -> None:
         """A backward begins that may not involve any forward of a unit."""

@@ -91,8 +91,10 @@ class ReductionSchedule:
         """A backward of a root with these groups begins. Returns whether the order is fixed yet."""
         self._turn = 0
         for group in groups:
-            if group.gradients.held_back is not Sync.ALL:
-                group.gradients.take_back()
+            gradients = group.gradients
+            if gradients.held_back is not Sync.ALL:
+                gradients.take_back()
+            gradients.is_late = gradients.has_news
         return bool(self._order)
 
     def agree_on_order(self, units: Sequence[Unit], ran: Sequence[Unit], mesh: Mesh, device: torch.device) -> None:
@@ -109,7 +111,7 @@ class ReductionSchedule:
         """
         order = [units.index(unit) for unit in reversed(ran)]
         order += [index for index in reversed(range(len(units))) if units[index] not in ran]
-        hears = {index for index in order if units[index].notices_end or units[index].awaited.will_be_recomputed}
+        hears = {index for index in order if units[index].notices_end or units[index].recomputations.expected}
         order.sort(key=lambda index: len(units[index].users) > 1 or index not in hears)
         message = [order]
         for axis in mesh.all_axes:
@@ -124,7 +126,7 @@ class ReductionSchedule:
         self._done.add(id(unit))
         while self._turn < len(self._order):
             current = self._order[self._turn]()
-            if current is not None and not (id(current) in self._done and current.is_done) and current.is_trainable:
+            if current is not None and id(current) not in self._done and current.is_trainable:
                 return
             self._turn += 1
             if current is not None:
@@ -237,9 +239,8 @@ class ReductionSchedule:
         if reduced := [unit.name for unit in late if self._communicates(unit)]:
             raise EngineStateError(
                 f"{', '.join(reduced)}: on rank {dist.get_rank()} a gradient came after the gradients of this unit had been reduced, which "
-                "happens once in a backward. The backward ran a graph that is older than the last two backwards together with a newer "
-                "one, or a weight was used outside of its unit's forward; run such a backward under no_sync(module), and "
-                "reduce_pending(module) after it"
+                "happens once in a backward. It comes from an autograd function whose backward runs modules that its forward did not run; "
+                "run such a backward under no_sync(module), and reduce_pending(module) after it"
             )
 
     def reduce_pending(self, units: Sequence[Unit]) -> None:

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.base.streams import Event
 
 __all__ = ["Client", "Slot", "SlotPool", "color"]
@@ -110,8 +109,8 @@ class Client:
     Attributes:
         name: For messages.
         size_bytes: How much.
-        evict: Called when another client must have the slot; gives it up if it was only prefetched, and says
-            whether it did.
+        evict: Called when another client wants the slot, with whether it has to have it; gives it up in that case, and if no unit
+            computes with what is in it, and says whether it did.
         planned: Its fixed slot, if there is a plan.
         is_alone: It shares its slot with no other client.
         reference: Weak reference to itself, for holders that must not keep it alive.
@@ -119,7 +118,7 @@ class Client:
 
     name: str
     size_bytes: int
-    evict: Callable[[], bool]
+    evict: Callable[[bool], bool]
     slot: Slot = field(init=False)
     private: Slot = field(init=False)
     planned: Slot | None = field(init=False, default=None)
@@ -143,9 +142,7 @@ class SlotPool:
         self._fixed: list[Slot] = []
         self._last_release: Event = None
         self._held: dict[Client, None] = {}
-        self._reserved: dict[Slot, Client] = {}
         self._plan_users: weakref.WeakSet[object] = weakref.WeakSet()
-        self._keeper = Client(name="a forward recomputed in this backward", size_bytes=0, evict=lambda: False)
 
     def add(self, client: Client) -> None:
         """Register a client, maybe from the pool of a root that became a nested unit; it starts with its own slot."""
@@ -169,34 +166,29 @@ class SlotPool:
         """All full-size memory at the moment."""
         return self.fixed_bytes + sum(client.private.allocated_bytes for client in self._clients)
 
-    def acquire(
-        self, client: Client, needed: Slot | None = None, *, apart: bool = False, training: bool = True
-    ) -> Event:
-        """Give the client a slot (`client.slot`); the memory is allocated on the current stream.
+    def clear(self, client: Client, needed: Slot | None = None) -> Slot:
+        """Choose a slot for a client that holds none, and evict who has it. Called on the stream that reads what is evicted.
+
+        Args:
+            client: Will hold it.
+            needed: The only usable slot, because saved tensors of a forward point into it.
+        """
+        slot = needed or client.planned or client.private
+        other = None if slot.holder is None or slot.is_free_for(client) else slot.holder()
+        # Not every backward shows where it ends. If the evicted weights are read after all, autograd raises (versions.py).
+        return client.private if other is not None and not other.evict(needed is not None) else slot
+
+    def acquire(self, client: Client, slot: Slot, *, training: bool = True) -> Event:
+        """Give the client a slot that was cleared for it (`client.slot`); the memory is allocated on the current stream.
 
         Args:
             client: Holds no slot now.
-            needed: The only usable slot, because saved tensors of a forward point into it.
+            slot: Free.
             training: Part of a step that the plan should suit; passes without gradients are not.
-            apart: Keep out of shared slots: saved tensors of an earlier forward still wait for their backward there.
 
         Returns:
             An event to wait for before writing.
-
-        Raises:
-            EngineStateError: `needed` is in use by another client.
         """
-        slot = needed or (client.private if apart else client.planned) or client.private
-        if self._reserved and self._reserved.get(slot) is client:
-            slot.holder = client.reference  # its own weights, reserved
-        if slot.holder is not None and not slot.is_free_for(client) and (other := slot.holder()) and not other.evict():
-            if needed is not None:
-                raise EngineStateError(
-                    f"{client.name}: its backward needs the memory its forward used, but {other.name} holds it. "
-                    "This step runs units together that ran one after another when the slots were planned; pass "
-                    'storage="dynamic" to fully_shard'
-                )
-            slot = client.private
         slot.holder = client.reference
         client.slot = slot
         if not slot.is_allocated:
@@ -227,22 +219,6 @@ class SlotPool:
         if not slot.fixed:
             slot.discard()
         self._held.pop(client, None)
-
-    def reserve(self, client: Client, event: Event) -> None:
-        """The client releases its slot, whose content stays unchanged until `end_backward`."""
-        slot = client.slot
-        self._held.pop(client, None)
-        self._reserved[slot] = client
-        slot.holder = self._keeper.reference
-        slot.released = self._last_release = event
-
-    def end_backward(self) -> None:
-        """What was reserved is free again."""
-        while self._reserved:
-            slot, _ = self._reserved.popitem()
-            if slot.holder is self._keeper.reference:
-                slot.holder = None
-                slot.discard()
 
     def forget_events(self) -> None:
         """All work is done: no client has to wait for the last use of a slot."""

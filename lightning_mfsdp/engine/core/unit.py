@@ -3,7 +3,7 @@
     pre-forward     unshard (already under way if the order was known), prefetch the next unit, register unsharded parameters
     post-forward    register sharded parameters, reshard
     pre-backward    unshard into the same buffer, prefetch the unit that comes next in backward
-    post-backward   reshard; once no other call of the unit is awaited, its gradients are ready to be reduced
+    post-backward   reshard; once autograd owes no gradient of its parameters, they are ready to be reduced
 
 Hooks detect these moments (call.py). Post-backward comes with the gradients of the unit's inputs: autograd runs what was
 recorded last first, so when they have arrived, everything inside the unit has run.
@@ -24,14 +24,13 @@ from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.core.call import (
     UNIT,
-    Awaited,
     Call,
+    Recomputations,
     Shown,
     attach,
     attach_inside,
     begin_call,
     is_plain_lookup,
-    refuse_forgotten,
     watch_result,
 )
 from lightning_mfsdp.engine.core.group import ParameterGroup
@@ -67,16 +66,16 @@ class Unit:
         shared_groups: Groups of other units whose parameters this module shares (tied weights).
         all_groups: Both.
         context: Shared by all units of a root.
-        awaited: Calls from which gradients may still come.
+        recomputations: Modules that ran without gradients, to be recomputed with them.
         weights: Of all of these groups.
         notices_end: Some call had an input that needs a gradient: the end of its backward is detected.
+        hidden: How many forwards returned no tensors to hook and have not had their backward, as far as known: weights stay.
         leaf_hooks: Hooks on results that are leaves; removed when a backward has ended.
+        parameter_hooks: Hooks by which gradients of weights show that a backward is running, where a result was hidden.
         uses_weights: It holds a lease on each of its weights.
         shown: Whether its modules show unsharded parameters.
         may_keep_unsharded: Weights stay between forward and backward if there is memory to spare (planning.py).
         pinned: It stays unsharded through the end of a backward: code around it is still running (`gather_root`).
-        outside_for: Parameters of it were used outside of a forward that has a call: by themselves (outside.py), or by modules in a step of
-            the root. Their gradients may arrive at any time in this many backwards.
         step_slots: Where saved tensors of such code expect the weights, by group; it has no call.
         undo: Callbacks that undo what else `fully_shard` did to its modules.
     """
@@ -100,16 +99,19 @@ class Unit:
         self.context: Context
         self.users: list[weakref.ref[Unit]] = [weakref.ref(self)]
         self.uses_weights = self.pinned = False
-        self.outside_for = 0
         self.shown = Shown()
         self.step_slots: list[Slot | None] | None = None
-        self.awaited = Awaited()
+        self.recomputations = Recomputations()
+        self.hidden = 0
         self._open_calls: list[Call | None] = []
+        self._waiting = self._new = 0  # calls whose backward has not ended, and those since the last backward
+        self._latest: Call | None = None
         self._running = 0
-        self._recomputed = 0  # forwards that ran inside this backward, and whose own backward has not ended
+        self._has_another_backward = False  # around that of a recomputed forward, which leaves gradients, too
         self._runs_without_gradients = self._is_called_inside = False
         self._is_grouped = len(modules) > 1
         self.leaf_hooks: list[RemovableHandle] = []
+        self.parameter_hooks: list[RemovableHandle] = []
         self.undo: list[Callable[[], None]] = []
         self.notices_end = False
         for module in modules:
@@ -145,7 +147,7 @@ class Unit:
 
     def end(self) -> None:
         """Its modules are no longer sharded, and hold no reference to it."""
-        self.awaited.end_backward(self.context.backwards_finished, keeps_graph=False)
+        self.hidden = 0
         self.rest(keeps_graph=False)
         self.unhook_inside()
         for handle in self._hooks:
@@ -173,22 +175,17 @@ class Unit:
 
     @property
     def is_done(self) -> bool:
-        """Whether no further gradient will arrive from a call of it, or of a module that shares its parameters."""
-        if self.outside_for:
+        """Whether the backward that is running will bring no further gradient of a parameter it owns.
+
+        It is asked in the backward of a call of its own: inside that of what another unit recomputes, autograd would not know of these.
+        Modules of several units that share parameters are not asked what they recompute: gradients of these wait for the end.
+        """
+        if self.recomputations.expected or self._has_another_backward or len(self.users) > 1:
             return False
-        if len(self.users) == 1:
-            return self.awaited.is_over()
-        return all((user := reference()) is None or user.awaited.is_over() for reference in self.users)
-
-    def use_outside(self) -> None:
-        """Parameters of it are used in grad mode outside of calls: gradients may arrive in the next two backwards, as those of calls."""
-        self.outside_for = 2
-
-    def use_shared(self) -> None:
-        """A step of the root reads, or goes on reading, what other units own, which cannot detect it."""
-        for group in self.shared_groups:
-            if (owner := group.unit()) is not None:
-                owner.use_outside()
+        for group in self.groups:  # noqa: SIM110 - as below
+            if not group.gradients.are_complete():
+                return False
+        return True
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -205,12 +202,11 @@ class Unit:
         if self.context.needs_refresh:
             self.context.refresh()
         if buffers is None:
-            apart = bool(self.awaited.calls)
             for weights in self.weights:
-                weights.unshard(apart=apart, for_backward=for_backward)
+                weights.unshard(for_backward=for_backward)
             return
         for weights, buffer in zip(self.weights, buffers, strict=True):
-            weights.unshard(buffer, for_backward=for_backward, ahead=ahead, reserve=self._recomputed > 0)
+            weights.unshard(buffer, for_backward=for_backward, ahead=ahead)
 
     def register(self) -> None:
         """Wait for the all-gathers, and have modules show unsharded parameters."""
@@ -259,9 +255,7 @@ class Unit:
                 self.unregister()
             return
         self.shown.now, self.shown.by = False, None
-        reserve = False
         if self.uses_weights:
-            reserve = self._recomputed > 0 and bool(self.awaited.calls)
             if self.context.trace is not None:
                 self.context.trace.append(self.reshard)
             self._end_lease()
@@ -269,7 +263,7 @@ class Unit:
             weights = group.weights
             if not weights.leases:
                 if weights.present:
-                    weights.reshard(reserve=reserve)
+                    weights.reshard()
             elif not self._is_shown_by_others(group):
                 weights.unregister()
 
@@ -292,7 +286,7 @@ class Unit:
         self.enter()
         call = self._new_call()
         self._open_calls.append(call)
-        # In a step its own layers may have computed the inputs (`self(self.pre(x))`), whose gradients come after those of the inputs.
+        # In a step its own layers may have computed the inputs (`self(self.pre(x))`), also as an autograd function that recomputes them.
         return begin_call(self, None if self.pinned else call, args, kwargs)
 
     def enter(self, *, shows: bool = True) -> None:
@@ -308,13 +302,11 @@ class Unit:
         if compat.backward_task() != -1:
             context.interrupt()
             context.begin_backward()  # and not in a backward inside this one, which reentrant checkpointing runs
-            self._recomputed += 1
             # If they are gathered for a backward of this unit already, what is recomputed reads the same.
-            self.unshard(None if self.uses_weights else self._latest_buffers())
+            self.unshard(None if self.uses_weights or self._latest is None else self._latest.slots)
         else:
             following = context.note_forward(self)
-            awaited = self.awaited
-            self.unshard(awaited.hidden_slots() if awaited.hides_calls or awaited.spent else None)
+            self.unshard()
         if context.trace is not None:
             context.trace.append(self.enter)
         if shows:
@@ -380,8 +372,8 @@ class Unit:
             return
         if call is not None and isinstance(module, nn.Embedding):
             call.reads_weights = self._is_grouped or not is_plain_lookup(module)
-        outputs = watch_result(self, call, output)
-        self.leave(reshard=call is None or (bool(outputs) and not call.hides))
+        watch_result(self, call, output)
+        self.leave()
 
     @property
     def open_call(self) -> Call | None:
@@ -391,31 +383,24 @@ class Unit:
     def close(self) -> None:
         """A run of several modules ended before its last."""
         self.context.lane.ranges.end("forward", self.name)
-        call = self._open_calls.pop()
-        self.leave(reshard=call is None or not call.hides)
+        self._open_calls.pop()
+        self.leave()
 
-    def leave(self, *, reshard: bool) -> None:
-        """After forward: reshard weights, unless they are needed again at once.
-
-        Args:
-            reshard: False where a backward may come undetected: the module returned no tensor to hook.
-        """
+    def leave(self) -> None:
+        """After forward: reshard weights, unless they are needed again at once, or a backward may begin undetected."""
         if compat.backward_task() != -1 or self._open_calls:
             return
         context = self.context
         is_root = self is context.root()
         if is_root:
             context.interrupt()
-        keeps = (
-            is_root or not (reshard and self.reshard_after_forward) or context.schedule.last_of_forward == self.number
-        )
-        unnoticed = self.reads_unnoticed
-        if not (unnoticed or (keeps and torch.is_grad_enabled())):
+        keeps = is_root or not self.reshard_after_forward or context.schedule.last_of_forward == self.number
+        if not (self.hidden or (keeps and torch.is_grad_enabled())):
             self.reshard()
         else:
             # Outside of forwards `parameters()` must yield those that have gradients and accept writes.
             self.unregister()
-            if not (is_root or unnoticed):
+            if not (is_root or self.hidden):
                 self._end_lease()
         self.refuse_lost_writes()
 
@@ -430,22 +415,28 @@ class Unit:
             if weights.lost_writes and not sys.exc_info()[0]:
                 weights.refuse_lost_writes()
 
-    @property
-    def reads_unnoticed(self) -> bool:
-        """Whether a backward may begin with a hidden result of it, so that weights are read before the engine is notified."""
-        awaited = self.awaited
-        hidden = [call for call in awaited.spent if call.hides and call.outlasts_pass] if awaited.spent else None
-        if not hidden:
-            return awaited.hides_calls
-        root = self.context.root()
-        is_notified = root is not None and root is not self and not root.reads_unnoticed
-        return self.awaited.hides_calls or not (is_notified and all(call.notifies_root for call in hidden))
+    def wait_for(self, call: Call) -> None:
+        """A call has results whose gradients may arrive."""
+        self._waiting += 1
+        self._new += 1
+        self._latest = call
 
-    def share_no_memory(self) -> None:
-        """Keep its weights out of shared memory: it cannot be detected when they are read."""
+    def hide_result(self) -> None:
+        """A forward has returned no tensor to hook, so its backward may read weights before the engine is notified of it.
+
+        They stay, in memory that no other unit has, until a backward has ended for each such forward, or an optimizer has stepped.
+        """
+        self.hidden += 1
         for weights in self.weights:
             if weights.is_sharded:
                 self.context.lane.pool.keep_alone(weights.client)
+
+    def forget_hidden(self) -> None:
+        """An optimizer has stepped: graphs of before are out of date."""
+        if self.hidden:
+            self.hidden = 0
+            if not self._open_calls:
+                self.reshard()
 
     @property
     def is_inside_root(self) -> bool:
@@ -473,22 +464,25 @@ class Unit:
                 unit.reshard()
 
     def _new_call(self) -> Call | None:
+        """`None` where no backward follows: without gradients, and where a checkpoint throws the graph away that it recomputes."""
         if not torch.is_grad_enabled():
             self.note_run()
             return None
-        call = self.awaited.new_call() if self.all_groups else None
-        if call is not None:
-            root = self.context.root()
-            # A root without parameters makes no calls, so only a step notifies it of a backward (`watch_backward`).
-            call.notifies_root = self.is_inside_root and root is not None and (root.pinned or bool(root.all_groups))
-        return call
+        if not self.all_groups:
+            return None
+        if compat.backward_task() == -1:
+            return Call()
+        if not self.recomputations.expected:
+            return None
+        self._has_another_backward = any(group.gradients.are_due() for group in self.groups)
+        return Call(is_recomputed=True)
 
     def note_run(self) -> None:
         """One of its modules runs; without gradients it may be recomputed with them, unless all of the root runs without."""
         if compat.in_function_forward():
             root = self.context.root()
             if not (root and self.is_inside_root and root._runs_without_gradients):
-                self.awaited.note_run()
+                self.recomputations.note_run()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -503,8 +497,6 @@ class Unit:
         context.begin_backward()
         if call.begun_in == context.backwards_finished or call.ended_in == compat.backward_task():
             return
-        if call not in self.awaited.calls:
-            self.awaited.came(call)
         call.begun_in = context.backwards_finished
         if context.lane.ranges.enabled:
             context.lane.ranges.begin("backward", self.name)
@@ -517,50 +509,37 @@ class Unit:
             following.prefetch_for_backward()
 
     def post_backward(self, call: Call) -> None:
-        """All gradients of the call's inputs have arrived, so its share of the parameters' gradients is complete."""
+        """All gradients of the call's inputs have arrived, so nothing of it reads weights any more."""
         self.context.begin_backward()  # it may have gone undetected, if results were hidden
         call.ended_in = compat.backward_task()
-        nothing_comes = self.awaited.ended(call)
-        if self._recomputed:
-            self._recomputed -= 1
-        if call.hides and not call.is_recomputed and call.begun_in != self.context.backwards_finished:
-            refuse_forgotten(self)
+        self._waiting = max(0, self._waiting - 1)
+        if call.is_recomputed:
+            self.recomputations.ended()
         if call.begun_in == self.context.backwards_finished:
             call.begun_in = -1
             if self.context.lane.ranges.open:
                 self.context.lane.ranges.end("backward", self.name)
             self._running -= 1
-        if self._running == 0 and not (call.hides and self.context.keeps_graph):
+        if self._running == 0 and not self.hidden:
             self.reshard()
-        if nothing_comes:
+        if self.is_done:
             self.context.reductions.unit_done(self)
 
     def prefetch_for_backward(self) -> None:
         """Start the all-gather for a backward that is expected next, if its memory is free."""
-        calls = self.awaited.calls
-        if calls and calls[-1].reads_weights:
-            self.unshard(calls[-1].slots, ahead=True, for_backward=True)
-
-    def _latest_buffers(self) -> list[Slot | None] | None:
-        """Where saved tensors of the last call that waits for its backward, or else for another one, point; `None` if no call waits."""
-        waiting = self.awaited.calls or self.awaited.spent
-        return waiting[-1].slots if waiting else None
-
-    def show_for_hidden_calls(self) -> None:
-        """A backward begins: weights that calls with hidden results read stay until all of these have ended, or the backward ends."""
-        slots = self.awaited.hidden_slots()
-        if slots is not None:
-            self._running += self.awaited.begin_hidden(self.context.backwards_finished)
-            self.unshard(slots, for_backward=True)
-            self.register()
+        latest = self._latest
+        if latest is not None and self._waiting > 0 and latest.reads_weights:
+            self.unshard(latest.slots, ahead=True, for_backward=True)
 
     def rest(self, *, keeps_graph: bool) -> None:
         """After a backward, or after one that failed: stop waiting for any part of it."""
+        self._waiting, self._new = min(self._waiting, self._new), 0
         self._running = 0
-        self._recomputed = 0
+        self._has_another_backward = False
+        self.recomputations.end_backward(keeps_graph=keeps_graph)
         for handle in self.leaf_hooks:
             handle.remove()
         self.leaf_hooks.clear()
-        self.outside_for = max(0, self.outside_for - (not keeps_graph))
+        self.hidden = max(0, self.hidden - (not keeps_graph))
         if not self._open_calls:  # otherwise the backward ran inside its forward, which goes on
-            self.unregister() if self.reads_unnoticed else self.reshard()
+            self.unregister() if self.hidden else self.reshard()

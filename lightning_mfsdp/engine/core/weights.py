@@ -23,7 +23,8 @@ and memory changes by these moves alone:
     gathering, unsharded, in use   unshard elsewhere     gathering    resharded and gathered where saved tensors point; never ahead
     gathering                      wait                  unsharded    the current stream waits for the all-gather
     gathering, unsharded           reshard               sharded      modules show sharded parameters, the buffer is free again
-    gathering, unsharded, unused   give up               sharded      another group needs the buffer
+    gathering, unsharded, unused   give up               sharded      another group would have the buffer
+    gathering, unsharded           give up, required     sharded      another group's saved tensors point into the buffer
     any                            refill                the same     the main weight has changed while the unsharded one is being read
 
 A unit that computes with the weights holds a lease. Without one, what is in memory was gathered ahead or kept for a backward, and goes as
@@ -230,8 +231,6 @@ class Weights:
         *,
         for_backward: bool = False,
         ahead: bool = False,
-        apart: bool = False,
-        reserve: bool = False,
     ) -> None:
         """Start the all-gather, unless what is read is in memory or on its way.
 
@@ -239,8 +238,6 @@ class Weights:
             buffer: Where saved tensors of a forward point.
             for_backward: Gather what a backward reads, not what a forward reads.
             ahead: It is not read yet: postpone if another client is in `buffer`, or this weight is being read elsewhere.
-            apart: Keep out of shared buffers, see `SlotPool.acquire`.
-            reserve: If it is elsewhere, no other client may have that memory before the backward has ended.
         """
         form = self._read_by_backward if for_backward else self._read_by_forward
         if self.present & form and (buffer is None or self.client.slot is buffer):
@@ -251,17 +248,18 @@ class Weights:
             if self.present and self.client.slot is not buffer:
                 if ahead and self.leases:
                     return
-                self.reshard(reserve=reserve)
+                self.reshard()
         if not self.present & form:
-            self._gather(form, buffer, BACKWARD if for_backward else FORWARD, apart=apart)
+            self._gather(form, buffer, BACKWARD if for_backward else FORWARD)
 
-    def _gather(self, form: int, buffer: Slot | None, kind: int, *, apart: bool = False) -> None:
+    def _gather(self, form: int, buffer: Slot | None, kind: int) -> None:
         outer_first = self.stale and self._placement.outer_main
         in_place = self.stale and self._placement.main and not self.is_sharded
         if not (self.is_sharded or outer_first or in_place):
             self.present = self._every_form
             return
         lane, streams = self._lane, self._lane.streams
+        slot = lane.pool.clear(self.client, buffer) if self.is_sharded and not self.present else None
         with lane.ranges.around("gather", self.name):
             if self.is_sharded and lane.order.is_on:
                 lane.order.note(self.number, self.name, kind)
@@ -273,8 +271,8 @@ class Weights:
                 if outer_first and self._axes.outer is not None:
                     self._gather_shards(self._axes.outer, self._inner, self._own)
                 if self.is_sharded:
-                    if not self.present:
-                        free = lane.pool.acquire(self.client, buffer, apart=apart, training=training)
+                    if slot is not None:
+                        free = lane.pool.acquire(self.client, slot, training=training)
                         if free is not None:
                             streams.wait(free, streams.gather)
                     self.present |= form
@@ -402,12 +400,8 @@ class Weights:
         """No stream has to wait for the all-gather that was started."""
         self._event = None
 
-    def reshard(self, *, reserve: bool = False) -> None:
-        """Show sharded parameters and return the buffer to the pool. Saved tensors still point into it; a gather for backward refills it.
-
-        Args:
-            reserve: No other client may use the buffer before the backward has ended.
-        """
+    def reshard(self) -> None:
+        """Show sharded parameters and return the buffer to the pool. Saved tensors point into it; a gather for backward refills it."""
         if self.registered:
             self.unregister()
         elif self.present and not self.versions.are_as_set():
@@ -422,8 +416,7 @@ class Weights:
                     for entry, nothing in zip(self._entries, self._nothing, strict=True):
                         compat.set_data(entry.full, nothing)
                 lane = self._lane
-                give_back = lane.pool.reserve if reserve else lane.pool.release
-                give_back(self.client, lane.streams.record())
+                lane.pool.release(self.client, lane.streams.record())
 
     def refill(self) -> None:
         """Bring what is in memory up to date with the main weight, where saved tensors may point."""
@@ -439,9 +432,9 @@ class Weights:
         if shown:
             self.register()
 
-    def give_up(self) -> bool:
-        """Hand the buffer to another client if no unit computes with these weights; returns whether it may have it."""
-        if not self.present or self.registered or self.leases:
+    def give_up(self, required: bool) -> bool:
+        """Hand the buffer to another client, if that is required or no unit computes with these weights. Returns whether it may have it."""
+        if not self.present or (not required and (self.registered or self.leases)):
             return False
         self.reshard()
         return True
@@ -560,10 +553,10 @@ class Weights:
         )
 
 
-def _give_up(this: weakref.ref[Weights]) -> Callable[[], bool]:
-    def evict() -> bool:
+def _give_up(this: weakref.ref[Weights]) -> Callable[[bool], bool]:
+    def evict(required: bool) -> bool:
         weights = this()
-        return weights is not None and weights.give_up()
+        return weights is not None and weights.give_up(required)
 
     return evict
 

@@ -140,6 +140,7 @@ def _write(weight: Tensor | None, left: Tensor, right: Tensor) -> bool:
     writes = context.reductions.writes(group.gradients)
     if writes is None:
         return False
+    writes.await_last(index, compat.accumulator_of(weight))
     writes.add(index, left, right)
     return True
 
@@ -171,4 +172,6 @@ def gradient_memory(weight: Tensor, *, overwrites: bool) -> tuple[Tensor, bool]:
             weight.shape, dtype=group.policy.sum_dtype(group.spec.main_dtype), device=group.device
         ), False  # it is not needed
     context.begin_backward()
-    return context.reductions.required_writes(group.gradients).memory(index, overwrites=overwrites)
+    writes = context.reductions.required_writes(group.gradients)
+    writes.await_last(index, compat.accumulator_of(weight))
+    return writes.memory(index, overwrites=overwrites)
