@@ -66,7 +66,7 @@ MENDS = (
         "that have gradients and accept writes.\n            self.unregister()\n",
         "that have gradients and accept writes.\n",
     ),
-    Mend("8", "core/call.py", "self.calls or self.spent or self._runs or self._forgotten_came", "self.calls"),
+    Mend("8", "core/gradients.py", " and compat.accumulates(full):\n", " and False:\n"),
     Mend(
         "11b",
         "core/gradients.py",
@@ -74,13 +74,8 @@ MENDS = (
         "            if local.numel() and local.grad is not shown and (",
     ),
     Mend("11b frozen", "core/reduction_schedule.py", " or group.gradients.frozen_since", ""),
-    Mend(
-        "11c",
-        "core/call.py",
-        "        return next((call.slots for call",
-        "        return None and next((call.slots for call",
-    ),
-    Mend("11d", "core/call.py", "            self._runs += 1\n", "            pass\n"),
+    Mend("11c", "core/unit.py", "        self.hidden += 1\n", "        pass\n"),
+    Mend("11d", "core/call.py", "            self.expected += 1\n", "            pass\n"),
     Mend(
         "11e",
         "core/versions.py",
@@ -100,7 +95,6 @@ MENDS = (
         "            for entry, nothing in zip(",
         "            for entry, nothing in () and zip(",
     ),
-    Mend("A2", "core/unit.py", "begin_call(self, None if self.pinned else call,", "begin_call(self, call,"),
     Mend("A3", "core/context.py", "            if group.gradients.has_news:\n", "            if False:\n"),
     Mend("12", "core/functions.py", "            if any(inside):\n", "            if all(inside):\n"),
 )

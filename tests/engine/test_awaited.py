@@ -528,6 +528,37 @@ def a_step_may_go_back_several_times(rank, world):
             )
 
 
+class OfOwnLayer(InSteps):
+    """Its forward leaves out its first layer, which a step calls before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.enabling(x)
+
+
+def a_step_may_call_the_root_with_what_its_own_layer_gave(rank, world):
+    """`self(self.pre(x))`; a checkpoint recomputes the layer after the backward of the root's call, and leaves gradients of the root."""
+    for name, read in READS.items():
+        torch.manual_seed(0)
+        plain, model = OfOwnLayer(tied=False), OfOwnLayer(tied=False)
+        model.load_state_dict(plain.state_dict())
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        for one in (plain, model):
+            with gather_root(one) if one is model else nullcontext():
+                loss = one(read(one, inputs(0).requires_grad_())).square().mean()
+                if one is model:
+                    watch_backward(one, loss)
+            loss.backward()
+        for key, parameter in model.named_parameters():
+            found, expected = parameter.grad.full_tensor(), plain.get_parameter(key).grad
+            torch.testing.assert_close(
+                found, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
 class Around(nn.Module):
     """A sharded model becomes part of a larger one."""
 
@@ -566,6 +597,7 @@ COMMON = (
     any_graphs_of_units_that_run_twice_are_reduced_once,
     a_gradient_that_nobody_can_expect_is_an_error_on_several_ranks,
     a_very_old_graph_together_with_a_new_one_is_reduced_once,
+    a_step_may_call_the_root_with_what_its_own_layer_gave,
     units_that_hide_their_tensors_may_be_called_more_than_once,
     gradients_held_back_stay_when_the_module_around_is_sharded,
     a_root_that_hides_its_result_has_its_weights_in_every_backward,
