@@ -109,12 +109,6 @@ def _asks_for_inputs(case: Description) -> bool:
     return any(micro.kind == "input_grad" for micro in _micros(case))
 
 
-def _shows_tangents_of_what_is_hidden(case: Description) -> bool:
-    """Also of a root that hides its result."""
-    hides = case.model.hidden or _has(case, result="hidden")
-    return hides and any(micro.kind == "jvp" for micro in _micros(case))
-
-
 def _shows_tangents_of_sharded_weights(case: Description) -> bool:
     """Also of weights that are cast for each use."""
     is_cast = case.configuration.sharding == "optim_grads_params" and case.configuration.precision == "mixed"
@@ -128,23 +122,14 @@ def _adds_what_came_after_the_result(case: Description) -> bool:
     return (_shards_weights(case) or is_cast) and _has(case, keeps="branch") and adds
 
 
-def _clears_what_no_unit_noticed(case: Description) -> bool:
-    """Gradients of a penalty, of which nobody has heard, are cleared by an optimizer that is no PyTorch's, or their weights are frozen."""
-    apart = any(micro.side not in ("", "beside") for micro in _micros(case))
-    penalty = _has(case, keeps="sum") or _has(case, keeps="penalty")
-    freezes = any(step.freezes for step in case.program.steps)
-    return (case.program.optimizer == "lars" or freezes) and apart and penalty
-
-
-def _is_noticed_by_some_ranks(case: Description) -> bool:
-    """A backward that touches no unit's result on some ranks, and one on others."""
-    return any(micro.side not in ("", "beside") for micro in _micros(case)) and _has(case, dropped="by rank")
+def _asks_some_ranks_alone(case: Description) -> bool:
+    """autograd.grad of what some ranks have not run leaves gradients of weights on these, and zero_grad looks at them."""
+    asks = any(micro.side not in ("", "beside") and micro.kind == "input_grad" for micro in _micros(case))
+    return asks and _has(case, dropped="by rank")
 
 
 KNOWN: dict[str, Callable[[Description], bool]] = {
-    "unnoticed": _clears_what_no_unit_noticed,
-    "unnoticed by rank": _is_noticed_by_some_ranks,
-    "jvp": _shows_tangents_of_what_is_hidden,
+    "unnoticed by rank": _asks_some_ranks_alone,
     "jvp sharded": _shows_tangents_of_sharded_weights,
     "late": _adds_what_came_after_the_result,
 }
@@ -564,7 +549,7 @@ DEFECTS: tuple[Defect, ...] = (
         ),
     ),
     Defect(
-        "unnoticed by rank",
+        "unnoticed",
         "an older graph without a unit's result, on one rank",
         _case(
             Block(unit=False, keeps="branch"),

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mfsdp.base import compat
@@ -40,11 +40,13 @@ __all__ = [
     "Inputs",
     "Recomputations",
     "Shown",
+    "SideDoors",
     "attach",
     "attach_inside",
     "begin_call",
     "is_plain_lookup",
     "is_unit",
+    "watch_parameters",
     "watch_result",
 ]
 
@@ -60,18 +62,29 @@ class Call:
         begun_in: The backward in which its own has begun and not ended, by `Context.backwards_finished`.
         ended_in: The last backward in which the gradients of all its inputs arrived.
         reads_weights: Its backward needs the weights.
+        hides: Its result had no tensors to hook.
         is_recomputed: Its forward ran inside a backward.
         given: What its inputs are views of, by identity.
         inputs: Several that need gradients, until there are results.
     """
 
-    __slots__ = ("begun_in", "ended_in", "given", "has_end", "inputs", "is_recomputed", "reads_weights", "slots")
+    __slots__ = (
+        "begun_in",
+        "ended_in",
+        "given",
+        "has_end",
+        "hides",
+        "inputs",
+        "is_recomputed",
+        "reads_weights",
+        "slots",
+    )
 
     def __init__(self, *, is_recomputed: bool = False) -> None:
         self.slots: list[Slot | None] = []
         self.has_end = False
         self.begun_in = self.ended_in = -1
-        self.reads_weights = True
+        self.reads_weights, self.hides = True, False
         self.is_recomputed = is_recomputed
         self.given: set[int] = set()
         self.inputs: Inputs | None = None
@@ -146,6 +159,88 @@ class Recomputations:
         if self.expected or self._again:
             self.expected = min(self.expected, self._new) + (self._again if keeps_graph else 0)
         self._new = self._again = 0
+
+
+class SideDoors:
+    """What a forward may leave beside its result, by which a backward comes that touches no result: attributes with a graph, and hooks.
+
+    The look is cheap, some ten calls a unit: attributes and hooks that came since show in the lengths of tables, and of those that were
+    there before the few are looked at that hold nothing yet, a tensor or a container. What code keeps elsewhere is not seen.
+    """
+
+    __slots__ = ("_attributes", "_lengths", "_own", "_own_lengths", "_tables", "found")
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        inside = [one for module in modules for one in _modules_of_own(module)]
+        self._own = [
+            (weakref.ref(module), _open_attributes(vars(module))) for module in modules
+        ]  # they hold the unit, which holds this
+        self._attributes = [(table, found) for table in map(vars, inside) if (found := _open_attributes(table))]
+        every = [*modules, *inside]
+        hooks: list[dict[Any, Any]] = [
+            one for module in every for one in (module._forward_hooks, module._forward_pre_hooks)
+        ]
+        tables: list[dict[Any, Any]] = [vars(module) for module in inside]
+        self._tables = tables + hooks
+        self._lengths = list(map(len, self._tables))
+        self._own_lengths = [len(vars(module)) for module in modules]
+        self.found = any(_is_foreign(hook) for table in hooks for hook in table.values())
+
+    def look(self) -> bool:
+        """Whether there is one. Once found it counts for good."""
+        if not self.found:
+            self.found = list(map(len, self._tables)) != self._lengths or self._finds_a_graph()
+        return self.found
+
+    def _finds_a_graph(self) -> bool:
+        for (reference, attributes), length in zip(self._own, self._own_lengths, strict=True):
+            module = reference()
+            if module is not None and (len(module.__dict__) != length or _holds_graph(module.__dict__, attributes)):
+                return True
+        for table, attributes in self._attributes:  # noqa: SIM110 - a generator costs host time, in every unit
+            if _holds_graph(table, attributes):
+                return True
+        return False
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _open_attributes(attributes: dict[str, Any]) -> list[tuple[str, object]]:
+    """Attributes of a module that may come to hold a tensor of a forward, with what they hold now."""
+    return [
+        (key, value)
+        for key, value in attributes.items()
+        if key not in _OF_EVERY_MODULE and (value is None or isinstance(value, (Tensor, list, dict)))
+    ]
+
+
+def _holds_graph(table: dict[str, Any], attributes: list[tuple[str, object]]) -> bool:
+    for key, before in attributes:
+        value = table[key] if key in table else None  # noqa: SIM401 - `get` is a call
+        if value is not None and (value is not before or value.__class__ in (list, dict)) and _has_graph(value):
+            return True
+    return False
+
+
+def _is_foreign(hook: Any) -> bool:
+    """Whether it is not one of this package."""
+    return str(getattr(hook, "__module__", "")).partition(".")[0] != __name__.partition(".")[0]
+
+
+def _modules_of_own(module: nn.Module) -> list[nn.Module]:
+    """Modules below, outside of nested units."""
+    found = []
+    for child in module.children():
+        if not is_unit(child):
+            found += [child, *_modules_of_own(child)]
+    return found
+
+
+def _has_graph(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.grad_fn is not None
+    return bool(value) and any(tensor.grad_fn is not None for tensor in tensors_in(value))
 
 
 # -- what hooks use of a unit and of its root --------------------------------------------------------------------------
@@ -476,8 +571,9 @@ def watch_result(unit: Unit, call: Call | None, output: Any) -> list[Tensor]:
     call.slots = [weights.client.slot if weights.is_sharded else None for weights in unit.weights]
     unit.wait_for(call)
     if not outputs:
+        call.hides = True
         unit.hide_result()
-        _watch_parameters(unit)
+        watch_parameters(unit)
         return outputs
     this = weakref.ref(unit)
 
@@ -498,16 +594,19 @@ def watch_result(unit: Unit, call: Call | None, output: Any) -> list[Tensor]:
     return outputs
 
 
-def _watch_parameters(unit: Unit) -> None:
-    """Detect a backward by the gradients it leaves, where a result hides its tensors.
+def watch_parameters(unit: Unit) -> None:
+    """Detect a backward by the gradients it leaves, where a result hides its tensors, or a backward may touch none.
 
     Hooks are on the nodes where the graphs end, and are freed with them. Hooks on the weights would stay, and layers check for those.
     """
+    if compat.is_transformed():  # a transform runs no backward that accumulates gradients
+        return
     this = weakref.ref(unit)
 
     def begin(_: Any) -> None:
         unit = this()
         if unit is not None:
+            unit.is_reached = True
             unit.context.begin_backward()
 
     while unit.parameter_hooks:
@@ -515,7 +614,7 @@ def _watch_parameters(unit: Unit) -> None:
     for group in unit.all_groups:
         for entry in group.entries:
             if entry.full.requires_grad:
-                unit.parameter_hooks.append(get_gradient_edge(entry.full).node.register_prehook(begin))
+                unit.parameter_hooks.append(compat.accumulator_of(entry.full).register_prehook(begin))
 
 
 def _refuse_own_weights(unit: Unit, outputs: list[Tensor]) -> None:

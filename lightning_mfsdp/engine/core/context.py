@@ -113,6 +113,7 @@ class Context:
         gradient_writes: The same of gradients: by a backward, an optimizer, a function.
         ignored: Parameters excluded from sharding, by identity.
         keeps_graph: The current or last backward keeps its graph for another one.
+        outermost_task: Autograd's number of it; what is recomputed in it may run others.
         shown_averages: Averages that currently replace main weights (ema.py).
         trace: Trace of the step that is running, if its gathers will be repeated.
     """
@@ -148,6 +149,7 @@ class Context:
         self.schedule = Schedule()
         self._grouped: GroupedModules | None = None
         self._in_backward = self.keeps_graph = False
+        self.outermost_task = -1
         # Only the backward itself references its final callback: the reference is dead once the backward has raised.
         self._at_end: weakref.ref[Callable[[], None]] | None = None
 
@@ -399,6 +401,7 @@ class Context:
                 return
             self.recover()  # the previous backward raised, and this is of the same graph or of another one
         self._in_backward, self.keeps_graph = True, compat.keeps_graph()
+        self.outermost_task = compat.backward_task()
         self.interrupt()
         self._show_for_backward()
         end = self._end_backward

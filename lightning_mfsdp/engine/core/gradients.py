@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine.comm.collectives import Axis
@@ -210,6 +211,7 @@ class Gradients:
         zeroed: Parameters that this rank did not use and that got zeros in the last reduction, whatever other ranks did.
         writes: Gradients that layers write themselves.
         is_late: There were gradients before this backward was noticed, so what else it brings cannot be told from them.
+        is_used_outside: A parameter was used by itself, outside of forwards: at any time gradients may come that autograd does not tell of.
         outside: Whole gradients, by index, of parameters that were used outside of a forward (outside.py).
     """
 
@@ -224,7 +226,7 @@ class Gradients:
         self.zeroed: frozenset[int] = frozenset()
         self.writes = DirectWrites()
         self.is_late = False
-        self._anchor: Tensor | None = None
+        self.is_used_outside = False
         self.outside: dict[int, Tensor] = {}
         self._owner = weakref.ref(owner)
         self._entries, self.num_parameters = owner.entries, len(owner.entries)
@@ -269,29 +271,23 @@ class Gradients:
                 return True
         return bool(self.outside) or self.writes.target is not None
 
+    def begin_backward(self) -> None:
+        """A backward begins, or is noticed."""
+        self.is_late = self.has_news
+        self.writes.ran.clear()
+
     def are_complete(self) -> bool:
         """Whether the backward that is running will bring no further gradient: of what it reaches, all have come.
 
         A node where gradients are accumulated runs once in a backward, after all that lead to it.
         """
-        if self.is_late or (self._anchor is not None and self._awaits_outside()):
+        if self.is_late or self.is_used_outside:
             return False
         for index, entry in enumerate(self._entries):
             full = entry.full
             if full.grad is None and full.requires_grad and index not in self.writes.ran and compat.accumulates(full):
                 return False
         return True
-
-    @property
-    def anchor(self) -> Tensor:
-        """A leaf, `[]`, of all graphs that use parameters outside of forwards: its gradient comes after the last of theirs."""
-        if self._anchor is None:
-            with torch.inference_mode(False):
-                self._anchor = torch.zeros((), requires_grad=True, device="cpu")
-        return self._anchor
-
-    def _awaits_outside(self) -> bool:
-        return self.anchor.grad is None and compat.accumulates(self.anchor)
 
     def are_due(self) -> bool:
         """Whether the backward that is running reaches one of the parameters."""
@@ -413,12 +409,7 @@ class Gradients:
         """Forget what autograd left: the backward failed, or it is not needed."""
         for entry in self._entries:
             entry.full.grad = None
-        self._clear_outside()
-
-    def _clear_outside(self) -> None:
         self.outside.clear()
-        if self._anchor is not None:
-            self._anchor.grad = None
 
     def drop(self) -> None:
         """Forget everything that is not in `main`: the backward it belongs to failed. What was not taken yet stays, see `drop_news`."""
@@ -538,8 +529,7 @@ class Gradients:
             for index, outside in self.outside.items():
                 grad = taken[index]
                 taken[index] = outside if grad is None else outside + grad
-        if self._anchor is not None:
-            self._clear_outside()
+            self.outside.clear()
         return taken
 
     def _wanted(self) -> set[int]:
@@ -865,6 +855,7 @@ class DirectWrites:
         self.is_new = False
         self.written: set[int] = set()
         self.ran: set[int] = set()
+        self._handles: list[RemovableHandle] = []
         self._beside: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, target: FlatBuffer, *, is_new: bool) -> None:
@@ -874,7 +865,7 @@ class DirectWrites:
     def await_last(self, index: int, accumulator: Node) -> None:
         """Note when the node runs at which all gradients of a tensor of the layout would have been accumulated."""
         if index not in self.written:
-            accumulator.register_hook(lambda *_: self.ran.add(index))
+            self._handles.append(accumulator.register_hook(lambda *_: self.ran.add(index)))
 
     def add(self, index: int, left: Tensor, right: Tensor) -> None:
         """Write, or add, the product `left @ right` as the gradient of a tensor of the layout."""
@@ -935,6 +926,9 @@ class DirectWrites:
         if self.written:
             self.written.clear()
             self.ran.clear()
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
         return written
 
 

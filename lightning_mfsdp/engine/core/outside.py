@@ -146,19 +146,25 @@ def _whole(tensor: PlacedTensor) -> tuple[Tensor, ParameterGroup | None]:
             "forward of the module that owns it, or under torch.no_grad()"
         )
     if copied is not None:
-        return _Whole.apply(group.gradients.anchor, [copied.parameter, tensor.full_tensor()]), group
+        return _Whole.apply(_anchor(group), [copied.parameter, tensor.full_tensor()]), group
     unsharded = group.unsharded_outside(index)
     if unsharded is not None:
         return unsharded, group
     _advise(tensor, group)
-    return _Whole.apply(group.gradients.anchor, [tensor, tensor.full_tensor()]), group
+    return _Whole.apply(_anchor(group), [tensor, tensor.full_tensor()]), group
+
+
+def _anchor(group: ParameterGroup) -> Tensor:
+    """What makes autograd record the use of a parameter of a group."""
+    group.gradients.is_used_outside = True
+    return torch.zeros((), requires_grad=True, device="cpu")
 
 
 def _again(source: PlacedTensor, groups: dict[int, ParameterGroup], *, recorded: bool) -> Tensor:
     """All of a sharded tensor, gathered again, in memory of its own; with history if it had one and a graph is recorded. Collective."""
     if not (recorded and torch.is_grad_enabled()):
         return source.full_tensor()
-    made: Tensor = _Whole.apply(source.place[0].gradients.anchor, [source, source.full_tensor()]).clone()
+    made: Tensor = _Whole.apply(_anchor(source.place[0]), [source, source.full_tensor()]).clone()
     for group in groups.values():
         made.grad_fn.register_prehook(_beginning(group))  # type: ignore[union-attr]
     return made
@@ -174,10 +180,10 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         group, index = ctx.sharded.place
         group.add_gradient(index, gradient.to(ctx.sharded.dtype))
-        return torch.zeros((), device="cpu"), None
+        return None, None
 
 
 def _advise(tensor: PlacedTensor, group: ParameterGroup) -> None:

@@ -94,7 +94,7 @@ class ReductionSchedule:
             gradients = group.gradients
             if gradients.held_back is not Sync.ALL:
                 gradients.take_back()
-            gradients.is_late = gradients.has_news
+            gradients.begin_backward()
         return bool(self._order)
 
     def agree_on_order(self, units: Sequence[Unit], ran: Sequence[Unit], mesh: Mesh, device: torch.device) -> None:
@@ -239,8 +239,9 @@ class ReductionSchedule:
         if reduced := [unit.name for unit in late if self._communicates(unit)]:
             raise EngineStateError(
                 f"{', '.join(reduced)}: on rank {dist.get_rank()} a gradient came after the gradients of this unit had been reduced, which "
-                "happens once in a backward. It comes from an autograd function whose backward runs modules that its forward did not run; "
-                "run such a backward under no_sync(module), and reduce_pending(module) after it"
+                "happens once in a backward. It comes from a backward inside the backward, such as that of an autograd function that runs "
+                "modules, or of a checkpoint that is older than two backwards; run such a backward under no_sync(module), and "
+                "reduce_pending(module) after it"
             )
 
     def reduce_pending(self, units: Sequence[Unit]) -> None:

@@ -27,10 +27,12 @@ from lightning_mfsdp.engine.core.call import (
     Call,
     Recomputations,
     Shown,
+    SideDoors,
     attach,
     attach_inside,
     begin_call,
     is_plain_lookup,
+    watch_parameters,
     watch_result,
 )
 from lightning_mfsdp.engine.core.group import ParameterGroup
@@ -70,8 +72,9 @@ class Unit:
         weights: Of all of these groups.
         notices_end: Some call had an input that needs a gradient: the end of its backward is detected.
         hidden: How many forwards returned no tensors to hook and have not had their backward, as far as known: weights stay.
+        is_reached: The backward that is running has brought a gradient of its parameters, where `parameter_hooks` tell.
         leaf_hooks: Hooks on results that are leaves; removed when a backward has ended.
-        parameter_hooks: Hooks by which gradients of weights show that a backward is running, where a result was hidden.
+        parameter_hooks: Hooks by which gradients of weights show that a backward is running, where it may touch no result.
         uses_weights: It holds a lease on each of its weights.
         shown: Whether its modules show unsharded parameters.
         may_keep_unsharded: Weights stay between forward and backward if there is memory to spare (planning.py).
@@ -102,7 +105,8 @@ class Unit:
         self.shown = Shown()
         self.step_slots: list[Slot | None] | None = None
         self.recomputations = Recomputations()
-        self.hidden = 0
+        self.hidden = self._hidden_ended = 0
+        self.is_reached = False
         self._open_calls: list[Call | None] = []
         self._waiting = self._new = 0  # calls whose backward has not ended, and those since the last backward
         self._latest: Call | None = None
@@ -112,6 +116,7 @@ class Unit:
         self._is_grouped = len(modules) > 1
         self.leaf_hooks: list[RemovableHandle] = []
         self.parameter_hooks: list[RemovableHandle] = []
+        self._side_doors: SideDoors | None = None  # made at the first forward, when modules are complete
         self.undo: list[Callable[[], None]] = []
         self.notices_end = False
         for module in modules:
@@ -178,9 +183,11 @@ class Unit:
         """Whether the backward that is running will bring no further gradient of a parameter it owns.
 
         It is asked in the backward of a call of its own: inside that of what another unit recomputes, autograd would not know of these.
-        Modules of several units that share parameters are not asked what they recompute: gradients of these wait for the end.
+        A function in a forward (a checkpoint around a part of it) may run a backward of its own, of which autograd tells nothing outside
+        of it: so each call that waits for its backward is waited for, until an optimizer has stepped. Modules of several units that
+        share parameters are not asked what they recompute: gradients of these wait for the end.
         """
-        if self.recomputations.expected or self._has_another_backward or len(self.users) > 1:
+        if self._waiting or self.recomputations.expected or self._has_another_backward or len(self.users) > 1:
             return False
         for group in self.groups:  # noqa: SIM110 - as below
             if not group.gradients.are_complete():
@@ -303,7 +310,7 @@ class Unit:
             context.interrupt()
             context.begin_backward()  # and not in a backward inside this one, which reentrant checkpointing runs
             # If they are gathered for a backward of this unit already, what is recomputed reads the same.
-            self.unshard(None if self.uses_weights or self._latest is None else self._latest.slots)
+            self.unshard(None if self.uses_weights or self._latest is None or not self._waiting else self._latest.slots)
         else:
             following = context.note_forward(self)
             self.unshard()
@@ -372,8 +379,15 @@ class Unit:
             return
         if call is not None and isinstance(module, nn.Embedding):
             call.reads_weights = self._is_grouped or not is_plain_lookup(module)
-        watch_result(self, call, output)
+        outputs = watch_result(self, call, output)
+        if call is not None and outputs and not call.is_recomputed and self._has_side_doors():
+            watch_parameters(self)
         self.leave()
+
+    def _has_side_doors(self) -> bool:
+        if self._side_doors is None:
+            self._side_doors = SideDoors([module for reference in self._modules if (module := reference()) is not None])
+        return self._side_doors.look()
 
     @property
     def open_call(self) -> Call | None:
@@ -416,7 +430,7 @@ class Unit:
                 weights.refuse_lost_writes()
 
     def wait_for(self, call: Call) -> None:
-        """A call has results whose gradients may arrive."""
+        """A call has results whose gradients may arrive, or whose backward may begin undetected."""
         self._waiting += 1
         self._new += 1
         self._latest = call
@@ -424,7 +438,8 @@ class Unit:
     def hide_result(self) -> None:
         """A forward has returned no tensor to hook, so its backward may read weights before the engine is notified of it.
 
-        They stay, in memory that no other unit has, until a backward has ended for each such forward, or an optimizer has stepped.
+        They stay, in memory that no other unit is given, until a backward that reaches the unit has ended for each such forward, or an
+        optimizer has stepped.
         """
         self.hidden += 1
         for weights in self.weights:
@@ -433,6 +448,8 @@ class Unit:
 
     def forget_hidden(self) -> None:
         """An optimizer has stepped: graphs of before are out of date."""
+        self._waiting = self._new = 0
+        self._latest = None
         if self.hidden:
             self.hidden = 0
             if not self._open_calls:
@@ -474,7 +491,10 @@ class Unit:
             return Call()
         if not self.recomputations.expected:
             return None
-        self._has_another_backward = any(group.gradients.are_due() for group in self.groups)
+        if compat.backward_task() != self.context.outermost_task or any(
+            group.gradients.are_due() for group in self.groups
+        ):
+            self._has_another_backward = True
         return Call(is_recomputed=True)
 
     def note_run(self) -> None:
@@ -513,6 +533,7 @@ class Unit:
         self.context.begin_backward()  # it may have gone undetected, if results were hidden
         call.ended_in = compat.backward_task()
         self._waiting = max(0, self._waiting - 1)
+        self._hidden_ended += call.hides
         if call.is_recomputed:
             self.recomputations.ended()
         if call.begun_in == self.context.backwards_finished:
@@ -540,6 +561,8 @@ class Unit:
         for handle in self.leaf_hooks:
             handle.remove()
         self.leaf_hooks.clear()
-        self.hidden = max(0, self.hidden - (not keeps_graph))
+        if self.is_reached and not keeps_graph:
+            self.hidden = max(0, self.hidden - max(1, self._hidden_ended))
+        self.is_reached, self._hidden_ended = False, 0
         if not self._open_calls:  # otherwise the backward ran inside its forward, which goes on
             self.unregister() if self.hidden else self.reshard()
