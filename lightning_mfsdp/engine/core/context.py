@@ -302,10 +302,12 @@ class Context:
         self._has_stepped = self.needs_refresh = True
         self.weight_writes += 1
         self.gradient_writes += 1
-        for group in groups:
+        stepped = dict.fromkeys(groups)
+        for group in stepped:
             group.weights.outdate(by_optimizer=True)
-        for unit in self.units:
-            unit.forget_hidden()
+        for unit in dict.fromkeys(group.unit() for group in stepped):
+            if unit is not None:
+                unit.forget_graphs()
         self.refresh_shown()
 
     def refresh_shown(self) -> None:

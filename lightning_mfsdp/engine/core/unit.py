@@ -446,8 +446,8 @@ class Unit:
             if weights.is_sharded:
                 self.context.lane.pool.keep_alone(weights.client)
 
-    def forget_hidden(self) -> None:
-        """An optimizer has stepped: graphs of before are out of date."""
+    def forget_graphs(self) -> None:
+        """An optimizer has stepped parameters of it: graphs of before are out of date."""
         self._waiting = self._new = 0
         self._latest = None
         if self.hidden:
