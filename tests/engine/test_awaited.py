@@ -559,6 +559,114 @@ def a_step_may_call_the_root_with_what_its_own_layer_gave(rank, world):
             )
 
 
+class Recomputing(nn.Module):
+    """A part of its own forward is checkpointed, which no hook of a module sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return again(lambda x: torch.tanh(self.inner(x)), x)
+
+
+def _own_checkpoint_twice(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    return layers[0](layers[3](layers[3](x)))
+
+
+def _nested_and_direct(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    return again(lambda x: again(layers[0], layers[1](x)), layers[0](x))
+
+
+def _weight_by_itself(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    def used(x: Tensor) -> Tensor:
+        return again(lambda x: F.linear(x, layers[1].weight), x)
+
+    return used(layers[2](layers[1](layers[0](used(x)))))
+
+
+INSIDE = {
+    "a checkpoint in a unit's own forward, called twice": _own_checkpoint_twice,
+    "checkpoints in checkpoints, and a direct call": _nested_and_direct,
+    "a weight used by itself in checkpoints": _weight_by_itself,
+}
+
+
+class Inside(nn.Module):
+    """Three plain layers and one with a checkpoint of its own."""
+
+    def __init__(self, program: Callable[[nn.ModuleList, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([*(nn.Linear(8, 8) for _ in range(3)), Recomputing()])
+        self.program = program
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.program(self.layers, x)
+
+
+def backwards_inside_the_backward_are_waited_for(rank, world):
+    for name, program in INSIDE.items():
+        torch.manual_seed(0)
+        plain, model = Inside(program), Inside(program)
+        model.load_state_dict(plain.state_dict())
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        for step in range(3):
+            for one in (plain, model):
+                (one(inputs(step).requires_grad_()) + one(inputs(step, 1).requires_grad_())).square().mean().backward()
+        for key, parameter in model.named_parameters():
+            expected = plain.get_parameter(key).grad
+            assert (parameter.grad is None) == (expected is None), (name, key)
+            if expected is not None:
+                torch.testing.assert_close(
+                    parameter.grad.full_tensor(),
+                    expected,
+                    rtol=1e-4,
+                    atol=1e-5,
+                    msg=lambda text, name=name: f"{name}: {text}",
+                )
+
+
+class HidesFirst(nn.Module):
+    """Its first layer hides its result; the last one is also trained alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Opaque(), nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor, *, alone: bool = False) -> Tensor:
+        return self.layers[1](x) if alone else self.layers[0](x).value
+
+
+class Opaque(nn.Module):
+    """Returns an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Hidden:
+        return Hidden(self.inner(self.inner(x)))
+
+
+def a_hidden_result_waits_while_other_units_go_back(rank, world):
+    torch.manual_seed(0)
+    plain, model = HidesFirst(), HidesFirst()
+    model.load_state_dict(plain.state_dict())
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for step in range(3):
+        for one in (plain, model):
+            kept = one(inputs(step).requires_grad_()).square().mean()
+            one(inputs(step, 1), alone=True).square().mean().backward()
+            kept.backward()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(key).grad, rtol=1e-4, atol=1e-5)
+    assert not any(unit.hidden for unit in context(model).units)
+
+
 class Around(nn.Module):
     """A sharded model becomes part of a larger one."""
 
@@ -597,6 +705,8 @@ COMMON = (
     any_graphs_of_units_that_run_twice_are_reduced_once,
     a_gradient_that_nobody_can_expect_is_an_error_on_several_ranks,
     a_very_old_graph_together_with_a_new_one_is_reduced_once,
+    backwards_inside_the_backward_are_waited_for,
+    a_hidden_result_waits_while_other_units_go_back,
     a_step_may_call_the_root_with_what_its_own_layer_gave,
     units_that_hide_their_tensors_may_be_called_more_than_once,
     gradients_held_back_stay_when_the_module_around_is_sharded,
