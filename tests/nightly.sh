@@ -13,7 +13,7 @@ check() {
     "$@" || failed+=("$name")
 }
 # All tests, those marked `nightly` too, with full products where a push runs rows in which every pair meets (tests/helpers/pairwise.py).
-check tests env MFSDP_NIGHTLY=1 "$python" -m pytest tests -q --no-header -n 2 --dist loadfile --no-loadscope-reorder
+check tests env MFSDP_NIGHTLY=1 "$python" -m pytest tests -q --no-header --timeout 1200 -n 2 --dist loadfile --no-loadscope-reorder
 check fuzzer "$python" tests/fuzz.py --minutes "${MINUTES:-20}"
 # The same 2,000 cases every night: about half an hour.
 check corpus "$python" tests/fuzz.py --replay tests/data/corpus-2026-11-27.jsonl.xz

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -122,13 +123,15 @@ def concern_of(stack: str, package: str) -> str:
     return "backward"
 
 
-def times(name: str, checkout: Path, accelerator: str) -> tuple[float, Counter[str]]:
-    """Milliseconds of a step, in all and by concern."""
+def times(name: str, checkout: Path, accelerator: str, keep: Path | None) -> tuple[float, Counter[str]]:
+    """Milliseconds of a step, in all and by concern; `keep` gets the stacks that were seen."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(run, (name, checkout, accelerator, port, folder), 2)
         milliseconds = 1e3 * float(Path(folder, "seconds").read_text())
+        if keep is not None:
+            shutil.copy(Path(folder, "stacks"), keep)
         seen: Counter[str] = Counter()
         for line in Path(folder, "stacks").read_text().splitlines():
             stack, count = line.rsplit(" ", 1)
@@ -148,6 +151,7 @@ def main() -> None:
         "--strategies", nargs="+", default=["mfsdp"], help="as in trainer_calls.py; others than mfsdp once a round"
     )
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--keep", type=Path, help="a folder that gets the stacks of each run, for flame graphs")
     given = parser.parse_args()
     subjects = [("mfsdp", checkout) for checkout in given.checkouts if "mfsdp" in given.strategies]
     subjects += [(name, trainer_calls.HERE) for name in given.strategies if name != "mfsdp"]
@@ -156,7 +160,8 @@ def main() -> None:
     for number in range(given.rounds):
         for name, checkout in subjects[:: 1 if number % 2 == 0 else -1]:
             columns.append(f"{name} {checkout.name}")
-            found.append(times(name, checkout, given.accelerator))
+            keep = given.keep / f"{len(columns)}-{name}-{checkout.name}" if given.keep else None
+            found.append(times(name, checkout, given.accelerator, keep))
             print(f"{columns[-1]}: {found[-1][0]:.1f} ms a step", flush=True)
     concerns = sorted({one for _, seen in found for one in seen}, key=lambda one: -found[0][1][one])
     print(f"\n| us a step | {' | '.join(columns)} |\n|---|{'--:|' * len(columns)}")

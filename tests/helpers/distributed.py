@@ -26,7 +26,8 @@ import torch.multiprocessing as mp
 from tests.helpers.gpus import environment_of
 from tests.helpers.lasting_ranks import GRACE_S, Ranks, forking
 
-TIMEOUT_S = {"gloo": 250, "nccl": 300}  # many cases share one start of processes on GPUs
+# Many cases share one start of processes on GPUs and at night.
+TIMEOUT_S = {"gloo": 1000 if os.environ.get("MFSDP_NIGHTLY") == "1" else 250, "nccl": 300}
 RANKS = Ranks()
 atexit.register(RANKS.stop)
 

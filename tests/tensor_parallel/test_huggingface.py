@@ -132,11 +132,12 @@ def collectives(rank: int, world: int) -> None:
     """One all-reduce for each attention and each MLP, in forward and in backward, with one for the embedding and one for the head."""
     model = built("Llama, biases")
     apply_plan(model, None, dist.group.WORLD)
+    embedding = int(part_of(model.model.embed_tokens.weight) is not None)  # transformers 5.17 leaves it whole
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
         loss = model(**batch_of()).loss
-        assert reduce.call_count == 2 * 2 + 1
+        assert reduce.call_count == 2 * 2 + embedding
         loss.backward()
-        assert reduce.call_count == 2 * (2 * 2 + 1)
+        assert reduce.call_count == 2 * (2 * 2) + embedding + 1
     attention = model.model.layers[0].self_attn
     hidden = torch.ones(1, 2, SIZES["hidden_size"], dtype=torch.float64, requires_grad=True)
     with pytest.raises(ValueError, match="not enough values"):
