@@ -27,7 +27,7 @@ from torch._C import _distributed_c10d as distributed_types
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch._guards import CompileContext
 from torch.autograd import Variable, forward_ad
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -51,6 +51,7 @@ __all__ = [
     "all_gather_coalesced",
     "all_gather_flat",
     "all_reduce_coalesced",
+    "allows_saved_tensors_hooks",
     "apply_to_tensors",
     "as_kind",
     "averages",
@@ -83,10 +84,12 @@ __all__ = [
     "new_group",
     "no_symmetric_memory_because",
     "on_backward_end",
+    "outside_transforms",
     "overloads_of",
     "premul_sum",
     "reduce_scatter_coalesced",
     "reduce_scatter_flat",
+    "saved_tensors_hooks_around",
     "set_data",
     "set_versions",
     "step_pre_hooks",
@@ -101,6 +104,7 @@ __all__ = [
 ]
 
 TensorT = TypeVar("TensorT", bound=Tensor)
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 OpOverload = operators.OpOverload  # one operator with its types (torch 2.11 to 2.15)
 BatchNorm = _BatchNorm  # the class that all layers of this kind derive from (torch 2.11 to 2.15)
 DispatchMode = TorchDispatchMode  # sees every operation before it runs, of subclasses too (torch 2.11 to 2.15)
@@ -147,6 +151,8 @@ def in_function_forward() -> bool:
 
 def accumulator_of(leaf: Tensor) -> Node:
     """The node at which gradients of `leaf` arrive. No operation of a class of the leaf's own is called, as `get_gradient_edge` would."""
+    if torch._C._are_functorch_transforms_active():  # no function written in Python can be applied
+        return get_gradient_edge(leaf).node
     with torch.enable_grad():
         reached = _Leading.apply(leaf)
     return reached.grad_fn.next_functions[0][0]  # type: ignore[no-any-return]
@@ -206,9 +212,38 @@ def has_accumulation_hooks(leaf: Tensor) -> bool:
     return bool(leaf._post_accumulate_grad_hooks)
 
 
+def allows_saved_tensors_hooks() -> bool:
+    """Whether hooks can be put around what autograd saves; inside `torch.func.grad` they cannot.
+
+    torch 2.11 to 2.15: `_saved_tensors_hooks_is_enabled`.
+    """
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+
+
+def saved_tensors_hooks_around() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """What packs and unpacks saved tensors here, innermost (torch 2.11 to 2.15: `_top_saved_tensors_default_hooks`)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
 def is_transformed() -> bool:
     """Whether functorch or forward-mode differentiation is active (torch 2.11 to 2.15)."""
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def outside_transforms(function: FunctionT) -> FunctionT:
+    """A function that computes with plain tensors, also when it is called inside `torch.func.grad` and the like.
+
+    torch 2.11 to 2.15: `_are_functorch_transforms_active`, `_DisableFuncTorch`.
+    """
+
+    @functools.wraps(function)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        if not torch._C._are_functorch_transforms_active():
+            return function(*args, **kwargs)
+        with torch._C._DisableFuncTorch():
+            return function(*args, **kwargs)
+
+    return cast("FunctionT", plain)
 
 
 # A context in which tensor subclasses behave as if they did not override `__torch_function__`.
@@ -266,9 +301,13 @@ set_versions: Callable[..., None] = torch._C._autograd._unsafe_set_version_count
 
 
 def address_of(tensor: Tensor) -> int | None:
-    """Where the storage of a strided tensor begins, that of this rank's part of a DTensor; `None` of other wrappers around tensors."""
+    """Where the storage of a strided tensor begins, that of this rank's part of a DTensor; `None` of other wrappers around tensors.
+
+    torch 2.11 to 2.15: `is_functorch_wrapped_tensor`.
+    """
     inner = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return None if hasattr(type(inner), "__tensor_flatten__") else inner.untyped_storage().data_ptr()
+    wraps = hasattr(type(inner), "__tensor_flatten__") or torch._C._functorch.is_functorch_wrapped_tensor(inner)
+    return None if wraps else inner.untyped_storage().data_ptr()
 
 
 def as_kind(kind: type[TensorT], tensor: Tensor) -> TensorT:

@@ -93,6 +93,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         tensor_parallel_size: As in `MFSDPStrategy`.
         mesh: As in `MFSDPStrategy`.
         reshard_after_forward: As in `MFSDPStrategy`.
+        side_doors: As in `MFSDPStrategy`.
         ignored_parameters: As in `MFSDPStrategy`.
         storage: As in `MFSDPStrategy`.
         symmetric_memory: As in `MFSDPStrategy`.
@@ -144,6 +145,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         tensor_parallel_size: int | Literal["auto"] | None = None,
         mesh: DeviceMesh | None = None,
         reshard_after_forward: bool | Literal["auto"] = True,
+        side_doors: Literal["find", "follow", "raise"] = "find",
         ignored_parameters: Sequence[str | nn.Parameter] = (),
         storage: Literal["pooled", "dynamic"] = "pooled",
         symmetric_memory: bool = False,

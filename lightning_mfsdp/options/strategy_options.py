@@ -106,6 +106,7 @@ class StrategyOptions:
     tensor_parallel_size: int | Literal["auto"] | None = None
     mesh: DeviceMesh | None = None
     reshard_after_forward: bool | Literal["auto"] = True
+    side_doors: Literal["find", "follow", "raise"] = "find"
     ignored_parameters: Sequence[str | nn.Parameter] = ()
     storage: Literal["pooled", "dynamic"] = "pooled"
     symmetric_memory: bool = False
@@ -133,6 +134,7 @@ class StrategyOptions:
         check_blocks_per_unit(self.blocks_per_unit)
         check_choice("storage", self.storage, ("pooled", "dynamic"))
         check_choice("reshard_after_forward", self.reshard_after_forward, (True, False, "auto"))
+        check_choice("side_doors", self.side_doors, ("find", "follow", "raise"))
         check_choice("offload", self.offload, (None, "optimizer"))
         check_choice("unused_parameters", self.unused_parameters, ("none", "zero"))
         check_choice("broadcast_buffers", self.broadcast_buffers, (True, False))
@@ -249,6 +251,7 @@ class StrategyOptions:
             outer_sharding=self.outer_sharding,
             policy=precision.policy,
             reshard_after_forward=self.reshard_after_forward,
+            side_doors=self.side_doors,
             ignored_parameters=ignored_parameters(module, self.ignored_parameters),
             storage=self.storage,
             symmetric_memory=self.symmetric_memory,

@@ -118,6 +118,9 @@ class MFSDPStrategy(CheckpointingStrategy):
             and perhaps others named "context" and "tensor".
         reshard_after_forward: Reshard weights between forward and backward. `False` saves a gather and costs memory; "auto"
             keeps as many units as fit into the memory left after two steps.
+        side_doors: "find": where hooks or attributes of a unit's modules may keep what its forward has computed (a feature, a penalty),
+            its weights are gathered again for a backward that begins there. "follow": in every unit, also where nothing is found; it costs
+            host time. "raise": nowhere; such a backward raises.
         ignored_parameters: Parameters, or `fnmatch` patterns of their names, that stay whole; their gradients are not reduced.
         storage: "pooled": unsharded weights use fixed slots; "dynamic": in the caching allocator.
         symmetric_memory: Gather by copy engines, which leaves compute cores to the matrix products (NCCL 2.28, one NVLink domain).
@@ -184,6 +187,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         tensor_parallel_size: int | Literal["auto"] | None = None,
         mesh: DeviceMesh | None = None,
         reshard_after_forward: bool | Literal["auto"] = True,
+        side_doors: Literal["find", "follow", "raise"] = "find",
         ignored_parameters: Sequence[str | nn.Parameter] = (),
         storage: Literal["pooled", "dynamic"] = "pooled",
         symmetric_memory: bool = False,

@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,7 @@ def fully_shard(
     outer_sharding: str | int = "no_shard",
     policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | Literal["auto"] = True,
+    side_doors: Literal["find", "follow", "raise"] = "find",
     ignored_parameters: Iterable[nn.Parameter] | None = None,
     storage: Literal["pooled", "dynamic"] = "pooled",
     symmetric_memory: bool = False,
@@ -83,6 +84,11 @@ def fully_shard(
         reshard_after_forward: Reshard unsharded weights between forward and backward (only with sharded weights). The root
             keeps its own in any case. "auto": after two steps, weights of as many units stay as the memory left on the device
             can hold (a tenth of it stays free), last units first.
+        side_doors: What to do where a backward may begin at something that a unit's forward leaves elsewhere than in its result: a feature
+            that a hook keeps, a penalty in an attribute. "find": units in which a look at hooks and attributes finds that are followed, so
+            weights that the forward has saved are gathered again where the backward reads them. "follow": every unit, also for what is
+            kept where nobody looks (about 5 us for each tensor that autograd saves). "raise": none; a backward that reads a resharded
+            weight raises, as it does where nothing was found.
         ignored_parameters: Unmanaged: neither sharded nor reduced.
         storage: "pooled": full-size memory in fixed slots planned from the first training step. "dynamic": from the
             caching allocator. The root's choice holds for all its units.
@@ -107,6 +113,8 @@ def fully_shard(
         raise ShardingError(
             f'fully_shard: reshard_after_forward: expected True, False or "auto", got {reshard_after_forward!r}'
         )
+    if side_doors not in ("find", "follow", "raise"):
+        raise ShardingError(f'fully_shard: side_doors: expected "find", "follow" or "raise", got {side_doors!r}')
     if offload not in (None, "optimizer"):
         raise ShardingError(f'fully_shard: offload: expected None or "optimizer", got {offload!r}')
     if unused_parameters not in ("none", "zero"):
@@ -155,7 +163,7 @@ def fully_shard(
     _advise_on_padding(groups)
     if not inputs_are_cast:
         policy = replace(policy, cast_forward_inputs=False)
-    unit = Unit(members, groups, policy, reshard_after_forward=reshard_after_forward)
+    unit = Unit(members, groups, policy, reshard_after_forward=reshard_after_forward, side_doors=side_doors)
     unit.undo += write_directly(members, groups)
     context = Context(
         unit,
@@ -213,19 +221,28 @@ def _parameters_of(module: nn.Module, ignored: set[int]) -> tuple[list[Named], l
             if parameter is None or id(parameter) in ignored:
                 continue
             name = f"{prefix}.{key}" if prefix else key
-            if owner_of(parameter) is not None:
+            found = owner_of(parameter)
+            if found is not None:
                 if isinstance(parameter, ShardedParameter):
-                    if not inside_unit:
-                        raise ShardingError(
-                            f"fully_shard: parameter {name} of {type(module).__name__} on rank {dist.get_rank()} is sharded "
-                            "already, by a call on another module that has it; expected a plain parameter. Shard nested units first, "
-                            "the modules around them after, and modules that share parameters in one call (a list)"
-                        )
-                    continue
+                    if inside_unit:
+                        continue
+                    if not _is_around(found[0].unit(), module):  # a layer in two modules; each has a unit
+                        shared.setdefault(id(found[1].full), (name, cast("nn.Parameter", found[1].full), []))
+                        continue
+                    raise ShardingError(
+                        f"fully_shard: parameter {name} of {type(module).__name__} on rank {dist.get_rank()} is sharded "
+                        "already, by a call on another module that has it; expected a plain parameter. Shard nested units first, "
+                        "the modules around them after, and modules that share parameters in one call (a list)"
+                    )
                 shared.setdefault(id(parameter), (name, parameter, []))[2].append((child._parameters, key))
                 continue
             own.setdefault(id(parameter), (name, parameter, []))[2].append((child._parameters, key))
     return list(own.values()), list(shared.values())
+
+
+def _is_around(unit: Unit | None, module: nn.Module) -> bool:
+    """Whether a unit's modules have one inside them; if they no longer exist, that cannot be known."""
+    return unit is None or any(inside is module for one in unit.modules for inside in one.modules())
 
 
 def _is_inside_unit(module: nn.Module, prefix: str) -> bool:

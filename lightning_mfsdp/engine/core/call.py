@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mfsdp.base import compat
@@ -40,7 +40,6 @@ __all__ = [
     "Inputs",
     "Recomputations",
     "Shown",
-    "SideDoors",
     "attach",
     "attach_inside",
     "begin_call",
@@ -64,6 +63,8 @@ class Call:
         reads_weights: Its backward needs the weights.
         hides: Its result had no tensors to hook.
         is_recomputed: Its forward ran inside a backward.
+        following: Packs what is saved (side_doors.py), while a module of the unit runs.
+        is_followed: It did so.
         given: What its inputs are views of, by identity.
         inputs: Several that need gradients, until there are results.
     """
@@ -71,10 +72,12 @@ class Call:
     __slots__ = (
         "begun_in",
         "ended_in",
+        "following",
         "given",
         "has_end",
         "hides",
         "inputs",
+        "is_followed",
         "is_recomputed",
         "reads_weights",
         "slots",
@@ -86,6 +89,8 @@ class Call:
         self.begun_in = self.ended_in = -1
         self.reads_weights, self.hides = True, False
         self.is_recomputed = is_recomputed
+        self.following: saved_tensors_hooks | None = None
+        self.is_followed = False
         self.given: set[int] = set()
         self.inputs: Inputs | None = None
 
@@ -159,88 +164,6 @@ class Recomputations:
         if self.expected or self._again:
             self.expected = min(self.expected, self._new) + (self._again if keeps_graph else 0)
         self._new = self._again = 0
-
-
-class SideDoors:
-    """What a forward may leave beside its result, by which a backward comes that touches no result: attributes with a graph, and hooks.
-
-    The look is cheap, some ten calls a unit: attributes and hooks that came since show in the lengths of tables, and of those that were
-    there before the few are looked at that hold nothing yet, a tensor or a container. What code keeps elsewhere is not seen.
-    """
-
-    __slots__ = ("_attributes", "_lengths", "_own", "_own_lengths", "_tables", "found")
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        inside = [one for module in modules for one in _modules_of_own(module)]
-        self._own = [
-            (weakref.ref(module), _open_attributes(vars(module))) for module in modules
-        ]  # they hold the unit, which holds this
-        self._attributes = [(table, found) for table in map(vars, inside) if (found := _open_attributes(table))]
-        every = [*modules, *inside]
-        hooks: list[dict[Any, Any]] = [
-            one for module in every for one in (module._forward_hooks, module._forward_pre_hooks)
-        ]
-        tables: list[dict[Any, Any]] = [vars(module) for module in inside]
-        self._tables = tables + hooks
-        self._lengths = list(map(len, self._tables))
-        self._own_lengths = [len(vars(module)) for module in modules]
-        self.found = any(_is_foreign(hook) for table in hooks for hook in table.values())
-
-    def look(self) -> bool:
-        """Whether there is one. Once found it counts for good."""
-        if not self.found:
-            self.found = list(map(len, self._tables)) != self._lengths or self._finds_a_graph()
-        return self.found
-
-    def _finds_a_graph(self) -> bool:
-        for (reference, attributes), length in zip(self._own, self._own_lengths, strict=True):
-            module = reference()
-            if module is not None and (len(module.__dict__) != length or _holds_graph(module.__dict__, attributes)):
-                return True
-        for table, attributes in self._attributes:  # noqa: SIM110 - a generator costs host time, in every unit
-            if _holds_graph(table, attributes):
-                return True
-        return False
-
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-
-
-def _open_attributes(attributes: dict[str, Any]) -> list[tuple[str, object]]:
-    """Attributes of a module that may come to hold a tensor of a forward, with what they hold now."""
-    return [
-        (key, value)
-        for key, value in attributes.items()
-        if key not in _OF_EVERY_MODULE and (value is None or isinstance(value, (Tensor, list, dict)))
-    ]
-
-
-def _holds_graph(table: dict[str, Any], attributes: list[tuple[str, object]]) -> bool:
-    for key, before in attributes:
-        value = table[key] if key in table else None  # noqa: SIM401 - `get` is a call
-        if value is not None and (value is not before or value.__class__ in (list, dict)) and _has_graph(value):
-            return True
-    return False
-
-
-def _is_foreign(hook: Any) -> bool:
-    """Whether it is not one of this package."""
-    return str(getattr(hook, "__module__", "")).partition(".")[0] != __name__.partition(".")[0]
-
-
-def _modules_of_own(module: nn.Module) -> list[nn.Module]:
-    """Modules below, outside of nested units."""
-    found = []
-    for child in module.children():
-        if not is_unit(child):
-            found += [child, *_modules_of_own(child)]
-    return found
-
-
-def _has_graph(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.grad_fn is not None
-    return bool(value) and any(tensor.grad_fn is not None for tensor in tensors_in(value))
 
 
 # -- what hooks use of a unit and of its root --------------------------------------------------------------------------
@@ -453,6 +376,7 @@ class GroupedModules:
             unit.register()
             args, kwargs = begin_call(unit, None, args, kwargs)
             unit.note_run()
+            unit.follow()
         else:
             self.stop()
             args, kwargs = unit.pre_forward(module, args, kwargs)
@@ -464,6 +388,7 @@ class GroupedModules:
     def post_forward(self, unit: Unit, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """After module `index`; also runs when its forward raised, with `output` None."""
         self.busy = False
+        unit.end_following(unit.open_call)
         failed = output is None and sys.exc_info()[0] is not None
         if failed or index == self._last or compat.backward_task() != -1 or not unit.is_inside_root:
             self._next = 0
@@ -472,7 +397,7 @@ class GroupedModules:
         else:
             self._next = index + 1
             unit.context.note_grouped_modules(self)
-            watch_result(unit, unit.open_call, output)
+            unit.watch_result(unit.open_call, output)
             if not unit.is_inside_forward_of_root:  # the code of a step follows, which sees sharded weights
                 unit.unregister()
 
@@ -570,11 +495,6 @@ def watch_result(unit: Unit, call: Call | None, output: Any) -> list[Tensor]:
         return outputs
     call.slots = [weights.client.slot if weights.is_sharded else None for weights in unit.weights]
     unit.wait_for(call)
-    if not outputs:
-        call.hides = True
-        unit.hide_result()
-        watch_parameters(unit)
-        return outputs
     this = weakref.ref(unit)
 
     def begin(_: Any) -> None:

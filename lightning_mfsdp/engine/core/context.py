@@ -396,6 +396,7 @@ class Context:
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
+    @compat.outside_transforms
     def begin_backward(self) -> None:
         """Called by every unit whose backward begins; the first call of a backward prepares its end."""
         if self._in_backward:
@@ -478,6 +479,7 @@ class Context:
                 axes.shard = self.channels.separate(axes.shard)
                 axes.outer = self.channels.separate(axes.outer) if axes.outer else None
 
+    @compat.outside_transforms
     def _end_backward(self) -> None:
         """After the last node of a backward: reduce what is missing, join the streams, reset the state."""
         if not self._in_backward:

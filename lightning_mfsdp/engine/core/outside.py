@@ -12,6 +12,7 @@ costs one gather for all of them.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from functools import partial
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.containers import map_tensors, tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.core.number import Number
@@ -33,7 +35,7 @@ from lightning_mfsdp.engine.core.whole_view import Whole, WholeView, in_memory_o
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.core.group import ParameterGroup
 
-__all__ = ["needs_whole", "use_whole", "write_in_whole", "writes_in_place"]
+__all__ = ["gradients_to_weights", "needs_whole", "use_whole", "write_in_whole", "writes_in_place"]
 
 _WORTH_SAYING_BYTES = 1 << 20
 
@@ -110,6 +112,40 @@ def use_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return tensor
 
     return map_tensors(kept, result)
+
+
+def gradients_to_weights(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.autograd.grad` with parameters among the inputs: gradients to what forwards have computed with, whole, of this rank's loss.
+
+    As under DDP nothing is averaged.
+
+    Raises:
+        EngineStateError: Ranks compute with different parts of a parameter.
+    """
+    call = inspect.signature(function).bind(*args, **kwargs)
+    inputs = call.arguments["inputs"]
+    given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    call.arguments["inputs"] = [_unsharded(one) if isinstance(one, PlacedTensor) else one for one in given]
+    with compat.without_torch_function():
+        found = function(*call.args, **call.kwargs)
+    return tuple(
+        gradient.to(one.dtype) if isinstance(one, PlacedTensor) and gradient is not None else gradient
+        for one, gradient in zip(given, found, strict=True)
+    )
+
+
+def _unsharded(tensor: PlacedTensor) -> Tensor:
+    """The leaf of graphs that stands for a sharded parameter; another tensor as it is."""
+    group, index = tensor.place
+    entry = group.entries[index]
+    if tensor is not entry.sharded:
+        return tensor
+    if entry.part_axes or is_summed(entry.full):
+        raise EngineStateError(
+            f"parameter {tensor.described}: torch.autograd.grad of it was asked for, and ranks compute with different parts of it or of "
+            "its gradient. Call backward and read module.parameter.grad"
+        )
+    return entry.full
 
 
 def _beginning(group: ParameterGroup) -> Any:

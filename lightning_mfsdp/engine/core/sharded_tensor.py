@@ -24,7 +24,13 @@ from lightning_mfsdp.base.containers import tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.base.stand_in import StandIn
 from lightning_mfsdp.engine.core.number import Number
-from lightning_mfsdp.engine.core.outside import needs_whole, use_whole, write_in_whole, writes_in_place
+from lightning_mfsdp.engine.core.outside import (
+    gradients_to_weights,
+    needs_whole,
+    use_whole,
+    write_in_whole,
+    writes_in_place,
+)
 from lightning_mfsdp.engine.core.piece import Piece
 from lightning_mfsdp.engine.core.placed_tensor import Copied, PlacedTensor
 from lightning_mfsdp.engine.core.saved_piece import chunk_memory, chunks_to_read, items_to_write
@@ -169,6 +175,8 @@ class Rows(PlacedTensor):
             for one in tensors_in((args, kwargs)):
                 if isinstance(one, Rows):
                     one.take_assigned()
+        if func is torch.autograd.grad:
+            return gradients_to_weights(func, args, kwargs)
         if computes(func):
             in_place = writes_in_place(func, args, kwargs)
             if in_place and writes_by_position(func):

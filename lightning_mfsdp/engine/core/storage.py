@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.streams import Event
 
 __all__ = ["Client", "Slot", "SlotPool", "color"]
@@ -52,6 +53,7 @@ class Slot:
         self._device = device
         self._memory = memory
         self._storage = None if memory is None else memory.untyped_storage()
+        self._own_users = 0
         self.is_allocated = memory is not None
 
     def is_free_for(self, client: Client) -> bool:
@@ -94,6 +96,21 @@ class Slot:
             self.fixed = False
             if self.holder is None or self.holder() is None:
                 self.discard()
+
+    def count_own_users(self, others: int) -> None:
+        """Note how many references to the memory belong to its client, `others` of those that there are now excepted."""
+        if not self._own_users:
+            self._own_users = compat.storage_users(self.memory) - others
+
+    @property
+    def is_referenced(self) -> bool:
+        """Whether anything but its client refers to the memory: what a program has taken of a weight, or an autograd function keeps."""
+        return bool(self._own_users) and compat.storage_users(self.memory) > self._own_users
+
+    def leave(self) -> None:
+        """Nothing is written here any more. Memory is freed when nothing refers to it, and work on the current stream has ended."""
+        if self._memory is not None and self._memory.is_cuda:
+            self._memory.record_stream(torch.cuda.current_stream(self._device))
 
     def discard(self) -> None:
         """Return private memory to the allocator; fixed memory stays."""
@@ -216,9 +233,14 @@ class SlotPool:
         slot.holder = None
         slot.released = event
         self._last_release = event
-        if not slot.fixed:
-            slot.discard()
         self._held.pop(client, None)
+        if (
+            client.is_alone and slot is client.private and slot.is_referenced
+        ):  # on this rank: the order of gathers is the same
+            slot.leave()
+            client.private = client.slot = Slot(client.size_bytes, self._device, fixed=False)
+        elif not slot.fixed:
+            slot.discard()
 
     def forget_events(self) -> None:
         """All work is done: no client has to wait for the last use of a slot."""
@@ -254,10 +276,9 @@ class SlotPool:
 
     def _coloring(self) -> list[tuple[int, list[Client]]]:
         """Size and clients of each fixed slot."""
-        clients = list(self._met)
+        clients = [client for client in self._met if not client.is_alone]
         conflicts = [
-            {number for number, other in enumerate(clients) if other in met or other.is_alone or client.is_alone}
-            for client, met in self._met.items()
+            {number for number, other in enumerate(clients) if other in self._met[client]} for client in clients
         ]
         found = []
         for indices in color([client.size_bytes for client in clients], conflicts):

@@ -27,7 +27,6 @@ from lightning_mfsdp.engine.core.call import (
     Call,
     Recomputations,
     Shown,
-    SideDoors,
     attach,
     attach_inside,
     begin_call,
@@ -37,6 +36,7 @@ from lightning_mfsdp.engine.core.call import (
 )
 from lightning_mfsdp.engine.core.group import ParameterGroup
 from lightning_mfsdp.engine.core.policy import MixedPrecisionPolicy
+from lightning_mfsdp.engine.core.side_doors import SideDoors, follow
 from lightning_mfsdp.engine.core.storage import Slot
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class Unit:
         policy: MixedPrecisionPolicy,
         *,
         reshard_after_forward: bool | Literal["auto"],
+        side_doors: Literal["find", "follow", "raise"] = "find",
     ) -> None:
         self.name, self.number = type(modules[0]).__name__, 0
         self.groups = groups
@@ -98,6 +99,7 @@ class Unit:
         self.weights = [group.weights for group in groups]
         self.policy = policy
         self.reshard_after_forward = bool(reshard_after_forward)
+        self.side_doors = side_doors
         self.may_keep_unsharded = reshard_after_forward == "auto"
         self.context: Context
         self.users: list[weakref.ref[Unit]] = [weakref.ref(self)]
@@ -138,6 +140,11 @@ class Unit:
         self.weights.append(group.weights)
 
     @property
+    def modules(self) -> list[nn.Module]:
+        """Those that were sharded as this unit."""
+        return [module for reference in self._modules if (module := reference()) is not None]
+
+    @property
     def tables(self) -> list[dict[str, Any]]:
         """The `_parameters` tables of the modules that show its parameters."""
         return [table for group in self.all_groups for entry in group.entries for table, _ in entry.sites]
@@ -145,10 +152,8 @@ class Unit:
     def hook_inside(self) -> None:
         """Have modules inside the outermost unit show its parameters when they are called by themselves."""
         self.unhook_inside()
-        for reference in self._modules:
-            module = reference()
-            if module is not None:
-                self._inside += attach_inside(self, self.shown, self.tables, module)
+        for module in self.modules:
+            self._inside += attach_inside(self, self.shown, self.tables, module)
 
     def end(self) -> None:
         """Its modules are no longer sharded, and hold no reference to it."""
@@ -159,10 +164,8 @@ class Unit:
             handle.remove()
         for undo in self.undo:
             undo()
-        for reference in self._modules:
-            module = reference()
-            if module is not None:
-                module.__dict__.pop(UNIT, None)
+        for module in self.modules:
+            module.__dict__.pop(UNIT, None)
 
     def unhook_inside(self) -> None:
         """It is no longer an outermost unit."""
@@ -290,12 +293,37 @@ class Unit:
         ranges = self.context.lane.ranges
         if ranges.enabled:
             ranges.begin("forward", self.name)
+        if self._side_doors is None and torch.is_grad_enabled():
+            self._find_side_doors()
         self.enter()
         call = self._new_call()
         self._open_calls.append(call)
         # In a step its own layers may have computed the inputs (`self(self.pre(x))`), also as an autograd function that recomputes them.
-        return begin_call(self, None if self.pinned else call, args, kwargs)
+        args, kwargs = begin_call(self, None if self.pinned else call, args, kwargs)
+        self.follow()
+        return args, kwargs
 
+    def _find_side_doors(self) -> None:
+        self._side_doors = SideDoors(self.modules, assumed=self.side_doors == "follow")
+        if self._is_followed:
+            self._keep_alone()
+
+    @property
+    def _is_followed(self) -> bool:
+        """Whether saved weights are packed. Those of the root stay until a backward has ended, and layers of other units run inside it."""
+        doors = self._side_doors
+        if doors is None or not doors.found or self.side_doors == "raise" or self is self.context.root():
+            return False
+        return any(weights.is_sharded for weights in self.weights)
+
+    def follow(self) -> None:
+        """Pack the weights that the forward of one of its modules saves, from here on, if there are side doors."""
+        call = self.open_call
+        if call is not None and not call.is_recomputed and self._is_followed:
+            call.following = follow(self)
+            call.is_followed = call.following is not None
+
+    @compat.outside_transforms
     def enter(self, *, shows: bool = True) -> None:
         """Unshard parameters, and prefetch the next unit's.
 
@@ -369,6 +397,7 @@ class Unit:
         if ranges.open:
             ranges.end("forward", self.name)
         call = self._open_calls.pop() if self._open_calls else None  # none: the pre-hook itself raised
+        self.end_following(call)
         failed = output is None and sys.exc_info()[0] is not None
         if failed:
             if compat.backward_task() != -1:
@@ -379,15 +408,28 @@ class Unit:
             return
         if call is not None and isinstance(module, nn.Embedding):
             call.reads_weights = self._is_grouped or not is_plain_lookup(module)
-        outputs = watch_result(self, call, output)
-        if call is not None and outputs and not call.is_recomputed and self._has_side_doors():
-            watch_parameters(self)
+        self.watch_result(call, output)
         self.leave()
 
-    def _has_side_doors(self) -> bool:
-        if self._side_doors is None:
-            self._side_doors = SideDoors([module for reference in self._modules if (module := reference()) is not None])
-        return self._side_doors.look()
+    def end_following(self, call: Call | None) -> None:
+        """A module of a call has run."""
+        if call is not None and call.following is not None:
+            call.following.__exit__()
+            call.following = None
+
+    def watch_result(self, call: Call | None, output: Any) -> None:
+        """Have the backward of a call begin with the first gradient of a result, or of anything else that the forward has left."""
+        outputs = watch_result(self, call, output)
+        doors, hides = self._side_doors, not outputs
+        if call is None or doors is None or (call.is_recomputed and outputs):
+            return
+        if hides:
+            doors.found = True
+        if doors.look():
+            watch_parameters(self)
+            if not call.is_followed and (hides or self._is_followed):  # from the next forward on they are packed
+                call.hides = True
+                self.hide_result()
 
     @property
     def open_call(self) -> Call | None:
@@ -400,6 +442,7 @@ class Unit:
         self._open_calls.pop()
         self.leave()
 
+    @compat.outside_transforms
     def leave(self) -> None:
         """After forward: reshard weights, unless they are needed again at once, or a backward may begin undetected."""
         if compat.backward_task() != -1 or self._open_calls:
@@ -442,6 +485,9 @@ class Unit:
         optimizer has stepped.
         """
         self.hidden += 1
+        self._keep_alone()
+
+    def _keep_alone(self) -> None:
         for weights in self.weights:
             if weights.is_sharded:
                 self.context.lane.pool.keep_alone(weights.client)
@@ -506,14 +552,10 @@ class Unit:
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
+    @compat.outside_transforms
     def pre_backward(self, call: Call) -> None:
         """A gradient of an output has arrived; the call's own nodes run next, unless it returned an input unchanged."""
         context = self.context
-        if torch.is_grad_enabled() and any(weights.is_sharded for weights in self.weights):
-            raise EngineStateError(
-                f"{self.name}: backward with create_graph=True needs these weights again later, when they are sharded; "
-                'use sharding="optim_grads" (weights stay whole) for gradients of gradients'
-            )
         context.begin_backward()
         if call.begun_in == context.backwards_finished or call.ended_in == compat.backward_task():
             return
@@ -528,6 +570,7 @@ class Unit:
         if following is not None:
             following.prefetch_for_backward()
 
+    @compat.outside_transforms
     def post_backward(self, call: Call) -> None:
         """All gradients of the call's inputs have arrived, so nothing of it reads weights any more."""
         self.context.begin_backward()  # it may have gone undetected, if results were hidden
@@ -561,7 +604,7 @@ class Unit:
         for handle in self.leaf_hooks:
             handle.remove()
         self.leaf_hooks.clear()
-        if self.is_reached and not keeps_graph:
+        if self.hidden and (self.is_reached or not self.is_trainable) and not keeps_graph:
             self.hidden = max(0, self.hidden - max(1, self._hidden_ended))
         self.is_reached, self._hidden_ended = False, 0
         if not self._open_calls:  # otherwise the backward ran inside its forward, which goes on

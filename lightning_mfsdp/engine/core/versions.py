@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -39,15 +40,37 @@ class Place:
         buffers: One for each form.
         raw: With a codec, the raw data that parameters are pointed at: those of all parameters in the first form, then in the next.
         tensors: What has versions: the parameters, and raw data.
-        versions: One for each of them; empty until values lay here.
+        versions: One for each of them; empty until values lay here, and while other values do.
     """
 
-    __slots__ = ("__weakref__", "buffers", "raw", "tensors", "versions")
+    __slots__ = ("__weakref__", "_starts", "buffers", "raw", "tensors", "versions")
 
     def __init__(self, buffers: Sequence[FlatBuffer], parameters: Sequence[Tensor], raw: Sequence[Tensor]) -> None:
         self.buffers, self.raw = buffers, raw
         self.tensors = (*parameters, *raw)
         self.versions: list[int] = []
+        self._starts: list[tuple[int, int, int]] = []  # bytes, form and number, of what begins there
+
+    def number_at(self, offset_bytes: int) -> tuple[int, int]:
+        """Which form lies that far from the beginning of the memory, and which of `tensors`."""
+        if not self._starts:
+            first, count = len(self.tensors) - len(self.raw), len(self.buffers[0].views)
+            self._starts = sorted(
+                (
+                    int(view.storage_offset()) * view.element_size(),
+                    form,
+                    index + (first + form * count if self.raw else 0),
+                )
+                for form, buffer in enumerate(self.buffers)
+                for index, view in enumerate(buffer.views)
+                if view.numel()
+            )
+        _, form, number = self._starts[bisect_right(self._starts, offset_bytes, key=lambda start: start[0]) - 1]
+        return form, number
+
+    def version_of(self, number: int) -> int:
+        """The version of one of `tensors` that says that its present values lie here; -1 if they never did."""
+        return self.versions[number] if self.versions else -1
 
 
 class Versions:

@@ -146,6 +146,15 @@ class Weights:
         return self.client.slot if self.is_sharded else None
 
     @property
+    def memory(self) -> Tensor:
+        """`[bytes]` uint8, what the pooled buffer is made of."""
+        return self.client.slot.memory
+
+    def name_of(self, number: int) -> str:
+        """Of a parameter, by its number in a `Place`."""
+        return self._entries[number % len(self._entries)].name
+
+    @property
     def extra_bytes(self) -> int:
         """Memory of the compute shard in addition to the main weight."""
         return sum(shard.size_bytes for shard in self.shards) - (self._main.size_bytes if self._main_is_shard else 0)
@@ -252,6 +261,10 @@ class Weights:
         if not self.present & form:
             self._gather(form, buffer, BACKWARD if for_backward else FORWARD)
 
+    def unshard_form(self, form: int) -> None:
+        """Start the all-gather of one of the forms that a codec keeps, wherever there is room, for a backward that reads it now."""
+        self.unshard(for_backward=1 << form == self._read_by_backward)
+
     def _gather(self, form: int, buffer: Slot | None, kind: int) -> None:
         outer_first = self.stale and self._placement.outer_main
         in_place = self.stale and self._placement.main and not self.is_sharded
@@ -317,6 +330,9 @@ class Weights:
                     compat.foreach_copy_(source.segments, self._main.segments)
                 if self._axes.shard.size > 1:
                     self._axes.shard.gather(full.segments, source.segments)
+        if self.client.is_alone:
+            # A codec's parameters stay where they were pointed at.
+            self.client.slot.count_own_users(0 if self._codec is not None else len(self._entries))
 
     def _in_slot(self, slot: Slot) -> Place:
         """The place in a slot's memory, made once for each slot."""

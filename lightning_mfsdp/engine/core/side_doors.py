@@ -1,0 +1,225 @@
+"""Side doors: what a unit's forward computes and leaves elsewhere than in its result, such as a feature that a hook keeps or a penalty.
+
+A backward that begins there touches no result of the unit, so no hook of the unit gathers its weights again (call.py). `SideDoors` looks
+whether there is one, and `Following` packs what autograd saves in the forwards of such a unit: a weight as its place in the unit, and it is
+gathered again where a backward reads it.
+
+Packing takes about 5 us for each tensor that is saved, activations too, so it is done where the look has found something or the user asks
+for it. Everywhere else a backward that reads a resharded weight raises (versions.py).
+
+Alternatives considered: weights of such a unit stay unsharded until the backward (the memory of all of them, where each block keeps a
+penalty; the first forward does so, when a side door is found after it); `torch.autograd.graph.node_creation_hook`, with a prehook on each
+node (torch 2.14, and 2.5 times the time).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.containers import tensors_in
+from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.engine.core.call import is_unit
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.core.unit import Unit
+    from lightning_mfsdp.engine.core.versions import Place
+    from lightning_mfsdp.engine.core.weights import Weights
+
+__all__ = ["SideDoors", "follow"]
+
+
+class SideDoors:
+    """What a forward may leave beside its result, by which a backward comes that touches no result: attributes with a graph, and hooks.
+
+    The look is cheap, some ten calls a unit: attributes and hooks that came since show in the lengths of tables, and of those that were
+    there before the few are looked at that hold nothing yet, a tensor or a container. What code keeps elsewhere is not seen.
+    """
+
+    __slots__ = ("_attributes", "_lengths", "_own", "_own_lengths", "_tables", "found")
+
+    def __init__(self, modules: Sequence[nn.Module], *, assumed: bool) -> None:
+        inside = [one for module in modules for one in _modules_of_own(module)]
+        self._own = [
+            (weakref.ref(module), _open_attributes(vars(module))) for module in modules
+        ]  # they hold the unit, which holds this
+        self._attributes = [(table, found) for table in map(vars, inside) if (found := _open_attributes(table))]
+        every = [*modules, *inside]
+        hooks: list[dict[Any, Any]] = [
+            one for module in every for one in (module._forward_hooks, module._forward_pre_hooks)
+        ]
+        tables: list[dict[Any, Any]] = [vars(module) for module in inside]
+        self._tables = tables + hooks
+        self._lengths = list(map(len, self._tables))
+        self._own_lengths = [len(vars(module)) for module in modules]
+        self.found = assumed or any(_is_foreign(hook) for table in hooks for hook in table.values())
+
+    def look(self) -> bool:
+        """Whether there is one. Once found it counts for good."""
+        if not self.found:
+            self.found = list(map(len, self._tables)) != self._lengths or self._finds_a_graph()
+        return self.found
+
+    def _finds_a_graph(self) -> bool:
+        for (reference, attributes), length in zip(self._own, self._own_lengths, strict=True):
+            module = reference()
+            if module is not None and (len(module.__dict__) != length or _holds_graph(module.__dict__, attributes)):
+                return True
+        for table, attributes in self._attributes:  # noqa: SIM110 - a generator costs host time, in every unit
+            if _holds_graph(table, attributes):
+                return True
+        return False
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _open_attributes(attributes: dict[str, Any]) -> list[tuple[str, object]]:
+    """Attributes of a module that may come to hold a tensor of a forward, with what they hold now."""
+    return [
+        (key, value)
+        for key, value in attributes.items()
+        if key not in _OF_EVERY_MODULE and (value is None or isinstance(value, (Tensor, list, dict)))
+    ]
+
+
+def _holds_graph(table: dict[str, Any], attributes: list[tuple[str, object]]) -> bool:
+    for key, before in attributes:
+        value = table[key] if key in table else None  # noqa: SIM401 - `get` is a call
+        if value is not None and (value is not before or value.__class__ in (list, dict)) and _has_graph(value):
+            return True
+    return False
+
+
+def _is_foreign(hook: Any) -> bool:
+    """Whether it is not one of this package."""
+    return str(getattr(hook, "__module__", "")).partition(".")[0] != __name__.partition(".")[0]
+
+
+def _modules_of_own(module: nn.Module) -> list[nn.Module]:
+    """Modules below, outside of nested units."""
+    found = []
+    for child in module.children():
+        if not is_unit(child):
+            found += [child, *_modules_of_own(child)]
+    return found
+
+
+def _has_graph(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.grad_fn is not None
+    return bool(value) and any(tensor.grad_fn is not None for tensor in tensors_in(value))
+
+
+class _SavedWeight:
+    """A weight, or a view of one, that a forward has saved: where it lies among the unsharded weights of its group.
+
+    Attributes:
+        weights: Of the group.
+        place: Where they were, which knows whether they are the same still.
+        number: Of the parameter, or raw data, among what has versions there.
+        version: Of it, when it was saved.
+        form: Which of those that a codec keeps.
+        view: Shape, stride and offset from the beginning of the memory, in elements.
+    """
+
+    __slots__ = ("form", "number", "place", "version", "view", "weights")
+
+    def __init__(self, weights: Weights, place: Place, tensor: Tensor) -> None:
+        self.weights, self.place, self.version = weights, place, tensor._version
+        offset = int(tensor.storage_offset())
+        self.view = (tensor.shape, tensor.stride(), offset)
+        self.form, self.number = place.number_at(offset * tensor.element_size())
+
+    @property
+    def name(self) -> str:
+        return self.weights.name_of(self.number)
+
+    def read(self) -> Tensor:
+        """It, where it lies now; its group is unsharded. With the version of the parameter: what a backward saves of it is checked, too."""
+        place = self.weights.versions.place
+        assert place is not None, "it was just gathered"
+        with torch.inference_mode(False), torch.no_grad():
+            return place.tensors[self.number].detach().as_strided(*self.view)
+
+
+class _SavedElsewhere:
+    """What hooks of the program, around the unit, have made of a tensor."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: Any) -> None:
+        self.packed = packed
+
+
+def follow(unit: Unit) -> saved_tensors_hooks | None:
+    """Pack what is saved from now on, until the hooks that are returned are left; `None` inside a transform that admits none.
+
+    Weights of the unit are packed as where they lie. Of other tensors the version is kept, since autograd compares none where hooks are;
+    hooks of the program around the unit (offloading, a checkpoint) see all of them, as without these.
+    """
+    if not compat.allows_saved_tensors_hooks():
+        return None
+    this, outer = weakref.ref(unit), compat.saved_tensors_hooks_around()
+
+    def pack(tensor: Tensor) -> Any:
+        unit = this()
+        saved = None if unit is None else _as_weight(unit, tensor)
+        if outer is not None:
+            packed = outer[0](tensor)
+            return _SavedElsewhere(packed) if saved is None else saved
+        # Detached, since a node that saved its own result would keep itself alive.
+        return (tensor.detach(), tensor._version) if saved is None else saved
+
+    def unpack(packed: Any) -> Any:
+        if packed.__class__ is _SavedWeight:
+            return _gathered(this(), packed)
+        if packed.__class__ is _SavedElsewhere:
+            return outer[1](packed.packed)  # type: ignore[index]
+        tensor, version = packed
+        if tensor._version != version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: [{tensor.type()} "
+                f"{list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"
+            )
+        return tensor
+
+    hooks = saved_tensors_hooks(pack, unpack)
+    hooks.__enter__()
+    return hooks
+
+
+def _as_weight(unit: Unit, tensor: Tensor) -> _SavedWeight | None:
+    address = compat.address_of(tensor)
+    for weights in unit.weights:
+        place = weights.versions.place
+        if place is not None and weights.is_sharded and weights.memory.data_ptr() == address:
+            return _SavedWeight(weights, place, tensor)
+    return None
+
+
+def _gathered(unit: Unit | None, saved: _SavedWeight) -> Tensor:
+    weights = saved.weights
+    if unit is None:
+        raise EngineStateError(
+            f"{weights.name}: a backward reads {saved.name} of a unit that no longer exists; keep the model until then"
+        )
+    context = unit.context
+    if compat.backward_task() != -1:
+        context.begin_backward()
+    if context.needs_refresh:
+        context.refresh()
+    if saved.place.version_of(saved.number) != saved.version:
+        raise EngineStateError(
+            f"{unit.name}: a backward reads {saved.name}, which was written after the forward that saved it (by an optimizer, or in "
+            "place); call backward before the write, or compute the forward again"
+        )
+    weights.unshard_form(saved.form)
+    weights.wait()
+    return saved.read()
