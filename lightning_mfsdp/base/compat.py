@@ -69,11 +69,13 @@ __all__ = [
     "foreach_norm",
     "foreach_unscale_",
     "foreach_zero_",
+    "free_after_work_so_far",
     "get_data",
     "grouped_mm",
     "has_accumulation_hooks",
     "has_global_hooks",
     "in_function_forward",
+    "in_transform",
     "is_composite",
     "is_due",
     "is_lost_connection",
@@ -104,7 +106,6 @@ __all__ = [
 ]
 
 TensorT = TypeVar("TensorT", bound=Tensor)
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 OpOverload = operators.OpOverload  # one operator with its types (torch 2.11 to 2.15)
 BatchNorm = _BatchNorm  # the class that all layers of this kind derive from (torch 2.11 to 2.15)
 DispatchMode = TorchDispatchMode  # sees every operation before it runs, of subclasses too (torch 2.11 to 2.15)
@@ -151,7 +152,7 @@ def in_function_forward() -> bool:
 
 def accumulator_of(leaf: Tensor) -> Node:
     """The node at which gradients of `leaf` arrive. No operation of a class of the leaf's own is called, as `get_gradient_edge` would."""
-    if torch._C._are_functorch_transforms_active():  # no function written in Python can be applied
+    if in_transform():  # no function written in Python can be applied
         return get_gradient_edge(leaf).node
     with torch.enable_grad():
         reached = _Leading.apply(leaf)
@@ -230,20 +231,14 @@ def is_transformed() -> bool:
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
-def outside_transforms(function: FunctionT) -> FunctionT:
-    """A function that computes with plain tensors, also when it is called inside `torch.func.grad` and the like.
+# Whether code runs inside `torch.func.grad` and the like, or in their backward; asked for in every forward, so it is no function of ours.
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active  # torch 2.11 to 2.15
 
-    torch 2.11 to 2.15: `_are_functorch_transforms_active`, `_DisableFuncTorch`.
-    """
 
-    @functools.wraps(function)
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        if not torch._C._are_functorch_transforms_active():
-            return function(*args, **kwargs)
-        with torch._C._DisableFuncTorch():
-            return function(*args, **kwargs)
-
-    return cast("FunctionT", plain)
+def outside_transforms(function: Callable[..., None], *args: Any) -> None:
+    """Call a function that computes with plain tensors, inside `torch.func.grad` and the like (torch 2.11 to 2.15: `_DisableFuncTorch`)."""
+    with torch._C._DisableFuncTorch():
+        function(*args)
 
 
 # A context in which tensor subclasses behave as if they did not override `__torch_function__`.
@@ -548,6 +543,14 @@ def ddp_ignores(module: torch.nn.Module) -> frozenset[str]:
 def storage_users(tensor: Tensor) -> int:
     """How many tensors share a tensor's memory, itself included (torch 2.11 to 2.15: `_storage_Use_Count`)."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def free_after_work_so_far(memory: Tensor) -> None:
+    """Have CUDA memory, once nothing refers to it, be reused after the work that is on the current stream by then.
+
+    Only for memory that a program refers to longer than the engine does: `record_stream` delays reuse by an unknown time.
+    """
+    memory.record_stream(torch.cuda.current_stream(memory.device))
 
 
 def has_global_hooks() -> bool:

@@ -638,7 +638,7 @@ def compiled_body_feature(run: Run, x: Tensor) -> None:
 def double_backward_to_input(run: Run, x: Tensor) -> None:
     x = x.clone().requires_grad_()
     slope = torch.autograd.grad(run.loss(x), x, create_graph=True)[0]
-    run.backward(slope.square().sum() * 100)
+    run.backward(slope.square().sum())
 
 
 @program

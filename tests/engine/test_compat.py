@@ -641,3 +641,39 @@ def test_unscaling_says_what_is_not_finite(last, flag):
     compat.foreach_unscale_(tensors, found_inf, torch.tensor(0.5))
     assert tensors[0].tolist() == [0.5, 0.5]
     assert found_inf == flag
+
+
+def test_hooks_on_saved_tensors_are_found_and_transforms_admit_none():
+    assert compat.saved_tensors_hooks_around() is None
+    assert compat.allows_saved_tensors_hooks()
+    with torch.autograd.graph.saved_tensors_hooks(abs, id):
+        assert compat.saved_tensors_hooks_around() == (abs, id)
+    allowed = []
+
+    def inside(x):
+        allowed.append((compat.allows_saved_tensors_hooks(), compat.in_transform()))
+        return x.sum()
+
+    torch.func.grad(inside)(torch.ones(2))
+    assert allowed == [(False, True)]
+    assert not compat.in_transform()
+
+
+def test_work_of_the_engine_is_plain_inside_a_transform():
+    seen = []
+
+    def inside(x):
+        compat.outside_transforms(lambda y: seen.append(torch.zeros(2).data_ptr() + len(y)), "y")
+        seen.append(compat.address_of(x))
+        return x.sum()
+
+    torch.func.grad(inside)(torch.ones(2))
+    assert seen[0]
+    assert seen[1] is None
+
+
+def test_memory_that_a_program_refers_to_waits_for_the_stream():
+    memory = mock.Mock(device=torch.device("cuda"))
+    with mock.patch("torch.cuda.current_stream", return_value="stream"):
+        compat.free_after_work_so_far(memory)
+    memory.record_stream.assert_called_once_with("stream")

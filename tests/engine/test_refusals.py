@@ -16,6 +16,7 @@ from lightning_mfsdp.engine import (
     EngineStateError,
     MixedPrecisionPolicy,
     ShardingError,
+    around_backward,
     clip_grad_norm_,
     fully_shard,
     fully_shard_optimizer,
@@ -41,8 +42,12 @@ class ReturnsItsWeight(nn.Linear):
 def gradients_of_gradients_need_whole_weights(rank: int, world: int) -> None:
     x = inputs(0, rank).requires_grad_()
     model = sharded_chain()
-    with pytest.raises(EngineStateError, match=r'create_graph=True.*sharding="optim_grads"'):
-        torch.autograd.grad(loss_of(model, x), x, create_graph=True)
+    (slope,) = torch.autograd.grad(loss_of(model, x), x, create_graph=True)
+    with (
+        pytest.raises(EngineStateError, match=r'create_graph=True.*sharding="optim_grads"'),
+        around_backward(model),
+    ):
+        slope.square().sum().backward()
     reference, whole = plain_chain(), sharded_chain(sharding="optim_grads")
     expected = torch.autograd.grad(loss_of(reference, x), x, create_graph=True)[0]
     assert torch.equal(torch.autograd.grad(loss_of(whole, x), x, create_graph=True)[0], expected)

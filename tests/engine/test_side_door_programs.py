@@ -46,7 +46,7 @@ def compare(name: str, rank: int, world: int) -> None:
             trained(name, rank, **options)
         options = {"sharding": "optim_grads"}
     expected, found = trained(name, rank), trained(name, rank, **options)
-    torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-6)
 
 
 def case(name: str) -> Any:

@@ -62,16 +62,26 @@ def a_backward_of_a_penalty_counts_and_is_cleared(rank: int, world: int) -> None
                 torch.testing.assert_close(value, expected[name].detach(), rtol=1e-5, atol=1e-6)
 
 
-def a_feature_alone_names_unit_and_parameter(rank: int, world: int) -> None:
-    fabric = launched(world)
-    made = model()
-    sharded, _ = fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.05))
-    sharded(torch.ones(2, DIM))
-    with pytest.raises(EngineStateError, match=r"^1: a backward read its weight [ab]\.weight"):
-        fabric.backward(made[1].feature.square().mean())
+def a_feature_alone_trains_or_names_unit_and_parameter(rank: int, world: int) -> None:
+    plain = model()
+    plain(torch.ones(2, DIM))
+    plain[1].feature.square().mean().backward()
+    for side_doors in ("find", "raise"):
+        fabric = launched(world, {"side_doors": side_doors})
+        made = model()
+        sharded, _ = fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.05))
+        for _ in range(3):  # side doors are found in the first forward, and followed from the second on
+            sharded(torch.ones(2, DIM))
+        loss = made[1].feature.square().mean()
+        if side_doors == "raise":
+            with pytest.raises(EngineStateError, match=r"^1: a backward read its weight [ab]\.weight"):
+                fabric.backward(loss)
+        else:
+            fabric.backward(loss)
+            torch.testing.assert_close(made[0].a.weight.grad.full_tensor(), plain[0].a.weight.grad)
 
 
-WORLDS = {2: (a_backward_of_a_penalty_counts_and_is_cleared, a_feature_alone_names_unit_and_parameter)}
+WORLDS = {2: (a_backward_of_a_penalty_counts_and_is_cleared, a_feature_alone_trains_or_names_unit_and_parameter)}
 
 
 @by_world(WORLDS)

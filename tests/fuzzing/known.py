@@ -115,13 +115,6 @@ def _shows_tangents_of_sharded_weights(case: Description) -> bool:
     return (_shards_weights(case) or is_cast) and any(micro.kind == "jvp" for micro in _micros(case))
 
 
-def _adds_what_came_after_the_result(case: Description) -> bool:
-    """A loss beside that of the result, of what a unit computed after it."""
-    is_cast = case.configuration.sharding == "optim_grads_params" and case.configuration.precision == "mixed"
-    adds = any(micro.side == "beside" for micro in _micros(case))
-    return (_shards_weights(case) or is_cast) and _has(case, keeps="branch") and adds
-
-
 def _asks_some_ranks_alone(case: Description) -> bool:
     """autograd.grad of what some ranks have not run leaves gradients of weights on these, and zero_grad looks at them."""
     asks = any(micro.side not in ("", "beside") and micro.kind == "input_grad" for micro in _micros(case))
@@ -131,7 +124,6 @@ def _asks_some_ranks_alone(case: Description) -> bool:
 KNOWN: dict[str, Callable[[Description], bool]] = {
     "unnoticed by rank": _asks_some_ranks_alone,
     "jvp sharded": _shows_tangents_of_sharded_weights,
-    "late": _adds_what_came_after_the_result,
 }
 
 

@@ -87,7 +87,7 @@ def fully_shard(
         side_doors: What to do where a backward may begin at something that a unit's forward leaves elsewhere than in its result: a feature
             that a hook keeps, a penalty in an attribute. "find": units in which a look at hooks and attributes finds that are followed, so
             weights that the forward has saved are gathered again where the backward reads them. "follow": every unit, also for what is
-            kept where nobody looks (about 5 us for each tensor that autograd saves). "raise": none; a backward that reads a resharded
+            kept elsewhere (about 5 us for each tensor that autograd saves). "raise": none; a backward that reads a resharded
             weight raises, as it does where nothing was found.
         ignored_parameters: Unmanaged: neither sharded nor reduced.
         storage: "pooled": full-size memory in fixed slots planned from the first training step. "dynamic": from the

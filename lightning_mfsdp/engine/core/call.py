@@ -65,6 +65,7 @@ class Call:
         is_recomputed: Its forward ran inside a backward.
         following: Packs what is saved (side_doors.py), while a module of the unit runs.
         is_followed: It did so.
+        in_transform: Its forward ran inside `torch.func.grad` or the like.
         given: What its inputs are views of, by identity.
         inputs: Several that need gradients, until there are results.
     """
@@ -76,6 +77,7 @@ class Call:
         "given",
         "has_end",
         "hides",
+        "in_transform",
         "inputs",
         "is_followed",
         "is_recomputed",
@@ -90,7 +92,7 @@ class Call:
         self.reads_weights, self.hides = True, False
         self.is_recomputed = is_recomputed
         self.following: saved_tensors_hooks | None = None
-        self.is_followed = False
+        self.is_followed = self.in_transform = False
         self.given: set[int] = set()
         self.inputs: Inputs | None = None
 
@@ -432,7 +434,10 @@ def begin_call(unit: Unit, call: Call | None, args: tuple[Any, ...], kwargs: dic
     def end(_: Any) -> None:
         unit = this()
         if unit is not None:
-            unit.post_backward(call)
+            if call.in_transform:
+                compat.outside_transforms(unit.post_backward, call)
+            else:
+                unit.post_backward(call)
 
     if len(watched) == 1 and args and args[0] is watched[0]:  # nearly all calls, at a third of the host time
         view = watched[0].view_as(watched[0])
@@ -500,7 +505,10 @@ def watch_result(unit: Unit, call: Call | None, output: Any) -> list[Tensor]:
     def begin(_: Any) -> None:
         unit = this()
         if unit is not None:
-            unit.pre_backward(call)
+            if call.in_transform:
+                compat.outside_transforms(unit.pre_backward, call)
+            else:
+                unit.pre_backward(call)
 
     for tensor in watched:
         node = tensor.grad_fn

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -396,7 +397,6 @@ class Context:
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    @compat.outside_transforms
     def begin_backward(self) -> None:
         """Called by every unit whose backward begins; the first call of a backward prepares its end."""
         if self._in_backward:
@@ -407,7 +407,9 @@ class Context:
         self.outermost_task = compat.backward_task()
         self.interrupt()
         self._show_for_backward()
-        end = self._end_backward
+        end: Callable[[], None] = self._end_backward
+        if compat.in_transform():
+            end = partial(compat.outside_transforms, end)
         self._at_end = self._watched(end)
         compat.on_backward_end(end)
         self._begin_reductions(is_idle=not self._trains())
@@ -479,7 +481,6 @@ class Context:
                 axes.shard = self.channels.separate(axes.shard)
                 axes.outer = self.channels.separate(axes.outer) if axes.outer else None
 
-    @compat.outside_transforms
     def _end_backward(self) -> None:
         """After the last node of a backward: reduce what is missing, join the streams, reset the state."""
         if not self._in_backward:

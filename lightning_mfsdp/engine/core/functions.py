@@ -244,18 +244,14 @@ def _explain_resharded(error: BaseException, groups: Iterable[ParameterGroup]) -
         groups, key=lambda group: not weights[id(group)]
     ):  # two groups may have the same versions in memory
         unit = group.unit()
-        if unit is None or unit.reshard_after_forward:
-            advice = 'Pass side_doors="follow" or reshard_after_forward=False, recompute the unit (Recompute), or return that tensor'
-        else:
-            advice = (
-                "Weights stay until the next backward, evaluation or state dict, one of which came first: call backward before it, "
-                'pass side_doors="follow", recompute the unit (Recompute), or return that tensor'
-            )
+        keeps = unit is not None and not unit.reshard_after_forward
+        when = " (it stays until the next backward, evaluation or state dict)" if keeps else ""
         alike = " or ".join(weights[id(group)]) or f"(a view of shape {list(shape)})"
         raise EngineStateError(
-            f"{group.unit_name}: a backward read its weight {alike} after the unit "
-            "was resharded. It differentiates something that the unit's forward computed and did not return, such as a tensor kept "
-            f'by a hook or in an attribute. {advice}. Gradients of gradients (create_graph=True) need sharding="optim_grads"'
+            f"{group.unit_name}: a backward read its weight {alike} after the unit was resharded{when}: for something that its forward "
+            "computed and did not return, or of a backward with create_graph=True. Pass "
+            'side_doors="follow", reshard_after_forward=False or sharding="optim_grads" (for gradients of gradients the last), recompute '
+            "the unit (Recompute), or return that tensor"
         ) from error
 
 

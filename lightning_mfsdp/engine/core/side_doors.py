@@ -39,40 +39,56 @@ class SideDoors:
     """What a forward may leave beside its result, by which a backward comes that touches no result: attributes with a graph, and hooks.
 
     The look is cheap, some ten calls a unit: attributes and hooks that came since show in the lengths of tables, and of those that were
-    there before the few are looked at that hold nothing yet, a tensor or a container. What code keeps elsewhere is not seen.
+    there before the few are looked at that hold nothing yet, a tensor or a container. Hooks of the unit's own modules get no more than
+    results. What code keeps elsewhere is not seen.
+
+    Attributes:
+        found: There is one. It counts for good.
     """
 
-    __slots__ = ("_attributes", "_lengths", "_own", "_own_lengths", "_tables", "found")
+    __slots__ = ("_inside", "_lengths", "_open", "_own", "_tables", "found")
 
     def __init__(self, modules: Sequence[nn.Module], *, assumed: bool) -> None:
-        inside = [one for module in modules for one in _modules_of_own(module)]
-        self._own = [
-            (weakref.ref(module), _open_attributes(vars(module))) for module in modules
-        ]  # they hold the unit, which holds this
-        self._attributes = [(table, found) for table in map(vars, inside) if (found := _open_attributes(table))]
-        every = [*modules, *inside]
-        hooks: list[dict[Any, Any]] = [
-            one for module in every for one in (module._forward_hooks, module._forward_pre_hooks)
-        ]
-        tables: list[dict[Any, Any]] = [vars(module) for module in inside]
-        self._tables = tables + hooks
+        self._inside = [one for module in modules for one in _modules_of_own(module)]
+        # Not their attributes: these hold the unit, and it this.
+        self._own = [(weakref.ref(module), len(vars(module)), _open_attributes(vars(module))) for module in modules]
+        self._open: list[tuple[dict[str, Any], str, object]] = []  # attributes of modules inside
+        self._tables: list[dict[Any, Any]] = []
+        self._lengths: list[int] = []
+        self.found = assumed or self._finds_hooks()
+
+    def _finds_hooks(self) -> bool:
+        """Whether modules inside have hooks that may keep something; and note what there is by now."""
+        inside = self._inside
+        self._open = [(table, *found) for table in map(vars, inside) for found in _open_attributes(table)]
+        hooks: list[dict[Any, Any]] = [one for each in inside for one in (each._forward_hooks, each._forward_pre_hooks)]
+        self._tables = [*map(vars, inside), *hooks]
         self._lengths = list(map(len, self._tables))
-        self._own_lengths = [len(vars(module)) for module in modules]
-        self.found = assumed or any(_is_foreign(hook) for table in hooks for hook in table.values())
+        return any(_keeps_something(hook) for table in hooks for hook in table.values())
 
     def look(self) -> bool:
-        """Whether there is one. Once found it counts for good."""
-        if not self.found:
-            self.found = list(map(len, self._tables)) != self._lengths or self._finds_a_graph()
-        return self.found
-
-    def _finds_a_graph(self) -> bool:
-        for (reference, attributes), length in zip(self._own, self._own_lengths, strict=True):
+        """Whether there is one. Few calls, since it is asked after each forward of each unit."""
+        if self.found:
+            return True
+        if list(map(len, self._tables)) != self._lengths and self._finds_hooks():
+            self.found = True
+            return True
+        for index, (reference, length, attributes) in enumerate(self._own):
             module = reference()
-            if module is not None and (len(module.__dict__) != length or _holds_graph(module.__dict__, attributes)):
-                return True
-        for table, attributes in self._attributes:  # noqa: SIM110 - a generator costs host time, in every unit
-            if _holds_graph(table, attributes):
+            if module is None:
+                continue
+            table = module.__dict__
+            if len(table) != length:
+                attributes = _open_attributes(table)
+                self._own[index] = reference, len(table), attributes
+                attributes = [(key, None) for key, _ in attributes]
+            for key, before in attributes:
+                if key in table and table[key] is not None and _may_hold_a_graph(table[key], before):
+                    self.found = True
+                    return True
+        for table, key, before in self._open:
+            if key in table and table[key] is not None and _may_hold_a_graph(table[key], before):
+                self.found = True
                 return True
         return False
 
@@ -89,17 +105,17 @@ def _open_attributes(attributes: dict[str, Any]) -> list[tuple[str, object]]:
     ]
 
 
-def _holds_graph(table: dict[str, Any], attributes: list[tuple[str, object]]) -> bool:
-    for key, before in attributes:
-        value = table[key] if key in table else None  # noqa: SIM401 - `get` is a call
-        if value is not None and (value is not before or value.__class__ in (list, dict)) and _has_graph(value):
-            return True
-    return False
+def _may_hold_a_graph(value: object, before: object) -> bool:
+    return (value is not before or value.__class__ in (list, dict)) and _has_graph(value)
 
 
-def _is_foreign(hook: Any) -> bool:
-    """Whether it is not one of this package."""
-    return str(getattr(hook, "__module__", "")).partition(".")[0] != __name__.partition(".")[0]
+# Hooks of these are known to keep nothing of a forward.
+_KNOWN = frozenset({"lightning", "lightning_mfsdp", "pytorch_lightning", "torch", "transformer_engine"})
+
+
+def _keeps_something(hook: Any) -> bool:
+    """Whether a hook may keep what it is called with."""
+    return str(getattr(hook, "__module__", "")).partition(".")[0] not in _KNOWN
 
 
 def _modules_of_own(module: nn.Module) -> list[nn.Module]:
@@ -132,10 +148,11 @@ class _SavedWeight:
     __slots__ = ("form", "number", "place", "version", "view", "weights")
 
     def __init__(self, weights: Weights, place: Place, tensor: Tensor) -> None:
-        self.weights, self.place, self.version = weights, place, tensor._version
+        self.weights, self.place = weights, place
         offset = int(tensor.storage_offset())
         self.view = (tensor.shape, tensor.stride(), offset)
         self.form, self.number = place.number_at(offset * tensor.element_size())
+        self.version = place.tensors[self.number]._version  # what was taken of its `data` has another counter
 
     @property
     def name(self) -> str:
@@ -196,6 +213,10 @@ def follow(unit: Unit) -> saved_tensors_hooks | None:
 
 
 def _as_weight(unit: Unit, tensor: Tensor) -> _SavedWeight | None:
+    if (
+        type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    ):  # a wrapper, around tensors that lie there perhaps
+        return None
     address = compat.address_of(tensor)
     for weights in unit.weights:
         place = weights.versions.place

@@ -110,7 +110,7 @@ class Slot:
     def leave(self) -> None:
         """Nothing is written here any more. Memory is freed when nothing refers to it, and work on the current stream has ended."""
         if self._memory is not None and self._memory.is_cuda:
-            self._memory.record_stream(torch.cuda.current_stream(self._device))
+            compat.free_after_work_so_far(self._memory)
 
     def discard(self) -> None:
         """Return private memory to the allocator; fixed memory stays."""

@@ -295,12 +295,19 @@ class Unit:
             ranges.begin("forward", self.name)
         if self._side_doors is None and torch.is_grad_enabled():
             self._find_side_doors()
-        self.enter()
+        in_transform = compat.in_transform()
+        if in_transform:
+            compat.outside_transforms(self.enter)
+        else:
+            self.enter()
         call = self._new_call()
+        if in_transform and call is not None:
+            call.in_transform = True
         self._open_calls.append(call)
         # In a step its own layers may have computed the inputs (`self(self.pre(x))`), also as an autograd function that recomputes them.
         args, kwargs = begin_call(self, None if self.pinned else call, args, kwargs)
-        self.follow()
+        if self._side_doors is not None and self._side_doors.found:
+            self.follow()
         return args, kwargs
 
     def _find_side_doors(self) -> None:
@@ -323,7 +330,6 @@ class Unit:
             call.following = follow(self)
             call.is_followed = call.following is not None
 
-    @compat.outside_transforms
     def enter(self, *, shows: bool = True) -> None:
         """Unshard parameters, and prefetch the next unit's.
 
@@ -397,7 +403,8 @@ class Unit:
         if ranges.open:
             ranges.end("forward", self.name)
         call = self._open_calls.pop() if self._open_calls else None  # none: the pre-hook itself raised
-        self.end_following(call)
+        if call is not None and call.following is not None:
+            self.end_following(call)
         failed = output is None and sys.exc_info()[0] is not None
         if failed:
             if compat.backward_task() != -1:
@@ -409,7 +416,10 @@ class Unit:
         if call is not None and isinstance(module, nn.Embedding):
             call.reads_weights = self._is_grouped or not is_plain_lookup(module)
         self.watch_result(call, output)
-        self.leave()
+        if call is not None and call.in_transform:
+            compat.outside_transforms(self.leave)
+        else:
+            self.leave()
 
     def end_following(self, call: Call | None) -> None:
         """A module of a call has run."""
@@ -420,14 +430,13 @@ class Unit:
     def watch_result(self, call: Call | None, output: Any) -> None:
         """Have the backward of a call begin with the first gradient of a result, or of anything else that the forward has left."""
         outputs = watch_result(self, call, output)
-        doors, hides = self._side_doors, not outputs
+        doors = self._side_doors
         if call is None or doors is None or (call.is_recomputed and outputs):
             return
-        if hides:
-            doors.found = True
-        if doors.look():
+        if not outputs or doors.look():
             watch_parameters(self)
-            if not call.is_followed and (hides or self._is_followed):  # from the next forward on they are packed
+            # Weights stay where modules may read them in a backward that nothing saved leads to, and until those of a unit are packed.
+            if not outputs or (not call.is_followed and self._is_followed):
                 call.hides = True
                 self.hide_result()
 
@@ -442,7 +451,6 @@ class Unit:
         self._open_calls.pop()
         self.leave()
 
-    @compat.outside_transforms
     def leave(self) -> None:
         """After forward: reshard weights, unless they are needed again at once, or a backward may begin undetected."""
         if compat.backward_task() != -1 or self._open_calls:
@@ -552,7 +560,6 @@ class Unit:
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    @compat.outside_transforms
     def pre_backward(self, call: Call) -> None:
         """A gradient of an output has arrived; the call's own nodes run next, unless it returned an input unchanged."""
         context = self.context
@@ -570,7 +577,6 @@ class Unit:
         if following is not None:
             following.prefetch_for_backward()
 
-    @compat.outside_transforms
     def post_backward(self, call: Call) -> None:
         """All gradients of the call's inputs have arrived, so nothing of it reads weights any more."""
         self.context.begin_backward()  # it may have gone undetected, if results were hidden
