@@ -54,7 +54,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "`.data =` at rest: shards lie in buffers, and the message says what to do",
     ),
     Refusal(  # the second of a weight that is frozen, which the step did not write
-        r"has been modified by an inplace operation|EngineStateError: [\w.]+: a backward read its weight .* after the unit was resharded",
+        r"has been modified by an inplace operation|EngineStateError: [\w.]+: a backward read",
         "autocast saves copies of weights, so plain PyTorch goes back through the old ones after a step. Here the copy in the compute "
         "dtype is the gathered weight, which the step replaced; keeping old ones would take the memory that sharding saves",
         lambda case: case.configuration.precision == "mixed" and _goes_back_after_a_step(case),
@@ -68,9 +68,14 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        r"EngineStateError: [\w.]+: a backward read its weight .* after the unit was resharded",
-        "a loss of what a hook or an attribute keeps, alone: nobody hears of its backward. The message has the ways out",
+        r"EngineStateError: Net: a backward read its weight .* after the unit was resharded",
+        "a side door of the root after a backward has ended: following the root would pack what all units save, so it is done if asked",
         _goes_by_side_doors,
+    ),
+    Refusal(
+        r"EngineStateError: [\w.]+: a backward read its weight .* after the unit was resharded",
+        "the same where the root's layer shares its weight with a unit",
+        lambda case: _goes_by_side_doors(case) and any(not b.unit and b.keeps for b in case.model.blocks),
     ),
     Refusal(
         r"Cannot access (storage of TensorWrapper|data pointer of Tensor that doesn't have storage)|autograd.Function with functorch",
@@ -86,11 +91,6 @@ REFUSALS: tuple[Refusal, ...] = (
             and _asks("jvp")(case)
             and any(block.checkpoint == "non_reentrant" for block in case.model.blocks)
         ),
-    ),
-    Refusal(
-        r"appears to not have been used in the graph",
-        "autograd.grad of a weight that is looked up outside of the forward: it is a shard there, and the forward used the gathered one",
-        lambda case: case.configuration.sharding == "optim_grads_params" and _asks("rest_grad")(case),
     ),
 )
 

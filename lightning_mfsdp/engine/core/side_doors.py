@@ -44,9 +44,10 @@ class SideDoors:
 
     Attributes:
         found: There is one. It counts for good.
+        keeps: A forward found it when it had ended, so its weights stay until an optimizer has stepped, whatever goes back until then.
     """
 
-    __slots__ = ("_inside", "_lengths", "_open", "_own", "_tables", "found")
+    __slots__ = ("_inside", "_lengths", "_open", "_own", "_tables", "found", "keeps")
 
     def __init__(self, modules: Sequence[nn.Module], *, assumed: bool) -> None:
         self._inside = [one for module in modules for one in _modules_of_own(module)]
@@ -55,7 +56,7 @@ class SideDoors:
         self._open: list[tuple[dict[str, Any], str, object]] = []  # attributes of modules inside
         self._tables: list[dict[Any, Any]] = []
         self._lengths: list[int] = []
-        self.found = assumed or self._finds_hooks()
+        self.found, self.keeps = assumed or self._finds_hooks(), False
 
     def _finds_hooks(self) -> bool:
         """Whether modules inside have hooks that may keep something; and note what there is by now."""

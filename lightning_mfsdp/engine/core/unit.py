@@ -317,9 +317,11 @@ class Unit:
 
     @property
     def _is_followed(self) -> bool:
-        """Whether saved weights are packed. Those of the root stay until a backward has ended, and layers of other units run inside it."""
+        """Whether saved weights are packed. Those of the root if asked alone: they stay until a backward has ended, and all runs inside."""
         doors = self._side_doors
-        if doors is None or not doors.found or self.side_doors == "raise" or self is self.context.root():
+        if doors is None or not doors.found or self.side_doors == "raise":
+            return False
+        if self is self.context.root() and self.side_doors != "follow":
             return False
         return any(weights.is_sharded for weights in self.weights)
 
@@ -437,6 +439,7 @@ class Unit:
             watch_parameters(self)
             # Weights stay where modules may read them in a backward that nothing saved leads to, and until those of a unit are packed.
             if not outputs or (not call.is_followed and self._is_followed):
+                doors.keeps = bool(outputs)
                 call.hides = True
                 self.hide_result()
 
@@ -504,6 +507,8 @@ class Unit:
         """An optimizer has stepped parameters of it: graphs of before are out of date."""
         self._waiting = self._new = 0
         self._latest = None
+        if self._side_doors is not None:
+            self._side_doors.keeps = False
         if self.hidden:
             self.hidden = 0
             if not self._open_calls:
@@ -610,8 +615,10 @@ class Unit:
         for handle in self.leaf_hooks:
             handle.remove()
         self.leaf_hooks.clear()
-        if self.hidden and (self.is_reached or not self.is_trainable) and not keeps_graph:
-            self.hidden = max(0, self.hidden - max(1, self._hidden_ended))
+        if self.hidden and not keeps_graph:
+            keeps = self._side_doors is not None and self._side_doors.keeps
+            if not self.is_trainable or (self.is_reached and not keeps):  # what is frozen is not stepped, nor reached
+                self.hidden = max(0, self.hidden - max(1, self._hidden_ended))
         self.is_reached, self._hidden_ended = False, 0
         if not self._open_calls:  # otherwise the backward ran inside its forward, which goes on
             self.unregister() if self.hidden else self.reshard()
