@@ -285,6 +285,12 @@ class Writer(FileSystemWriter):
         done.set_result(results)
         return done
 
+    @override
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        # torch 2.11 writes them into a copy, and what `save` returns names no file then.
+        metadata.storage_data = {one.index: one.storage_data for written in results for one in written}
+        super().finish(metadata, results)
+
     def _write_file(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         try:
             return super().write_data(plan, planner).wait()
