@@ -619,7 +619,6 @@ WORLDS = in_turns(
         side_doors_alone_are_right,
         in_bfloat16_they_are_no_further_off_than_an_ordinary_loss,
         followed_weights_are_resharded_after_forward_and_backward,
-        what_was_saved_before_a_write_is_not_read_after_it,
         a_frozen_judge_with_hooks_is_right_or_loud,
         a_step_may_call_layers_before_its_own_forward,
         a_backward_that_reaches_no_result_is_reduced,
@@ -628,6 +627,7 @@ WORLDS = in_turns(
         a_write_in_a_forward_is_kept_beside_one_to_another_main_weight,
         what_a_kept_unit_says_after_an_evaluation,
         a_function_that_keeps_a_parameter_reads_nan_and_one_that_keeps_a_view_is_not_seen,
+        what_was_saved_before_a_write_is_not_read_after_it,
     ),
 )
 
