@@ -30,6 +30,7 @@ from lightning_mfsdp.engine import (
 from lightning_mfsdp.engine.core.versions import RESHARDED
 from tests.engine.worlds import by_world, check, in_turns
 from tests.helpers.chain import context
+from tests.helpers.distributed import RankError, run_distributed
 
 WIDTH, BLOCKS, ORDINARY, LAST = 6, 5, 4, 8
 BFLOAT16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
@@ -272,6 +273,76 @@ def followed_weights_are_resharded_after_forward_and_backward(rank: int, world: 
         optimizer.step()
         optimizer.zero_grad()
     assert not context(model).pool.allocated_bytes - context(model).units[-1].full_bytes
+
+
+class Noted(Block):
+    """Keeps a tensor with its graph if asked to, as a program does that draws what one rank computes."""
+
+    notes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.a(x)
+        if self.notes:
+            self.map = inner
+        return x + self.b(inner.tanh()) * self.gain
+
+
+def what_one_rank_alone_keeps_changes_nothing(rank: int, world: int) -> None:
+    """Gathers and reductions come in the same order as on the ranks that keep nothing, and what it keeps may be in its loss."""
+
+    def net() -> Net:
+        torch.manual_seed(0)
+        model = Net()
+        for block in model.blocks:
+            block.__class__ = Noted
+            block.a._forward_hooks.clear()
+        return model
+
+    def begin(block: Noted, how: str) -> None:
+        if how == "hook":
+            block.a.register_forward_hook(lambda _module, _inputs, output: setattr(block, "map", output))
+        else:
+            block.notes = True
+
+    def loss(model: Net, block: int, x: Tensor) -> Tensor:
+        result, found = task(model, x), model.blocks[block].map
+        return result if found is None else result + found.square().mean()
+
+    for block, since, how, adds in (
+        (1, 0, "hook", False),
+        (1, 3, "attribute", True),
+        (4, 3, "hook", True),
+        (4, 3, "attribute", False),
+        (0, 0, "attribute", True),
+    ):
+        models = [net() for _ in range(world)]
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.05) for one in models]
+        model = net()
+        for one in model.blocks:
+            fully_shard(one)
+        fully_shard(model)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+        for step in range(LAST):
+            if step == since:
+                begin(models[0].blocks[block], how)
+                if rank == 0:
+                    begin(model.blocks[block], how)
+            for micro in range(2):
+                rows = [batch(2 * step + micro, each) for each in range(world)]
+                for each, one in enumerate(models):
+                    (loss(one, block, rows[each]) if adds else task(one, rows[each])).div(world).backward()
+                with around_backward(model):
+                    (loss(model, block, rows[rank]) if adds else task(model, rows[rank])).backward()
+                with torch.no_grad():
+                    model(rows[rank])
+            for parameters in zip(*(one.parameters() for one in models), strict=True):
+                total = sum(one.grad for one in parameters)
+                for one in parameters:
+                    one.grad = total
+            for one in (*optimizers, optimizer):
+                one.step()
+                one.zero_grad()
+        assert_equal(model, dict(models[0].named_parameters()), (block, since, how, adds))
 
 
 def what_was_saved_before_a_write_is_not_read_after_it(rank: int, world: int) -> None:
@@ -609,6 +680,15 @@ def a_function_that_keeps_a_parameter_reads_nan_and_one_that_keeps_a_view_is_not
             assert torch.allclose(found, expected) == (as_view and side_doors == "find")
 
 
+def train_with_a_loss_of_its_own(rank: int, world: int) -> None:
+    train(sharded(), feature_alone if rank == 0 else lambda model, x, step: task(model, x), rank)
+
+
+def test_ranks_whose_losses_reach_other_units_get_an_error() -> None:
+    with pytest.raises(RankError, match=r"Ranks that share weights have to run the same units in the same order"):
+        run_distributed(train_with_a_loss_of_its_own, 2, apart=True)
+
+
 WORLDS = in_turns(
     (2, 3),
     (
@@ -619,6 +699,7 @@ WORLDS = in_turns(
         side_doors_alone_are_right,
         in_bfloat16_they_are_no_further_off_than_an_ordinary_loss,
         followed_weights_are_resharded_after_forward_and_backward,
+        what_one_rank_alone_keeps_changes_nothing,
         a_frozen_judge_with_hooks_is_right_or_loud,
         a_step_may_call_layers_before_its_own_forward,
         a_backward_that_reaches_no_result_is_reduced,

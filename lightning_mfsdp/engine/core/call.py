@@ -56,7 +56,7 @@ class Call:
     """One forward in grad mode, until its backward.
 
     Attributes:
-        slots: Where its saved tensors expect the weights, by group.
+        slots: Where its saved tensors expect the weights, by group; `None` if they expect them nowhere: they are packed, or weights stay.
         has_end: Some input needs a gradient, so the end of its backward can be detected.
         begun_in: The backward in which its own has begun and not ended, by `Context.backwards_finished`.
         ended_in: The last backward in which the gradients of all its inputs arrived.
@@ -86,7 +86,7 @@ class Call:
     )
 
     def __init__(self, *, is_recomputed: bool = False) -> None:
-        self.slots: list[Slot | None] = []
+        self.slots: list[Slot | None] | None = None
         self.has_end = False
         self.begun_in = self.ended_in = -1
         self.reads_weights, self.hides = True, False
@@ -498,7 +498,8 @@ def watch_result(unit: Unit, call: Call | None, output: Any) -> list[Tensor]:
     watched = [tensor for tensor in outputs if tensor.requires_grad]
     if outputs and not watched:
         return outputs
-    call.slots = [weights.client.slot if weights.is_sharded else None for weights in unit.weights]
+    if not call.is_followed:
+        call.slots = [weights.client.slot if weights.is_sharded else None for weights in unit.weights]
     unit.wait_for(call)
     this = weakref.ref(unit)
 

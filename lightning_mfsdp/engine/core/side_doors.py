@@ -38,76 +38,74 @@ __all__ = ["SideDoors", "follow"]
 class SideDoors:
     """What a forward may leave beside its result, by which a backward comes that touches no result: attributes with a graph, and hooks.
 
-    The look is cheap, some ten calls a unit: attributes and hooks that came since show in the lengths of tables, and of those that were
-    there before the few are looked at that hold nothing yet, a tensor or a container. Hooks of the unit's own modules get no more than
-    results. What code keeps elsewhere is not seen.
+    The looks are cheap, some ten calls a unit: what came since shows in the lengths of tables, and of the attributes that were there before
+    the few are looked at that hold nothing yet, a tensor or a container. Hooks of the unit's own modules get no more than results. What
+    code keeps elsewhere is not seen.
 
     Attributes:
         found: There is one. It counts for good.
-        keeps: A forward found it when it had ended, so its weights stay until an optimizer has stepped, whatever goes back until then.
     """
 
-    __slots__ = ("_inside", "_lengths", "_open", "_own", "_tables", "found", "keeps")
+    __slots__ = ("_hooks", "_lengths", "_num_hooks", "_open", "_own", "_tables", "found")
 
     def __init__(self, modules: Sequence[nn.Module], *, assumed: bool) -> None:
-        self._inside = [one for module in modules for one in _modules_of_own(module)]
-        # Not their attributes: these hold the unit, and it this.
-        self._own = [(weakref.ref(module), len(vars(module)), _open_attributes(vars(module))) for module in modules]
-        self._open: list[tuple[dict[str, Any], str, object]] = []  # attributes of modules inside
-        self._tables: list[dict[Any, Any]] = []
+        inside = [one for module in modules for one in _modules_of_own(module)]
+        self._hooks: list[dict[Any, Any]] = [
+            hooks for one in inside for hooks in (one._forward_hooks, one._forward_pre_hooks)
+        ]
+        self._num_hooks = list(map(len, self._hooks))
+        self._tables = [vars(one) for one in inside]
+        self._own = [weakref.ref(module) for module in modules]  # not their tables: these hold the unit, and it this
         self._lengths: list[int] = []
-        self.found, self.keeps = assumed or self._finds_hooks(), False
+        self._open: list[tuple[int, str, object]] = []  # table, name, and what it held before the forward
+        self._note_attributes(self._all_tables(), are_new=False)
+        self.found = assumed or self._keeps_something()
 
-    def _finds_hooks(self) -> bool:
-        """Whether modules inside have hooks that may keep something; and note what there is by now."""
-        inside = self._inside
-        self._open = [(table, *found) for table in map(vars, inside) for found in _open_attributes(table)]
-        hooks: list[dict[Any, Any]] = [one for each in inside for one in (each._forward_hooks, each._forward_pre_hooks)]
-        self._tables = [*map(vars, inside), *hooks]
-        self._lengths = list(map(len, self._tables))
-        return any(_keeps_something(hook) for table in hooks for hook in table.values())
+    def _all_tables(self) -> list[dict[str, Any]]:
+        tables = self._tables.copy()
+        for reference in self._own:
+            module = reference()
+            if module is not None:
+                tables.append(module.__dict__)
+        return tables
 
-    def look(self) -> bool:
-        """Whether there is one. Few calls, since it is asked after each forward of each unit."""
+    def _note_attributes(self, tables: list[dict[str, Any]], *, are_new: bool) -> None:
+        self._lengths = list(map(len, tables))
+        self._open = [
+            (index, key, None if are_new else value)
+            for index, table in enumerate(tables)
+            for key, value in table.items()
+            if key not in _OF_EVERY_MODULE and (value is None or isinstance(value, (Tensor, list, dict)))
+        ]
+
+    def _keeps_something(self) -> bool:
+        return any(_keeps_something(hook) for hooks in self._hooks for hook in hooks.values())
+
+    def look_at_hooks(self) -> bool:
+        """Whether the forward that begins has one."""
+        if not self.found and list(map(len, self._hooks)) != self._num_hooks:
+            self._num_hooks = list(map(len, self._hooks))
+            self.found = self._keeps_something()
+        return self.found
+
+    def look_at_attributes(self) -> bool:
+        """Whether the forward that has ended leaves one."""
         if self.found:
             return True
-        if list(map(len, self._tables)) != self._lengths and self._finds_hooks():
-            self.found = True
-            return True
-        for index, (reference, length, attributes) in enumerate(self._own):
-            module = reference()
-            if module is None:
-                continue
-            table = module.__dict__
-            if len(table) != length:
-                attributes = _open_attributes(table)
-                self._own[index] = reference, len(table), attributes
-                attributes = [(key, None) for key, _ in attributes]
-            for key, before in attributes:
-                if key in table and table[key] is not None and _may_hold_a_graph(table[key], before):
+        tables = self._all_tables()
+        if list(map(len, tables)) != self._lengths:
+            self._note_attributes(tables, are_new=True)
+        for index, key, before in self._open:
+            table = tables[index]
+            if key in table:
+                value = table[key]
+                if value is not None and (value is not before or value.__class__ in (list, dict)) and _has_graph(value):
                     self.found = True
                     return True
-        for table, key, before in self._open:
-            if key in table and table[key] is not None and _may_hold_a_graph(table[key], before):
-                self.found = True
-                return True
         return False
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-
-
-def _open_attributes(attributes: dict[str, Any]) -> list[tuple[str, object]]:
-    """Attributes of a module that may come to hold a tensor of a forward, with what they hold now."""
-    return [
-        (key, value)
-        for key, value in attributes.items()
-        if key not in _OF_EVERY_MODULE and (value is None or isinstance(value, (Tensor, list, dict)))
-    ]
-
-
-def _may_hold_a_graph(value: object, before: object) -> bool:
-    return (value is not before or value.__class__ in (list, dict)) and _has_graph(value)
 
 
 # Hooks of these are known to keep nothing of a forward.
@@ -214,10 +212,8 @@ def follow(unit: Unit) -> saved_tensors_hooks | None:
 
 
 def _as_weight(unit: Unit, tensor: Tensor) -> _SavedWeight | None:
-    if (
-        type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    ):  # a wrapper, around tensors that lie there perhaps
-        return None
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return None  # a wrapper, around tensors that lie there perhaps
     address = compat.address_of(tensor)
     for weights in unit.weights:
         place = weights.versions.place

@@ -57,8 +57,11 @@ class Slot:
         self.is_allocated = memory is not None
 
     def is_free_for(self, client: Client) -> bool:
-        """Whether no other client holds it."""
-        return self.holder is None or self.holder is client.reference or self.holder() is None
+        """Whether no other client uses it."""
+        if self.holder is None or self.holder is client.reference:
+            return True
+        other = self.holder()
+        return other is None or other.rests
 
     @property
     def memory(self) -> Tensor:
@@ -104,8 +107,8 @@ class Slot:
 
     @property
     def is_referenced(self) -> bool:
-        """Whether anything but its client refers to the memory: what a program has taken of a weight, or an autograd function keeps."""
-        return bool(self._own_users) and compat.storage_users(self.memory) > self._own_users
+        """Whether anything but its client may refer to the memory: what a program has taken of a weight, or an autograd function keeps."""
+        return not self._own_users or compat.storage_users(self.memory) > self._own_users
 
     def leave(self) -> None:
         """Nothing is written here any more. Memory is freed when nothing refers to it, and work on the current stream has ended."""
@@ -130,6 +133,8 @@ class Client:
             computes with what is in it, and says whether it did.
         planned: Its fixed slot, if there is a plan.
         is_alone: It shares its slot with no other client.
+        rests: It holds its slot without using it.
+        is_private: No saved tensor points into its memory (side_doors.py), so it may be any, and is in no plan.
         reference: Weak reference to itself, for holders that must not keep it alive.
     """
 
@@ -140,6 +145,8 @@ class Client:
     private: Slot = field(init=False)
     planned: Slot | None = field(init=False, default=None)
     is_alone: bool = field(init=False, default=False)
+    rests: bool = field(init=False, default=False)
+    is_private: bool = field(init=False, default=False)
     reference: weakref.ref[Client] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -173,6 +180,12 @@ class SlotPool:
             client.planned, client.is_alone = None, True
             self._outdated = True
 
+    def keep_private(self, client: Client) -> None:
+        """No saved tensor points into a client's memory any more: it has some while it holds it, and none otherwise."""
+        if not client.is_private:
+            client.planned, client.is_private = None, True
+            self._outdated = True
+
     @property
     def fixed_bytes(self) -> int:
         """Memory of all fixed slots; 0 until a step has been recorded."""
@@ -191,7 +204,7 @@ class SlotPool:
             needed: The only usable slot, because saved tensors of a forward point into it.
         """
         slot = needed or client.planned or client.private
-        other = None if slot.holder is None or slot.is_free_for(client) else slot.holder()
+        other = None if slot.holder is None or slot.holder is client.reference else slot.holder()
         # Not every backward shows where it ends. If the evicted weights are read after all, autograd raises (versions.py).
         return client.private if other is not None and not other.evict(needed is not None) else slot
 
@@ -234,9 +247,8 @@ class SlotPool:
         slot.released = event
         self._last_release = event
         self._held.pop(client, None)
-        if (
-            client.is_alone and slot is client.private and slot.is_referenced
-        ):  # on this rank: the order of gathers is the same
+        # Ranks may differ in that. It decides about memory alone: nothing else refers to a private client's slot.
+        if client.is_private and slot is client.private and slot.is_referenced:
             slot.leave()
             client.private = client.slot = Slot(client.size_bytes, self._device, fixed=False)
         elif not slot.fixed:
@@ -276,9 +288,14 @@ class SlotPool:
 
     def _coloring(self) -> list[tuple[int, list[Client]]]:
         """Size and clients of each fixed slot."""
-        clients = [client for client in self._met if not client.is_alone]
+        clients = [client for client in self._met if not client.is_private]
         conflicts = [
-            {number for number, other in enumerate(clients) if other in self._met[client]} for client in clients
+            {
+                number
+                for number, other in enumerate(clients)
+                if other in self._met[client] or other.is_alone or client.is_alone
+            }
+            for client in clients
         ]
         found = []
         for indices in color([client.size_bytes for client in clients], conflicts):

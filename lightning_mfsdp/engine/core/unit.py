@@ -293,8 +293,9 @@ class Unit:
         ranges = self.context.lane.ranges
         if ranges.enabled:
             ranges.begin("forward", self.name)
-        if self._side_doors is None and torch.is_grad_enabled():
-            self._find_side_doors()
+        doors = self._side_doors
+        if doors is None and torch.is_grad_enabled():
+            doors = self._side_doors = SideDoors(self.modules, assumed=self.side_doors == "follow")
         in_transform = compat.in_transform()
         if in_transform:
             compat.outside_transforms(self.enter)
@@ -306,14 +307,9 @@ class Unit:
         self._open_calls.append(call)
         # In a step its own layers may have computed the inputs (`self(self.pre(x))`), also as an autograd function that recomputes them.
         args, kwargs = begin_call(self, None if self.pinned else call, args, kwargs)
-        if self._side_doors is not None and self._side_doors.found:
+        if doors is not None and doors.look_at_hooks():
             self.follow()
         return args, kwargs
-
-    def _find_side_doors(self) -> None:
-        self._side_doors = SideDoors(self.modules, assumed=self.side_doors == "follow")
-        if self._is_followed:
-            self._keep_alone()
 
     @property
     def _is_followed(self) -> bool:
@@ -330,7 +326,11 @@ class Unit:
         call = self.open_call
         if call is not None and not call.is_recomputed and self._is_followed:
             call.following = follow(self)
-            call.is_followed = call.following is not None
+            if call.following is not None:
+                call.is_followed = True
+                for weights in self.weights:
+                    if weights.is_sharded:
+                        self.context.lane.pool.keep_private(weights.client)
 
     def enter(self, *, shows: bool = True) -> None:
         """Unshard parameters, and prefetch the next unit's.
@@ -435,13 +435,15 @@ class Unit:
         doors = self._side_doors
         if call is None or doors is None or (call.is_recomputed and outputs):
             return
-        if not outputs or doors.look():
+        if not outputs:  # modules may read weights in a backward that no saved tensor leads to
             watch_parameters(self)
-            # Weights stay where modules may read them in a backward that nothing saved leads to, and until those of a unit are packed.
-            if not outputs or (not call.is_followed and self._is_followed):
-                doors.keeps = bool(outputs)
-                call.hides = True
-                self.hide_result()
+            call.hides = True
+            self.hide_result()
+        elif doors.look_at_attributes():
+            watch_parameters(self)
+            if not call.is_followed and self._is_followed:  # the next forward will be
+                for weights in self.weights:
+                    weights.stays = weights.is_sharded
 
     @property
     def open_call(self) -> Call | None:
@@ -496,9 +498,6 @@ class Unit:
         optimizer has stepped.
         """
         self.hidden += 1
-        self._keep_alone()
-
-    def _keep_alone(self) -> None:
         for weights in self.weights:
             if weights.is_sharded:
                 self.context.lane.pool.keep_alone(weights.client)
@@ -507,8 +506,9 @@ class Unit:
         """An optimizer has stepped parameters of it: graphs of before are out of date."""
         self._waiting = self._new = 0
         self._latest = None
-        if self._side_doors is not None:
-            self._side_doors.keeps = False
+        for weights in self.weights:
+            if weights.stays:
+                weights.let_go()
         if self.hidden:
             self.hidden = 0
             if not self._open_calls:
@@ -615,10 +615,9 @@ class Unit:
         for handle in self.leaf_hooks:
             handle.remove()
         self.leaf_hooks.clear()
-        if self.hidden and not keeps_graph:
-            keeps = self._side_doors is not None and self._side_doors.keeps
-            if not self.is_trainable or (self.is_reached and not keeps):  # what is frozen is not stepped, nor reached
-                self.hidden = max(0, self.hidden - max(1, self._hidden_ended))
+        # What is frozen is not stepped, nor reached.
+        if self.hidden and not keeps_graph and (self.is_reached or not self.is_trainable):
+            self.hidden = max(0, self.hidden - max(1, self._hidden_ended))
         self.is_reached, self._hidden_ended = False, 0
         if not self._open_calls:  # otherwise the backward ran inside its forward, which goes on
             self.unregister() if self.hidden else self.reshard()

@@ -89,6 +89,8 @@ class Weights:
         number: Of the group among those of its root.
         shards: The compute shard, one buffer for each form that a codec keeps; empty where each all-gather casts.
         present: Which forms of the unsharded weight are in memory or on their way, one bit each.
+        stays: Its memory stays and keeps its values while it is resharded, until an optimizer steps: a forward has left tensors that point
+            there, by which no backward asks for it. It is gathered as often as otherwise, since other ranks may have found no such tensors.
         registered: Modules show unsharded parameters.
         leases: How many units compute with them.
         outdated: The main weight was written since the compute shard was brought up to date with it.
@@ -104,7 +106,7 @@ class Weights:
         self.name, self.number = owner.name, 0
         self.shards = shards
         self.present = 0
-        self.registered = False
+        self.stays = self.registered = False
         self.leases = 0
         self.outdated = self.written_elsewhere = self.stale = True
         self.lost_writes: list[Entry] = []
@@ -272,7 +274,12 @@ class Weights:
             self.present = self._every_form
             return
         lane, streams = self._lane, self._lane.streams
-        slot = lane.pool.clear(self.client, buffer) if self.is_sharded and not self.present else None
+        slot, free = None, None
+        if self.is_sharded:
+            if self.versions.place is None:
+                slot = lane.pool.clear(self.client, buffer)
+            elif not self.present:  # it stayed in memory, where it may be being read
+                self.client.rests, free = False, streams.record()
         with lane.ranges.around("gather", self.name):
             if self.is_sharded and lane.order.is_on:
                 lane.order.note(self.number, self.name, kind)
@@ -286,8 +293,8 @@ class Weights:
                 if self.is_sharded:
                     if slot is not None:
                         free = lane.pool.acquire(self.client, slot, training=training)
-                        if free is not None:
-                            streams.wait(free, streams.gather)
+                    if free is not None:
+                        streams.wait(free, streams.gather)
                     self.present |= form
                     self._gather_into(self._in_slot(self.client.slot), form)
                 else:
@@ -321,6 +328,9 @@ class Weights:
                         parameter.data_was_asked_for = False
                     compat.set_data(parameter, view)
             versions.lie_in(place)
+            if self.client.is_private:  # before the gather: what it communicates with refers to the memory, too
+                # A codec's parameters stay where they were pointed at.
+                self.client.slot.count_own_users(0 if self._codec is not None else len(self._entries))
         for index, full in enumerate(place.buffers):
             if forms >> index & 1:
                 if self.shards:
@@ -330,9 +340,6 @@ class Weights:
                     compat.foreach_copy_(source.segments, self._main.segments)
                 if self._axes.shard.size > 1:
                     self._axes.shard.gather(full.segments, source.segments)
-        if self.client.is_alone:
-            # A codec's parameters stay where they were pointed at.
-            self.client.slot.count_own_users(0 if self._codec is not None else len(self._entries))
 
     def _in_slot(self, slot: Slot) -> Place:
         """The place in a slot's memory, made once for each slot."""
@@ -422,17 +429,25 @@ class Weights:
             self.unregister()
         elif self.present and not self.versions.are_as_set():
             self._take_over_writes()
-        if self.present:
-            self.present = 0
-            if self.is_sharded:
-                if self._event is not None:
-                    self.wait()
-                self.versions.leave()
-                if self._codec is None:
-                    for entry, nothing in zip(self._entries, self._nothing, strict=True):
-                        compat.set_data(entry.full, nothing)
-                lane = self._lane
-                lane.pool.release(self.client, lane.streams.record())
+        held, self.present = bool(self.present) or self.versions.place is not None, 0
+        if held and self.is_sharded:
+            if self._event is not None:
+                self.wait()
+            self.client.rests = self.stays
+            if self.stays:
+                return
+            self.versions.leave()
+            if self._codec is None:
+                for entry, nothing in zip(self._entries, self._nothing, strict=True):
+                    compat.set_data(entry.full, nothing)
+            lane = self._lane
+            lane.pool.release(self.client, lane.streams.record())
+
+    def let_go(self) -> None:
+        """An optimizer has stepped: its memory need not stay any longer."""
+        self.stays = False
+        if not self.present:
+            self.reshard()
 
     def refill(self) -> None:
         """Bring what is in memory up to date with the main weight, where saved tensors may point."""
@@ -450,8 +465,9 @@ class Weights:
 
     def give_up(self, required: bool) -> bool:
         """Hand the buffer to another client, if that is required or no unit computes with these weights. Returns whether it may have it."""
-        if not self.present or (not required and (self.registered or self.leases)):
+        if not required and (self.registered or self.leases or self.stays):
             return False
+        self.stays = False
         self.reshard()
         return True
 
