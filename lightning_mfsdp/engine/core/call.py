@@ -61,7 +61,6 @@ class Call:
         begun_in: The backward in which its own has begun and not ended, by `Context.backwards_finished`.
         ended_in: The last backward in which the gradients of all its inputs arrived.
         reads_weights: Its backward needs the weights.
-        hides: Its result had no tensors to hook.
         is_recomputed: Its forward ran inside a backward.
         following: Packs what is saved (side_doors.py), while a module of the unit runs.
         is_followed: It did so.
@@ -76,7 +75,6 @@ class Call:
         "following",
         "given",
         "has_end",
-        "hides",
         "in_transform",
         "inputs",
         "is_followed",
@@ -89,7 +87,7 @@ class Call:
         self.slots: list[Slot | None] | None = None
         self.has_end = False
         self.begun_in = self.ended_in = -1
-        self.reads_weights, self.hides = True, False
+        self.reads_weights = True
         self.is_recomputed = is_recomputed
         self.following: saved_tensors_hooks | None = None
         self.is_followed = self.in_transform = False
@@ -535,7 +533,6 @@ def watch_parameters(unit: Unit) -> None:
     def begin(_: Any) -> None:
         unit = this()
         if unit is not None:
-            unit.is_reached = True
             unit.context.begin_backward()
 
     while unit.parameter_hooks:

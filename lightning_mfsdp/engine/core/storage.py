@@ -132,7 +132,6 @@ class Client:
         evict: Called when another client wants the slot, with whether it has to have it; gives it up in that case, and if no unit
             computes with what is in it, and says whether it did.
         planned: Its fixed slot, if there is a plan.
-        is_alone: It shares its slot with no other client.
         rests: It holds its slot without using it.
         is_private: No saved tensor points into its memory (side_doors.py), so it may be any, and is in no plan.
         reference: Weak reference to itself, for holders that must not keep it alive.
@@ -144,7 +143,6 @@ class Client:
     slot: Slot = field(init=False)
     private: Slot = field(init=False)
     planned: Slot | None = field(init=False, default=None)
-    is_alone: bool = field(init=False, default=False)
     rests: bool = field(init=False, default=False)
     is_private: bool = field(init=False, default=False)
     reference: weakref.ref[Client] = field(init=False)
@@ -173,12 +171,6 @@ class SlotPool:
         client.planned = None
         client.private = client.slot = Slot(client.size_bytes, self._device, fixed=False)
         self._clients.append(client)
-
-    def keep_alone(self, client: Client) -> None:
-        """It cannot be detected when a client's memory is read, so it shares none from now on, except for what it holds at the moment."""
-        if not client.is_alone:
-            client.planned, client.is_alone = None, True
-            self._outdated = True
 
     def keep_private(self, client: Client) -> None:
         """No saved tensor points into a client's memory any more: it has some while it holds it, and none otherwise."""
@@ -290,12 +282,7 @@ class SlotPool:
         """Size and clients of each fixed slot."""
         clients = [client for client in self._met if not client.is_private]
         conflicts = [
-            {
-                number
-                for number, other in enumerate(clients)
-                if other in self._met[client] or other.is_alone or client.is_alone
-            }
-            for client in clients
+            {number for number, other in enumerate(clients) if other in self._met[client]} for client in clients
         ]
         found = []
         for indices in color([client.size_bytes for client in clients], conflicts):

@@ -71,8 +71,8 @@ class Unit:
         recomputations: Modules that ran without gradients, to be recomputed with them.
         weights: Of all of these groups.
         notices_end: Some call had an input that needs a gradient: the end of its backward is detected.
-        hidden: How many forwards returned no tensors to hook and have not had their backward, as far as known: weights stay.
-        is_reached: The backward that is running has brought a gradient of its parameters, where `parameter_hooks` tell.
+        hidden: How many forwards returned no tensors to hook. Weights stay until an optimizer steps them; those that none steps, because
+            they are frozen, until as many backwards have ended.
         leaf_hooks: Hooks on results that are leaves; removed when a backward has ended.
         parameter_hooks: Hooks by which gradients of weights show that a backward is running, where it may touch no result.
         uses_weights: It holds a lease on each of its weights.
@@ -107,8 +107,7 @@ class Unit:
         self.shown = Shown()
         self.step_slots: list[Slot | None] | None = None
         self.recomputations = Recomputations()
-        self.hidden = self._hidden_ended = 0
-        self.is_reached = False
+        self.hidden = 0
         self._open_calls: list[Call | None] = []
         self._waiting = self._new = 0  # calls whose backward has not ended, and those since the last backward
         self._latest: Call | None = None
@@ -437,8 +436,7 @@ class Unit:
             return
         if not outputs:  # modules may read weights in a backward that no saved tensor leads to
             watch_parameters(self)
-            call.hides = True
-            self.hide_result()
+            self.hidden += 1
         elif doors.look_at_attributes():
             watch_parameters(self)
             if not call.is_followed and self._is_followed:  # the next forward will be
@@ -490,17 +488,6 @@ class Unit:
         self._waiting += 1
         self._new += 1
         self._latest = call
-
-    def hide_result(self) -> None:
-        """A forward has returned no tensor to hook, so its backward may read weights before the engine is notified of it.
-
-        They stay, in memory that no other unit is given, until a backward that reaches the unit has ended for each such forward, or an
-        optimizer has stepped.
-        """
-        self.hidden += 1
-        for weights in self.weights:
-            if weights.is_sharded:
-                self.context.lane.pool.keep_alone(weights.client)
 
     def forget_graphs(self) -> None:
         """An optimizer has stepped parameters of it: graphs of before are out of date."""
@@ -587,7 +574,6 @@ class Unit:
         self.context.begin_backward()  # it may have gone undetected, if results were hidden
         call.ended_in = compat.backward_task()
         self._waiting = max(0, self._waiting - 1)
-        self._hidden_ended += call.hides
         if call.is_recomputed:
             self.recomputations.ended()
         if call.begun_in == self.context.backwards_finished:
@@ -615,9 +601,7 @@ class Unit:
         for handle in self.leaf_hooks:
             handle.remove()
         self.leaf_hooks.clear()
-        # What is frozen is not stepped, nor reached.
-        if self.hidden and not keeps_graph and (self.is_reached or not self.is_trainable):
-            self.hidden = max(0, self.hidden - max(1, self._hidden_ended))
-        self.is_reached, self._hidden_ended = False, 0
+        if self.hidden and not keeps_graph and not self.is_trainable:
+            self.hidden -= 1
         if not self._open_calls:  # otherwise the backward ran inside its forward, which goes on
             self.unregister() if self.hidden else self.reshard()
