@@ -20,6 +20,7 @@ from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
     clip_grad_norm_,
     fully_shard,
+    fully_shard_optimizer,
     grad_norm,
     no_sync,
     sharded_parameters,
