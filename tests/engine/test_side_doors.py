@@ -25,6 +25,7 @@ from lightning_mfsdp.engine import (
     fully_shard,
     fully_shard_optimizer,
     gather_root,
+    unshard_model,
     watch_backward,
 )
 from lightning_mfsdp.engine.core.versions import RESHARDED
@@ -275,6 +276,19 @@ def followed_weights_are_resharded_after_forward_and_backward(rank: int, world: 
     assert not context(model).pool.allocated_bytes - context(model).units[-1].full_bytes
 
 
+def a_model_may_be_unsharded_while_something_kept_refers_to_its_weights(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    expected, model, rows = Net(), sharded(), batch(0, rank)
+    pool = context(model).pool
+    loss = feature_alone(model, rows, LAST)
+    assert pool.allocated_bytes > context(model).units[-1].full_bytes
+    unshard_model(model)
+    assert pool.allocated_bytes == 0
+    torch.testing.assert_close(model(rows), expected(rows))
+    with pytest.raises(RuntimeError, match="is at version|of a unit that no longer exists"):
+        loss.backward()
+
+
 class Noted(Block):
     """Keeps a tensor with its graph if asked to, as a program does that draws what one rank computes."""
 
@@ -343,6 +357,32 @@ def what_one_rank_alone_keeps_changes_nothing(rank: int, world: int) -> None:
                 one.step()
                 one.zero_grad()
         assert_equal(model, dict(models[0].named_parameters()), (block, since, how, adds))
+
+
+def a_unit_that_ran_before_it_was_nested_leaves_its_memory_behind(rank: int, world: int) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(*(Noted() for _ in range(3))))
+    for model in models:
+        for block in model:
+            block.notes = True
+    for block in models[1]:
+        fully_shard(block)
+    models[1][1](batch(0, rank))
+    fully_shard(models[1])
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    fully_shard_optimizer(optimizers[1])
+    for step in range(3):
+        for model in models:
+            (model(batch(step, rank)).square().mean() + model[1].map.square().mean()).backward()
+        for parameter in models[0].parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(models[1], dict(models[0].named_parameters()), "nested later")
 
 
 def what_was_saved_before_a_write_is_not_read_after_it(rank: int, world: int) -> None:
@@ -700,6 +740,8 @@ WORLDS = in_turns(
         in_bfloat16_they_are_no_further_off_than_an_ordinary_loss,
         followed_weights_are_resharded_after_forward_and_backward,
         what_one_rank_alone_keeps_changes_nothing,
+        a_model_may_be_unsharded_while_something_kept_refers_to_its_weights,
+        a_unit_that_ran_before_it_was_nested_leaves_its_memory_behind,
         a_frozen_judge_with_hooks_is_right_or_loud,
         a_step_may_call_layers_before_its_own_forward,
         a_backward_that_reaches_no_result_is_reduced,

@@ -224,6 +224,8 @@ class Context:
 
     def take_over(self, unit: Unit) -> None:
         """Keep what is known about optimizers and gradients in the context of a unit that moves into this one."""
+        unit.forget_graphs()
+        unit.reshard()  # its memory is of the pool that it leaves
         before = unit.context
         self._tracked |= before._tracked
         self._watched_groups += before._watched_groups

@@ -249,6 +249,7 @@ def _brought_to_rest(units: list[Unit]) -> list[Context]:
         if context.in_backward:
             context.recover()  # from one that raised
     for unit in units:
+        unit.forget_graphs()
         unit.reshard()
     return contexts
 

@@ -490,7 +490,7 @@ class Unit:
         self._latest = call
 
     def forget_graphs(self) -> None:
-        """An optimizer has stepped parameters of it: graphs of before are out of date."""
+        """An optimizer has stepped parameters of it, or it moves to another root: graphs of before are out of date."""
         self._waiting = self._new = 0
         self._latest = None
         for weights in self.weights:

@@ -444,7 +444,7 @@ class Weights:
             lane.pool.release(self.client, lane.streams.record())
 
     def let_go(self) -> None:
-        """An optimizer has stepped: its memory need not stay any longer."""
+        """What a forward left is out of date: the memory need not stay any longer."""
         self.stays = False
         if not self.present:
             self.reshard()
