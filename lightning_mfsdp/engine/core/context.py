@@ -132,27 +132,26 @@ class Context:
         self.channels = Channels(device, symmetric=symmetric)
         self._planner = MemoryPlanner(self.pool, self.channels, mesh, device)
         self.reductions = ReductionSchedule(self.streams, self.ranges, self.order, zeros_unused=zeros_unused)
-        self._tracked: set[int] = set()
-        self._watched_groups: list[weakref.ref[ParameterGroup]] = []
+        self._tracked: set[int] = set()  # parameters whose optimizer reports its steps, by identity of their entries
+        self._watched_groups: list[weakref.ref[ParameterGroup]] = []  # whose rows may be written without notice
         self.ignored: dict[int, weakref.ref[nn.Parameter]] = {}
         self.shown_averages: weakref.WeakSet[object] = weakref.WeakSet()
-        self._untracked: list[weakref.ref[Entry]] = []
+        self._untracked: list[weakref.ref[Entry]] = []  # the other parameters
         self._known_units = -1  # for which `_untracked` holds
         self.trace: list[Callable[[], object]] | None = None
-        self.backwards_finished = 0
-        self._has_stepped = False
+        self.backwards_finished = 0  # how many were noticed and have ended
+        self._has_stepped = False  # an optimizer has, at least once
         self.root: Callable[[], Unit | None] = weakref.ref(root)
         self._units: list[weakref.ref[Unit]] = []
-        self._num_groups = 0
+        self._num_groups = 0  # that ever joined: the number of the latest
         self.needs_refresh = True
         self.weight_writes = self.gradient_writes = 0
         self.unfinished_steps: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.schedule = Schedule()
-        self._grouped: GroupedModules | None = None
-        self._in_backward = self.keeps_graph = False
+        self._grouped: GroupedModules | None = None  # modules of one unit that run one after the other, at the moment
+        self._in_backward = self.keeps_graph = False  # a backward was noticed and has not ended
         self.outermost_task = -1
-        # Only the backward itself references its final callback: the reference is dead once the backward has raised.
-        self._at_end: weakref.ref[Callable[[], None]] | None = None
+        self._at_end: weakref.ref[Callable[[], None]] | None = None  # what a backward calls; dead once it has raised
 
     # -- units ---------------------------------------------------------------------------------------------------------
 

@@ -235,12 +235,12 @@ class Gradients:
         self._comm_dtype, self._dtype = policy.wire_dtype(main_dtype), policy.sum_dtype(main_dtype)
         self._factor = policy.reduction_factor(owner.mesh.num_ranks)
         self._precise = policy.high_precision_reduce
-        self._local: FlatBuffer | None = None
-        self._partial: FlatBuffer | None = None
-        self._main: MainGradient | None = None
-        self._bucket: tuple[Slot, FlatBuffer] | None = None
+        self._local: FlatBuffer | None = None  # of this rank, not reduced yet
+        self._partial: FlatBuffer | None = None  # reduced over the shard axis alone
+        self._main: MainGradient | None = None  # reduced over all axes: what optimizers read
+        self._bucket: tuple[Slot, FlatBuffer] | None = None  # what is being communicated
         self._memory_of_local: FlatBuffer | None = None  # stays where gradients are placed whole
-        self._stand_ins: list[HeldBackGradient] = []
+        self._stand_ins: list[HeldBackGradient] = []  # shown as `.grad` while gradients are held back
         self._behind: dict[int, Tensor | None] | None = None  # `.grad` from before a stand-in was shown
         self._unused: set[int] | None = None  # by this rank since the last reduction; `None`: no backward has come
 

@@ -53,10 +53,10 @@ class SideDoors:
         self._hooks: list[dict[Any, Any]] = [
             hooks for one in inside for hooks in (one._forward_hooks, one._forward_pre_hooks)
         ]
-        self._num_hooks = list(map(len, self._hooks))
+        self._num_hooks = list(map(len, self._hooks))  # of each module inside, when they were looked at
         self._tables = [vars(one) for one in inside]
         self._own = [weakref.ref(module) for module in modules]  # not their tables: these hold the unit, and it this
-        self._lengths: list[int] = []
+        self._lengths: list[int] = []  # of the tables of attributes, when these were noted
         self._open: list[tuple[int, str, object]] = []  # table, name, and what it held before the forward
         self._note_attributes(self._all_tables(), are_new=False)
         self.found = assumed or self._keeps_something()

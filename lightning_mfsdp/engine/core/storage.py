@@ -51,9 +51,9 @@ class Slot:
         self.holder: weakref.ref[Client] | None = None
         self.released: Event = None
         self._device = device
-        self._memory = memory
-        self._storage = None if memory is None else memory.untyped_storage()
-        self._own_users = 0
+        self._memory = memory  # made when it is first needed
+        self._storage = None if memory is None else memory.untyped_storage()  # of it
+        self._own_users = 0  # tensors of its client that share the memory; 0: not counted
         self.is_allocated = memory is not None
 
     def is_free_for(self, client: Client) -> bool:
@@ -131,6 +131,8 @@ class Client:
         size_bytes: How much.
         evict: Called when another client wants the slot, with whether it has to have it; gives it up in that case, and if no unit
             computes with what is in it, and says whether it did.
+        slot: What it holds, or held last.
+        private: A slot of its own, which has memory while it is held.
         planned: Its fixed slot, if there is a plan.
         rests: It holds its slot without using it.
         is_private: No saved tensor points into its memory (side_doors.py), so it may be any, and is in no plan.

@@ -77,6 +77,7 @@ class Unit:
         parameter_hooks: Hooks by which gradients of weights show that a backward is running, where it may touch no result.
         uses_weights: It holds a lease on each of its weights.
         shown: Whether its modules show unsharded parameters.
+        reshard_after_forward: Weights do not stay between forward and backward.
         may_keep_unsharded: Weights stay between forward and backward if there is memory to spare (planning.py).
         pinned: It stays unsharded through the end of a backward: code around it is still running (`gather_root`).
         step_slots: Where saved tensors of such code expect the weights, by group; it has no call.
@@ -110,10 +111,11 @@ class Unit:
         self.hidden = 0
         self._open_calls: list[Call | None] = []
         self._waiting = self._new = 0  # calls whose backward has not ended, and those since the last backward
-        self._latest: Call | None = None
-        self._running = 0
+        self._latest: Call | None = None  # that waits for its backward
+        self._running = 0  # calls whose backward has begun and not ended
         self._has_another_backward = False  # around that of a recomputed forward, which leaves gradients, too
-        self._runs_without_gradients = self._is_called_inside = False
+        self._runs_without_gradients = False  # its present forward does, so that nothing of it will be recomputed
+        self._is_called_inside = False  # a module of it runs by itself, which opened a call
         self._is_grouped = len(modules) > 1
         self.leaf_hooks: list[RemovableHandle] = []
         self.parameter_hooks: list[RemovableHandle] = []
@@ -123,7 +125,7 @@ class Unit:
         for module in modules:
             module.__dict__[UNIT] = self
         self._modules = [weakref.ref(module) for module in modules]
-        self._inside: list[RemovableHandle] = []
+        self._inside: list[RemovableHandle] = []  # hooks of modules that are called by themselves
         self._hooks = attach(self, modules)
 
     def rename(self, names: Sequence[str]) -> None:

@@ -87,7 +87,7 @@ class Versions:
         self._parameters, self._count = tuple(parameters), len(parameters)
         self._places: list[weakref.ref[Place]] = []  # where values lay since all were written
         self._as_set = list(map(compat.version_of, self._parameters))  # of the parameters alone
-        self._last = max(self._as_set, default=0) // _STEP
+        self._last = max(self._as_set, default=0) // _STEP  # number that was given to values
 
     def _next(self) -> int:
         self._last = self._last + 1 if self._last + 1 < RESHARDED // _STEP else 1

@@ -120,10 +120,10 @@ class Weights:
         num_forms = len(owner.spec.planes)
         self._read_by_forward, self._read_by_backward = 1, 1 << (num_forms - 1)
         self._every_form = (1 << num_forms) - 1
-        self._nothing = self._stand_ins()
+        self._nothing = self._stand_ins()  # what resharded parameters are pointed at
         self.known_writes = 0
         self._event: Event = None  # after the all-gather
-        self._lane: GatherLane
+        self._lane: GatherLane  # of its root
         self.versions = Versions([entry.full for entry in self._entries])
         self._bound: Place | None = None  # where a codec's parameters are pointed at
         self._by_slot: weakref.WeakKeyDictionary[Slot, Place] = weakref.WeakKeyDictionary()
