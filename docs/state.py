@@ -41,7 +41,7 @@ OF_VARIABLES = {
     "slot": "Slot",
     "group.gradients": "Gradients",
 }
-OF_OTHERS = ("self", "past", "place", "made", "wrapped")
+OF_OTHERS = ("self", "past", "place", "values", "made", "wrapped")
 CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 INTRODUCTION = """# What the core remembers
 

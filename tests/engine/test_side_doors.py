@@ -7,6 +7,7 @@ step on, so each takes several ordinary steps first.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from lightning_mfsdp.engine.core.versions import RESHARDED
 from tests.engine.worlds import by_world, check, in_turns
 from tests.helpers.chain import context
 from tests.helpers.distributed import RankError, run_distributed
+from tests.helpers.hidden import Hidden
 
 WIDTH, BLOCKS, ORDINARY, LAST = 6, 5, 4, 8
 BFLOAT16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
@@ -72,6 +74,18 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Noted(Block):
+    """Keeps a tensor with its graph if asked to, as a program does that draws what one rank computes."""
+
+    notes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.a(x)
+        if self.notes:
+            self.map = inner
+        return x + self.b(inner.tanh()) * self.gain
 
 
 Loss = Callable[[Net, Tensor, int], Tensor]
@@ -276,6 +290,109 @@ def followed_weights_are_resharded_after_forward_and_backward(rank: int, world: 
     assert not context(model).pool.allocated_bytes - context(model).units[-1].full_bytes
 
 
+def memory_of_followed_weights_is_freed_with_every_reshard(rank: int, world: int) -> None:
+    for options in ({}, {"policy": BFLOAT16}):
+        model = sharded(**options)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+        slots: list[weakref.ref[Any]] = []
+        for unit in context(model).units[:-1]:
+
+            def note(*_: Any, weights: Any = unit.weights[0], slots: Any = slots) -> None:
+                slots.append(weakref.ref(weights.client.slot))
+
+            unit.modules[0].a.register_forward_hook(note)
+        for step in range(3):
+            loss = task(model, batch(step, rank))
+            # The last one's weights stay for the backward that comes next.
+            assert not any(slot() is not None and slot().allocated_bytes for slot in slots[:-1]), (step, options)
+            loss.backward()
+            assert not any(slot() is not None and slot().allocated_bytes for slot in slots), (step, options)
+            optimizer.step()
+            optimizer.zero_grad()
+            slots.clear()
+
+
+def what_no_optimizer_steps_does_not_stay(rank: int, world: int) -> None:
+    class Hides(Noted):
+        def forward(self, x: Tensor) -> Hidden:
+            return Hidden(super().forward(x.value if isinstance(x, Hidden) else x))
+
+    for make, frozen, notes in ((Noted, True, True), (Noted, False, True), (Hides, True, False)):
+        judge = nn.Sequential(*(make() for _ in range(3))).requires_grad_(not frozen)
+        for block in judge:
+            block.notes = notes
+            fully_shard(block)
+        fully_shard(judge)
+        for _ in range(2):
+            one, other = judge(batch(0, rank).requires_grad_()), judge(batch(1, rank).requires_grad_())
+            values = [found.value if isinstance(found, Hidden) else found for found in (one, other)]
+            (values[0] - values[1]).sum().backward()
+            assert not any(
+                weights.present or weights.stays for unit in context(judge).units for weights in unit.weights
+            )
+            assert context(judge).pool.allocated_bytes == context(judge).pool.fixed_bytes, (make, frozen)
+
+
+def a_result_is_right_beside_something_kept_of_the_same_unit(rank: int, world: int) -> None:
+    """Its graph expects the weights elsewhere than where they rest: it was made before slots were planned."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(*(Noted() for _ in range(4))))
+    for block in models[1]:
+        fully_shard(block)
+    fully_shard(models[1])
+    optimizer = fully_shard_optimizer(torch.optim.SGD(models[1].parameters(), lr=0.0))
+    for model in models:
+        one, other = (model(batch(step, rank)).square().mean() for step in range(2))
+        one.backward()
+        model[1].notes = True
+        model(batch(2, rank))
+        other.backward()
+    for parameter, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        dist.all_reduce(expected.grad)
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad / world)
+    optimizer.step()
+
+
+def a_forward_that_raises_leaves_nothing_in_memory(rank: int, world: int) -> None:
+    model = nn.Sequential(*(Noted() for _ in range(3)))
+    for block in model:
+        block.notes = True
+        fully_shard(block)
+    fully_shard(model)
+    model[2].b.register_forward_pre_hook(_fail)
+    with pytest.raises(ValueError, match="out of memory"):
+        model(batch(0, rank))
+    assert context(model).pool.allocated_bytes == 0
+
+
+def _fail(*_: Any) -> None:
+    raise ValueError("out of memory")
+
+
+def a_write_to_a_parameter_of_a_unit_whose_memory_stays_is_refused(rank: int, world: int) -> None:
+    class Keeps(Noted):
+        kept: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.__dict__["kept"] = self.a.weight
+            return super().forward(x)
+
+    for then in (lambda model: model(batch(1, rank)), lambda model: unshard_model(model)):
+        model = nn.Sequential(*(Keeps() for _ in range(3)))
+        for block in model:
+            block.notes = True
+            fully_shard(block)
+        fully_shard(model)
+        model(batch(0, rank))
+        with torch.no_grad():
+            model[0].kept.zero_()
+        with pytest.raises(EngineStateError, match=r"parameter a\.weight was written while its unit was resharded"):
+            then(model)
+        assert not bool(model(batch(1, rank)).isnan().any())
+
+
 def a_model_may_be_unsharded_while_something_kept_refers_to_its_weights(rank: int, world: int) -> None:
     torch.manual_seed(0)
     expected, model, rows = Net(), sharded(), batch(0, rank)
@@ -287,18 +404,6 @@ def a_model_may_be_unsharded_while_something_kept_refers_to_its_weights(rank: in
     torch.testing.assert_close(model(rows), expected(rows))
     with pytest.raises(RuntimeError, match=r"is at version|of a unit that no longer exists"):
         loss.backward()
-
-
-class Noted(Block):
-    """Keeps a tensor with its graph if asked to, as a program does that draws what one rank computes."""
-
-    notes = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = self.a(x)
-        if self.notes:
-            self.map = inner
-        return x + self.b(inner.tanh()) * self.gain
 
 
 def what_one_rank_alone_keeps_changes_nothing(rank: int, world: int) -> None:
@@ -740,6 +845,11 @@ WORLDS = in_turns(
         in_bfloat16_they_are_no_further_off_than_an_ordinary_loss,
         followed_weights_are_resharded_after_forward_and_backward,
         what_one_rank_alone_keeps_changes_nothing,
+        memory_of_followed_weights_is_freed_with_every_reshard,
+        what_no_optimizer_steps_does_not_stay,
+        a_result_is_right_beside_something_kept_of_the_same_unit,
+        a_forward_that_raises_leaves_nothing_in_memory,
+        a_write_to_a_parameter_of_a_unit_whose_memory_stays_is_refused,
         a_model_may_be_unsharded_while_something_kept_refers_to_its_weights,
         a_unit_that_ran_before_it_was_nested_leaves_its_memory_behind,
         a_frozen_judge_with_hooks_is_right_or_loud,

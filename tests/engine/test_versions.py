@@ -122,7 +122,7 @@ def test_places_are_freed_with_their_slots():
     for _ in range(5):
         versions.outdate([0])
         versions.lie_in(Place([], parameters, []))
-    assert len(versions._places) <= 3  # `here`, where they lie, and the one before
+    assert len(versions._lain) <= 3  # `here`, where they lie, and the one before
 
 
 @pytest.mark.parametrize("indices", [[0], [0, 1]])

@@ -56,7 +56,7 @@ class Call:
     """One forward in grad mode, until its backward.
 
     Attributes:
-        slots: Where its saved tensors expect the weights, by group; `None` if they expect them nowhere: they are packed, or weights stay.
+        slots: Where its saved tensors expect the weights, by group; `None` for those that are packed, and memory that nobody else gets.
         has_end: Some input needs a gradient, so the end of its backward can be detected.
         begun_in: The backward in which its own has begun and not ended, by `Context.backwards_finished`.
         ended_in: The last backward in which the gradients of all its inputs arrived.
@@ -496,8 +496,12 @@ def watch_result(unit: Unit, call: Call | None, output: Any) -> list[Tensor]:
     watched = [tensor for tensor in outputs if tensor.requires_grad]
     if outputs and not watched:
         return outputs
-    if not call.is_followed:
-        call.slots = [weights.client.slot if weights.is_sharded else None for weights in unit.weights]
+    call.slots = [
+        None
+        if not weights.is_sharded or (call.is_followed and weights.client.slot is weights.client.private)
+        else weights.client.slot
+        for weights in unit.weights
+    ]
     unit.wait_for(call)
     this = weakref.ref(unit)
 

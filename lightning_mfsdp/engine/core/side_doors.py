@@ -137,17 +137,17 @@ class _SavedWeight:
 
     Attributes:
         weights: Of the group.
-        place: Where they were, which knows whether they are the same still.
+        values: Of the place where they were, which know whether they are the same still.
         number: Of the parameter, or raw data, among what has versions there.
         version: Of it, when it was saved.
         form: Which of those that a codec keeps.
         view: Shape, stride and offset from the beginning of the memory, in elements.
     """
 
-    __slots__ = ("form", "number", "place", "version", "view", "weights")
+    __slots__ = ("form", "number", "values", "version", "view", "weights")
 
     def __init__(self, weights: Weights, place: Place, tensor: Tensor) -> None:
-        self.weights, self.place = weights, place
+        self.weights, self.values = weights, place.values
         offset = int(tensor.storage_offset())
         self.view = (tensor.shape, tensor.stride(), offset)
         self.form, self.number = place.number_at(offset * tensor.element_size())
@@ -233,7 +233,7 @@ def _gathered(unit: Unit | None, saved: _SavedWeight) -> Tensor:
         context.begin_backward()
     if context.needs_refresh:
         context.refresh()
-    if saved.place.version_of(saved.number) != saved.version:
+    if saved.values.version_of(saved.number) != saved.version:
         raise EngineStateError(
             f"{unit.name}: a backward reads {saved.name}, which was written after the forward that saved it (by an optimizer, or in "
             "place); call backward before the write, or compute the forward again"

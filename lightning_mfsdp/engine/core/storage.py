@@ -234,19 +234,31 @@ class SlotPool:
                 self._met.setdefault(other, {})[client] = None
                 self._outdated = True
 
-    def release(self, client: Client, event: Event) -> None:
-        """Take the slot back. `event` comes after the last use of the memory."""
+    def rest(self, client: Client) -> None:
+        """The client does not use its slot for now, and leaves its values there until somebody must have it."""
+        client.rests = True
+        self._held.pop(client, None)
+
+    def use(self, client: Client) -> None:
+        """It uses the slot again in which its values rest."""
+        client.rests, self._held[client] = False, None
+
+    def release(self, client: Client, event: Event) -> bool:
+        """Take the slot back. `event` comes after the last use of the memory. Returns whether the memory was left to others."""
         slot = client.slot
         slot.holder = None
         slot.released = event
         self._last_release = event
         self._held.pop(client, None)
+        client.rests = False
         # Ranks may differ in that. It decides about memory alone: nothing else refers to a private client's slot.
         if client.is_private and slot is client.private and slot.is_referenced:
             slot.leave()
             client.private = client.slot = Slot(client.size_bytes, self._device, fixed=False)
-        elif not slot.fixed:
+            return True
+        if not slot.fixed:
             slot.discard()
+        return False
 
     def forget_events(self) -> None:
         """All work is done: no client has to wait for the last use of a slot."""

@@ -71,8 +71,8 @@ class Unit:
         recomputations: Modules that ran without gradients, to be recomputed with them.
         weights: Of all of these groups.
         notices_end: Some call had an input that needs a gradient: the end of its backward is detected.
-        hidden: How many forwards returned no tensors to hook. Weights stay until an optimizer steps them; those that none steps, because
-            they are frozen, until as many backwards have ended.
+        hides: A forward has returned no tensors to hook, so weights stay until an optimizer steps them; frozen ones until a backward has
+            ended.
         leaf_hooks: Hooks on results that are leaves; removed when a backward has ended.
         parameter_hooks: Hooks by which gradients of weights show that a backward is running, where it may touch no result.
         uses_weights: It holds a lease on each of its weights.
@@ -108,7 +108,7 @@ class Unit:
         self.shown = Shown()
         self.step_slots: list[Slot | None] | None = None
         self.recomputations = Recomputations()
-        self.hidden = 0
+        self.hides = False
         self._open_calls: list[Call | None] = []
         self._waiting = self._new = 0  # calls whose backward has not ended, and those since the last backward
         self._latest: Call | None = None  # that waits for its backward
@@ -158,7 +158,6 @@ class Unit:
 
     def end(self) -> None:
         """Its modules are no longer sharded, and hold no reference to it."""
-        self.hidden = 0
         self.rest(keeps_graph=False)
         self.unhook_inside()
         for handle in self._hooks:
@@ -438,7 +437,7 @@ class Unit:
             return
         if not outputs:  # modules may read weights in a backward that no saved tensor leads to
             watch_parameters(self)
-            self.hidden += 1
+            self.hides = True
         elif doors.look_at_attributes():
             watch_parameters(self)
             if not call.is_followed and self._is_followed:  # the next forward will be
@@ -465,12 +464,12 @@ class Unit:
         if is_root:
             context.interrupt()
         keeps = is_root or not self.reshard_after_forward or context.schedule.last_of_forward == self.number
-        if not (self.hidden or (keeps and torch.is_grad_enabled())):
+        if not (self.hides or (keeps and torch.is_grad_enabled())):
             self.reshard()
         else:
             # Outside of forwards `parameters()` must yield those that have gradients and accept writes.
             self.unregister()
-            if not (is_root or self.hidden):
+            if not (is_root or self.hides):
                 self._end_lease()
         self.refuse_lost_writes()
 
@@ -495,11 +494,15 @@ class Unit:
         """An optimizer has stepped parameters of it, or it moves to another root: graphs of before are out of date."""
         self._waiting = self._new = 0
         self._latest = None
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Weights need not stay for a backward that nothing would tell of."""
         for weights in self.weights:
             if weights.stays:
                 weights.let_go()
-        if self.hidden:
-            self.hidden = 0
+        if self.hides:
+            self.hides = False
             if not self._open_calls:
                 self.reshard()
 
@@ -526,6 +529,7 @@ class Unit:
         self.reshard()
         if self is self.context.root():
             for unit in self.context.units:
+                unit.let_go()
                 unit.reshard()
 
     def _new_call(self) -> Call | None:
@@ -583,7 +587,7 @@ class Unit:
             if self.context.lane.ranges.open:
                 self.context.lane.ranges.end("backward", self.name)
             self._running -= 1
-        if self._running == 0 and not self.hidden:
+        if self._running == 0 and not self.hides:
             self.reshard()
         if self.is_done:
             self.context.reductions.unit_done(self)
@@ -603,7 +607,11 @@ class Unit:
         for handle in self.leaf_hooks:
             handle.remove()
         self.leaf_hooks.clear()
-        if self.hidden and not keeps_graph and not self.is_trainable:
-            self.hidden -= 1
+        if not keeps_graph:  # no step tells that graphs are out of date of what is frozen, or not known to be stepped
+            for weights in self.weights:
+                if weights.stays and not (self.is_trainable and self.context.has_optimizer):
+                    weights.let_go()
+            if self.hides and not self.is_trainable:
+                self.hides = False
         if not self._open_calls:  # otherwise the backward ran inside its forward, which goes on
-            self.unregister() if self.hidden else self.reshard()
+            self.unregister() if self.hides else self.reshard()

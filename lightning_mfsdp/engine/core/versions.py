@@ -26,11 +26,28 @@ from torch import Tensor
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine.core.buffer import FlatBuffer
 
-__all__ = ["RESHARDED", "Place", "Versions"]
+__all__ = ["RESHARDED", "Place", "Values", "Versions"]
 
 RESHARDED = 1 << 31  # counters have 32 bits
 _STEP = 1 << 10  # between two numbers: what a program adds to one by writing does not come to the next
 _groups = itertools.count()
+
+
+class Values:
+    """Which versions say that the present values lie in a place. Saved weights refer to it and not to the place, which has the memory.
+
+    Attributes:
+        versions: One for each of the place's `tensors`; empty until values lay there, and while other values do.
+    """
+
+    __slots__ = ("__weakref__", "versions")
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    def version_of(self, number: int) -> int:
+        """The version of one of the tensors; -1 if the present values never lay there."""
+        return self.versions[number] if self.versions else -1
 
 
 class Place:
@@ -40,15 +57,15 @@ class Place:
         buffers: One for each form.
         raw: With a codec, the raw data that parameters are pointed at: those of all parameters in the first form, then in the next.
         tensors: What has versions: the parameters, and raw data.
-        versions: One for each of them; empty until values lay here, and while other values do.
+        values: Their versions here.
     """
 
-    __slots__ = ("__weakref__", "_starts", "buffers", "raw", "tensors", "versions")
+    __slots__ = ("_starts", "buffers", "raw", "tensors", "values")
 
     def __init__(self, buffers: Sequence[FlatBuffer], parameters: Sequence[Tensor], raw: Sequence[Tensor]) -> None:
         self.buffers, self.raw = buffers, raw
         self.tensors = (*parameters, *raw)
-        self.versions: list[int] = []
+        self.values = Values()
         self._starts: list[tuple[int, int, int]] = []  # bytes, form and number, of what begins there
 
     def number_at(self, offset_bytes: int) -> tuple[int, int]:
@@ -68,10 +85,6 @@ class Place:
         _, form, number = self._starts[bisect_right(self._starts, offset_bytes, key=lambda start: start[0]) - 1]
         return form, number
 
-    def version_of(self, number: int) -> int:
-        """The version of one of `tensors` that says that its present values lie here; -1 if they never did."""
-        return self.versions[number] if self.versions else -1
-
 
 class Versions:
     """Sets and compares the versions of one group's unsharded parameters.
@@ -85,7 +98,7 @@ class Versions:
         self.place: Place | None = None
         self.resharded = RESHARDED + next(_groups) * _STEP
         self._parameters, self._count = tuple(parameters), len(parameters)
-        self._places: list[weakref.ref[Place]] = []  # where values lay since all were written
+        self._lain: list[weakref.ref[Values]] = []  # of the places where values lay since all were written
         self._as_set = list(map(compat.version_of, self._parameters))  # of the parameters alone
         self._last = max(self._as_set, default=0) // _STEP  # number that was given to values
 
@@ -95,12 +108,13 @@ class Versions:
 
     def lie_in(self, place: Place) -> None:
         """The present values are in a place, or will be when the all-gather has ended."""
-        if not place.versions:
-            place.versions = [self._next()] * len(place.tensors)
-            self._places.append(weakref.ref(place))
+        values = place.values
+        if not values.versions:
+            values.versions = [self._next()] * len(place.tensors)
+            self._lain.append(weakref.ref(values))
         self.place = place
-        compat.set_versions(place.tensors, place.versions)
-        self._as_set = place.versions[: self._count]
+        compat.set_versions(place.tensors, values.versions)
+        self._as_set = values.versions[: self._count]
 
     def leave(self) -> None:
         """The parameters are resharded."""
@@ -115,7 +129,7 @@ class Versions:
 
         It can be resharded still, or the same values were gathered to another place since.
         """
-        lain = [place.versions for reference in self._places if (place := reference()) is not None]
+        lain = [values.versions for reference in self._lain if (values := reference()) is not None]
         pairs = (pair for here, there in itertools.permutations(lain, 2) for pair in zip(here, there, strict=True))
         return found == self.resharded or (found, expected) in pairs
 
@@ -135,16 +149,16 @@ class Versions:
             self._last = max(self._last, now // _STEP)
             self._number_anew(index)
             if self.place is not None:
-                self.place.versions[index] = now
+                self.place.values.versions[index] = now
             self._as_set[index] = now
 
     def outdate(self, indices: Sequence[int]) -> None:
         """Main weights of some parameters were written: graphs that saved these are out of date, as if they had been written in place."""
         if len(indices) == self._count:
-            for reference in self._places:
-                if (place := reference()) is not None:
-                    place.versions = []
-            self._places.clear()
+            for reference in self._lain:
+                if (values := reference()) is not None:
+                    values.versions = []
+            self._lain.clear()
             if self.place is not None:
                 self.lie_in(self.place)
             return
@@ -152,14 +166,14 @@ class Versions:
             self._number_anew(index)
             if self.place is not None:
                 one = slice(index, None, self._count)
-                compat.set_versions(self.place.tensors[one], self.place.versions[one])
-                self._as_set[index] = self.place.versions[index]
+                compat.set_versions(self.place.tensors[one], self.place.values.versions[one])
+                self._as_set[index] = self.place.values.versions[index]
 
     def _number_anew(self, index: int) -> None:
         """Give a parameter, and its raw data, another number in each place."""
-        self._places = [reference for reference in self._places if reference() is not None]
-        for reference in self._places:
-            place = reference()
-            if place is not None:
+        self._lain = [reference for reference in self._lain if reference() is not None]
+        for reference in self._lain:
+            values = reference()
+            if values is not None:
                 one = slice(index, None, self._count)  # raw data follow in the same order, once for each form
-                place.versions[one] = [self._next()] * len(place.versions[one])
+                values.versions[one] = [self._next()] * len(values.versions[one])

@@ -256,9 +256,10 @@ class Weights:
         if buffer is not None:
             if ahead and not buffer.is_free_for(self.client):
                 return
-            if self.present and self.client.slot is not buffer:
+            if (self.present or self.client.rests) and self.client.slot is not buffer:
                 if ahead and self.leases:
                     return
+                self.let_go()
                 self.reshard()
         if not self.present & form:
             self._gather(form, buffer, BACKWARD if for_backward else FORWARD)
@@ -279,7 +280,9 @@ class Weights:
             if self.versions.place is None:
                 slot = lane.pool.clear(self.client, buffer)
             elif not self.present:  # it stayed in memory, where it may be being read
-                self.client.rests, free = False, streams.record()
+                self._refuse_late_writes()
+                lane.pool.use(self.client)
+                free = streams.record()
         with lane.ranges.around("gather", self.name):
             if self.is_sharded and lane.order.is_on:
                 lane.order.note(self.number, self.name, kind)
@@ -362,6 +365,8 @@ class Weights:
         parameters = [entry.full for entry in self._entries]
         # `data` of views: a version counter of its own, so that a gather does not disturb tensors saved for backward.
         raw = [] if self._codec is None else [view.data for form in buffers for view in form.views]
+        for buffer in buffers:
+            buffer.part(self._own)  # made once, and counted among those that refer to the memory
         return Place(buffers, parameters, raw)
 
     def _bind(self, codec: WeightCodec, place: Place) -> None:
@@ -390,11 +395,17 @@ class Weights:
             nothing = torch.empty(1, dtype=self._spec.storage_dtype, device=self._device).expand(full.shape)
             self._codec.bind(full, [nothing] * len(self._spec.planes))
 
+    def _refuse_late_writes(self) -> None:
+        if not self.versions.are_as_set():
+            self._refuse_late_write(self.versions.written()[0])
+
     def _refuse_late_write(self, index: int) -> NoReturn:
         """Raise: the program wrote to an unsharded parameter, which it kept, while the weights were sharded."""
         self._entries[index].full.data_was_asked_for = False
         self._nothing = self._stand_ins()  # this one may have been written
-        self.versions.leave()
+        self.stays = False
+        if self.present:  # it is being gathered
+            self.versions.leave()
         self.reshard()
         raise EngineStateError(
             f"{self.name}: the unsharded parameter {self._entries[index].name} was written while its unit was resharded, so the write has "
@@ -433,20 +444,22 @@ class Weights:
         if held and self.is_sharded:
             if self._event is not None:
                 self.wait()
-            self.client.rests = self.stays
+            lane = self._lane
             if self.stays:
+                lane.pool.rest(self.client)
                 return
             self.versions.leave()
             if self._codec is None:
                 for entry, nothing in zip(self._entries, self._nothing, strict=True):
                     compat.set_data(entry.full, nothing)
-            lane = self._lane
-            lane.pool.release(self.client, lane.streams.record())
+            if lane.pool.release(self.client, lane.streams.record()):
+                self._latest = None
 
     def let_go(self) -> None:
         """What a forward left is out of date: the memory need not stay any longer."""
         self.stays = False
-        if not self.present:
+        if self.client.rests:
+            self._refuse_late_writes()
             self.reshard()
 
     def refill(self) -> None:
@@ -465,11 +478,12 @@ class Weights:
 
     def give_up(self, required: bool) -> bool:
         """Hand the buffer to another client, if that is required or no unit computes with these weights. Returns whether it may have it."""
-        if not required and (self.registered or self.leases or self.stays):
+        if not (self.present or self.client.rests) or (not required and (self.registered or self.leases)):
             return False
-        self.stays = False
-        self.reshard()
-        return True
+        if required:
+            self.let_go()
+        self.reshard()  # as on ranks where it does not stay: it is gathered when it is read next
+        return not self.stays
 
     # -- what modules show ---------------------------------------------------------------------------------------------
 
