@@ -129,6 +129,7 @@ def test_shrinking_keeps_what_fails_and_nothing_else():
     assert all(size(settled(case)) >= size(found) or not fails(settled(case)) for case in smaller(found))
 
 
+@pytest.mark.nightly
 def test_a_script_shows_the_difference_by_itself(tmp_path):
     """In a process that does not see the tests."""
     case = Description(configuration=Configuration(ranks=1))

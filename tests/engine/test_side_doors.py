@@ -34,6 +34,7 @@ from tests.engine.worlds import by_world, check, in_turns
 from tests.helpers.chain import context
 from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.hidden import Hidden
+from tests.helpers.pairwise import in_turn, pairwise
 
 WIDTH, BLOCKS, ORDINARY, LAST = 6, 5, 4, 8
 BFLOAT16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
@@ -192,16 +193,12 @@ def assert_equal(model: nn.Module, expected: dict[str, Tensor], what: object, to
 
 
 def a_read_of_resharded_weights_names_unit_and_parameter(rank: int, world: int) -> None:
-    for loss in SIDE_DOORS:
-        for options in ({}, {"storage": "dynamic"}, {"policy": BFLOAT16}):
-            options["side_doors"] = "raise"
-            with pytest.raises(
-                EngineStateError, match=r"blocks\.[0-4]: a backward read its weight [ab]\.weight"
-            ) as caught:
-                train(sharded(**options), loss, rank)
-            assert 'side_doors="follow"' in str(caught.value)
-            assert "reshard_after_forward=False" in str(caught.value)
-            assert "Recompute" in str(caught.value)
+    for loss, options in pairwise(SIDE_DOORS, ({}, {"storage": "dynamic"}, {"policy": BFLOAT16}), together=1):
+        with pytest.raises(EngineStateError, match=r"blocks\.[0-4]: a backward read its weight [ab]\.weight") as caught:
+            train(sharded(**options, side_doors="raise"), loss, rank)
+        assert 'side_doors="follow"' in str(caught.value)
+        assert "reshard_after_forward=False" in str(caught.value)
+        assert "Recompute" in str(caught.value)
 
 
 def without_our_words_it_is_autograds_error_and_training_goes_on(rank: int, world: int) -> None:
@@ -243,24 +240,17 @@ def equal_with_either_way_out(rank: int, world: int) -> None:
 
 
 def side_doors_beside_the_result_are_right(rank: int, world: int) -> None:
-    for loss in RIGHT:
-        for make in (torch.optim.SGD, torch.optim.AdamW):
-            expected = plain(loss, world, make)
-            for sharding in (SHARDED, *WHOLE):
-                model = sharded(sharding=sharding)
-                train(model, loss, rank, make)
-                assert_equal(model, expected, (loss.__name__, sharding))
+    for loss, make, sharding in pairwise(RIGHT, (torch.optim.SGD, torch.optim.AdamW), (SHARDED, *WHOLE)):
+        model = sharded(sharding=sharding)
+        train(model, loss, rank, make)
+        assert_equal(model, plain(loss, world, make), (loss.__name__, sharding))
 
 
 def side_doors_alone_are_right(rank: int, world: int) -> None:
-    for loss in SIDE_DOORS:
+    others = [{"storage": "dynamic"}, *({"sharding": sharding} for sharding in WHOLE), {"side_doors": "follow"}]
+    for number, loss in enumerate(SIDE_DOORS):
         expected = plain(loss, world)
-        for options in (
-            *({"sharding": sharding} for sharding in (SHARDED, *WHOLE)),
-            {"storage": "dynamic"},
-            {"side_doors": "follow"},
-            {"reshard_after_forward": False},
-        ):
+        for options in ({}, *in_turn(number, others)):
             model = sharded(**options)
             train(model, loss, rank)
             assert_equal(model, expected, (loss.__name__, options))

@@ -216,6 +216,7 @@ def test_a_walk_is_counted_as_the_rules_say(toy: Path) -> None:
     assert walk.figures({"half": toy / "helper.py"}).row == (1, 1, 1, 2, 1, 1)
 
 
+@pytest.mark.nightly
 def test_a_parameter_walks_through_the_engine_and_through_fsdp2() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).with_name("walks.py")), "parameter", "--json"],

@@ -18,11 +18,12 @@ from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.engine import EngineStateError
 from lightning_mfsdp.recompute import Recompute
 from tests.engine.worlds import by_world, check, in_turns
+from tests.helpers.pairwise import in_turn, pairwise
 from tests.lightning.models import CLASSES, DIM, Classifier, loader, make_trainer, seeded, strict_warnings
 
 ORDINARY, STEPS = 4, 8
 OPTIMIZERS, NIGHTLY = ("sgd", "adamw"), os.environ.get("MFSDP_NIGHTLY") == "1"
-SHARDINGS = ("optim_grads_params", "optim_grads", "optim", "no_shard")
+SHARDINGS = ("optim_grads", "optim", "no_shard", "optim_grads_params")
 
 
 class Keeping(nn.Module):
@@ -154,9 +155,10 @@ class Comparison:
 def compare(kinds: tuple[type[Base], ...], rank: int, world: int) -> None:
     strict_warnings()
     for kind in kinds:
-        for optimizer in OPTIMIZERS if NIGHTLY else OPTIMIZERS[(ALONE + RIGHT).index(kind) % 2 :][:1]:
+        number = (ALONE + RIGHT).index(kind)
+        for optimizer in OPTIMIZERS if NIGHTLY else OPTIMIZERS[number % 2 :][:1]:
             comparison = Comparison(kind, optimizer, rank, world)
-            for sharding in SHARDINGS:
+            for sharding in in_turn(number, SHARDINGS):
                 comparison.check(sharding=sharding)
             if kind in ALONE:
                 comparison.check(side_doors="raise", reshard_after_forward=False)
@@ -189,14 +191,13 @@ def a_gradient_of_a_map_equals_ddp_followed_and_with_weights_kept(rank: int, wor
 
 
 def a_side_door_alone_stops_the_run_if_asked_with_unit_parameter_and_what_to_do(rank: int, world: int) -> None:
-    for kind in ALONE:
-        for precision in ("32-true", "bf16-mixed"):
-            with pytest.raises(
-                EngineStateError, match=r"^blocks\.[012]: a backward read its weight [ab]\.weight"
-            ) as caught:
-                fit(kind, MFSDPStrategy(side_doors="raise"), precision, "sgd", rank, world)
-            assert "reshard_after_forward=False" in str(caught.value)
-            assert "Recompute" in str(caught.value)
+    for kind, precision in pairwise(ALONE, ("32-true", "bf16-mixed"), together=1):
+        with pytest.raises(
+            EngineStateError, match=r"^blocks\.[012]: a backward read its weight [ab]\.weight"
+        ) as caught:
+            fit(kind, MFSDPStrategy(side_doors="raise"), precision, "sgd", rank, world)
+        assert "reshard_after_forward=False" in str(caught.value)
+        assert "Recompute" in str(caught.value)
 
 
 WORLDS = in_turns(

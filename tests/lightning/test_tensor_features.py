@@ -102,7 +102,11 @@ def axes_of(name: str) -> list[str]:
     return ["tensor"] if name in WITH_TENSOR_ALONE else list(AXES)
 
 
-CELLS = [(axes, name) for number, name in enumerate((*WORKS, *KINDS)) for axes in in_turn(number, axes_of(name))]
+CELLS = [
+    pytest.param(axes, name, marks=[pytest.mark.nightly] if name == "compile" else [])  # 40 s
+    for number, name in enumerate((*WORKS, *KINDS))
+    for axes in in_turn(number, axes_of(name))
+]
 
 
 def train(rank: int, world: int, kind: type[Trained], options: dict[str, Any], double: bool) -> dict[str, Any]:

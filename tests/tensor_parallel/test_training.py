@@ -158,6 +158,6 @@ def as_rows(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_whole_parameters_and_their_state_are_equal_to_the_bit_after_twenty_steps(world: int) -> None:
     run_distributed(long_training, world)
