@@ -56,7 +56,7 @@ class Call:
     """One forward in grad mode, until its backward.
 
     Attributes:
-        slots: Where its saved tensors expect the weights, by group; `None` for those that are packed, and memory that nobody else gets.
+        slots: Where its saved tensors expect the weights, by group; `None` for those that are packed, and memory that no other unit gets.
         has_end: Some input needs a gradient, so the end of its backward can be detected.
         begun_in: The backward in which its own has begun and not ended, by `Context.backwards_finished`.
         ended_in: The last backward in which the gradients of all its inputs arrived.

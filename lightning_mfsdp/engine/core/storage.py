@@ -235,7 +235,7 @@ class SlotPool:
                 self._outdated = True
 
     def rest(self, client: Client) -> None:
-        """The client does not use its slot for now, and leaves its values there until somebody must have it."""
+        """The client does not use its slot for now, and leaves its values there until another client must have it."""
         client.rests = True
         self._held.pop(client, None)
 
