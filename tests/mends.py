@@ -74,7 +74,7 @@ MENDS = (
         "            if local.numel() and local.grad is not shown and (",
     ),
     Mend("11b frozen", "core/reduction_schedule.py", " or group.gradients.frozen_since", ""),
-    Mend("11c", "core/unit.py", "            self.hides = True\n", "            pass\n"),
+    Mend("11c", "core/unit.py", "            self.hidden += 1\n", "            pass\n"),
     Mend("11d", "core/call.py", "            self.expected += 1\n", "            pass\n"),
     Mend(
         "11e",

@@ -31,6 +31,11 @@ def test_every_attribute_has_a_meaning() -> None:
 def test_writes_are_found_wherever_they_stand() -> None:
     found = {(of, name): functions for of, rows in script.table().items() for name, _, functions in rows}
     assert found["Weights", "leases"] == ["Unit._end_lease", "Unit.lease"]  # of another class, by the variable's name
-    assert found["Weights", "stays"] == ["Unit.watch_result", "Weights._refuse_late_write", "Weights.let_go"]
+    assert found["Weights", "stays"] == [
+        "Unit.abandon",
+        "Unit.watch_result",
+        "Weights._refuse_late_write",
+        "Weights.let_go",
+    ]
     assert found["Unit", "pinned"] == ["Unit.abandon", "functions.gather_root"]  # inside a function of a file
     assert ("Unit", "_modules") not in found  # in the constructor alone

@@ -307,20 +307,89 @@ def what_no_optimizer_steps_does_not_stay(rank: int, world: int) -> None:
         def forward(self, x: Tensor) -> Hidden:
             return Hidden(super().forward(x.value if isinstance(x, Hidden) else x))
 
-    for make, frozen, notes in ((Noted, True, True), (Noted, False, True), (Hides, True, False)):
+    for make, frozen, notes, forwards in (
+        (Noted, True, True, 2),
+        (Noted, False, True, 2),
+        (Hides, True, False, 1),  # of several that one backward reaches, one may still wait for its own
+    ):
         judge = nn.Sequential(*(make() for _ in range(3))).requires_grad_(not frozen)
         for block in judge:
             block.notes = notes
             fully_shard(block)
         fully_shard(judge)
         for _ in range(2):
-            one, other = judge(batch(0, rank).requires_grad_()), judge(batch(1, rank).requires_grad_())
-            values = [found.value if isinstance(found, Hidden) else found for found in (one, other)]
-            (values[0] - values[1]).sum().backward()
+            results = [judge(batch(index, rank).requires_grad_()) for index in range(forwards)]
+            sum((one.value if isinstance(one, Hidden) else one).sum() for one in results).backward()
             assert not any(
                 weights.present or weights.stays for unit in context(judge).units for weights in unit.weights
             )
             assert context(judge).pool.allocated_bytes == context(judge).pool.fixed_bytes, (make, frozen)
+
+
+def a_graph_that_waits_keeps_what_no_optimizer_steps(rank: int, world: int) -> None:
+    """Of two forwards, or of a unit and another one that it shares its weight with."""
+
+    class Hides(Noted):
+        def forward(self, x: Tensor) -> Hidden:
+            return Hidden(super().forward(x.value if isinstance(x, Hidden) else x))
+
+    def gradient(make: Callable[[], Noted], shards: bool) -> Tensor:
+        torch.manual_seed(0)
+        judge = nn.Sequential(*(make() for _ in range(3))).requires_grad_(False)
+        for block in judge:
+            block.notes = make is Noted
+            if shards:
+                fully_shard(block)
+        if shards:
+            fully_shard(judge)
+        rows = batch(0, rank).requires_grad_()
+        first, second = judge(rows), judge(2 * rows)
+        for found in (first, judge[1].map if make is Noted else second):
+            (found.value if isinstance(found, Hidden) else found).square().sum().backward()
+        return rows.grad
+
+    for make in (Noted, Hides):
+        torch.testing.assert_close(gradient(make, True), gradient(make, False))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(8, WIDTH), nn.Linear(WIDTH, 8, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.words(x.argmax(-1)).tanh())
+
+
+class Penalizing(nn.Module):
+    def __init__(self, inner: nn.Embedding) -> None:
+        super().__init__()
+        self.inner, self.penalty = inner, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = self.inner(torch.arange(8)).square().mean()
+        return self.inner(x)
+
+
+def a_unit_that_shares_a_weight_leaves_its_memory_to_the_owner(rank: int, world: int) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = Tied()
+        model.words = Penalizing(model.words)
+        models.append(model)
+    fully_shard(models[1].words)
+    fully_shard(models[1].head)
+    fully_shard(models[1])
+    optimizer = fully_shard_optimizer(torch.optim.SGD(models[1].parameters(), lr=0.05))
+    for model in models:
+        model(batch(0, rank)).square().mean().backward()
+        model.words.penalty.backward()
+    (expected,) = models[0].parameters()
+    dist.all_reduce(expected.grad)
+    torch.testing.assert_close(models[1].head.weight.grad.full_tensor(), expected.grad / world)
+    optimizer.step()
 
 
 def a_result_is_right_beside_something_kept_of_the_same_unit(rank: int, world: int) -> None:
@@ -369,7 +438,14 @@ def a_write_to_a_parameter_of_a_unit_whose_memory_stays_is_refused(rank: int, wo
             self.__dict__["kept"] = self.a.weight
             return super().forward(x)
 
-    for then in (lambda model: model(batch(1, rank)), lambda model: unshard_model(model)):
+    def step(model: nn.Module) -> None:
+        fully_shard_optimizer(torch.optim.SGD(model.parameters())).step()
+
+    def assign(kept: Tensor) -> None:
+        kept.data = torch.zeros(2 * WIDTH, WIDTH)
+
+    thens = (lambda model: model(batch(1, rank)), unshard_model, step)
+    for write, then in pairwise((torch.Tensor.zero_, assign), thens):
         model = nn.Sequential(*(Keeps() for _ in range(3)))
         for block in model:
             block.notes = True
@@ -377,7 +453,7 @@ def a_write_to_a_parameter_of_a_unit_whose_memory_stays_is_refused(rank: int, wo
         fully_shard(model)
         model(batch(0, rank))
         with torch.no_grad():
-            model[0].kept.zero_()
+            write(model[0].kept)
         with pytest.raises(EngineStateError, match=r"parameter a\.weight was written while its unit was resharded"):
             then(model)
         assert not bool(model(batch(1, rank)).isnan().any())
@@ -837,6 +913,8 @@ WORLDS = in_turns(
         what_one_rank_alone_keeps_changes_nothing,
         memory_of_followed_weights_is_freed_with_every_reshard,
         what_no_optimizer_steps_does_not_stay,
+        a_graph_that_waits_keeps_what_no_optimizer_steps,
+        a_unit_that_shares_a_weight_leaves_its_memory_to_the_owner,
         a_result_is_right_beside_something_kept_of_the_same_unit,
         a_forward_that_raises_leaves_nothing_in_memory,
         a_write_to_a_parameter_of_a_unit_whose_memory_stays_is_refused,

@@ -268,6 +268,7 @@ class ParameterGroup:
 
     def outdate_graphs(self, index: int) -> None:
         """Note that a main weight was written: a graph that saved the unsharded parameter raises."""
+        self.weights.refuse_late_writes()
         self.weights.versions.outdate([index])
 
     def reduce_held_back(self) -> None:

@@ -71,8 +71,8 @@ class Unit:
         recomputations: Modules that ran without gradients, to be recomputed with them.
         weights: Of all of these groups.
         notices_end: Some call had an input that needs a gradient: the end of its backward is detected.
-        hides: A forward has returned no tensors to hook, so weights stay until an optimizer steps them; frozen ones until a backward has
-            ended.
+        hidden: How many forwards returned no tensors to hook and have not had their backward, as far as known: weights stay. Those that
+            are stepped stay until then.
         leaf_hooks: Hooks on results that are leaves; removed when a backward has ended.
         parameter_hooks: Hooks by which gradients of weights show that a backward is running, where it may touch no result.
         uses_weights: It holds a lease on each of its weights.
@@ -108,7 +108,7 @@ class Unit:
         self.shown = Shown()
         self.step_slots: list[Slot | None] | None = None
         self.recomputations = Recomputations()
-        self.hides = False
+        self.hidden = 0
         self._open_calls: list[Call | None] = []
         self._waiting = self._new = 0  # calls whose backward has not ended, and those since the last backward
         self._latest: Call | None = None  # that waits for its backward
@@ -437,7 +437,7 @@ class Unit:
             return
         if not outputs:  # modules may read weights in a backward that no saved tensor leads to
             watch_parameters(self)
-            self.hides = True
+            self.hidden += 1
         elif doors.look_at_attributes():
             watch_parameters(self)
             if not call.is_followed and self._is_followed:  # the next forward will be
@@ -464,12 +464,12 @@ class Unit:
         if is_root:
             context.interrupt()
         keeps = is_root or not self.reshard_after_forward or context.schedule.last_of_forward == self.number
-        if not (self.hides or (keeps and torch.is_grad_enabled())):
+        if not (self.hidden or (keeps and torch.is_grad_enabled())):
             self.reshard()
         else:
             # Outside of forwards `parameters()` must yield those that have gradients and accept writes.
             self.unregister()
-            if not (is_root or self.hides):
+            if not (is_root or self.hidden):
                 self._end_lease()
         self.refuse_lost_writes()
 
@@ -498,11 +498,11 @@ class Unit:
 
     def let_go(self) -> None:
         """Weights need not stay for a backward that nothing would tell of."""
-        for weights in self.weights:
-            if weights.stays:
-                weights.let_go()
-        if self.hides:
-            self.hides = False
+        for group in self.groups:
+            if group.weights.stays:
+                group.weights.let_go()
+        if self.hidden:
+            self.hidden = 0
             if not self._open_calls:
                 self.reshard()
 
@@ -529,8 +529,11 @@ class Unit:
         self.reshard()
         if self is self.context.root():
             for unit in self.context.units:
-                unit.let_go()
+                unit.hidden = 0
                 unit.reshard()
+                for group in unit.groups:
+                    group.weights.stays = False
+                    group.weights.reshard()
 
     def _new_call(self) -> Call | None:
         """`None` where no backward follows: without gradients, and where a checkpoint throws the graph away that it recomputes."""
@@ -587,7 +590,7 @@ class Unit:
             if self.context.lane.ranges.open:
                 self.context.lane.ranges.end("backward", self.name)
             self._running -= 1
-        if self._running == 0 and not self.hides:
+        if self._running == 0 and not self.hidden:
             self.reshard()
         if self.is_done:
             self.context.reductions.unit_done(self)
@@ -600,6 +603,8 @@ class Unit:
 
     def rest(self, *, keeps_graph: bool) -> None:
         """After a backward, or after one that failed: stop waiting for any part of it."""
+        if self.hidden and not keeps_graph and not self.is_trainable:
+            self.hidden = min(self.hidden - 1, self._new)  # forwards before the last backward had theirs, or never will
         self._waiting, self._new = min(self._waiting, self._new), 0
         self._running = 0
         self._has_another_backward = False
@@ -607,11 +612,9 @@ class Unit:
         for handle in self.leaf_hooks:
             handle.remove()
         self.leaf_hooks.clear()
-        if not keeps_graph:  # no step tells that graphs are out of date of what is frozen, or not known to be stepped
-            for weights in self.weights:
-                if weights.stays and not (self.is_trainable and self.context.has_optimizer):
-                    weights.let_go()
-            if self.hides and not self.is_trainable:
-                self.hides = False
+        if not (keeps_graph or self._waiting):  # no step tells of graphs of what is frozen, or not known to be stepped
+            for group in self.groups:
+                if group.weights.stays and not (self.is_trainable and self.context.has_optimizer):
+                    group.weights.let_go()
         if not self._open_calls:  # otherwise the backward ran inside its forward, which goes on
-            self.unregister() if self.hides else self.reshard()
+            self.unregister() if self.hidden else self.reshard()

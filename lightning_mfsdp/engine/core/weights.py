@@ -280,7 +280,7 @@ class Weights:
             if self.versions.place is None:
                 slot = lane.pool.clear(self.client, buffer)
             elif not self.present:  # it stayed in memory, where it may be being read
-                self._refuse_late_writes()
+                self.refuse_late_writes()
                 lane.pool.use(self.client)
                 free = streams.record()
         with lane.ranges.around("gather", self.name):
@@ -395,9 +395,18 @@ class Weights:
             nothing = torch.empty(1, dtype=self._spec.storage_dtype, device=self._device).expand(full.shape)
             self._codec.bind(full, [nothing] * len(self._spec.planes))
 
-    def _refuse_late_writes(self) -> None:
+    def refuse_late_writes(self) -> None:
+        """Raise if the program wrote to a parameter, or assigned its `data`, while values rest in memory."""
+        if not self.client.rests:
+            return
         if not self.versions.are_as_set():
             self._refuse_late_write(self.versions.written()[0])
+        place = self.versions.place
+        for index, entry in enumerate(self._entries):
+            if entry.full.data_was_asked_for and place is not None and self._codec is None:
+                entry.full.data_was_asked_for = False
+                if compat.get_data(entry.full).data_ptr() != place.buffers[0].views[index].data_ptr():
+                    self._refuse_late_write(index)
 
     def _refuse_late_write(self, index: int) -> NoReturn:
         """Raise: the program wrote to an unsharded parameter, which it kept, while the weights were sharded."""
@@ -458,8 +467,8 @@ class Weights:
     def let_go(self) -> None:
         """What a forward left is out of date: the memory need not stay any longer."""
         self.stays = False
+        self.refuse_late_writes()
         if self.client.rests:
-            self._refuse_late_writes()
             self.reshard()
 
     def refill(self) -> None:

@@ -481,6 +481,8 @@ def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:
     by_root: dict[Context, list[ParameterGroup]] = {}
     for group, indices in stepped:
         entries = group.entries
+        if group.weights.stays:
+            group.weights.let_go()
         group.weights.versions.outdate([index for index in indices if entries[index].local.grad is not None])
         if (root := group.root()) is not None:
             by_root.setdefault(root, []).append(group)
