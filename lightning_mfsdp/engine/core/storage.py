@@ -52,7 +52,7 @@ class Slot:
         self.released: Event = None
         self._device = device
         self._memory = memory  # made when it is first needed
-        self._storage = None if memory is None else memory.untyped_storage()  # of it
+        self._storage = None if memory is None else memory.untyped_storage()  # of the memory
         self._own_users = 0  # tensors of its client that share the memory; 0: not counted
         self.is_allocated = memory is not None
 
