@@ -92,7 +92,7 @@ def test_contributing_is_a_page_whose_links_are_those_of_the_file():
     text = hooks().contributing()
     page = SimpleNamespace(file=SimpleNamespace(src_uri="contributing.md"))
     shown = hooks().on_page_markdown(text, page=page, config=SimpleNamespace(repo_url="https://host/us/it"))
-    assert "[Life of a parameter](life_of_a_parameter.md)" in shown
+    assert "](life_of_a_parameter.md)" in shown
     assert "[CHANGELOG.md](https://host/us/it/blob/main/CHANGELOG.md)" in shown
     assert "](docs/" not in shown
 
