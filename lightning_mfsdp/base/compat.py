@@ -25,6 +25,7 @@ from torch import _ops as operators
 from torch._C import DispatchKey
 from torch._C import _distributed_c10d as distributed_types
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._guards import CompileContext
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import Node, get_gradient_edge
@@ -99,12 +100,14 @@ __all__ = [
     "symmetric_memory",
     "takes_closure",
     "undecorated_step",
+    "untraced",
     "uses_nccl",
     "version_of",
     "without_torch_function",
     "zero_cta_group",
 ]
 
+T = TypeVar("T")
 TensorT = TypeVar("TensorT", bound=Tensor)
 OpOverload = operators.OpOverload  # one operator with its types (torch 2.11 to 2.15)
 BatchNorm = _BatchNorm  # the class that all layers of this kind derive from (torch 2.11 to 2.15)
@@ -551,6 +554,22 @@ def free_after_work_so_far(memory: Tensor) -> None:
     Only for memory that a program refers to longer than the engine does: `record_stream` delays reuse by an unknown time.
     """
     memory.record_stream(torch.cuda.current_stream(memory.device))
+
+
+def untraced(function: Callable[..., T]) -> Callable[..., T]:
+    """As `torch.compiler.disable`, which costs ten more calls where nothing is compiled: so it is called where something is.
+
+    `get_eval_frame_callback` (torch 2.11 to 2.15) is `None` where no function that is called would be compiled.
+    """
+    disabled: Callable[..., T] = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def called(*args: Any) -> T:
+        if torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None:
+            return disabled(*args)
+        return function(*args)
+
+    return called
 
 
 def has_global_hooks() -> bool:

@@ -15,6 +15,8 @@ __all__ = ["are_same", "leaves_in", "map_tensors", "renewed", "tensors_in"]
 
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in `value`, in order."""
+    if isinstance(value, Tensor):  # most results
+        return [value]
     found: list[Tensor] = []
     _collect(value, found)
     return found

@@ -16,6 +16,7 @@ Event = torch.Event | None
 # Creating an event costs the host several times as much as recording one, so they are reused in turn. Far more than a step records:
 # by the time one is reused, nothing waits for what it recorded before.
 _EVENTS = 4096
+_NOTHING = nullcontext()
 
 
 class Streams:
@@ -43,7 +44,7 @@ class Streams:
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Issue work on `stream` (`None` on CPU)."""
-        return nullcontext() if stream is None else self._module.stream(stream)
+        return _NOTHING if stream is None else self._module.stream(stream)
 
     def record(self) -> Event:
         """An event after the work issued so far on the current stream."""

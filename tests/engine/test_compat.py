@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 import weakref
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -284,6 +286,36 @@ def test_compiling_is_noticed_where_a_subclass_is_taken_apart():
     assert seen == [False]
     torch.compile(lambda one: one + 1, backend="eager")(Taken(torch.ones(2)))
     assert any(seen)
+
+
+def test_an_untraced_function_runs_as_it_is_where_nothing_is_compiled_and_is_never_compiled():
+    seen: list[bool] = []
+
+    def inner(x: Tensor) -> Tensor:
+        seen.append(torch.compiler.is_dynamo_compiling())
+        return x + 1
+
+    counted = CompileCounter()
+
+    @compat.untraced
+    def untraced(x: Tensor) -> Tensor:
+        return inner(x) * 2
+
+    assert torch.equal(untraced(torch.ones(2)), torch.full((2,), 4.0))
+    frames: list[str] = []
+    sys.setprofile(lambda frame, event, _: frames.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        untraced(torch.ones(2))
+    finally:
+        sys.setprofile(None)
+    assert frames == ["called", "is_dynamo_compiling", "untraced", "inner", "is_dynamo_compiling"], frames
+
+    compiled = torch.compile(lambda x: untraced(x.sin()).cos(), backend=counted)
+    for size in (2, 3, 4):
+        torch.testing.assert_close(compiled(torch.ones(size)), (2 * (torch.ones(size).sin() + 1)).cos())
+    assert seen == [False] * 5
+    assert counted.frame_count >= 2
+    assert counted.op_count >= 2
 
 
 def test_a_storage_can_be_emptied_and_refilled_at_views_that_stay():

@@ -643,6 +643,56 @@ def what_wraps_an_optimizer_is_clipped(rank, world):
     assert float(grad_norm(model)) == pytest.approx(0.01, rel=1e-3)
 
 
+def what_is_shown_of_state_is_a_view_of_the_optimizers_own_table(rank: int, world: int) -> None:
+    model = sharded_chain()
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+
+    def step() -> None:
+        loss_of(model, inputs(0, rank)).backward()
+        optimizer.step()
+
+    step()
+    first, second = list(model.parameters())[:2]
+    values = optimizer.state[first]
+    before = float(values["step"])
+    assert [one is other for one, other in zip(optimizer.state, model.parameters(), strict=True)] == [True] * len(
+        optimizer.state
+    )
+    values["exp_avg"] = torch.full(first.shape, 3.0)  # whole, on every rank
+    assert torch.equal(optimizer.state[first]["exp_avg"].full_tensor(), torch.full(first.shape, 3.0))
+    optimizer.state[first]["exp_avg"].zero_()
+    assert not values["exp_avg"].full_tensor().any()
+    step()
+    assert float(values["step"]) == before + 1  # it shows what the step has written since
+
+    given = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in values.items()}
+    expected = copy.deepcopy(given)
+    optimizer.state[first] = given
+    assert torch.equal(optimizer.state[first]["exp_avg"].full_tensor(), expected["exp_avg"])
+    assert given["exp_avg"].numel() <= first.numel()  # the table that was given is the optimizer's now
+
+    lacking = object()
+    assert lacking not in optimizer.state
+    assert optimizer.state.get(lacking) is None
+    assert optimizer.state.pop(lacking, 5) == 5
+    assert optimizer.state.setdefault(lacking, {"one": 1}) == {"one": 1}
+    with pytest.raises(KeyError):
+        optimizer.state.pop(object())
+    assert optimizer.state.pop(lacking) == {"one": 1}
+    assert lacking not in optimizer.state
+    assert optimizer.state[lacking] == {}  # as any optimizer's
+    del optimizer.state[lacking]
+
+    step()
+    taken = dict(optimizer.state.pop(second))
+    assert second not in optimizer.state
+    assert "exp_avg" in taken
+    assert "exp_avg" in repr(optimizer.state)
+    step()
+    assert float(optimizer.state[second]["step"]) == 1  # it begins again
+    assert isinstance(copy.copy(optimizer.state), defaultdict)
+
+
 WORLDS = {
     1: (programs_over_param_groups_see_whole_parameters_and_gradients,),
     2: (
@@ -665,6 +715,7 @@ WORLDS = {
         state_that_is_cleared_after_a_step_that_raised_stays_cleared,
         clipping_knows_what_became_of_parameters,
         what_wraps_an_optimizer_is_clipped,
+        what_is_shown_of_state_is_a_view_of_the_optimizers_own_table,
     ),
     3: (programs_over_param_groups_see_whole_parameters_and_gradients,),
 }

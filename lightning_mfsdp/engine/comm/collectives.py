@@ -45,7 +45,7 @@ class Axis:
     def gather(self, outputs: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
         """Fill each output with the pieces of all ranks in rank order. A piece may be the output's own part at this rank's place."""
         group = self.gather_group or self.group
-        if not outputs[0].is_floating_point():  # backends do not support all integers
+        if not outputs[0].dtype.is_floating_point:  # backends do not support all integers
             outputs, pieces = ([tensor.view(torch.uint8) for tensor in part] for part in (outputs, pieces))
         if len(outputs) == 1:
             compat.all_gather_flat(outputs[0], pieces[0], group)

@@ -43,10 +43,11 @@ __all__ = ["BACKWARD", "FORWARD", "REDUCTION", "GatherOrder", "History"]
 FORWARD = 0
 BACKWARD = 1
 REDUCTION = 2
-_STEP = 3
+_STEP = 3  # of any optimizer, with number 0: the number of an event is that of the group, times the number of kinds, plus its kind
 _KINDS = ("the gather of {} in forward", "the gather of {} in backward", "the reduction of {}", "the step of {}")
+_NUM_KINDS = len(_KINDS)
 _WHOLE_BACKWARD = (0, "a whole backward", REDUCTION)  # groups are numbered from 1
-_ANY_OPTIMIZER = (0, "an optimizer", _STEP)
+_ANY_OPTIMIZER = "an optimizer"
 
 _ADVICE = (
     "Ranks that share weights have to run the same units in the same order between the same steps. Do so on all ranks, or use "
@@ -114,6 +115,17 @@ class History:
         if past.expected is not None:
             return past.expected
         return next((found for key in past.keys if (found := self._after.get(key)) is not None), None)
+
+    def follows(self, event: int) -> bool:
+        """Record a gather if it is the predicted one. Returns whether it is."""
+        past = self._past
+        if past.expected == event:
+            self._past = past.following
+            return True
+        if self.prediction != event:
+            return False
+        self.add(event)
+        return True
 
     def add(self, event: int) -> None:
         """Record a gather."""
@@ -192,7 +204,7 @@ class GatherOrder:
         self._ranks, self._rank, self._place = ranks, rank, place
         self._store = store
         self._still_s, self._heard_s = still_s, heard_s
-        self._history = History(_event(*_ANY_OPTIMIZER))
+        self._history = History(_STEP)
         self._count = 0
         self._latest = (-1, "")
         self._agreed_on: list[str] = []  # keys of the last agreement
@@ -224,7 +236,12 @@ class GatherOrder:
             EngineStateError: Another rank does something else.
         """
         if self.is_on:
-            self._history.add(self._come_to(number, name, kind))
+            event = _NUM_KINDS * number + kind
+            if not self._history.follows(event):
+                self._agree(event, name)
+                self._history.add(event)
+            self._latest = event, name
+            self._count += 1
 
     def end_backward(self) -> None:
         """A backward that reduces gradients is at its end."""
@@ -238,18 +255,12 @@ class GatherOrder:
             EngineStateError: Another rank does something else.
         """
         # Without gathers before it weights are whole. Of several steps in a row (perhaps one for each parameter) the first counts.
-        if self.is_on and self._count and self._latest[0] != _event(*_ANY_OPTIMIZER):
-            self._come_to(*_ANY_OPTIMIZER)
+        if self.is_on and self._count and self._latest[0] != _STEP:
+            if self._history.prediction != _STEP:
+                self._agree(_STEP, _ANY_OPTIMIZER)
+            self._latest = _STEP, _ANY_OPTIMIZER
+            self._count += 1
             self._history.stepped()
-
-    def _come_to(self, number: int, name: str, kind: int) -> int:
-        """The number of the present operation, for the history, once all ranks are known to reach the same one."""
-        event = _event(number, name, kind)
-        if self._history.prediction != event:
-            self._agree(event, name)
-        self._latest = event, name
-        self._count += 1
-        return event
 
     def stop(self) -> None:
         """Stop checking. All ranks call it."""
@@ -344,10 +355,6 @@ class GatherOrder:
         assert self._store is not None
         key = f"{self._place}/{key}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
-
-
-def _event(number: int, name: str, kind: int) -> int:
-    return len(_KINDS) * number + kind
 
 
 def _described(event: int, name: str) -> str:

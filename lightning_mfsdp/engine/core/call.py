@@ -210,7 +210,7 @@ def attach(unit: Unit, modules: Sequence[nn.Module]) -> list[RemovableHandle]:
 def _attach_one(
     this: weakref.ref[Unit], module: nn.Module, index: int, grouped: GroupedModules | None
 ) -> tuple[RemovableHandle, ...]:
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @compat.untraced
     def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = this()
         if unit is None:
@@ -219,7 +219,7 @@ def _attach_one(
             return grouped.pre_forward(unit, index, module, args, kwargs)
         return unit.pre_forward(module, args, kwargs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @compat.untraced
     def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         unit = this()
         if unit is None:
@@ -305,12 +305,12 @@ def _attach_inside_one(this: weakref.ref[Unit], shown: Shown, module: nn.Module)
         if not shown.depth:
             leave(module, args, output)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @compat.untraced
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = this()
         return None if unit is None else unit.enter_inside(module, args, kwargs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @compat.untraced
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         unit = this()
         if unit is not None:
@@ -375,8 +375,10 @@ class GroupedModules:
         if going_on:
             unit.register()
             args, kwargs = begin_call(unit, None, args, kwargs)
-            unit.note_run()
-            unit.follow()
+            if not self._with_grad:
+                unit.note_run()
+            if unit.has_side_doors:
+                unit.follow()
         else:
             self.stop()
             args, kwargs = unit.pre_forward(module, args, kwargs)
@@ -388,7 +390,9 @@ class GroupedModules:
     def post_forward(self, unit: Unit, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """After module `index`; also runs when its forward raised, with `output` None."""
         self.busy = False
-        unit.end_following(unit.open_call)
+        call = unit.open_call
+        if call is not None and call.following is not None:
+            unit.end_following(call)
         failed = output is None and sys.exc_info()[0] is not None
         if failed or index == self._last or compat.backward_task() != -1 or not unit.is_inside_root:
             self._next = 0
@@ -397,7 +401,7 @@ class GroupedModules:
         else:
             self._next = index + 1
             unit.context.note_grouped_modules(self)
-            unit.watch_result(unit.open_call, output)
+            unit.watch_result(call, output)
             if not unit.is_inside_forward_of_root:  # the code of a step follows, which sees sharded weights
                 unit.unregister()
 
@@ -487,7 +491,7 @@ def watch_result(unit: Unit, call: Call | None, output: Any) -> list[Tensor]:
     """
     outputs = tensors_in(output)
     for tensor in outputs:
-        if tensor.is_leaf or tensor._is_view():  # otherwise it was computed, so it has memory of its own
+        if tensor.is_leaf or tensor._base is not None:  # otherwise it was computed, so it has memory of its own
             _refuse_own_weights(unit, outputs)
             break
     if call is None:

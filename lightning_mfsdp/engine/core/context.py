@@ -134,6 +134,7 @@ class Context:
         self.reductions = ReductionSchedule(self.streams, self.ranges, self.order, zeros_unused=zeros_unused)
         self._tracked: set[int] = set()  # parameters whose optimizer reports its steps, by identity of their entries
         self._watched_groups: list[weakref.ref[ParameterGroup]] = []  # whose rows may be written without notice
+        self._groups_with_held_rows: list[weakref.ref[ParameterGroup]] = []  # of these; see `watch`
         self.ignored: dict[int, weakref.ref[nn.Parameter]] = {}
         self.shown_averages: weakref.WeakSet[object] = weakref.WeakSet()
         self._untracked: list[weakref.ref[Entry]] = []  # the other parameters
@@ -228,6 +229,7 @@ class Context:
         before = unit.context
         self._tracked |= before._tracked
         self._watched_groups += before._watched_groups
+        self._groups_with_held_rows += before._groups_with_held_rows
         self.ignored.update(before.ignored)
         self.shown_averages.update(before.shown_averages)
         self._known_units = -1
@@ -325,23 +327,29 @@ class Context:
         self._tracked.update(id(entry) for entry in entries)
         self._known_units = -1
 
-    def watch(self, groups: Iterable[ParameterGroup]) -> None:
-        """Local rows of these may be written without notice, outside of a step: they are checked when a pass begins."""
-        known = set(self._watched_groups)
-        self._watched_groups += [reference for group in groups if (reference := weakref.ref(group)) not in known]
+    def watch(self, group: ParameterGroup, *, rows_are_held: bool) -> None:
+        """Local rows of a group may be written without notice, outside of a step: they are checked when a pass begins.
+
+        Args:
+            group: Of this root.
+            rows_are_held: They are plain parameters in the hands of an optimizer that may also replace their `data`.
+        """
+        watched = [self._watched_groups, self._groups_with_held_rows] if rows_are_held else [self._watched_groups]
+        for groups in watched:
+            if (reference := weakref.ref(group)) not in groups:
+                groups.append(reference)
 
     def note_writes(self) -> None:
         """Detect what was written to local rows that are watched."""
+        for reference in self._groups_with_held_rows:
+            if (group := reference()) is not None:
+                group.weights.take_assigned()
         groups = [group for reference in self._watched_groups if (group := reference()) is not None]
-        # The counter and the addresses are checked inline, since this is done in every step.
+        # The counter is checked inline, since this is done in every step.
         written = [
             group
             for group in groups
-            if (
-                group.main.segments[0]._version != group.weights.known_writes
-                or [entry.local.data_ptr() for entry in group.entries] != group.main.addresses()
-            )
-            and group.weights.note_writes()
+            if group.main.segments[0]._version != group.weights.known_writes and group.weights.note_writes()
         ]
         if written:
             self.weight_writes += 1

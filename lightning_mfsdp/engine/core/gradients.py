@@ -514,17 +514,16 @@ class Gradients:
             self._bucket[0].discard()
 
     def _take(self) -> list[Tensor | None]:
-        taken: list[Tensor | None] = []
-        for entry in self._entries:
-            full = entry.full
-            grad = full.grad
+        taken = [entry.full.grad for entry in self._entries]
+        for index, entry in enumerate(self._entries):
+            grad = taken[index]
             if grad is not None:
+                full = entry.full
                 full.grad = None
                 if not (full.requires_grad and entry.local.requires_grad):
-                    grad = None
+                    taken[index] = None
                 elif grad.is_sparse:
-                    grad = grad.to_dense()
-            taken.append(grad)
+                    taken[index] = grad.to_dense()
         if self.outside:
             for index, outside in self.outside.items():
                 grad = taken[index]
@@ -546,9 +545,8 @@ class Gradients:
 
     # -- memory of the cells -------------------------------------------------------------------------------------------
 
-    def _main_is_free(self) -> bool:
+    def _is_free(self, main: MainGradient) -> bool:
         """Whether nothing in the memory of `main` is still needed."""
-        main = self.main
         return not main.is_shown and self._partial is not main.buffer and self._local is not main.buffer
 
     def _empty_main(self, written: FlatBuffer | None = None) -> FlatBuffer | None:
@@ -556,11 +554,13 @@ class Gradients:
 
         If a cleared gradient is still referenced, it keeps its memory and `main` gets new memory, unless it is `written` already.
         """
-        if not self._main_is_free():
+        main = self.main
+        if not self._is_free(main):
             return None
-        if self.main.is_open and self.main.buffer is not written and self.main.is_kept:
+        if main.is_open and main.buffer is not written and main.is_kept:
             self._main = None
-        return self.main.open()
+            main = self.main
+        return main.open()
 
     def _open_main(self, written: FlatBuffer | None = None) -> bool:
         """Allocate `main` and fill it from the parameters' `.grad`. Returns whether any of them is set."""
@@ -610,11 +610,12 @@ class Gradients:
 
     def close_main(self) -> None:
         """A pass begins: free the memory of `main` if it is empty, or leave it to the references to a cleared gradient."""
-        if self.is_open and self._main_is_free():
-            if self.main.is_kept:
+        main = self._main
+        if main is not None and main.is_open and self._is_free(main):
+            if main.is_kept:
                 self._main = None
             else:
-                self.main.close()
+                main.close()
 
     def keep_main(self) -> list[Tensor]:
         """A copy of `main` before a replayed graph overwrites it; nothing where it is empty."""
@@ -702,7 +703,7 @@ class Gradients:
             accumulate_segments(self._partial, result)
             return
         main = self.main.buffer
-        if result is main or (main.extent == result.extent and self._main_is_free()):
+        if result is main or (main.extent == result.extent and self._is_free(self.main)):
             self._partial = main  # which was allocated for this reduction
         else:
             self._partial = FlatBuffer.empty(self._layout, result.extent, self._dtype, self.device)
@@ -810,22 +811,24 @@ def copy_or_add(
             compat.foreach_add_([view for view, _ in late], [grad for _, grad in late])
         views = [view for index, view in enumerate(views) if index not in written]
         grads = [grad for index, grad in enumerate(grads) if index not in written]
-    targets = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
     sources = [grad for grad in grads if grad is not None]
+    missing, targets = list[Tensor](), views
+    if len(sources) < len(views):
+        missing = [view for view, grad in zip(views, grads, strict=True) if grad is None]
+        targets = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
     if not overwrite:
         if sources:
             compat.foreach_add_(targets, sources)
         return
     gaps = target.gaps
-    if gaps and sources and len(sources) == len(views):
+    if gaps and sources and not missing:
         dtype = sources[0].dtype
         zeros = target.zeros_for_gaps.get(dtype)
         if zeros is None:
             zeros = target.make_zeros_for_gaps(dtype)
         if zeros:
             targets, sources, gaps = targets + gaps, sources + zeros, []
-    undefined = gaps + [view for view, grad in zip(views, grads, strict=True) if grad is None]
-    if undefined:
+    if undefined := gaps + missing:
         compat.foreach_zero_(undefined)
     if sources:
         compat.foreach_copy_(targets, sources)

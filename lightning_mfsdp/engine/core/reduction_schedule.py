@@ -166,12 +166,18 @@ class ReductionSchedule:
         """Free the buckets needed for the given reductions, which come next on all ranks."""
         if self._gather_order.has_reductions and (first := groups[0]).placement.weight:
             self._gather_order.note(first.weights.number, first.name, REDUCTION)
-        while len(self._in_flight) >= _MAX_BUCKETS or any(self._is_on_its_way(group.gradients) for group in groups):
+        while len(self._in_flight) >= _MAX_BUCKETS:
             self._retire()
+        for group in groups:
+            while self._is_on_its_way(group.gradients):
+                self._retire()
 
     def _is_on_its_way(self, gradients: Gradients) -> bool:
         """Whether a bucket of theirs is in flight."""
-        return any(gradients in sent.gradients for sent in self._in_flight)
+        for sent in self._in_flight:  # noqa: SIM110 - a generator costs host time, in every unit
+            if gradients in sent.gradients:
+                return True
+        return False
 
     def _reduce(self, groups: Sequence[ParameterGroup]) -> None:
         self._make_room(groups)

@@ -117,10 +117,12 @@ class ShardedParameter(Rows):
             self._take_unnoticed()
         if self._local.grad is None:  # as all are while a forward is recorded
             self._refuse_in_recording()
-        if value is not None and not (isinstance(value, Rows) and lie_alike(value, self)):
-            value = self._rows_of(value)
-        self._local.grad = None if value is None else value._local_tensor
-        self.gradient_rows = value if isinstance(value, Rows) and value is not self._shown_gradient() else None
+        if value is None:
+            self._local.grad = self.gradient_rows = None
+            return
+        rows = value if isinstance(value, Rows) and lie_alike(value, self) else self._rows_of(value)
+        self._local.grad = rows._local_tensor
+        self.gradient_rows = None if rows is self._shown_gradient() else rows
 
     def _take_unnoticed(self) -> None:
         """Reduce what a backward left of which no unit was notified. Collective: ranks on which it left nothing do not join."""
@@ -209,7 +211,8 @@ class ShardedParameter(Rows):
     def take_assigned(self) -> None:
         """Copy what was assigned to the `data` of the local representation to where the rows belong, before they are read."""
         if self._local.data_ptr() != self._local_tensor.data_ptr() and (group := self._owner[0]()) is not None:
-            group.known_writes(weights=True)  # which checks all rows
+            group.weights.take_assigned()
+            group.known_writes(weights=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         raise EngineStateError(

@@ -62,12 +62,7 @@ class SideDoors:
         self.found = assumed or self._keeps_something()
 
     def _all_tables(self) -> list[dict[str, Any]]:
-        tables = self._tables.copy()
-        for reference in self._own:
-            module = reference()
-            if module is not None:
-                tables.append(module.__dict__)
-        return tables
+        return self._tables + [module.__dict__ for reference in self._own if (module := reference()) is not None]
 
     def _note_attributes(self, tables: list[dict[str, Any]], *, are_new: bool) -> None:
         self._lengths = list(map(len, tables))

@@ -246,8 +246,9 @@ class Unit:
     def unregister(self) -> None:
         """Have modules show sharded parameters; unsharded ones stay in memory."""
         self.shown.now, self.shown.by = False, None
+        shares = self.shared_groups or len(self.users) > 1
         for group in self.all_groups:
-            if not self._is_shown_by_others(group):
+            if not (shares and self._is_shown_by_others(group)):
                 group.weights.unregister()
 
     def _is_shown_by_others(self, group: ParameterGroup) -> bool:
@@ -310,6 +311,11 @@ class Unit:
         if doors is not None and doors.look_at_hooks():
             self.follow()
         return args, kwargs
+
+    @property
+    def has_side_doors(self) -> bool:
+        """Whether the look at its modules has found any."""
+        return self._side_doors is not None and self._side_doors.found
 
     @property
     def _is_followed(self) -> bool:

@@ -176,17 +176,17 @@ class Weights:
         else:
             self.written_elsewhere = True
 
-    def note_writes(self) -> bool:
-        """Whether the main weight was written since the last call, by any writer. PyTorch does not count writes through `tensor.data`.
-
-        A tensor that was assigned to the `data` of local rows is copied to where the rows belong.
-        """
+    def take_assigned(self) -> None:
+        """Copy what was assigned to the `data` of local rows to where the rows belong."""
         if [entry.local.data_ptr() for entry in self._entries] != self._main.addresses():
             for entry, rows in zip(self._entries, self._main.views, strict=True):
                 if entry.local.data_ptr() != rows.data_ptr():
                     with torch.no_grad():
                         rows.copy_(entry.local)
                     compat.set_data(entry.local, rows)
+
+    def note_writes(self) -> bool:
+        """Whether the main weight was written since the last call, by any writer. PyTorch does not count writes through `tensor.data`."""
         before = self.known_writes
         self.forget_writes()
         return self.known_writes != before
@@ -299,7 +299,10 @@ class Weights:
                     if free is not None:
                         streams.wait(free, streams.gather)
                     self.present |= form
-                    self._gather_into(self._in_slot(self.client.slot), form)
+                    latest = self._latest
+                    if latest is None or latest[0] is not self.client.slot:
+                        latest = self._latest = self.client.slot, self._in_slot(self.client.slot)
+                    self._gather_into(latest[1], form)
                 else:
                     self.present = self._every_form
                     if in_place:
@@ -346,8 +349,6 @@ class Weights:
 
     def _in_slot(self, slot: Slot) -> Place:
         """The place in a slot's memory, made once for each slot."""
-        if self._latest is not None and self._latest[0] is slot:
-            return self._latest[1]
         known = self._by_slot.get(slot)
         if known is None:
             with torch.inference_mode(False):
@@ -358,7 +359,6 @@ class Weights:
                         for form in memory.view(len(self._spec.planes), -1).unbind()
                     ]
                 )
-        self._latest = slot, known
         return known
 
     def _place_over(self, buffers: list[FlatBuffer]) -> Place:

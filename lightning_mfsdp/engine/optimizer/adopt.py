@@ -21,16 +21,12 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mfsdp.base import compat
@@ -40,12 +36,12 @@ from lightning_mfsdp.engine.core.conversion import refuse_moved
 from lightning_mfsdp.engine.core.group import ParameterGroup, as_local, owner_of
 from lightning_mfsdp.engine.core.parameter import Entry
 from lightning_mfsdp.engine.core.rows import sharded_axes
-from lightning_mfsdp.engine.core.sharded_tensor import Rows
 from lightning_mfsdp.engine.core.stepping import call_closure
 from lightning_mfsdp.engine.optimizer.driver import OptimizerDriver, OptimizerSupport
 from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.optimizer.norm import GradientPlaces
-from lightning_mfsdp.engine.optimizer.state import as_shown, refuse_left_behind, show_state, take_state, taken
+from lightning_mfsdp.engine.optimizer.shown_state import ShownState
+from lightning_mfsdp.engine.optimizer.state import refuse_left_behind, show_state, take_state, taken
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.core.context import Context
@@ -68,10 +64,6 @@ ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
 
 # LBFGS takes all parameters as one vector, Muon products of whole matrices, Adafactor their means.
 _WHOLE_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adafactor)
-
-
-_Values: TypeAlias = dict[str, Any]
-_State: TypeAlias = MutableMapping[Any, Any]
 
 
 def adopt_optimizer(
@@ -111,10 +103,9 @@ def prepare_state(optimizer: Optimizer) -> None:
 
 
 class _Representations:
-    """What one optimizer holds: local rows and state of them while its own code runs, and what the module shows at all other times.
+    """What one optimizer holds: local rows and their state while its own code runs, and what the module shows at all other times.
 
-    Where both are the same nothing happens here. State of local rows is a table of its own, over the same memory: its inner tables are
-    filled when the optimizer's own code begins and emptied when it has run, so moving or clearing state between two steps frees its memory.
+    Where both are the same nothing happens here. State is not kept twice: what is shown of it is a view (shown_state.py).
 
     Attributes:
         stepped: What `param_groups` hold while the optimizer's own code runs, in order.
@@ -125,122 +116,35 @@ class _Representations:
     def __init__(self, stepped: list[Tensor], shown: list[Tensor]) -> None:
         self.stepped, self.shown = stepped, shown
         self.is_running = False
-        self._shown_state: _State = {}
-        self._stepped_state: _State = defaultdict(dict)
-        self._last: _Emptied | None = None
-        # What the stepped state held when the own code began; `None`: what is shown has to be made again afterwards.
-        self._begun_with: list[object] | None = None
 
     @property
     def differ(self) -> bool:
-        """Whether there are two tables."""
+        """Whether there are two of them."""
         return self.shown is not self.stepped
 
     def begin(self, optimizer: Optimizer) -> None:
         """Called when the optimizer's own code is about to run."""
         if self.is_running or not self.differ:
             return
-        shown, last = optimizer.state, self._last
-        is_filled = last is not None and last.fill(shown)
-        stepped = last.table if last is not None and is_filled else self._built(shown)
+        state: Any = optimizer.state
+        shown = state if type(state) is ShownState else ShownState.of(state)
         # Nothing can fail from here on.
-        self._shown_state, self._stepped_state = shown, stepped
-        self._begun_with = _content(stepped) if is_filled else None
         self.is_running = True
         _exchange(optimizer, self.shown, self.stepped)
-        optimizer.state = stepped  # type: ignore[assignment]
+        optimizer.state = shown.plain  # type: ignore[assignment]
 
     def end(self, optimizer: Optimizer) -> None:
         """Called when it has run."""
-        if not self.is_running:
-            return
-        self.is_running = False
-        _exchange(optimizer, self.stepped, self.shown)
-        stepped = optimizer.state  # perhaps another table: the own code has raised, and the user put one there
-        if (
-            stepped is not self._stepped_state
-            or self._begun_with is None
-            or not are_same(_content(stepped), self._begun_with)
-        ):
-            self._show(stepped)
-        if self._last is not None:
-            self._last.empty()
-        optimizer.state = self._shown_state  # type: ignore[assignment]
-        self._shown_state, self._stepped_state, self._begun_with = {}, defaultdict(dict), None
+        if self.is_running:
+            self.is_running = False
+            _exchange(optimizer, self.stepped, self.shown)
+            optimizer.state = ShownState(optimizer.state)  # type: ignore[assignment]
 
-    def _built(self, shown: _State) -> _State:
-        """The state of local rows, of whatever is in the shown state."""
-        rows_of = {id(parameter): rows for rows, parameter in zip(self.stepped, self.shown, strict=True)}
-        stepped: _State = defaultdict(dict)
-        for key, values in shown.items():
-            owner = owner_of(key)
-            if owner is not None:
-                values = {name: taken(name, one, owner[1].local, owner[1]) for name, one in values.items()}
-            stepped[rows_of.get(id(key), key)] = values
-        return stepped
-
-    def _show(self, stepped: _State) -> None:
-        """Show what the optimizer's own code has changed, or what was put into the state before it."""
-        shown_of = {id(rows): parameter for rows, parameter in zip(self.stepped, self.shown, strict=True)}
-        now: _State = {}
-        inner = []
-        for key, values in stepped.items():
-            if (owner := owner_of(key)) is None:
-                now[shown_of.get(id(key), key)] = values  # one inner table is in both
-                continue
-            parameter = owner[1].sharded
-            known = self._shown_state.get(parameter, {})
-            shown = {
-                name: before if _is_over(before := known.get(name), one) else as_shown(name, one, owner[1])
-                for name, one in values.items()
-            }
-            known.clear()  # references to it see the new content
-            known.update(shown)
-            now[parameter] = known
-            inner.append((values, getattr(parameter, "lies", None)))
-        is_ours = stepped is self._stepped_state and len(inner) == len(now) == len(stepped)
-        self._last = _Emptied(stepped, list(now), inner) if is_ours else None
-        self._shown_state.clear()
-        self._shown_state.update(now)
-
-
-@dataclass(eq=False)
-class _Emptied:
-    """A table of plain state between two steps: its inner tables are empty, so that it keeps no memory. All state is of sharded parameters.
-
-    Attributes:
-        table: By local rows.
-        keys: What the same state is shown under.
-        inner: Its inner tables in that order, and where the rows of the parameter lie.
-    """
-
-    table: _State
-    keys: list[object]
-    inner: list[tuple[_Values, Any]]
-
-    def fill(self, shown: _State) -> bool:
-        """Fill it from what is shown; `False`, and empty, where that is of other parameters now, or holds something new."""
-        if not are_same([*shown], self.keys):
-            return False
-        for (plain, lies), values in zip(self.inner, shown.values(), strict=True):
-            if type(values) is not dict:
-                self.empty()
-                return False
-            for name, one in values.items():
-                kind = type(one)
-                if kind is Rows and one.lies is lies:
-                    plain[name] = one._local_tensor
-                elif (kind is Tensor and not one.ndim) or not isinstance(one, Tensor):
-                    plain[name] = one
-                else:
-                    self.empty()
-                    return False
-        return True
-
-    def empty(self) -> None:
-        """Let go of all values."""
-        for plain, _ in self.inner:
-            plain.clear()
+    def end_unfinished(self, optimizer: Optimizer) -> None:
+        """Called when it may have raised: the user may have put anything into the state since."""
+        if self.is_running:
+            self.end(optimizer)
+            optimizer.state = ShownState.of(optimizer.state)  # type: ignore[assignment]
 
 
 class _ShardedStep:
@@ -259,7 +163,7 @@ class _ShardedStep:
         self._groups: list[tuple[weakref.ref[ParameterGroup], list[int]]] = []
         self._held = _Representations([], [])
         self._places: GradientPlaces | None = None
-        self._is_watched = self._writes_elsewhere = False
+        self._is_watched = self._writes_elsewhere = self._may_assign = False
         self._is_due = False  # a step has begun, and the optimizer's own code has not
         self._running_in: list[Context] = []
         self._optimizer: Callable[[], Optimizer | None] = lambda: None
@@ -270,7 +174,7 @@ class _ShardedStep:
             self._elementwise = elementwise
         if grad_scaler is not None:
             self._grad_scaler = grad_scaler
-        self._held.end(optimizer)
+        self._held.end_unfinished(optimizer)
         self._take_over(optimizer)
         if not self._groups:
             raise ShardingError(
@@ -300,18 +204,19 @@ class _ShardedStep:
             self._held.end(optimizer)  # also where it is refused
         # DTensors record writes to them; local rows do not.
         self._is_watched, self._writes_elsewhere = local, not writes_in_steps_alone
+        self._may_assign = local and not (hides_rows and type(optimizer) in ELEMENTWISE_OPTIMIZERS)
         for group, entries in found.items():
             if (context := group.root()) is not None:
                 context.track(entries)
                 if self._is_watched:
-                    context.watch([group])
+                    context.watch(group, rows_are_held=self._may_assign)
         self._groups = [
             (weakref.ref(group), [group.entries.index(entry) for entry in entries]) for group, entries in found.items()
         ]
 
     def _take_over_new(self, optimizer: Optimizer) -> None:
         """Adopt what was added to `param_groups` since, and put them into their state between steps, also after a step that raised."""
-        self._held.end(optimizer)
+        self._held.end_unfinished(optimizer)
         if not are_same(self._held.shown, _parameters(optimizer)):
             self._take_over(optimizer)
 
@@ -389,7 +294,11 @@ class _ShardedStep:
         """Whether rows that are watched were written since the last call, or compute shards refreshed."""
         if not self._is_watched:
             return False
-        written = [group.weights.note_writes() for group in self._present_groups()]  # all, without short-circuit
+        groups = self._present_groups()
+        if self._may_assign:
+            for group in groups:
+                group.weights.take_assigned()
+        written = [group.weights.note_writes() for group in groups]  # all, without short-circuit
         return any(written)
 
     def _present_groups(self) -> list[ParameterGroup]:
@@ -429,7 +338,7 @@ class _ShardedStep:
     def finish(self) -> None:
         """The optimizer's own code has raised."""
         if (optimizer := self._optimizer()) is not None:
-            self._held.end(optimizer)
+            self._held.end_unfinished(optimizer)
         self._running_in = []
 
     @staticmethod
@@ -515,24 +424,11 @@ def _exchange(optimizer: Optimizer, before: Sequence[Tensor], after: Sequence[Te
         start = stop
 
 
-def _hold(group: _Values, parameters: Sequence[Tensor]) -> None:
+def _hold(group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
     if isinstance(group["params"], list):
         group["params"][:] = parameters
     else:
         group["params"] = list(parameters)
-
-
-def _content(state: _State) -> list[object]:
-    """Every object in it: keys, names and values."""
-    # Users may store anything under keys of their own.
-    tables = [one for one in state.values() if type(one) is dict or isinstance(one, dict)]
-    names, values = chain.from_iterable(tables), chain.from_iterable(map(dict.values, tables))
-    return [*state, *state.values(), *names, *values]
-
-
-def _is_over(shown: object, value: object) -> bool:
-    """Whether state is shown already."""
-    return isinstance(shown, DTensor) and shown._local_tensor is value
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -576,28 +472,30 @@ def _held_entries(optimizer: Optimizer, local: bool, grad_scaler: object | None)
 
 
 def _take_over_state(optimizer: Optimizer, *, local: bool, hides_rows: bool) -> None:
-    """Key state by what `param_groups` show.
+    """Key state by what the optimizer steps, and cut what it has of whole parameters.
 
     Args:
         optimizer: Between two steps.
         local: Whether it steps local rows.
         hides_rows: Whether it shows something else.
     """
+    state: Any = optimizer.state
+    if type(state) is ShownState:
+        if hides_rows:
+            return
+        optimizer.state = state.plain if local else state.as_table()  # type: ignore[assignment]
     for key, values in list(optimizer.state.items()):
         owner = owner_of(key)
         if owner is None:
             continue
         group, entry = owner
-        target = entry.local if local and not hides_rows else entry.sharded
+        target = entry.local if local else entry.sharded
         if key is target:
             continue
         if key is entry.full or not local:
             values = _shard_state(values, group, entry, local=local)
-        taken_over = {name: taken(name, value, entry.local, entry) for name, value in values.items()}
-        if target is not entry.local:
-            taken_over = {name: as_shown(name, value, entry) for name, value in taken_over.items()}
         del optimizer.state[key]
-        optimizer.state[target] = taken_over
+        optimizer.state[target] = {name: taken(name, value, target, entry) for name, value in values.items()}
 
 
 def _shard_state(state: dict[str, Any], group: ParameterGroup, entry: Entry, *, local: bool) -> dict[str, Any]:

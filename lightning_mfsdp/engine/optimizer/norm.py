@@ -100,7 +100,10 @@ class GradientPlaces:
         found: dict[tuple[dist.ProcessGroup, ...], _Owned] = {(): whole}
         for group, by_axes in groups:
             for axes, indices in by_axes:
-                part = found.setdefault(tuple([axis.group for axis in axes]), _Owned(axes=axes))
+                key = tuple([axis.group for axis in axes])
+                part = found.get(key)
+                if part is None:
+                    part = found[key] = _Owned(axes=axes)
                 part.device = group.device
                 if group.spec.main_dtype is torch.float64:
                     part.dtype = torch.float64  # from what is known to all ranks: a rank may own no gradient here
