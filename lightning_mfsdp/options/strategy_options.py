@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,6 @@ from lightning_mfsdp._lightning_api import collect_rng_states, set_rng_states
 from lightning_mfsdp.context_parallel.divided_batches import DividedBatches
 from lightning_mfsdp.context_parallel.sharing import METHODS
 from lightning_mfsdp.engine import (
-    MixedPrecisionPolicy,
     bring_home,
     fully_shard_units,
     refuse_unsharded,
@@ -47,11 +45,11 @@ from lightning_mfsdp.options.arguments import (
     warn_of_other_policies,
 )
 from lightning_mfsdp.options.compilation import compile_options, compile_units
+from lightning_mfsdp.options.declared import DeclaredOptions, DeclaredTrainerOptions
 from lightning_mfsdp.options.dtypes import ShardedPrecision
 from lightning_mfsdp.options.mesh import MeshSizes, RunMesh
 from lightning_mfsdp.options.shared_batches import SharedBatches
 from lightning_mfsdp.options.unit_selection import (
-    UnitsArgument,
     describe_units,
     join_blocks,
     select_units,
@@ -75,52 +73,12 @@ REGISTERED = {
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StrategyOptions:
-    """The arguments of both strategies, with defaults, as documented in `MFSDPStrategy`.
-
-    Each strategy repeats them in its signature, for users, type checkers and jsonargparse; a test keeps the three equal.
+class StrategyOptions(DeclaredOptions):
+    """The options of both strategies, checked, and how they are applied.
 
     Raises:
         ValueError, TypeError: An argument out of its range, of the wrong kind, or in contradiction to another.
     """
-
-    sharding: str | int = "optim_grads_params"
-    outer_sharding: str | int = "no_shard"
-    policy: MixedPrecisionPolicy | None = None
-    units: UnitsArgument = "auto"
-    blocks_per_unit: int | Literal["auto"] = "auto"
-    data: int | Literal["auto"] = "auto"
-    outer: int = 1
-    outer_size: int = 1
-    context: int = 1
-    context_method: Literal["auto", "ulysses", "gather"] = "auto"
-    context_dims: Mapping[str, int | None] | None = None
-    tensor: int = 1
-    tensor_plan: Mapping[str, str] | None = None
-    sequence_parallel: bool = False
-    expert: int = 1
-    expert_dispatcher: Literal["all_gather", "all_to_all"] = "all_to_all"
-    shared_batches: Literal["compare", "broadcast"] = "compare"
-    loss_count: Literal["auto", "tokens"] = "auto"
-    data_parallel_size: int | Literal["auto"] | None = None
-    tensor_parallel_size: int | Literal["auto"] | None = None
-    mesh: DeviceMesh | None = None
-    reshard_after_forward: bool | Literal["auto"] = True
-    side_doors: Literal["find", "follow", "raise"] = "find"
-    ignored_parameters: Sequence[str | nn.Parameter] = ()
-    storage: Literal["pooled", "dynamic"] = "pooled"
-    symmetric_memory: bool = False
-    offload: Literal["optimizer"] | None = None
-    unused_parameters: Literal["none", "zero"] = "none"
-    compile: bool | Mapping[str, Any] = False
-    recompute: Recompute | Mapping[str, Any] | None = None
-    broadcast_buffers: bool = True
-    accumulation: Literal["local", "sharded"] = "local"
-    state_dict_type: Literal["sharded", "full"] = "sharded"
-    shared_folder_timeout: timedelta = timedelta(seconds=30)
-    start_method: Literal["popen", "fork"] = "popen"
-    timeout: timedelta | None = None
-    process_group_backend: str | None = None
 
     @classmethod
     def among(cls: type[Options], arguments: Mapping[str, Any]) -> Options:
@@ -347,16 +305,12 @@ class StrategyOptions:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TrainerOptions(StrategyOptions):
-    """The additional arguments of the Trainer's strategy.
+class TrainerOptions(StrategyOptions, DeclaredTrainerOptions):
+    """The options of the Trainer's strategy, checked.
 
     Raises:
         ValueError, TypeError: As `StrategyOptions`.
     """
-
-    cuda_graph: bool = False
-    free_gradients: bool = False
-    async_save: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
