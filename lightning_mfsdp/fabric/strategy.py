@@ -101,15 +101,15 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         unused_parameters: As in `MFSDPStrategy`.
         compile: As in `MFSDPStrategy`.
         recompute: As in `MFSDPStrategy`.
-        state_dict_type: As in `MFSDPStrategy`.
-        start_method: As in `MFSDPStrategy`; with "fork" pass a function to `fabric.launch(function)`, and what it returns comes back.
-        shared_folder_timeout: As in `MFSDPStrategy`, at each save.
-        timeout: As in `MFSDPStrategy`.
-        process_group_backend: As in `MFSDPStrategy`.
         broadcast_buffers: Buffers take the values of rank 0 before a checkpoint, a state dict and the first forward in evaluation mode
             after one in training mode. `False` leaves each rank's own, and lets one rank evaluate alone where weights are whole.
-        accumulation: Inside `fabric.no_backward_sync`, "local": no communication, for a full-size gradient in memory. "sharded":
-            strategies with sharded gradients reduce each microbatch over the shard axis; the outer axis waits.
+        accumulation: Inside `fabric.no_backward_sync`, "local": no communication, for a full-size gradient in memory. "sharded": strategies
+            with sharded gradients reduce each microbatch over the shard axis; the outer axis waits.
+        state_dict_type: As in `MFSDPStrategy`.
+        shared_folder_timeout: As in `MFSDPStrategy`, at each save.
+        start_method: As in `MFSDPStrategy`; with "fork" pass a function to `fabric.launch(function)`, and what it returns comes back.
+        timeout: As in `MFSDPStrategy`.
+        process_group_backend: As in `MFSDPStrategy`.
         accelerator: Set by Fabric.
         parallel_devices: Set by Fabric.
         cluster_environment: Set by Fabric.
@@ -123,6 +123,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
     def __init__(
         self,
         *,
+        # Options, from options/declared.py: python docs/options.py writes them.
         sharding: str | int = "optim_grads_params",
         outer_sharding: str | int = "no_shard",
         policy: MixedPrecisionPolicy | None = None,
@@ -160,6 +161,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         start_method: Literal["popen", "fork"] = "popen",
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
+        # Lightning's own.
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,

@@ -101,8 +101,8 @@ class MFSDPStrategy(CheckpointingStrategy):
             those given to parallelize_module).
         tensor_plan: Names of modules or parameters to names of styles, such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}; see
             `lightning_mfsdp.tensor_parallel`. `None`: the own plans of models of transformers.
-        sequence_parallel: Between attention and MLPs, each tensor rank has a part of every sequence, so that these activations take
-            1 / tensor of the memory. For models whose layers are attention, MLPs and norms.
+        sequence_parallel: Between attention and MLPs, each tensor rank has a part of every sequence, so that these activations take 1 /
+            tensor of the memory. For models whose layers are attention, MLPs and norms.
         expert: Ranks along the expert axis, which have different experts of every layer and compute for each other. They are some of the
             data and context ranks. For `GroupedExperts`, and experts of transformers' models that grouped products can compute.
         expert_dispatcher: How tokens reach experts of other ranks. "all_to_all": only those that are needed, and the host waits for their
@@ -111,16 +111,16 @@ class MFSDPStrategy(CheckpointingStrategy):
             every hundredth are compared, and a difference raises. "broadcast": the first rank of each group sends its own to the others.
         loss_count: What a loss that a model of transformers computes from labels is divided by. "auto": with `context` above 1 by the
             number of targets on all ranks, otherwise each rank's own. "tokens": that of all ranks also without a context axis, in training.
-        data_parallel_size: Lightning's word for outer x data x context; a number is checked. If it is given, "auto" too, `device_mesh`
-            has the axes of ModelParallelStrategy, "data_parallel" and "tensor_parallel".
+        data_parallel_size: Lightning's word for outer x data x context; a number is checked. If it is given, "auto" too, `device_mesh` has
+            the axes of ModelParallelStrategy, "data_parallel" and "tensor_parallel".
         tensor_parallel_size: Lightning's word for `tensor`, with the same effect on `device_mesh`. "auto": the ranks of a node.
         mesh: A device mesh of your own instead of sizes: one axis, or two, outer first unless they are named "outer" and "data" or "shard";
             and perhaps others named "context" and "tensor".
-        reshard_after_forward: Reshard weights between forward and backward. `False` saves a gather and costs memory; "auto"
-            keeps as many units as fit into the memory left after two steps.
-        side_doors: "find": where hooks or attributes of a unit's modules may keep what its forward has computed (a feature, a penalty),
-            its weights are gathered again for a backward that begins there. "follow": in every unit, also where nothing is found; it costs
-            host time. "raise": nowhere; such a backward raises.
+        reshard_after_forward: Reshard weights between forward and backward. `False` saves a gather and costs memory; "auto" keeps as many
+            units as fit into the memory left after two steps.
+        side_doors: "find": where hooks or attributes of a unit's modules may keep what its forward has computed (a feature, a penalty), its
+            weights are gathered again for a backward that begins there. "follow": in every unit, also where nothing is found; it costs host
+            time. "raise": nowhere; such a backward raises.
         ignored_parameters: Parameters, or `fnmatch` patterns of their names, that stay whole; their gradients are not reduced.
         storage: "pooled": unsharded weights use fixed slots; "dynamic": in the caching allocator.
         symmetric_memory: Gather by copy engines, which leaves compute cores to the matrix products (NCCL 2.28, one NVLink domain).
@@ -129,26 +129,26 @@ class MFSDPStrategy(CheckpointingStrategy):
         unused_parameters: Parameters that no rank used in a step. "none": they have no gradient and optimizers skip them, as under
             DDP(find_unused_parameters=True). "zero": their gradient is zeros, so weight decay and momentum move them; no rank ever waits to
             learn of the others. `cuda_graph` always does that, and names them.
-        compile: `torch.compile` the forward of every unit that has modules inside; a mapping holds options for it, such as
-            {"mode": "max-autotune-no-cudagraphs"}. A compiled LightningModule (`torch.compile(model)`) counts as True.
+        compile: `torch.compile` the forward of every unit that has modules inside; a mapping holds options for it, such as {"mode":
+            "max-autotune-no-cudagraphs"}. A compiled LightningModule (`torch.compile(model)`) counts as True.
         recompute: Which activations are recomputed in backward instead of being saved: a `Recompute`, or a mapping of its options.
         broadcast_buffers: Before an evaluation, a checkpoint and a state dict buffers take the values of rank 0, such as running
             statistics. `False` leaves each rank's own.
-        cuda_graph: Record training_step and its backward as CUDA graphs after a few steps and replay them: hardly any host time. For
-            fixed shapes. Every backward is reduced, also with `accumulate_grad_batches`. What cannot be recorded is named and runs eagerly.
-        free_gradients: Clear gradients right after the optimizer's step. Lightning clears them after the next training_step, so they take
-            memory while activations accumulate. Hooks that run after the step then see no gradients.
         accumulation: With `accumulate_grad_batches`, "local": no communication until the last microbatch, for a full-size gradient in
             memory. "sharded": strategies with sharded gradients reduce each microbatch over the shard axis; the outer axis waits.
         state_dict_type: Of saved checkpoints. "sharded": a directory, every rank writes its rows; "full": one file with whole tensors, as
             without sharding, gathered one by one into the host memory of rank 0. Both kinds are read, regardless of this option.
-        shared_folder_timeout: How long a node may take to see what another one has put into the folder of a sharded checkpoint. If one
-            does not see it by then, an error is raised, before the first step if a ModelCheckpoint knows its folder, and at each save.
-        async_save: Copy what is saved to the host and train on while it is written. The next save, loading and the end wait for it.
+        shared_folder_timeout: How long a node may take to see what another one has put into the folder of a sharded checkpoint. If one does
+            not see it by then, an error is raised, before the first step if a ModelCheckpoint knows its folder, and at each save.
         start_method: Of the processes that Lightning starts, if no launcher such as torchrun did. "popen": the script runs once for each
             device; "fork": they are forks of this process, the only way in a notebook, where the model has the trained weights after fit.
         timeout: Of collectives. `None`: PyTorch's own, 10 minutes for NCCL and 30 for gloo.
         process_group_backend: `None`: NCCL for CUDA, gloo for CPU.
+        cuda_graph: Record training_step and its backward as CUDA graphs after a few steps and replay them: hardly any host time. For fixed
+            shapes. Every backward is reduced, also with `accumulate_grad_batches`. What cannot be recorded is named and runs eagerly.
+        free_gradients: Clear gradients right after the optimizer's step. Lightning clears them after the next training_step, so they take
+            memory while activations accumulate. Hooks that run after the step then see no gradients.
+        async_save: Copy what is saved to the host and train on while it is written. The next save, loading and the end wait for it.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
@@ -165,6 +165,7 @@ class MFSDPStrategy(CheckpointingStrategy):
     def __init__(
         self,
         *,
+        # Options, from options/declared.py: python docs/options.py writes them.
         sharding: str | int = "optim_grads_params",
         outer_sharding: str | int = "no_shard",
         policy: MixedPrecisionPolicy | None = None,
@@ -196,15 +197,16 @@ class MFSDPStrategy(CheckpointingStrategy):
         compile: bool | Mapping[str, Any] = False,
         recompute: Recompute | Mapping[str, Any] | None = None,
         broadcast_buffers: bool = True,
-        cuda_graph: bool = False,
-        free_gradients: bool = False,
         accumulation: Literal["local", "sharded"] = "local",
         state_dict_type: Literal["sharded", "full"] = "sharded",
         shared_folder_timeout: timedelta = timedelta(seconds=30),
-        async_save: bool = False,
         start_method: Literal["popen", "fork"] = "popen",
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
+        cuda_graph: bool = False,
+        free_gradients: bool = False,
+        async_save: bool = False,
+        # Lightning's own.
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,

@@ -1,9 +1,8 @@
-"""The options of both strategies: spelled out in two signatures, with the types and defaults of one set, and checked there."""
+"""What both strategies are given is held by one set of options, and checked there."""
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
@@ -12,22 +11,7 @@ from lightning_mfsdp.fabric import MFSDPFabricStrategy
 from lightning_mfsdp.options.strategy_options import StrategyOptions, TrainerOptions
 from lightning_mfsdp.recompute import Recompute
 
-# What Lightning hands to any strategy, and no option of ours.
-LIGHTNINGS = {
-    MFSDPStrategy: {
-        *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
-    },
-    MFSDPFabricStrategy: {"accelerator", "parallel_devices", "cluster_environment", "precision"},
-}
 OPTIONS = {MFSDPStrategy: TrainerOptions, MFSDPFabricStrategy: StrategyOptions}
-
-
-@pytest.mark.parametrize("strategy", OPTIONS)
-def test_a_signature_has_the_names_types_and_defaults_of_the_options(strategy):
-    parameters = inspect.signature(strategy).parameters
-    assert all(one.kind is inspect.Parameter.KEYWORD_ONLY for one in parameters.values())
-    ours = {name: (one.annotation, one.default) for name, one in parameters.items() if name not in LIGHTNINGS[strategy]}
-    assert ours == {one.name: (one.type, one.default) for one in fields(OPTIONS[strategy])}
 
 
 @pytest.mark.parametrize("strategy", OPTIONS)
